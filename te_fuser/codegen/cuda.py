@@ -1,0 +1,1052 @@
+"""CUDA C++ from a kernel description: readable text, and what a launch of it needs to know.
+
+The text is one function for the rows and, with column sums, a second one that adds up the partial sums of the blocks
+in a fixed order. Rows that are too long for sums and stores together get a third (see `schedule.split`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import keyword
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from te_fuser.codegen import schedule as plan
+from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
+from te_fuser.codegen.schedule import Kind, Schedule, Sums, is_full
+from te_fuser.formula import expr
+from te_fuser.formula.expr import Axes, Expr
+
+# ------------------------------------------------------------------------------------ what a launch needs
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of a kernel.
+
+    `kind` is where it comes from: "load", "store", "sum" (a tensor of the description), "seed" (two int64 on the
+    device: seed and offset), "partial" (float32 scratch of `Partial`), "row_value" (float32 scratch, one a row),
+    "rows", "batch_inner", "batch_size", "stream" (the number of a random stream), "groups" (of the summing kernel).
+    """
+
+    kind: str
+    name: str
+    ctype: str
+
+
+@dataclass(frozen=True)
+class RowGrid:
+    """How many blocks walk over the rows: `tiles` side by side, and as many groups of rows as the GPU holds at once."""
+
+    tiles: int
+    rows_per_block: int
+    blocks_per_multiprocessor: int
+    per_sample: bool
+    sums: bool
+
+    def groups(self, rows: int, samples: int, multiprocessors: int) -> int:
+        """Groups of rows, each with its own partial sums; a multiple of `samples` where sums belong to samples."""
+        samples = samples if self.per_sample else 1
+        if rows == 0 and not self.sums:
+            return 0
+        wanted = -(-max(1, rows // samples) // self.rows_per_block)
+        room = multiprocessors * self.blocks_per_multiprocessor // (self.tiles * samples)
+        return samples * max(1, min(wanted, room))
+
+    def blocks(self, groups: int, samples: int) -> int:
+        """The grid size."""
+        return self.tiles * groups
+
+
+@dataclass(frozen=True)
+class SumGrid:
+    """How many blocks add up partial sums: 32 columns each, of every sum and, for some, of every sample."""
+
+    fixed: int
+    per_sample: int
+
+    def blocks(self, groups: int, samples: int) -> int:
+        """The grid size."""
+        return self.fixed + self.per_sample * samples
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """One kernel of the source: its symbol, its arguments in order, and its block."""
+
+    symbol: str
+    parameters: tuple[Parameter, ...]
+    threads: int
+    shared_bytes: int
+    grid: RowGrid | SumGrid
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Scratch for the partial sums of one sum: float32, [groups, width], with the groups of the launch `launch`."""
+
+    name: str
+    width: int
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """The text of a description, its launches in order, and the scratch between them.
+
+    Every tensor must start at a multiple of `alignment` bytes.
+    """
+
+    name: str
+    source: str
+    launches: tuple[CudaLaunch, ...]
+    partials: tuple[Partial, ...]
+    row_values: tuple[str, ...]
+    alignment: int
+    schedules: tuple[Schedule, ...]
+
+
+def generate(
+    description: KernelDescription,
+    arch: str = "sm_90a",
+    *,
+    schedule: Schedule | None = None,
+    alignment: int = 16,
+) -> CudaKernel:
+    """The CUDA text of a description.
+
+    Args:
+        arch: the architecture whose limits the schedule keeps, such as "sm_90a".
+        schedule: instead of the one that `schedule.pick` finds.
+        alignment: bytes that every tensor is known to be aligned to; less than 16 makes narrower accesses.
+
+    Raises:
+        ValueError: for a tensor in a dtype that generated kernels do not store.
+    """
+    for tensor in (*description.loads, *description.stores, *description.sums):
+        if tensor.dtype not in _CTYPES:
+            raise ValueError(
+                f"kernel {description.name}: {tensor.name} is {tensor.dtype}; "
+                f"generated kernels store {', '.join(_CTYPES)}"
+            )
+    rewritten = rewrite(description)
+    device = plan.device_of(arch)
+    chosen = schedule or plan.pick(rewritten, device, alignment)
+    kernels: list[tuple[KernelDescription, Schedule]] = []
+    for part in (rewritten,) if chosen else plan.split(rewritten):
+        found = chosen or plan.pick(part, device, alignment)
+        assert found is not None
+        kernels.append((part, found))
+    return _assemble(description, kernels, alignment)
+
+
+_CTYPES = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::fp16"}
+
+# ------------------------------------------------------------------------------- formulas as the GPU likes them
+
+
+def rewrite(description: KernelDescription) -> KernelDescription:
+    """The same kernel in cheaper and more accurate terms; see `_RULES` and `_FAST_RULES`."""
+    rules = _RULES + (_FAST_RULES if not _precise(description) else ())
+    done: dict[int, Expr] = {}
+    for node in description.nodes:
+        args = tuple(done[id(a)] for a in node.args)
+        same = all(x is y for x, y in zip(args, node.args, strict=True))
+        new = node if same else expr.rebuild(node.op, args, node.attrs)
+        for rule in rules:
+            new = rule(new) or new
+        done[id(node)] = new
+
+    def renewed(items: Iterable[Store] | Iterable[Sum]) -> tuple:  # type: ignore[type-arg]
+        return tuple(dataclasses.replace(t, parts=tuple(done[id(p)] for p in t.parts)) for t in items)
+
+    return dataclasses.replace(description, stores=renewed(description.stores), sums=renewed(description.sums))
+
+
+def _precise(description: KernelDescription) -> bool:
+    """Whether a reader could see the last bits of float32."""
+    stored = [t.dtype for t in description.stores if t.axes & Axes.FEATURE]
+    read = [t.dtype for t in description.loads if t.axes & Axes.FEATURE and t.axes & Axes.OUTER]
+    return "float32" in (stored or read or ["float32"])
+
+
+def _plus_tanh(e: Expr) -> Expr | None:
+    """1 + tanh(u) = 2 sigmoid(2u), 1 - tanh(u) = 2 sigmoid(-2u): nothing cancels in the negative tail."""
+    if e.op not in ("add", "sub") or not expr.is_const(e.args[0], 1) or e.args[1].op != "tanh":
+        return None
+    sign = 2 if e.op == "add" else -2
+    return 2 * expr.unary("sigmoid", sign * e.args[1].args[0])
+
+
+def _square_tanh(e: Expr) -> Expr | None:
+    """1 - tanh(u)^2 = 4 s (1 - s) with s = sigmoid(2u), which the value itself needs too."""
+    if e.op != "sub" or not expr.is_const(e.args[0], 1) or e.args[1].op != "mul":
+        return None
+    a, b = e.args[1].args
+    if a is not b or a.op != "tanh":
+        return None
+    s = expr.unary("sigmoid", 2 * a.args[0])
+    return 4 * (s * (1 - s))
+
+
+def _base_two(e: Expr) -> Expr | None:
+    """exp and sigmoid of u in base two, where log2(e) joins the factor that u has already."""
+    names = {"exp": "exp2", "sigmoid": "sigmoid2"}
+    return expr.unary(names[e.op], math.log2(math.e) * e.args[0]) if e.op in names else None
+
+
+def _masked(e: Expr) -> Expr | None:
+    """c (mask x) = x (mask ? c : 0): one multiplication less."""
+    if e.op != "mul" or e.args[0].op != "const" or e.args[1].op != "mul":
+        return None
+    a, b = e.args[1].args
+    mask, rest = (a, b) if is_boolean(a) else (b, a)
+    return expr.pointwise("masked", rest, mask, attrs=e.args[0].attrs) if is_boolean(mask) else None
+
+
+Rule = Callable[[Expr], "Expr | None"]
+_RULES: tuple[Rule, ...] = (_plus_tanh, _square_tanh, _masked)
+_FAST_RULES: tuple[Rule, ...] = (_base_two,)
+
+# ------------------------------------------------------------------------------------------ text, and names
+
+
+class Text:
+    """Lines with indentation."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._depth = 0
+
+    def __call__(self, line: str = "") -> None:
+        self.lines.append("  " * self._depth + line if line else "")
+
+    @contextlib.contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """`head { ... }`; without a head, the lines as they are."""
+        if head:
+            self(f"{head} {{")
+            self._depth += 1
+        yield
+        if head:
+            self._depth -= 1
+            self("}")
+
+    def loop(self, variable: str, count: str, unroll: str = "#pragma unroll") -> contextlib.AbstractContextManager[None]:
+        """A counted loop, unrolled so that arrays in registers are indexed by constants."""
+        self(unroll)
+        return self.block(f"for (int {variable} = 0; {variable} < {count}; ++{variable})")
+
+
+_RESERVED = set(keyword.kwlist) | set(
+    "te rows row base lane slot column chunk i inner samples groups group first step count index sample split next turn "
+    "ahead phase exchange shared mine inside seed batch_inner batch_size int float double char short long unsigned "
+    "signed bool void const constexpr auto struct class template typename namespace using static extern inline new "
+    "delete this operator default switch case do goto sizeof register volatile union enum private public protected "
+    "friend virtual true false nullptr and or not xor threadIdx blockIdx gridDim blockDim".split()
+)
+
+
+class Names:
+    """Identifiers made from roles, each given out once."""
+
+    def __init__(self) -> None:
+        self._taken = set(_RESERVED)
+
+    def fresh(self, role: str) -> str:
+        base = re.sub(r"\W+", "_", role).strip("_") or "value"
+        base = f"v_{base}" if base[0].isdigit() else base
+        name, number = base, 2
+        while name in self._taken:
+            name, number = f"{base}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+
+def _literal(number: float | Fraction) -> str:
+    value = float(number)
+    if math.isinf(value):
+        return "te::kInfinity" if value > 0 else "-te::kInfinity"
+    single = torch.tensor(value, dtype=torch.float32).item()
+    text = next(t for t in (f"{single:.{digits}g}" for digits in range(1, 18)) if _single(t) == single)
+    return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
+
+
+def _single(text: str) -> float:
+    return torch.tensor(float(text), dtype=torch.float32).item()
+
+
+# ------------------------------------------------------------------------------------------ expressions
+
+_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", **_COMPARE}
+_FUNCTIONS = {"maximum": "te::maximum", "minimum": "te::minimum", "relu": "te::relu", "abs": "fabsf"}
+# In te::precise or te::fast.
+_NAMES = {name: name for name in ("exp", "log", "tanh", "erf", "sigmoid", "sqrt", "rsqrt", "exp2", "sigmoid2")}
+_NAMES["div"] = "divide"
+_LONGEST = 72  # characters of an expression before it gets a name of its own
+
+
+@dataclass
+class Formulas:
+    """Writes nodes as statements; a value that is used once stands inside the expression that uses it."""
+
+    names: Names
+    space: str  # "te::fast" or "te::precise"
+
+    def write(self, text: Text, targets: Sequence[Expr], known: dict[int, str], leaf: Callable[[Expr], str]) -> None:
+        """Emit what `targets` need and is not in `known` (node id -> text), and add their texts to `known`."""
+        order = plan.above(targets, known)
+        uses = Counter(id(a) for n in order for a in n.args)
+        uses.update(id(t) for t in targets)
+        for node in order:
+            if node.op == "const":
+                known[id(node)] = _literal(node.attrs[0])
+                continue
+            body = self._operation(node, known) if node.args else leaf(node)
+            if node.args and uses[id(node)] == 1 and len(body) <= _LONGEST:
+                known[id(node)] = f"({body})" if _is_open(node) else body
+            else:
+                known[id(node)] = self.names.fresh(_role(node))
+                text(f"const {'bool' if is_boolean(node) else 'float'} {known[id(node)]} = {body};")
+
+    def _operation(self, node: Expr, known: Mapping[int, str]) -> str:
+        args = [_number(a, known) for a in node.args]
+        bare = ", ".join(map(_bare, args))
+        if node.op in _INFIX:
+            sign = "-" if node.op == "mul" and expr.is_const(node.args[0], -1) else f"{args[0]} {_INFIX[node.op]} "
+            return sign + args[1]
+        if node.op == "masked":
+            return f"{args[0]} * {_number(node.args[1], known, _literal(node.attrs[0]))}"
+        if node.op == "where":
+            condition = known[id(node.args[0])] if is_boolean(node.args[0]) else f"{args[0]} != 0.0f"
+            return f"{condition} ? {args[1]} : {args[2]}"
+        if node.op == "clamp":
+            return f"te::clamp({bare}, {_literal(node.attrs[0])}, {_literal(node.attrs[1])})"
+        return f"{_FUNCTIONS[node.op]}({bare})" if node.op in _FUNCTIONS else f"{self.space}::{_NAMES[node.op]}({bare})"
+
+
+def _number(node: Expr, known: Mapping[int, str], one: str = "1.0f") -> str:
+    """The node as a float, where a condition counts as `one` or zero."""
+    return f"({known[id(node)]} ? {one} : 0.0f)" if is_boolean(node) else known[id(node)]
+
+
+def _is_open(node: Expr) -> bool:
+    """Whether the text of a node needs parentheses inside another expression."""
+    return node.op in _INFIX or node.op in ("where", "masked")
+
+
+def _bare(text: str) -> str:
+    """Without the parentheses around the whole, if there are any."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[1:-1] if at > 0 and at == len(text) - 1 and text[0] == "(" else text
+    return text
+
+
+def is_boolean(e: Expr) -> bool:
+    """Whether the text of a node is a condition rather than a number."""
+    return e.op in _COMPARE or e.op == "keep"
+
+
+def _role(e: Expr) -> str:
+    """What a node is called: a tensor by its name, its elements with _i; anything else is just a term."""
+    if e.op not in ("input", "keep"):
+        return "t"
+    return f"{part_role(e)}_i" if e.axes & Axes.FEATURE else f"{e.attrs[0]}_value"
+
+
+def part_role(e: Expr) -> str:
+    """The name of a tensor, with the number of the part where only a part of it is meant."""
+    name, offset, full = e.attrs[0], e.attrs[-2], e.attrs[-1]
+    return name if e.width == full or not e.axes & Axes.FEATURE else f"{name}_{offset // e.width}"
+
+
+# -------------------------------------------------------------------------------------- one kernel's text
+
+
+class KernelText:
+    """What the text of every schedule shares: its parameters, its levels (call, row, element), its sums."""
+
+    def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
+        self.symbol, self.d, self.s = symbol, description, schedule
+        self.text, self.names = Text(), Names()
+        self.formulas = Formulas(self.names, space)
+        self.known: dict[int, str] = {}
+        self.loads = {t.name: t for t in description.loads}
+        self.per_sample = any(t.axes & Axes.BATCH for t in description.sums)
+        self.parameters = tuple(self._parameters())
+        self.pointer = {
+            (p.kind, p.name): p.name if p.kind in _PLAIN else self.names.fresh(p.name + _SUFFIX.get(p.kind, ""))
+            for p in self.parameters
+        }
+        self.random = {name: self.names.fresh(f"{name}_random") for name in description.streams}
+        self.sum_names = {
+            (t.name, k): self.names.fresh(f"{t.name}{f'_{k}' if len(t.parts) > 1 else ''}_sum")
+            for t in description.sums
+            for k in range(len(t.parts))
+        }
+        users: dict[int, list[Expr]] = {}
+        for node in description.nodes:
+            for a in node.args:
+                users.setdefault(id(a), []).append(node)
+        self.users = users
+
+    # ---- parameters
+
+    def _parameters(self) -> Iterator[Parameter]:
+        d = self.d
+        for t in d.loads:
+            kind = "row_value" if t.name.startswith(plan.ROW_VALUE) else "load"
+            yield Parameter(kind, t.name, f"const {_CTYPES[t.dtype]}* __restrict__")
+        if d.streams:
+            yield Parameter("seed", "seed", "const long long* __restrict__")
+        for s in d.stores:
+            kind = "row_value" if s.name.startswith(plan.ROW_VALUE) else "store"
+            yield Parameter(kind, s.name, f"{_CTYPES[s.dtype]}* __restrict__")
+        for total in d.sums:
+            yield Parameter("partial", total.name, "float* __restrict__")
+        yield Parameter("rows", "rows", "long long")
+        yield Parameter("batch_inner", "batch_inner", "int")
+        yield Parameter("batch_size", "batch_size", "int")
+        for name in d.streams:
+            yield Parameter("stream", name, "int")
+
+    def signature(self) -> str:
+        """The head of the function, with as many registers a thread as the planned blocks leave it."""
+        listed = ",\n    ".join(f"{p.ctype} {self.pointer[p.kind, p.name]}" for p in self.parameters)
+        bounds = f"{self.s.threads}, {self.s.blocks_per_multiprocessor}"
+        return f'extern "C" __global__ void __launch_bounds__({bounds}) {self.symbol}(\n    {listed})'
+
+    # ---- levels
+
+    def call_level(self) -> None:
+        """What is the same for all rows."""
+        for name, variable in self.random.items():
+            stream = self.pointer["stream", name]
+            self.text(f"const te::Random {variable} = te::random({self.pointer['seed', 'seed']}, {stream});")
+        once = [n for n in self.d.nodes if n.axes == Axes.NONE and not n.depth]
+        self._level(once, self.known)
+
+    def row_level(self, depth: int, known: dict[int, str]) -> None:
+        """What is one number a row, after `depth` stages of reductions."""
+        rows = [n for n in self.d.nodes if not n.axes & Axes.FEATURE and n.depth == depth and (n.axes or depth)]
+        self._level(rows, known)
+
+    def _level(self, nodes: Sequence[Expr], known: dict[int, str]) -> None:
+        level, roots = {id(n) for n in nodes}, {id(r) for r in self.d.roots}
+        wanted = [
+            n for n in nodes
+            if n.op != "const" and (id(n) in roots or any(id(u) not in level for u in self.users.get(id(n), ())))
+        ]  # fmt: skip
+        self.formulas.write(self.text, wanted, known, self._scalar_leaf)
+        for n in wanted:
+            self._name(n, known)
+
+    def _name(self, node: Expr, known: dict[int, str]) -> None:
+        """Give a number that loops use a name, so that they do not compute it again."""
+        if not re.fullmatch(r"[\w:.]+", known[id(node)]):
+            name = self.names.fresh("t")
+            self.text(f"const {'bool' if is_boolean(node) else 'float'} {name} = {_bare(known[id(node)])};")
+            known[id(node)] = name
+
+    def _scalar_leaf(self, e: Expr) -> str:
+        index = "row" if e.axes & Axes.OUTER else "sample" if e.axes & Axes.BATCH else "0"
+        if e.op == "keep":
+            return f"te::draw<1>({self.random[e.attrs[0]]}, {index}, 1, 0).get(0) >= {e.attrs[1]}u"
+        return f"te::number({self.load_pointer(e)}[{index}])"
+
+    @property
+    def needs_sample(self) -> bool:
+        """Whether a row must know its sample."""
+        return any(n.op in ("input", "keep") and n.axes & Axes.BATCH and not n.axes & Axes.OUTER for n in self.d.nodes)
+
+    # ---- vectors
+
+    def load_pointer(self, e: Expr) -> str:
+        """The parameter that a leaf is read through."""
+        kind = "row_value" if e.attrs[0].startswith(plan.ROW_VALUE) else "load"
+        return self.pointer[kind, e.attrs[0]]
+
+    def address(self, pointer: str, axes: Axes, width: int, offset: int) -> str:
+        """Where the vector at `column` begins."""
+        terms = [pointer]
+        if axes & Axes.OUTER:
+            terms.append(f"row * {width}")
+        elif axes & Axes.BATCH:
+            terms.append(f"static_cast<long long>(sample) * {width}")
+        return " + ".join([*terms, *([str(offset)] if offset else []), "column"])
+
+    def load(self, e: Expr) -> str:
+        """The expression that reads the vector of a leaf."""
+        function = "te::load" if e.axes & Axes.OUTER else "te::load_shared_by_rows"
+        return f"{function}<kVector>({self.address(self.load_pointer(e), e.axes, e.attrs[2], e.attrs[1])})"
+
+    def vector_type(self, e: Expr) -> str:
+        """The type of a vector of a leaf."""
+        return f"te::Vector<{_CTYPES[self.loads[e.attrs[0]].dtype]}, kVector>"
+
+    def elements(
+        self,
+        targets: Sequence[Expr],
+        known: Mapping[int, str],
+        vectors: Mapping[int, str],
+        then: Callable[[dict[int, str]], None],
+    ) -> None:
+        """The loop over the elements of one vector: computes `targets`, then does `then` with their texts."""
+        draws: dict[int, str] = {}
+        for n in plan.above(targets, known):
+            if n.op == "keep":
+                name, _, offset, full = n.attrs
+                draws[id(n)] = self.names.fresh(f"{part_role(n)}_draws")
+                column = f"{offset} + column" if offset else "column"
+                call = f"te::draw<kVector>({self.random[name]}, row, {full}, {column})"
+                self.text(f"const te::Draws<kVector> {draws[id(n)]} = {call};")
+
+        def leaf(e: Expr) -> str:
+            return f"{draws[id(e)]}.get(i) >= {e.attrs[1]}u" if e.op == "keep" else f"te::get({vectors[id(e)]}, i)"
+
+        inner = dict(known)
+        with self.text.loop("i", "kVector"):
+            self.formulas.write(self.text, targets, inner, leaf)
+            then(inner)
+
+    # ---- what a row leaves behind
+
+    def last_pass(self, known: Mapping[int, str], vectors: Mapping[int, str], chunk: str) -> None:
+        """Store one vector of every full-size output and add to the column sums."""
+        outputs: list[tuple[str, str, Expr]] = []
+        for s in self.d.stores:
+            if s.axes & Axes.FEATURE:
+                for k, p in enumerate(s.parts):
+                    name = self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_out")
+                    self.text(f"float {name}[kVector];")
+                    pointer = self.pointer["store", s.name]
+                    outputs.append((name, self.address(pointer, s.axes, s.width, k * self.d.width), p))
+        sums = [(t, k, p) for t in self.d.sums if t.axes & Axes.FEATURE for k, p in enumerate(t.parts)]
+
+        def then(inner: dict[int, str]) -> None:
+            for name, _, p in outputs:
+                self.text(f"{name}[i] = {_bare(_number(p, inner))};")
+            for t, k, p in sums:
+                self.text(f"{self.sum_names[t.name, k]}{chunk}[i] += {_bare(_number(p, inner))};")
+
+        if outputs or sums:
+            self.elements([p for _, _, p in outputs] + [p for _, _, p in sums], known, vectors, then)
+        for name, address, _ in outputs:
+            self.text(f"te::store({address}, {name});")
+
+    def row_stores(self, known: Mapping[int, str], condition: str) -> None:
+        """Store what is one number a row, and add up what is summed over rows only."""
+        rows = [s for s in self.d.stores if not s.axes & Axes.FEATURE]
+        with self.text.block(f"if ({condition})") if rows else contextlib.nullcontext():
+            for s in rows:
+                kind = "row_value" if s.name.startswith(plan.ROW_VALUE) else "store"
+                value = _bare(_number(s.parts[0], known))
+                self.text(f"{self.pointer[kind, s.name]}[row] = te::rounded<{_CTYPES[s.dtype]}>({value});")
+        for t in self.d.sums:
+            if not t.axes & Axes.FEATURE:
+                self.text(f"{self.sum_names[t.name, 0]}[0] += {_bare(_number(t.parts[0], known))};")
+
+    def declare_scalar_sums(self) -> None:
+        """The sums of numbers that a row has one of."""
+        for t in self.d.sums:
+            if not t.axes & Axes.FEATURE:
+                self.text(f"float {self.sum_names[t.name, 0]}[1] = {{}};")
+
+    def write_sums(self, name: str, pointer: str, width: int, offset: int, group: str, inside: str) -> None:
+        """Store the partial sums of one vector of columns, added up over the rows that the block does at once."""
+        slot = " && slot == 0" if self.s.slots > 1 else ""
+        if self.s.slots > 1:
+            self.text(f"te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, {name});")
+        at = " + ".join([pointer, f"{group} * {width}", *([str(offset)] if offset else []), "column"])
+        line = f"te::store({at}, {name});"
+        condition = (inside + slot).removeprefix(" && ")
+        self.text(f"if ({condition}) {line}" if condition else line)
+
+    def write_scalar_sums(self, group: str, first: str) -> None:
+        """Store the partial sums of numbers that a row has one of."""
+        for t in self.d.sums:
+            if not t.axes & Axes.FEATURE:
+                name = self.sum_names[t.name, 0]
+                if self.s.slots > 1:
+                    self.text(f"te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, {name});")
+                self.text(f"if ({first}) {self.pointer['partial', t.name]}[{group}] = {name}[0];")
+
+    def declare_threads(self, constants: str) -> None:
+        """The numbers of the schedule, and which part of the block this thread is."""
+        s = self.s
+        self.text(f"constexpr int kWidth = {self.d.width}, kVector = {s.vector}, kLanes = {s.lanes}{constants};")
+        if s.slots > 1:
+            self.text(f"constexpr int kSlots = {s.slots};")
+            self.text("const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;")
+            if self.d.sums:
+                self.text("__shared__ float shared_sums[kLanes * kSlots * kVector];")
+        else:
+            self.text("const int lane = threadIdx.x;")
+
+    def declare_range(self, group: str, groups: str) -> None:
+        """The rows of this block: `first`, `step` and `count` of an index that `row_at` turns into a row."""
+        slots = " * kSlots" if self.s.slots > 1 else ""
+        if self.per_sample:
+            self.text("// Blocks own samples: the index counts the rows of one sample.")
+            self.text(f"const int splits = {groups} / batch_size;")
+            self.text(f"const int sample = {group} / splits, split = {group} % splits;")
+            self.text("const long long count = te::rows_of_sample(rows, batch_inner, batch_size);")
+            group, groups = "split", "splits"
+        else:
+            self.text("const long long count = rows;")
+        self.text(f"const long long step = static_cast<long long>({groups}){slots};")
+        self.text(f"const long long first = static_cast<long long>({group}){slots};")
+
+    def row_at(self, index: str) -> str:
+        """The row with this index."""
+        return f"te::row_of({index}, sample, batch_inner, batch_size)" if self.per_sample else index
+
+
+_PLAIN = ("seed", "rows", "batch_inner", "batch_size")
+_SUFFIX = {"partial": "_partial", "stream": "_stream"}
+
+
+class ColumnText(KernelText):
+    """No row reductions: a thread owns `kVector` columns and walks down the rows."""
+
+    def write(self) -> str:
+        """The function."""
+        with self.text.block(self.signature()):
+            self._prologue()
+            with self.text.block("if (column < kWidth)") if self._ragged else contextlib.nullcontext():
+                self._rows()
+            self._epilogue()
+        return "\n".join(self.text.lines)
+
+    @property
+    def _tiles(self) -> int:
+        return self.s.tiles(self.d.width)
+
+    @property
+    def _ragged(self) -> bool:
+        return self._tiles * self.s.covered != self.d.width
+
+    @property
+    def _group(self) -> tuple[str, str]:
+        return ("group", "groups") if self._tiles > 1 else ("blockIdx.x", "gridDim.x")
+
+    def _leaves(self, travelling: bool) -> list[Expr]:
+        """Tensors that are read for each row, or those that stay while a thread walks down."""
+        own = Axes.FEATURE if not self.per_sample else Axes.SAMPLE_FEATURES
+        leaves = [n for n in self.d.nodes if n.op == "input" and n.axes & Axes.FEATURE]
+        return [n for n in leaves if bool(n.axes & ~own) == travelling]
+
+    def _prologue(self) -> None:
+        text = self.text
+        self.declare_threads(f", kTiles = {self._tiles}, kAhead = {self.s.ahead}")
+        if self._tiles > 1:
+            text("const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles, groups = gridDim.x / kTiles;")
+        tile = "(tile * kLanes + lane)" if self._tiles > 1 else "lane"
+        text(f"const int column = {tile} * kVector;")
+        self.declare_range(*self._group)
+        self.call_level()
+        for (name, k), variable in self.sum_names.items():
+            if next(t for t in self.d.sums if t.name == name).axes & Axes.FEATURE:
+                text(f"float {variable}[kVector] = {{}};")
+        self.declare_scalar_sums()
+
+    def _rows(self) -> None:
+        text = self.text
+        stays = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(False)}
+        for n in self._leaves(False):
+            text(f"const {self.vector_type(n)} {stays[id(n)]} = {self.load(n)};")
+        travels = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True)}
+        slot = " + slot" if self.s.slots > 1 else ""
+        with text.block(f"for (long long base = first{slot}; base < count; base += step * kAhead)"):
+            if travels:
+                text("// All loads first, so that they are on their way together.")
+                for n in self._leaves(True):
+                    text(f"{self.vector_type(n)} {travels[id(n)]}[kAhead];")
+                with text.loop("ahead", "kAhead"), self._row():
+                    if any(n.axes & Axes.OUTER == 0 for n in self._leaves(True)):
+                        self._sample()
+                    for n in self._leaves(True):
+                        text(f"{travels[id(n)]}[ahead] = {self.load(n)};")
+            with text.loop("ahead", "kAhead"), self._row():
+                self._one_row({**stays, **{i: f"{name}[ahead]" for i, name in travels.items()}})
+
+    @contextlib.contextmanager
+    def _row(self) -> Iterator[None]:
+        index = "base + ahead * step"
+        self.text(f"const long long row = {self.row_at(index)};")
+        with self.text.block("if (row < rows)"):
+            yield
+
+    def _sample(self) -> None:
+        if self.needs_sample and not self.per_sample:
+            self.text("const int sample = te::sample_of(row, batch_inner, batch_size);")
+
+    def _one_row(self, vectors: Mapping[int, str]) -> None:
+        known = dict(self.known)
+        self._sample()
+        self.row_level(0, known)
+        self.last_pass(known, vectors, "")
+        self.row_stores(known, "tile == 0 && lane == 0" if self._tiles > 1 else "lane == 0")
+
+    def _epilogue(self) -> None:
+        group = f"static_cast<long long>({self._group[0]})"
+        for t in self.d.sums:
+            if t.axes & Axes.FEATURE:
+                for k in range(len(t.parts)):
+                    pointer, inside = self.pointer["partial", t.name], " && column < kWidth" if self._ragged else ""
+                    self.write_sums(self.sum_names[t.name, k], pointer, t.width, k * self.d.width, group, inside)
+        first = "threadIdx.x == 0 && tile == 0" if self._tiles > 1 else "threadIdx.x == 0"
+        self.write_scalar_sums(group, first)
+
+
+class RowText(KernelText):
+    """Row reductions: `kLanes` threads share a row and walk over it once for each stage, and once more to store."""
+
+    def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
+        super().__init__(symbol, description, schedule, space)
+        self.passes = plan.passes(description, schedule.kind)
+        leaves = [n for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE]
+        self.full = [n for n in leaves if n.axes & Axes.OUTER]
+        self.features = [n for n in leaves if not n.axes & Axes.OUTER]
+        self.row_names = {id(n): self.names.fresh(f"{part_role(n)}_row") for n in self.full}
+        self.vector_names = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
+        values = {id(n): n for p in self.passes for n in p.waits if n.op != "input"}
+        self.waiting = {i: self.names.fresh("waiting") for i in values}
+        self.ragged = schedule.covered != description.width
+        self.masked = schedule.slots > 1 or self.per_sample
+
+    def write(self) -> str:
+        """The function."""
+        text = self.text
+        with text.block(self.signature()):
+            self._prologue()
+            with text.block("for (long long base = first; base < count; base += step)"):
+                self._row()
+            self._epilogue()
+        return "\n".join(text.lines)
+
+    # ---- before the loop over rows
+
+    def _prologue(self) -> None:
+        text, s = self.text, self.s
+        self.declare_threads(f", kChunks = {s.chunks}, kThreads = {s.threads}")
+        self._declare_shelves()
+        stages = [len(p.reductions) for p in self.passes if p.reductions]
+        if s.lanes > 32:
+            for count in sorted(set(stages)):
+                text(f"__shared__ float exchange_{count}[2][{count}][32];")
+            text("int phase = 0;")
+        self.declare_range("blockIdx.x", "gridDim.x")
+        self.call_level()
+        self._declare_sums()
+        if s.kind == Kind.SHARED:
+            self._declare_fetch()
+
+    def _declare_shelves(self) -> None:
+        shelves = plan.shelves(self.d, self.s)
+        if not shelves:
+            return
+        self.text("extern __shared__ uint4 shelves[];")
+        offset, sums = 0, iter(self._feature_sums())
+        for node, size in shelves:
+            at = f"shelves + {offset // 16}"
+            if node is None:
+                self.text(f"float* const {self.sum_names[next(sums)]} = reinterpret_cast<float*>({at});")
+            elif node.op == "input":
+                kind = self.vector_type(node)
+                self.text(f"{kind}* const {self.row_names[id(node)]} = reinterpret_cast<{kind}*>({at});")
+            else:
+                self.text(f"float* const {self.waiting[id(node)]} = reinterpret_cast<float*>({at});")
+            offset += size
+
+    def _feature_sums(self) -> list[tuple[str, int]]:
+        return [(t.name, k) for t in self.d.sums if t.axes & Axes.FEATURE for k in range(len(t.parts))]
+
+    def _declare_sums(self) -> None:
+        for key in self._feature_sums():
+            if self.s.sums == Sums.REGISTERS:
+                self.text(f"float {self.sum_names[key]}[kChunks][kVector] = {{}};")
+            else:
+                with self.text.loop("chunk", "kChunks"):
+                    self.text(f"te::put<kThreads>({self.sum_names[key]}, chunk, threadIdx.x, te::Zeros<kVector>().values);")
+        self.declare_scalar_sums()
+
+    def _declare_fetch(self) -> None:
+        text = self.text
+        text("// Each thread copies what it will read itself, so that no barrier is needed.")
+        with text.block("const auto fetch_row = [&](long long base, int turn)"):
+            self._declare_row()
+            with self._chunks():
+                for n in self.full:
+                    source = self.address(self.load_pointer(n), n.axes, n.attrs[2], n.attrs[1])
+                    text(f"te::fetch(&{self._shelf(n)}, {source});")
+            text("te::depart();")
+        text.lines[-1] += ";"
+        if self.s.ahead == 2:
+            text("int turn = 0;")
+            text("if (first < count) fetch_row(first, turn);")
+
+    def _shelf(self, n: Expr) -> str:
+        turn = "turn * kChunks + chunk" if self.s.ahead == 2 else "chunk"
+        return f"{self.row_names[id(n)]}[({turn}) * kThreads + threadIdx.x]"
+
+    # ---- one row
+
+    def _declare_row(self) -> None:
+        """`row`; slots beyond the last row compute that one again, and `mine` keeps them from storing it."""
+        index = "base + slot" if self.s.slots > 1 else "base"
+        if self.masked:
+            self.text(f"const long long wanted = {self.row_at(index)};")
+            self.text("const bool mine = wanted < rows;")
+            self.text("const long long row = mine ? wanted : rows - 1;")
+        else:
+            self.text(f"const long long row = {index};")
+
+    def _row(self) -> None:
+        text, known = self.text, dict(self.known)
+        self._declare_row()
+        if self.needs_sample and not self.per_sample:
+            text("const int sample = te::sample_of(row, batch_inner, batch_size);")
+        if self.s.kind == Kind.SHARED:
+            self._wait_for_row()
+        if self.s.kind == Kind.REGISTERS:
+            self._load_row()
+        self.row_level(0, known)
+        for number, p in enumerate(self.passes):
+            if p.reductions:
+                self._reducing_pass(number, p, known)
+                self.row_level(number + 1, known)
+        with text.block("if (mine)") if self.masked else contextlib.nullcontext():
+            self._storing_pass(known)
+        if self.s.kind == Kind.SHARED and self.s.ahead == 2:
+            text("turn ^= 1;")
+
+    def _wait_for_row(self) -> None:
+        if self.s.ahead == 2:
+            self.text("// The next row travels while this one is computed.")
+            self.text("if (base + step < count) fetch_row(base + step, turn ^ 1);")
+            self.text("else te::depart();")
+            self.text("te::arrived<1>();")
+        else:
+            self.text("fetch_row(base, 0);")
+            self.text("te::arrived<0>();")
+
+    def _load_row(self) -> None:
+        for n in self.full:
+            self.text(f"{self.vector_type(n)} {self.row_names[id(n)]}[kChunks];")
+        with self._chunks():
+            for n in self.full:
+                self.text(f"{self.row_names[id(n)]}[chunk] = {self.load(n)};")
+        for name in self.waiting.values():
+            self.text(f"float {name}[kChunks][kVector];")
+
+    @contextlib.contextmanager
+    def _chunks(self) -> Iterator[None]:
+        fully = self.s.kind == Kind.REGISTERS or self.s.sums == Sums.REGISTERS
+        unroll = "#pragma unroll" if fully or self.s.chunks <= 4 else "#pragma unroll 4"
+        with self.text.loop("chunk", "kChunks", unroll):
+            self.text("const int column = (chunk * kLanes + lane) * kVector;")
+            with self.text.block("if (column < kWidth)") if self.ragged else contextlib.nullcontext():
+                yield
+
+    def _reducing_pass(self, number: int, p: plan.Pass, known: dict[int, str]) -> None:
+        names, kinds = [], []
+        for r in p.reductions:
+            kind = "Sum" if r.op == "row_sum" else "Max"
+            names.append(self.names.fresh(f"row_{kind.lower()}"))
+            kinds.append(f"te::{kind}")
+            self.text(f"float {names[-1]} = {'0.0f' if kind == 'Sum' else '-te::kInfinity'};")
+        before = self.passes[number - 1].waits if number else ()
+        new = [n for n in p.waits if n.op != "input" and all(n is not b for b in before)]
+        with self._chunks():
+            shelved = self._shelved(new)
+
+            def then(inner: dict[int, str]) -> None:
+                for n in new:
+                    self.text(f"{shelved[id(n)]}[i] = {_bare(inner[id(n)])};")
+                    inner[id(n)] = f"{shelved[id(n)]}[i]"
+                for r, name in zip(p.reductions, names, strict=True):
+                    value = _bare(_number(r.args[0], inner))
+                    self.text(f"{name} += {value};" if r.op == "row_sum" else f"{name} = te::maximum({name}, {value});")
+
+            self._chunk_elements([*new, *(r.args[0] for r in p.reductions)], before, known, then)
+            if self.s.kind == Kind.SHARED:
+                for n in new:
+                    self.text(f"te::put<kThreads>({self.waiting[id(n)]}, chunk, threadIdx.x, {shelved[id(n)]});")
+        listed = ", ".join(names)
+        if self.s.lanes > 32:
+            exchange = f"exchange_{len(names)}[phase]"
+            self.text(f"te::reduce_block<kThreads, {', '.join(kinds)}>({exchange}, {listed});")
+            self.text("phase ^= 1;")
+        elif self.s.lanes > 1:
+            self.text(f"te::reduce_lanes<kLanes, {', '.join(kinds)}>({listed});")
+        known.update({id(r): name for r, name in zip(p.reductions, names, strict=True)})
+
+    def _shelved(self, nodes: Sequence[Expr]) -> dict[int, str]:
+        """Where the elements of waiting values are while a chunk is computed."""
+        if self.s.kind == Kind.REGISTERS:
+            return {id(n): f"{self.waiting[id(n)]}[chunk]" for n in nodes}
+        found = {id(n): self.names.fresh("waiting_values") for n in nodes}
+        for name in found.values():
+            self.text(f"float {name}[kVector];")
+        return found
+
+    def _chunk_elements(
+        self,
+        targets: Sequence[Expr],
+        waiting: Iterable[Expr],
+        known: Mapping[int, str],
+        then: Callable[[dict[int, str]], None],
+    ) -> None:
+        inner, vectors = self._chunk_inputs(targets, waiting, known)
+        self.elements(targets, inner, vectors, then)
+
+    def _chunk_inputs(
+        self, targets: Sequence[Expr], waiting: Iterable[Expr], known: Mapping[int, str]
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Vectors and waiting values that a chunk needs, read where they are."""
+        inner = dict(known)
+        values = [n for n in waiting if n.op != "input"]
+        wanted = {id(n) for n in plan.above(targets, [*known, *map(id, values)])}
+        direct = {id(a) for n in plan.above(targets, [*known, *map(id, values)]) for a in n.args} | set(map(id, targets))
+        for n in values:
+            if id(n) in direct:
+                (name,) = self._shelved([n]).values()
+                if self.s.kind == Kind.SHARED:
+                    self.text(f"te::take<kThreads>({self.waiting[id(n)]}, chunk, threadIdx.x, {name});")
+                inner[id(n)] = f"{name}[i]"
+        vectors: dict[int, str] = {}
+        for n in (*self.full, *self.features):
+            if id(n) in wanted:
+                vectors[id(n)] = self._vector(n)
+        return inner, vectors
+
+    def _vector(self, n: Expr) -> str:
+        if n.axes & Axes.OUTER and self.s.kind == Kind.REGISTERS:
+            return f"{self.row_names[id(n)]}[chunk]"
+        source = self._shelf(n) if n.axes & Axes.OUTER and self.s.kind == Kind.SHARED else self.load(n)
+        self.text(f"const {self.vector_type(n)} {self.vector_names[id(n)]} = {source};")
+        return self.vector_names[id(n)]
+
+    def _storing_pass(self, known: dict[int, str]) -> None:
+        text = self.text
+        waiting = self.passes[-2].waits
+        targets = [p for p in self.d.roots if p.axes & Axes.FEATURE] + self._broadcast()
+        if targets:
+            with self._chunks():
+                inner, vectors = self._chunk_inputs(targets, waiting, known)
+                chunk = "[chunk]" if self.s.sums == Sums.REGISTERS else ""
+                if self.s.sums == Sums.SHARED:
+                    kept = {key: self.sum_names[key] for key in self._feature_sums()}
+                    for key, shelf in kept.items():
+                        self.sum_names[key] = self.names.fresh(f"{shelf}_chunk")
+                        text(f"float {self.sum_names[key]}[kVector];")
+                        text(f"te::take<kThreads>({shelf}, chunk, threadIdx.x, {self.sum_names[key]});")
+                self.last_pass(inner, vectors, chunk)
+                if self.s.sums == Sums.SHARED:
+                    for key, shelf in kept.items():
+                        text(f"te::put<kThreads>({shelf}, chunk, threadIdx.x, {self.sum_names[key]});")
+                        self.sum_names[key] = shelf
+        self.row_stores(known, "lane == 0")
+
+    def _broadcast(self) -> list[Expr]:
+        """Numbers of a row that are stored or summed for every feature."""
+        items = [t for t in (*self.d.stores, *self.d.sums) if t.axes & Axes.FEATURE]
+        return [p for t in items for p in t.parts if not p.axes & Axes.FEATURE]
+
+    # ---- after the loop
+
+    def _epilogue(self) -> None:
+        group = "static_cast<long long>(blockIdx.x)"
+        sums = [t for t in self.d.sums if t.axes & Axes.FEATURE]
+        if sums:
+            with self.text.loop("chunk", "kChunks"):
+                self.text("const int column = (chunk * kLanes + lane) * kVector;")
+                for t in sums:
+                    for k in range(len(t.parts)):
+                        self._write_sum(t, k, group)
+        self.write_scalar_sums(group, "threadIdx.x == 0")
+
+    def _write_sum(self, t: Sum, k: int, group: str) -> None:
+        name = self.sum_names[t.name, k]
+        if self.s.sums == Sums.SHARED:
+            shelf, name = name, self.names.fresh(f"{name}_chunk")
+            self.text(f"float {name}[kVector];")
+            self.text(f"te::take<kThreads>({shelf}, chunk, threadIdx.x, {name});")
+        else:
+            name = f"{name}[chunk]"
+        inside = " && column < kWidth" if self.ragged else ""
+        self.write_sums(name, self.pointer["partial", t.name], t.width, k * self.d.width, group, inside)
+
+
+# --------------------------------------------------------------------------------- the sums of the blocks
+
+
+def _finish_text(symbol: str, sums: Sequence[Sum]) -> tuple[str, CudaLaunch]:
+    """The kernel that adds up the partial sums of all sums, those of the whole batch first."""
+    ordered = sorted(sums, key=lambda t: bool(t.axes & Axes.BATCH))
+    names, text = Names(), Text()
+    parameters = [Parameter("partial", t.name, "const float* __restrict__") for t in ordered]
+    parameters += [Parameter("sum", t.name, f"{_CTYPES[t.dtype]}* __restrict__") for t in ordered]
+    pointers = [names.fresh(p.name + _SUFFIX.get(p.kind, "")) for p in parameters]
+    parameters += [Parameter("groups", "groups", "int"), Parameter("batch_size", "batch_size", "int")]
+    listed = ",\n    ".join(f"{p.ctype} {n}" for p, n in zip(parameters, [*pointers, "groups", "batch_size"], strict=True))
+    fixed = per_sample = 0
+    with text.block(f'extern "C" __global__ void __launch_bounds__(1024) {symbol}(\n    {listed})'):
+        text("__shared__ float found[32][33];")
+        text("int block = blockIdx.x;")
+        for partial, total, t in zip(pointers, pointers[len(ordered) :], ordered, strict=False):
+            width = t.width if t.axes & Axes.FEATURE else 1
+            tiles = -(-width // 32)
+            call = f"te::finish<{width}>(found, {partial}, {total}"
+            if t.axes & Axes.BATCH:
+                per_sample += tiles
+                with text.block(f"if (block < {tiles} * batch_size)"):
+                    text(f"const int splits = groups / batch_size, sample = block / {tiles};")
+                    text(f"return {call}, static_cast<long long>(sample) * splits, splits, block % {tiles}, sample);")
+                text(f"block -= {tiles} * batch_size;")
+            else:
+                fixed += tiles
+                text(f"if (block < {tiles}) return {call}, 0, groups, block, 0);")
+                text(f"block -= {tiles};")
+    return "\n".join(text.lines), CudaLaunch(symbol, tuple(parameters), 1024, 0, SumGrid(fixed, per_sample))
+
+
+def _assemble(
+    description: KernelDescription, kernels: Sequence[tuple[KernelDescription, Schedule]], alignment: int
+) -> CudaKernel:
+    launches, bodies = [], []
+    space = "te::precise" if _precise(description) else "te::fast"
+    for d, s in kernels:
+        writer = (ColumnText if s.kind == Kind.COLUMNS else RowText)(_symbol(d.name), d, s, space)
+        bodies.append(f"// {s}.\n{writer.write()}")
+        grid = RowGrid(s.tiles(d.width), _rows_per_block(s), s.blocks_per_multiprocessor, writer.per_sample, bool(d.sums))
+        launches.append(CudaLaunch(writer.symbol, writer.parameters, s.threads, plan.shared_bytes(d, s), grid))
+    if description.sums:
+        body, launch = _finish_text(f"{_symbol(description.name)}_finish", description.sums)
+        bodies.append(f"// Adds up what the blocks found, in a fixed order.\n{body}")
+        launches.append(launch)
+    head = "".join(f"// {line}\n" for line in str(description).splitlines())
+    partials = tuple(Partial(t.name, t.width if t.axes & Axes.FEATURE else 1) for t in description.sums)
+    values = [p.name for launch in launches[:1] for p in launch.parameters if p.kind == "row_value"]
+    source = f'{head}#include "te_cuda.cuh"\n\n' + "\n\n".join(bodies) + "\n"
+    schedules = tuple(s for _, s in kernels)
+    return CudaKernel(description.name, source, tuple(launches), partials, tuple(values), alignment, schedules)
+
+
+def _symbol(name: str) -> str:
+    return Names().fresh(name)
+
+
+def _rows_per_block(s: Schedule) -> int:
+    return s.slots * (s.ahead if s.kind == Kind.COLUMNS else 1)

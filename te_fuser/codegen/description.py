@@ -1,0 +1,240 @@
+"""What a generated kernel computes, free of any schedule: loads, stores, column sums, and row sums by stage.
+
+Both targets (C++ and CUDA) and the PyTorch interpreter take this and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from te_fuser.formula.expr import Axes, Expr, part, render, substitute, topological
+
+
+@dataclass(frozen=True)
+class Load:
+    """A tensor that is read.
+
+    `axes` says its shape: FULL [rows, width]; ROWS [rows] (float32 statistics) ; FEATURE [width];
+    SAMPLE_FEATURES [samples, width]; BATCH [samples]; NONE a scalar.
+    """
+
+    name: str
+    axes: Axes
+    width: int
+    dtype: str  # "float32", "bfloat16", "float16", "float64"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A tensor that is written: FULL [rows, width] as one or more parts side by side, or ROWS [rows]."""
+
+    name: str
+    parts: tuple[Expr, ...]
+    axes: Axes
+    width: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over rows: of each feature (FEATURE), of each feature of a sample (SAMPLE_FEATURES), or of all (NONE).
+
+    For NONE and BATCH the parts are already reduced over the features.
+    """
+
+    name: str
+    parts: tuple[Expr, ...]
+    axes: Axes
+    width: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much a kernel moves: full-size loads and stores, row sums, their stages, sums over rows."""
+
+    loads: int
+    stores: int
+    row_sums: int
+    stages: int
+    column_sums: int
+
+
+@dataclass(frozen=True)
+class KernelDescription:
+    """A kernel, free of schedule. `width` is the feature count of one part: every full-size node has this width."""
+
+    name: str
+    width: int
+    loads: tuple[Load, ...]
+    stores: tuple[Store, ...]
+    sums: tuple[Sum, ...]
+    streams: tuple[str, ...]  # names of the random streams; their numbers are run-time integers, in this order
+
+    @functools.cached_property
+    def roots(self) -> tuple[Expr, ...]:
+        """Every expression that is stored or summed."""
+        return tuple(p for item in (*self.stores, *self.sums) for p in item.parts)
+
+    @functools.cached_property
+    def nodes(self) -> tuple[Expr, ...]:
+        """Every node, arguments first."""
+        return tuple(topological(self.roots))
+
+    @functools.cached_property
+    def reductions(self) -> tuple[tuple[Expr, ...], ...]:
+        """The row reductions by stage; those of one stage need one synchronization together."""
+        deepest = max((r.depth for r in self.roots), default=0)
+        found = [n for n in self.nodes if n.op in ("row_sum", "row_max")]
+        return tuple(tuple(n for n in found if n.depth == d) for d in range(1, deepest + 1))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest of the meaning: equal for equal kernels, whatever process builds them."""
+        text = "\n".join([self.name, str(self.width), *map(repr, self.loads), *self.streams])
+        for item in (*self.stores, *self.sums):
+            text += f"\n{type(item).__name__} {item.name} {int(item.axes)} {item.width} {item.dtype} "
+            text += ",".join(p.digest for p in item.parts)
+        return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+    def counts(self) -> Counts:
+        """The figures by which a derived backward is compared with a hand-written one."""
+        return Counts(
+            loads=sum(load.axes == Axes.FULL for load in self.loads),
+            stores=sum(store.axes == Axes.FULL for store in self.stores),
+            row_sums=sum(len(stage) for stage in self.reductions),
+            stages=len(self.reductions),
+            column_sums=len(self.sums),
+        )
+
+    def bytes_moved(self, rows: int, samples: int = 1) -> tuple[int, int]:
+        """Bytes read and written for `rows` rows."""
+        read = sum(elements(t.axes, t.width, rows, samples) * item_size(t.dtype) for t in self.loads)
+        written = sum(elements(t.axes, t.width, rows, samples) * item_size(t.dtype) for t in (*self.stores, *self.sums))
+        return read, written
+
+    def __str__(self) -> str:
+        lines = [f"kernel {self.name}"]
+        lines += [f"  load  {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype}" for t in self.loads]
+        for kind, items in (("store", self.stores), ("sum", self.sums)):
+            for t in items:  # type: ignore[attr-defined]
+                body = ", ".join(render(p) for p in t.parts)
+                lines.append(f"  {kind:5} {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype} = {body}")
+        return "\n".join(lines)
+
+
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "bool": 1, "uint8": 1}
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of one element."""
+    return _SIZES[dtype]
+
+
+def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
+    """How many elements a tensor of this extent has."""
+    count = width if axes & Axes.FEATURE else 1
+    if axes & Axes.OUTER:
+        return count * rows
+    return count * samples if axes & Axes.BATCH else count
+
+
+def axes_text(axes: Axes) -> str:
+    """The extent in words."""
+    names = {Axes.FULL: "full", Axes.ROWS: "rows", Axes.FEATURE: "feature", Axes.NONE: "scalar"}
+    return names.get(axes, "+".join(a.name.lower() for a in (Axes.OUTER, Axes.BATCH, Axes.FEATURE) if axes & a))  # type: ignore[union-attr]
+
+
+class NotOneKernel(ValueError):
+    """These expressions do not fit one kernel; the message says why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that a kernel shall write: its expression, its extent, and the dtype it is stored in."""
+
+    name: str
+    expression: Expr
+    axes: Axes
+    width: int
+    dtype: str
+
+
+def describe(
+    name: str, targets: Iterable[Target], sums: Iterable[Target], tensors: dict[str, tuple[Axes, int, str]]
+) -> KernelDescription:
+    """Build a description from whole expressions.
+
+    Args:
+        name: the role of the kernel, e.g. "bias_gelu_fwd".
+        targets: what is stored per row.
+        sums: what is summed over rows.
+        tensors: leaf name -> (axes, full width, dtype).
+
+    Raises:
+        NotOneKernel: when the feature sizes do not divide one another.
+    """
+    stores, totals = list(targets), list(sums)
+    plain = dict(zip((id(t) for t in (*stores, *totals)), strip_values(t.expression for t in (*stores, *totals)), strict=True))
+    unit = _unit_width(plain.values(), (*stores, *totals))
+    cut = {id(t): _cut(plain[id(t)], t, unit) for t in (*stores, *totals)}
+    roots = [p for pieces in cut.values() for p in pieces]
+    nodes = topological(roots)
+    widths = {n.width for n in nodes if n.axes & Axes.FEATURE}
+    if len(widths) > 1:
+        raise NotOneKernel(f"feature sizes {sorted(widths)} do not fit one tile")
+    used = list(dict.fromkeys(n.attrs[0] for n in nodes if n.op == "input"))
+    streams = tuple(dict.fromkeys(n.attrs[0] for n in nodes if n.op == "keep"))
+    loads = tuple(Load(n, *tensors[n]) for n in tensors if n in set(used))
+    return KernelDescription(
+        name,
+        unit,
+        loads,
+        tuple(Store(t.name, cut[id(t)], t.axes, t.width, t.dtype) for t in stores),
+        tuple(Sum(t.name, cut[id(t)], t.axes, t.width, t.dtype) for t in totals),
+        streams,
+    )
+
+
+def strip_values(expressions: Iterable[Expr]) -> list[Expr]:
+    """The expressions without the marks of op outputs, which mean nothing to a kernel."""
+
+    def unmark(node: Expr) -> Expr | None:
+        return strip_values(node.args)[0] if node.op == "value" else None
+
+    return substitute(list(expressions), unmark)
+
+
+def _unit_width(expressions: Iterable[Expr], targets: Iterable[Target]) -> int:
+    widths = [n.width for n in topological(expressions) if n.axes & Axes.FEATURE and n.op != "concat"]
+    widths += [t.width for t in targets if t.axes & Axes.FEATURE]
+    return functools.reduce(math.gcd, widths) if widths else 1
+
+
+def _cut(e: Expr, target: Target, unit: int) -> tuple[Expr, ...]:
+    if not target.axes & Axes.FEATURE:
+        return (_narrow_reductions(e, unit),)
+    pieces = target.width // max(unit, 1)
+    return tuple(_narrow_reductions(part(e, k, pieces), unit) for k in range(pieces))
+
+
+def _narrow_reductions(e: Expr, unit: int) -> Expr:
+    """Rewrite every wider row reduction below `e` as a combination of reductions over parts of `unit` features."""
+    from te_fuser.formula import expr
+
+    def narrow(node: Expr) -> Expr | None:
+        if node.op not in ("row_sum", "row_max") or node.args[0].width == unit:
+            return None
+        pieces = node.args[0].width // unit
+        parts = [_narrow_reductions(part(node.args[0], k, pieces), unit) for k in range(pieces)]
+        combined = expr.row_sum(parts[0]) if node.op == "row_sum" else expr.row_max(parts[0])
+        for p in parts[1:]:
+            other = expr.row_sum(p) if node.op == "row_sum" else expr.row_max(p)
+            combined = expr.add(combined, other) if node.op == "row_sum" else expr.binary("maximum", combined, other)
+        return combined
+
+    return substitute([e], narrow)[0]

@@ -1,0 +1,502 @@
+// What generated CUDA kernels call: storage types and vectors, reductions, random draws, fast functions.
+//
+// Needs no other header. PTX is used where CUDA C++ has no equally short form; each such function has a plain
+// form beside it, so that the same text also runs on a CPU under an emulation of blocks and threads (tests).
+#pragma once
+
+#if defined(__CUDA_ARCH__)
+#define TE_PTX 1
+#else
+#define TE_PTX 0
+#endif
+#define TE_DEVICE static __device__ __forceinline__
+
+namespace te {
+
+// ------------------------------------------------------------------------------------------ storage types
+
+struct bf16 {
+  unsigned short bits;
+};
+struct fp16 {
+  unsigned short bits;
+};
+
+TE_DEVICE float as_float(unsigned bits) {
+#if TE_PTX
+  return __uint_as_float(bits);
+#else
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+#endif
+}
+
+TE_DEVICE unsigned as_bits(float value) {
+#if TE_PTX
+  return __float_as_uint(value);
+#else
+  unsigned bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return bits;
+#endif
+}
+
+TE_DEVICE float number(float value) { return value; }
+
+TE_DEVICE float number(bf16 value) { return as_float(static_cast<unsigned>(value.bits) << 16); }
+
+TE_DEVICE float number(fp16 value) {
+#if TE_PTX
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
+#else
+  return emulated_half_to_float(value.bits);
+#endif
+}
+
+// Two numbers rounded to nearest, in one register; `low` is the element at the lower address.
+TE_DEVICE unsigned packed(bf16, float low, float high) {
+#if TE_PTX
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return emulated_float_to_bf16(low) | static_cast<unsigned>(emulated_float_to_bf16(high)) << 16;
+#endif
+}
+
+TE_DEVICE unsigned packed(fp16, float low, float high) {
+#if TE_PTX
+  unsigned pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return emulated_float_to_half(low) | static_cast<unsigned>(emulated_float_to_half(high)) << 16;
+#endif
+}
+
+template <class T>
+TE_DEVICE T rounded(float value) {
+  if constexpr (sizeof(T) == 4) return value;
+  else return T{static_cast<unsigned short>(packed(T{}, value, 0.0f))};
+}
+
+// ------------------------------------------------------------------------------------------------ vectors
+
+// kCount neighbours of a row as they are stored, in 32-bit registers.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Vector {
+  static constexpr int kWords = sizeof(T) * kCount / 4;
+  unsigned words[kWords];
+};
+
+template <>
+struct alignas(2) Vector<bf16, 1> {
+  bf16 element;
+};
+template <>
+struct alignas(2) Vector<fp16, 1> {
+  fp16 element;
+};
+
+template <class T, int kCount>
+TE_DEVICE float get(const Vector<T, kCount>& vector, int index) {
+  if constexpr (sizeof(vector) == 2) {
+    return number(vector.element);
+  } else if constexpr (sizeof(T) == 4) {
+    return as_float(vector.words[index]);
+  } else {
+    return number(T{static_cast<unsigned short>(vector.words[index / 2] >> (index % 2 * 16))});
+  }
+}
+
+namespace access {
+
+struct alignas(8) Two {
+  unsigned words[2];
+};
+struct alignas(16) Four {
+  unsigned words[4];
+};
+
+// Tensors that are read once do not displace in L1 the parameters that every row reads again.
+TE_DEVICE void stream(unsigned* to, const void* from, Four) {
+#if TE_PTX
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+      : "l"(from));
+#else
+  __builtin_memcpy(to, from, 16);
+#endif
+}
+
+TE_DEVICE void stream(unsigned* to, const void* from, Two) {
+#if TE_PTX
+  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+#else
+  __builtin_memcpy(to, from, 8);
+#endif
+}
+
+// Narrow accesses stay in L1: the neighbours of the same line come next.
+template <class Piece>
+TE_DEVICE void keep(unsigned* to, const void* from, Piece) {
+  const Piece piece = *static_cast<const Piece*>(from);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Piece) / 4); ++i) to[i] = piece.words[i];
+}
+
+template <bool kStream, int kWords>
+TE_DEVICE void read(unsigned* to, const unsigned* from) {
+  if constexpr (kWords >= 4) {
+    if constexpr (kStream) stream(to, from, Four{}); else keep(to, from, Four{});
+    if constexpr (kWords > 4) read<kStream, kWords - 4>(to + 4, from + 4);
+  } else if constexpr (kWords == 2) {
+    if constexpr (kStream) stream(to, from, Two{}); else keep(to, from, Two{});
+  } else {
+    to[0] = from[0];
+  }
+}
+
+template <int kWords>
+TE_DEVICE void write(unsigned* to, const unsigned* from) {
+  if constexpr (kWords >= 4) {
+    *reinterpret_cast<Four*>(to) = Four{{from[0], from[1], from[2], from[3]}};
+    if constexpr (kWords > 4) write<kWords - 4>(to + 4, from + 4);
+  } else if constexpr (kWords == 2) {
+    *reinterpret_cast<Two*>(to) = Two{{from[0], from[1]}};
+  } else {
+    to[0] = from[0];
+  }
+}
+
+template <bool kStream, int kCount, class T>
+TE_DEVICE Vector<T, kCount> load(const T* from) {
+  Vector<T, kCount> vector;
+  if constexpr (sizeof(vector) == 2) {
+    vector.element = *from;
+  } else {
+    read<kStream, Vector<T, kCount>::kWords>(vector.words, reinterpret_cast<const unsigned*>(from));
+  }
+  return vector;
+}
+
+}  // namespace access
+
+// kCount neighbours of a tensor that is read once.
+template <int kCount, class T>
+TE_DEVICE Vector<T, kCount> load(const T* from) {
+  return access::load<true, kCount>(from);
+}
+
+// kCount neighbours of a tensor that other rows read as well.
+template <int kCount, class T>
+TE_DEVICE Vector<T, kCount> load_shared_by_rows(const T* from) {
+  return access::load<false, kCount>(from);
+}
+
+// Rounds and writes kCount neighbours.
+template <class T, int kCount>
+TE_DEVICE void store(T* to, const float (&values)[kCount]) {
+  if constexpr (sizeof(T) * kCount == 2) {
+    *to = rounded<T>(values[0]);
+  } else {
+    unsigned words[Vector<T, kCount>::kWords];
+#pragma unroll
+    for (int i = 0; i < Vector<T, kCount>::kWords; ++i) {
+      if constexpr (sizeof(T) == 4) words[i] = as_bits(values[i]);
+      else words[i] = packed(T{}, values[2 * i], values[2 * i + 1]);
+    }
+    access::write<Vector<T, kCount>::kWords>(reinterpret_cast<unsigned*>(to), words);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ shared memory
+
+// Starts a copy from global to shared memory. A thread reads only what it copied itself, after `arrived`.
+template <int kCount, class T>
+TE_DEVICE void fetch(Vector<T, kCount>* to, const T* from) {
+#if TE_PTX
+  constexpr int kBytes = sizeof(Vector<T, kCount>);
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes >= 16) {
+#pragma unroll
+    for (int at = 0; at < kBytes; at += 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + at),
+                   "l"(reinterpret_cast<const char*>(from) + at)
+                   : "memory");
+  } else if constexpr (kBytes >= 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(from), "n"(kBytes) : "memory");
+  } else {
+    to->element = *from;
+  }
+#else
+  __builtin_memcpy(to, from, sizeof(*to));
+#endif
+}
+
+// Closes the group of copies started since the last call.
+TE_DEVICE void depart() {
+#if TE_PTX
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until all groups but the last kLater have arrived.
+template <int kLater>
+TE_DEVICE void arrived() {
+#if TE_PTX
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+#endif
+}
+
+template <int kCount>
+struct Zeros {
+  float values[kCount] = {};
+};
+
+// Numbers that a thread keeps for itself in shared memory, 16 bytes beside those of its neighbour.
+template <int kLanes, int kCount>
+TE_DEVICE void put(float* shelf, int chunk, int lane, const float (&values)[kCount]) {
+  constexpr int kPiece = kCount < 4 ? kCount : 4;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    shelf[((chunk * (kCount / kPiece) + i / kPiece) * kLanes + lane) * kPiece + i % kPiece] = values[i];
+}
+
+template <int kLanes, int kCount>
+TE_DEVICE void take(const float* shelf, int chunk, int lane, float (&values)[kCount]) {
+  constexpr int kPiece = kCount < 4 ? kCount : 4;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    values[i] = shelf[((chunk * (kCount / kPiece) + i / kPiece) * kLanes + lane) * kPiece + i % kPiece];
+}
+
+// -------------------------------------------------------------------------------------------- comparisons
+
+// The larger and the smaller of two numbers; NaN if either is.
+TE_DEVICE float maximum(float a, float b) {
+#if TE_PTX
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#else
+  return a != a ? a : b != b ? b : a > b ? a : b;
+#endif
+}
+
+TE_DEVICE float minimum(float a, float b) {
+#if TE_PTX
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+  return smaller;
+#else
+  return a != a ? a : b != b ? b : a < b ? a : b;
+#endif
+}
+
+TE_DEVICE float relu(float x) { return maximum(x, 0.0f); }
+
+TE_DEVICE float clamp(float x, float low, float high) { return minimum(maximum(x, low), high); }
+
+// ---------------------------------------------------------------------------------------------- functions
+
+#if TE_PTX
+#define TE_APPROXIMATE(name, instruction, plain)              \
+  TE_DEVICE float name(float x) {                             \
+    float y;                                                  \
+    asm(instruction ".ftz.f32 %0, %1;" : "=f"(y) : "f"(x));   \
+    return y;                                                 \
+  }
+#else
+#define TE_APPROXIMATE(name, instruction, plain) \
+  TE_DEVICE float name(float x) { return plain; }
+#endif
+
+constexpr float kInfinity = __builtin_huge_valf();
+constexpr float kLog2E = 1.44269504f;
+
+// Full float32 accuracy (at most 2 units in the last place).
+namespace precise {
+TE_DEVICE float exp(float x) { return expf(x); }
+TE_DEVICE float log(float x) { return logf(x); }
+TE_DEVICE float tanh(float x) { return tanhf(x); }
+TE_DEVICE float erf(float x) { return erff(x); }
+TE_DEVICE float sqrt(float x) { return sqrtf(x); }
+TE_DEVICE float rsqrt(float x) { return rsqrtf(x); }
+TE_DEVICE float divide(float a, float b) { return a / b; }
+TE_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+}  // namespace precise
+
+// For values that are stored in 16 bits: single instructions, errors of a few 1e-7 where the argument is small.
+// No tanh.approx: it has lost the negative tail of tanh-GELU before the subtraction that needs it.
+namespace fast {
+TE_APPROXIMATE(exp2, "ex2.approx", exp2f(x))
+TE_APPROXIMATE(reciprocal, "rcp.approx", 1.0f / x)
+TE_APPROXIMATE(sqrt, "sqrt.approx", sqrtf(x))
+TE_APPROXIMATE(rsqrt, "rsqrt.approx", 1.0f / sqrtf(x))
+
+TE_DEVICE float exp(float x) { return exp2(x * kLog2E); }
+TE_DEVICE float log(float x) { return logf(x); }
+TE_DEVICE float erf(float x) { return erff(x); }
+TE_DEVICE float divide(float a, float b) { return a * reciprocal(b); }
+
+// 1 / (1 + 2^-x), the sigmoid of x / log2(e).
+TE_DEVICE float sigmoid2(float x) { return reciprocal(1.0f + exp2(-x)); }
+TE_DEVICE float sigmoid(float x) { return sigmoid2(x * kLog2E); }
+
+// 1 - 2 / (1 + e^2x) cancels near zero; the first terms of the series take over there.
+TE_DEVICE float tanh(float x) {
+  const float square = x * x;
+  const float near = x * (1.0f + square * (-0.333333333f + square * 0.133333333f));
+  const float far = 1.0f - 2.0f * reciprocal(1.0f + exp2(x * (2.0f * kLog2E)));
+  return square < 0.01f ? near : far;
+}
+}  // namespace fast
+
+// --------------------------------------------------------------------------------------------- reductions
+
+struct Sum {
+  TE_DEVICE float join(float a, float b) { return a + b; }
+};
+struct Max {
+  TE_DEVICE float join(float a, float b) { return maximum(a, b); }
+};
+
+constexpr unsigned kWarp = 0xffffffffu;
+
+// Reduces each value over groups of kLanes neighbours of a warp; every lane of a group gets the same bits.
+template <int kLanes, class... Kinds, class... Values>
+TE_DEVICE void reduce_lanes(Values&... values) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    ((values = Kinds::join(values, __shfl_xor_sync(kWarp, values, distance))), ...);
+}
+
+// Reduces each value over the block with one barrier. `exchange` alternates between two buffers from call to call:
+// who writes it again has passed the other buffer's barrier, so nobody still reads it.
+template <int kThreads, class... Kinds, class... Values>
+TE_DEVICE void reduce_block(float (&exchange)[sizeof...(Values)][32], Values&... values) {
+  constexpr int kWarps = kThreads / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  reduce_lanes<32, Kinds...>(values...);
+  int which = 0;
+  if (lane == 0) ((exchange[which++][warp] = values), ...);
+  __syncthreads();
+  which = 0;
+  ((values = exchange[which++][lane % kWarps]), ...);
+  reduce_lanes<kWarps, Kinds...>(values...);  // kWarps is a power of two, so every lane gets the whole
+}
+
+// Adds what kSlots groups of kLanes threads summed for the same columns, in the order of the slots; slot 0 gets it.
+template <int kSlots, int kLanes, int kCount>
+TE_DEVICE void add_slots(float* shared, int slot, int lane, float (&sums)[kCount]) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) shared[(i * kSlots + slot) * kLanes + lane] = sums[i];
+  __syncthreads();
+  if (slot == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      for (int other = 1; other < kSlots; ++other) sums[i] += shared[(i * kSlots + other) * kLanes + lane];
+  }
+}
+
+// Adds the partial sums of the groups [first, first + groups) for 32 columns, always in the same order, and stores them.
+// 32 warps: each adds every 32nd group, then the first adds up what the others found.
+template <int kWidth, class T>
+TE_DEVICE void finish(float (&found)[32][33], const float* partial, T* total, long long first, int groups, int tile,
+                      long long output) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = tile * 32 + lane;
+  float sum = 0.0f;
+  if (column < kWidth) {
+#pragma unroll 4
+    for (int group = warp; group < groups; group += 32) sum += partial[(first + group) * kWidth + column];
+  }
+  found[warp][lane] = sum;
+  __syncthreads();
+  // Warp w takes column w, so that the last additions are a reduction within one warp.
+  float whole = found[lane][warp];
+  reduce_lanes<32, Sum>(whole);
+  if (lane == 0 && tile * 32 + warp < kWidth) total[output * kWidth + tile * 32 + warp] = rounded<T>(whole);
+}
+
+// ------------------------------------------------------------------------------------------- rows, samples
+
+// The sample of a row: (row / inner) % size; 64-bit division is slow and rarely needed.
+TE_DEVICE int sample_of(long long row, int inner, int size) {
+  if (row >> 32 == 0) return static_cast<int>(static_cast<unsigned>(row) / inner % size);
+  return static_cast<int>(row / inner % size);
+}
+
+// Row `index` of the rows of one sample.
+TE_DEVICE long long row_of(long long index, int sample, int inner, int size) {
+  if (index >> 32 == 0) {
+    const unsigned outer = static_cast<unsigned>(index) / inner;
+    return (static_cast<long long>(outer) * size + sample) * inner + (static_cast<unsigned>(index) - outer * inner);
+  }
+  return (index / inner * size + sample) * inner + index % inner;
+}
+
+// How many indices of `row_of` cover all rows of a sample, the last ones perhaps beyond the last row.
+TE_DEVICE long long rows_of_sample(long long rows, int inner, int size) {
+  const long long period = static_cast<long long>(inner) * size;
+  return (rows + period - 1) / period * inner;
+}
+
+// ------------------------------------------------------------------------------------------- random draws
+
+// 16 random bits for each of kCount neighbours.
+template <int kCount>
+struct Draws {
+  unsigned words[kCount < 2 ? 1 : kCount / 2];
+  TE_DEVICE unsigned half(unsigned word, int index) { return index % 2 ? word >> 16 : word & 0xffffu; }
+  __device__ __forceinline__ unsigned get(int index) const { return half(words[index / 2], index); }
+};
+
+// Where draws come from: the seed and the offset of this call, and the number of the stream.
+struct Random {
+  unsigned seed_low, seed_high, offset, stream;
+};
+
+TE_DEVICE Random random(const long long* seed, int stream) {
+  const unsigned long long bits = static_cast<unsigned long long>(seed[0]);
+  return {static_cast<unsigned>(bits), static_cast<unsigned>(bits >> 32), static_cast<unsigned>(seed[1]),
+          static_cast<unsigned>(stream)};
+}
+
+// Philox4x32 with 7 rounds (Salmon et al., 2011): the draws of 8 neighbours.
+TE_DEVICE Draws<8> draw8(const Random& random, long long group) {
+  unsigned c0 = static_cast<unsigned>(group), c1 = static_cast<unsigned>(group >> 32);
+  unsigned c2 = random.stream, c3 = random.offset, k0 = random.seed_low, k1 = random.seed_high;
+#pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    const unsigned high0 = __umulhi(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
+    const unsigned high1 = __umulhi(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
+    c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The draws of kCount neighbours from `column` on, in a row of `width` columns; kCount divides 8 and `column`.
+template <int kCount>
+TE_DEVICE Draws<kCount> draw(const Random& random, long long row, int width, int column) {
+  const Draws<8> all = draw8(random, row * ((width + 7) / 8) + column / 8);
+  const int first = column % 8;
+  if constexpr (kCount == 8) {
+    return all;
+  } else if constexpr (kCount == 4) {
+    return {{first ? all.words[2] : all.words[0], first ? all.words[3] : all.words[1]}};
+  } else {
+    // Selected by value: a run-time index would move the words to local memory.
+    const unsigned low = first & 2 ? all.words[1] : all.words[0], high = first & 2 ? all.words[3] : all.words[2];
+    const unsigned word = first & 4 ? high : low;
+    return {{kCount == 1 && first & 1 ? word >> 16 : word}};
+  }
+}
+
+}  // namespace te

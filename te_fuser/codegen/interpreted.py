@@ -1,0 +1,71 @@
+"""A kernel description run by PyTorch operations: float64, and devices without a generated kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.formula.evaluate import Interpreter
+from te_fuser.formula.expr import Axes
+from te_fuser.formula.random import RandomStream
+
+
+class InterpretedKernel:
+    """Called like a generated kernel: (tensors, rows, batch_inner, batch_size, stream numbers)."""
+
+    def __init__(self, description: KernelDescription) -> None:
+        self.description = description
+
+    def __call__(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        rows: int,
+        batch_inner: int,
+        batch_size: int,
+        streams: tuple[int, ...],
+    ) -> None:
+        d = self.description
+        loads = {load.name: self._shaped(load.axes, load.width, t) for load, t in zip(d.loads, tensors, strict=False)}
+        rest = tensors[len(d.loads) :]
+        numbers = self._streams(rest[0], streams) if d.streams else {}
+        outputs = rest[1:] if d.streams else rest
+        like = outputs[0] if outputs else tensors[0]
+        if any(t.dtype == torch.float64 for t in (*loads.values(), *outputs)):
+            like = like.new_empty(0, dtype=torch.float64)
+        machine = Interpreter(loads, numbers, rows, like, (batch_inner, batch_size))
+        found = machine.run(d.roots)
+        at = 0
+        for item, out in zip((*d.stores, *d.sums), outputs, strict=True):
+            parts = found[at : at + len(item.parts)]
+            at += len(item.parts)
+            self._write(item, parts, out, (rows, batch_inner, batch_size))
+
+    def _shaped(self, axes: Axes, width: int, t: torch.Tensor) -> torch.Tensor:
+        if axes & Axes.FEATURE:
+            return t.reshape(-1, width) if axes & Axes.ROWS else t.reshape(width)
+        return t.reshape(-1) if axes & Axes.ROWS else t.reshape(())
+
+    def _streams(self, seed: torch.Tensor, numbers: tuple[int, ...]) -> dict[str, RandomStream]:
+        value, offset = seed.tolist()
+        return {n: RandomStream(value, offset, k) for n, k in zip(self.description.streams, numbers, strict=True)}
+
+    def _write(
+        self, item: Store | Sum, parts: list[torch.Tensor], out: torch.Tensor, layout: tuple[int, int, int]
+    ) -> None:
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if isinstance(item, Store):
+            if item.axes & Axes.FEATURE:
+                whole = whole.expand(layout[0], item.width)
+            out.copy_(whole.reshape(out.shape))
+            return
+        rows, inner, samples = layout
+        if item.axes & Axes.FEATURE:
+            whole = whole.expand(rows, item.width)
+        if item.axes & Axes.BATCH:
+            index = (torch.arange(rows, device=out.device) // inner) % samples
+            total = torch.zeros(samples, item.width, dtype=whole.dtype, device=out.device)
+            out.copy_(total.index_add_(0, index, whole.contiguous()).reshape(out.shape))
+        elif item.axes & Axes.FEATURE:
+            out.copy_(whole.sum(0).reshape(out.shape))
+        else:
+            out.copy_(whole.sum().reshape(out.shape))

@@ -1,0 +1,418 @@
+"""How a kernel description runs on a GPU: who computes what, and what stays where between two passes over a row.
+
+Four kinds of schedule, by where a row waits for the passes after the first:
+
+    columns      no row reductions: threads own columns and walk down the rows; nothing waits
+    registers    the threads of a row hold its loaded vectors
+    shared       shared memory holds them, filled by asynchronous copies, the next row already on its way
+    reread       nobody holds them: each pass reads the row again, from L2
+
+Every choice here is made from the description and a device's limits; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
+from te_fuser.formula.expr import Axes, Expr, leaf, substitute, topological
+
+
+class Kind(str, enum.Enum):
+    """Where a row waits between two passes."""
+
+    COLUMNS = "columns"
+    REGISTERS = "registers"
+    SHARED = "shared"
+    REREAD = "reread"
+
+
+class Sums(str, enum.Enum):
+    """Where the column sums of a block grow."""
+
+    NONE = "none"
+    REGISTERS = "registers"
+    SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What limits a schedule on one kind of GPU; every one has 65,536 registers per multiprocessor."""
+
+    shared_bytes: int  # that one block may use
+    resident_threads: int  # per multiprocessor
+    registers: int = 65536
+
+
+# The first that fits the architecture's number; 1 KiB of shared memory per block belongs to the system.
+_DEVICES: dict[str, Device] = {
+    "80": Device(163 * 1024, 2048),
+    "86": Device(99 * 1024, 1536),
+    "87": Device(163 * 1024, 1536),
+    "89": Device(99 * 1024, 1536),
+    "90": Device(227 * 1024, 2048),
+    "100": Device(227 * 1024, 2048),
+    "103": Device(227 * 1024, 2048),
+}
+_SMALLEST = Device(99 * 1024, 1536)
+
+
+def device_of(arch: str) -> Device:
+    """The limits of an architecture such as "sm_90a"; an unknown one gets the smallest of all."""
+    return _DEVICES.get(arch.removeprefix("sm_").rstrip("af"), _SMALLEST)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run one description.
+
+    A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
+    `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
+    thread has `ahead` rows in flight. Kind `shared`: `ahead` rows are in shared memory at once (1 or 2).
+    """
+
+    kind: Kind
+    vector: int
+    lanes: int
+    slots: int
+    chunks: int
+    ahead: int
+    blocks_per_multiprocessor: int
+    sums: Sums
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.slots
+
+    @property
+    def covered(self) -> int:
+        """Columns that a block works on at once."""
+        return self.lanes * self.vector * (1 if self.kind == Kind.COLUMNS else self.chunks)
+
+    def tiles(self, width: int) -> int:
+        """How many blocks lie side by side along the features."""
+        return -(-width // self.covered) if self.kind == Kind.COLUMNS else 1
+
+    def __str__(self) -> str:
+        if self.kind == Kind.COLUMNS:
+            text = f"{self.lanes} threads x {self.vector} columns, {self.slots} rows at once, {self.ahead} in flight each"
+        else:
+            row = {Kind.REGISTERS: "registers", Kind.SHARED: f"shared memory ({self.ahead} at once)", Kind.REREAD: "L2"}
+            text = f"row in {row[self.kind]}: {self.lanes} threads x {self.chunks} x {self.vector} columns"
+            text += f", {self.slots} rows at once" if self.slots > 1 else ""
+        sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
+        return f"{text}{sums}, {self.blocks_per_multiprocessor} blocks per multiprocessor"
+
+
+# ------------------------------------------------------------------------------ passes, and what waits between
+
+# Instructions per element; what is missing costs one.
+_COST = {
+    "keep": 8, "tanh": 12, "erf": 24, "exp": 3, "exp2": 1, "log": 12, "sigmoid": 5, "sigmoid2": 4,
+    "div": 3, "sqrt": 3, "rsqrt": 3, "clamp": 2,
+}  # fmt: skip
+# A byte that waits against an instruction that is computed again: a register costs as much as two instructions.
+_COST_PER_BYTE = 0.5
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over the features of a row.
+
+    `reductions` are complete after it; none in the last pass, which stores and sums. `waits` are the full-size nodes
+    that later passes start from; each is a loaded tensor or a value in float32.
+    """
+
+    reductions: tuple[Expr, ...]
+    waits: tuple[Expr, ...]
+
+
+def passes(description: KernelDescription, kind: Kind) -> tuple[Pass, ...]:
+    """The walks over a row, with what waits between them chosen by size and by the cost of computing it again."""
+    stages = description.reductions
+    found = [Pass((), ())]
+    needed = [r for r in description.roots if r.axes & Axes.FEATURE]
+    for depth in range(len(stages) - 1, -1, -1):
+        waits = _cut(needed, depth, kind)
+        found.append(Pass(stages[depth], tuple(waits)))
+        needed = [*(r.args[0] for r in stages[depth]), *waits]
+    return tuple(reversed(found))
+
+
+def is_full(e: Expr) -> bool:
+    """Whether a node differs from row to row and from feature to feature."""
+    return bool(e.axes & Axes.FEATURE and e.axes & Axes.OUTER)
+
+
+def above(roots: Iterable[Expr], known: Iterable[int]) -> list[Expr]:
+    """The nodes below `roots` that are still to be computed when those with the ids `known` are there, arguments first."""
+    have = set(known)
+    order: list[Expr] = []
+
+    def visit(node: Expr) -> None:
+        if id(node) in have:
+            return
+        have.add(id(node))
+        for a in node.args:
+            visit(a)
+        order.append(node)
+
+    for r in roots:
+        visit(r)
+    return order
+
+
+def _waiting_bytes(e: Expr, kind: Kind) -> float:
+    """What it costs that this node waits, in bytes per element; infinite where nothing but a tensor can."""
+    if e.op == "input":
+        return 2.0 if kind == Kind.REGISTERS else 0.0
+    return math.inf if kind == Kind.REREAD or e.op in _NEVER_WAIT else 4.0
+
+
+_NEVER_WAIT = {"keep", "lt", "le", "gt", "ge"}
+
+
+def _cut(needed: list[Expr], depth: int, kind: Kind) -> list[Expr]:
+    """The cheapest nodes of at most `depth` from which all of `needed` can be computed, found by local search."""
+
+    def frontier(nodes: Iterable[Expr]) -> Iterator[Expr]:
+        for node in nodes:
+            if is_full(node) and node.depth <= depth:
+                yield node
+            else:
+                yield from frontier(node.args)
+
+    def cost(chosen: list[Expr]) -> float:
+        again = [n for n in above(needed, map(id, chosen)) if n.depth <= depth and n.axes & Axes.FEATURE and n.op != "input"]
+        return sum(_waiting_bytes(n, kind) for n in chosen) * _COST_PER_BYTE + 0.5 * sum(_COST.get(n.op, 1) for n in again)
+
+    chosen = _unique(frontier(needed))
+    improved = True
+    while improved:
+        improved = False
+        for node in [n for n in chosen if n.op != "input"]:
+            other = _unique([*(n for n in chosen if n is not node), *frontier(node.args)])
+            if _waiting_bytes(node, kind) == math.inf or cost(other) < cost(chosen):
+                chosen, improved = other, True
+                break
+    return chosen
+
+
+def _unique(nodes: Iterable[Expr]) -> list[Expr]:
+    return list({id(n): n for n in nodes}.values())
+
+
+# ---------------------------------------------------------------------------------- a kernel cut in two
+
+
+ROW_VALUE = "row value "  # begins the names of numbers that go from one kernel to the other
+
+
+def split(description: KernelDescription) -> tuple[KernelDescription, KernelDescription]:
+    """The stores and the column sums as kernels of their own.
+
+    What the sums need of a row's reductions goes through memory: one number a row for each, float32.
+    """
+    parts = [p for s in description.sums for p in s.parts]
+    needed = _unique(_row_values(parts))
+    names = {id(n): f"{ROW_VALUE}{k}" for k, n in enumerate(needed)}
+    replaced = substitute(parts, lambda n: leaf(names[id(n)], Axes.ROWS) if id(n) in names else None)
+    remaining = iter(replaced)
+    sums = tuple(dataclasses.replace(s, parts=tuple(next(remaining) for _ in s.parts)) for s in description.sums)
+    between = tuple(Store(names[id(n)], (n,), Axes.ROWS, 1, "float32") for n in needed)
+    rows = _narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
+    values = tuple(Load(s.name, Axes.ROWS, 1, "float32") for s in between)
+    columns = dataclasses.replace(
+        description, name=f"{description.name}_columns", loads=(*description.loads, *values), stores=(), sums=sums
+    )
+    return rows, _narrowed(columns)
+
+
+def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
+    """The highest nodes that depend on row reductions and have no features."""
+    for node in parts:
+        if not node.depth:
+            continue
+        if node.axes & Axes.FEATURE:
+            yield from _row_values(node.args)
+        else:
+            yield node
+
+
+def _narrowed(description: KernelDescription) -> KernelDescription:
+    """The description without the loads and streams that it does not use."""
+    used = {n.attrs[0] for n in description.nodes if n.op in ("input", "keep")}
+    return dataclasses.replace(
+        description,
+        loads=tuple(t for t in description.loads if t.name in used),
+        streams=tuple(s for s in description.streams if s in used),
+    )
+
+
+# ------------------------------------------------------------------------------------------- the choice
+
+_WARP = 32
+_THREADS = 256  # of a block that nothing forces to another size
+_ENOUGH_THREADS = 512  # per multiprocessor, to hide the time of arithmetic and of barriers
+_ENOUGH_BYTES = 48 * 1024  # loads in flight per multiprocessor, to hide the time of memory
+_BASE_REGISTERS = 30  # addresses, loop counters, row values
+_SUM_THREADS = 512  # per multiprocessor in a kernel with column sums: more make the partial sums expensive
+_REDUCTION_BYTES = 4096  # static shared memory for reductions and for adding slots, at most
+
+
+def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
+    """Elements of one access: 16 bytes of the narrowest full-size tensor, less where the width forbids it.
+
+    With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
+    """
+    tensors = [*description.loads, *description.stores]
+    sizes = [item_size(t.dtype) for t in tensors if t.axes & Axes.FEATURE and t.axes & Axes.OUTER] or [4]
+    draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
+    vector = 8 if draws and largest_bytes >= 16 else max(1, largest_bytes // min(sizes))
+    while description.width % vector:
+        vector //= 2
+    return vector
+
+
+def pick(description: KernelDescription, device: Device, largest_bytes: int = 16) -> Schedule | None:
+    """The schedule for one kernel; None where its column sums need a kernel of their own."""
+    vector = vector_of(description, largest_bytes)
+    if not description.reductions:
+        return _columns(description, vector, device)
+    for kind, sums in _ORDER:
+        if not description.sums:
+            sums = Sums.NONE
+        found = [s for s in _candidates(description, kind, sums, vector, device)]
+        if found:
+            return max(found, key=lambda s: _merit(description, s))
+    return None if description.sums else _reread(description, vector, device)
+
+
+# Tried in this order: nearest to the arithmetic first.
+_ORDER = (
+    (Kind.REGISTERS, Sums.REGISTERS),
+    (Kind.SHARED, Sums.REGISTERS),
+    (Kind.SHARED, Sums.SHARED),
+)
+
+
+def _columns(description: KernelDescription, vector: int, device: Device) -> Schedule:
+    vectors = -(-description.width // vector)
+    lanes = min(_THREADS, 1 << (vectors - 1).bit_length())
+    ahead = max(1, min(4, 64 // max(1, _loaded_bytes(description) * vector)))
+    sums = Sums.REGISTERS if description.sums else Sums.NONE
+    draft = Schedule(Kind.COLUMNS, vector, lanes, _THREADS // lanes, 1, ahead, 1, sums)
+    blocks = max(1, min(6 if sums == Sums.NONE else 4, _resident(description, draft, device)))
+    return dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
+
+
+def _reread(description: KernelDescription, vector: int, device: Device) -> Schedule:
+    lanes = min(1024, max(_WARP, _power_below(description.width // vector)))
+    chunks = -(-description.width // (lanes * vector))
+    draft = Schedule(Kind.REREAD, vector, lanes, max(1, _THREADS // lanes), chunks, 1, 1, Sums.NONE)
+    return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, _resident(description, draft, device))))
+
+
+def _power_below(n: int) -> int:
+    return 1 << max(0, n.bit_length() - 1)
+
+
+def _candidates(
+    description: KernelDescription, kind: Kind, sums: Sums, vector: int, device: Device
+) -> Iterator[Schedule]:
+    vectors = -(-description.width // vector)
+    for lanes in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        chunks = -(-vectors // lanes)
+        if (lanes > 1 and lanes >= 2 * vectors) or chunks > _MOST_CHUNKS[kind]:
+            continue
+        slots = _THREADS // lanes if lanes <= _WARP else 1
+        for ahead in (2, 1) if kind == Kind.SHARED else (1,):
+            draft = Schedule(kind, vector, lanes, slots, chunks, ahead, 1, sums)
+            blocks = _resident(description, draft, device)
+            if description.sums:
+                blocks = min(blocks, max(1, _SUM_THREADS // draft.threads))
+            least = _ENOUGH_THREADS if kind == Kind.REGISTERS else draft.threads
+            if blocks * draft.threads >= min(least, _ENOUGH_THREADS):
+                yield dataclasses.replace(draft, blocks_per_multiprocessor=min(blocks, 16))
+
+
+# Unrolled fully, since an array in registers must be indexed by constants.
+_MOST_CHUNKS = {Kind.REGISTERS: 8, Kind.SHARED: 16, Kind.REREAD: 1 << 20}
+
+
+def _merit(description: KernelDescription, s: Schedule) -> tuple[float, ...]:
+    """Loads in flight first, as far as they help; then no idle lanes; then small blocks, whose barriers are cheap."""
+    row = s.covered * _loaded_bytes(description)
+    share = s.ahead if s.kind == Kind.SHARED else 1
+    flight = min(1.0, s.blocks_per_multiprocessor * s.slots * row * share / _ENOUGH_BYTES)
+    used = description.width / s.covered
+    return round(flight * used, 1), -s.threads if s.lanes > _WARP else -s.lanes
+
+
+def _full_loads(description: KernelDescription) -> list[Expr]:
+    return [n for n in description.nodes if n.op == "input" and is_full(n)]
+
+
+def _loaded_bytes(description: KernelDescription) -> int:
+    """Bytes that are read for each feature of a row."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    return sum(sizes[n.attrs[0]] for n in _full_loads(description))
+
+
+def _resident(description: KernelDescription, s: Schedule, device: Device) -> int:
+    """Blocks of this schedule that fit a multiprocessor at once; 0 where one block is too much."""
+    registers = registers_of(description, s)
+    shared = shared_bytes(description, s) + _REDUCTION_BYTES
+    if registers > 255 or shared > device.shared_bytes:
+        return 0
+    by_registers = device.registers // (-(-registers // 8) * 8 * s.threads)
+    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
+    return min(by_registers, by_shared, device.resident_threads // s.threads)
+
+
+def registers_of(description: KernelDescription, s: Schedule) -> int:
+    """An estimate of the registers of a thread."""
+    raw = _loaded_bytes(description) / 4
+    values = max((sum(n.op != "input" for n in p.waits) for p in passes(description, s.kind)), default=0)
+    sums = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE) if s.sums == Sums.REGISTERS else 0
+    stores = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
+    working = s.vector * (1 + stores / 2 + (raw if s.kind != Kind.REGISTERS else 0)) + 4
+    own = s.vector * s.chunks
+    per_kind = {
+        Kind.COLUMNS: s.vector * (raw * s.ahead + sums + _features(description)),
+        Kind.REGISTERS: own * (raw + values + sums),
+        Kind.SHARED: own * sums,
+        Kind.REREAD: 0,
+    }
+    return math.ceil(_BASE_REGISTERS + working + per_kind[s.kind])
+
+
+def _features(description: KernelDescription) -> float:
+    """32-bit words per column of the parameters that a thread keeps while it walks down the rows."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    return sum(sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE) / 4
+
+
+def shared_bytes(description: KernelDescription, s: Schedule) -> int:
+    """Dynamic shared memory of a block."""
+    return sum(size for _, size in shelves(description, s))
+
+
+def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
+    """What lies in dynamic shared memory, in order: rows on their way, waiting values, column sums (None)."""
+    own = s.threads * s.chunks * s.vector
+    found: list[tuple[Expr | None, int]] = []
+    if s.kind == Kind.SHARED:
+        sizes = {t.name: item_size(t.dtype) for t in description.loads}
+        found += [(n, s.ahead * own * sizes[n.attrs[0]]) for n in _full_loads(description)]
+        values = _unique(n for p in passes(description, s.kind) for n in p.waits if n.op != "input")
+        found += [(n, own * 4) for n in values]
+    if s.sums == Sums.SHARED:
+        parts = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE)
+        found += [(None, own * 4)] * parts
+    return found

@@ -1,0 +1,22 @@
+"""Settings of the process: where generated kernels are cached, with which compiler they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class Config:
+    """Settings that every model shares; assign to `te_fuser.config`'s fields.
+
+    Attributes:
+        cache_dir: folder of compiled kernels; None: the user's cache folder.
+        compiler: path or name of the C++ compiler; None: the first of c++, g++, clang++ that is found.
+    """
+
+    cache_dir: Path | None = None
+    compiler: str | None = None
+
+
+config = Config()

@@ -1,0 +1,47 @@
+"""The language of row formulas: functions that compute on tensors and build expressions on symbols."""
+
+from te_fuser.formula.expr import Axes
+from te_fuser.formula.functions import (
+    absolute,
+    clamp,
+    concat,
+    erf,
+    exp,
+    keep_mask,
+    log,
+    maximum,
+    minimum,
+    relu,
+    row_max,
+    row_mean,
+    row_sum,
+    rsqrt,
+    sigmoid,
+    split,
+    sqrt,
+    tanh,
+    where,
+)
+
+__all__ = [
+    "Axes",
+    "absolute",
+    "clamp",
+    "concat",
+    "erf",
+    "exp",
+    "keep_mask",
+    "log",
+    "maximum",
+    "minimum",
+    "relu",
+    "row_max",
+    "row_mean",
+    "row_sum",
+    "rsqrt",
+    "sigmoid",
+    "split",
+    "sqrt",
+    "tanh",
+    "where",
+]

@@ -1,0 +1,185 @@
+"""Reverse-mode differentiation of expressions.
+
+Adjoints are added at full extent and reduced over the features once, where a node has none; the sum over rows waits
+until a leaf, because everything below is linear. Subgradients are torch's: ReLU 0 at 0, clamps pass at their limits,
+maximum and minimum halve at ties, row_max shares ties evenly, abs 0 at 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+
+from te_fuser.formula.expr import (
+    ONE,
+    ZERO,
+    Axes,
+    Expr,
+    add,
+    compare,
+    concat,
+    const,
+    div,
+    mul,
+    part,
+    row_sum,
+    sub,
+    sum_features,
+    topological,
+    unary,
+    where,
+)
+
+Contributions = tuple[Expr | None, ...]
+_HALF = const(Fraction(1, 2))
+
+
+def _tie(g: Expr, a: Expr, b: Expr, winner: str) -> Contributions:
+    loser = "lt" if winner == "gt" else "gt"
+    half = mul(_HALF, g)
+    ga = where(compare(winner, a, b), g, where(compare(loser, a, b), ZERO, half))
+    gb = where(compare(loser, a, b), g, where(compare(winner, a, b), ZERO, half))
+    return ga, gb
+
+
+def _row_max(e: Expr, g: Expr) -> Contributions:
+    hit = where(compare("ge", e.args[0], e), ONE, ZERO)
+    return (mul(hit, div(g, row_sum(hit))),)
+
+
+def _where(e: Expr, g: Expr) -> Contributions:
+    return None, where(e.args[0], g, ZERO), where(e.args[0], ZERO, g)
+
+
+def _clamp(e: Expr, g: Expr) -> Contributions:
+    low, high = e.attrs
+    inside = g
+    if high != math.inf:
+        inside = where(compare("le", e.args[0], const(high)), inside, ZERO)
+    if low != -math.inf:
+        inside = where(compare("ge", e.args[0], const(low)), inside, ZERO)
+    return (inside,)
+
+
+def _abs(e: Expr, g: Expr) -> Contributions:
+    x = e.args[0]
+    return (where(compare("gt", x, ZERO), g, where(compare("lt", x, ZERO), mul(const(-1), g), ZERO)),)
+
+
+# node, its adjoint -> the contribution to each argument
+RULES: dict[str, Callable[[Expr, Expr], Contributions]] = {
+    "add": lambda e, g: (g, g),
+    "sub": lambda e, g: (g, mul(const(-1), g)),
+    "mul": lambda e, g: (mul(g, e.args[1]), mul(g, e.args[0])),
+    "div": lambda e, g: (div(g, e.args[1]), mul(const(-1), div(mul(g, e), e.args[1]))),
+    "exp": lambda e, g: (mul(g, e),),
+    "log": lambda e, g: (div(g, e.args[0]),),
+    "tanh": lambda e, g: (mul(g, sub(ONE, mul(e, e))),),
+    "sigmoid": lambda e, g: (mul(g, mul(e, sub(ONE, e))),),
+    "erf": lambda e, g: (
+        mul(g, mul(const(2 / math.sqrt(math.pi)), unary("exp", mul(const(-1), mul(e.args[0], e.args[0]))))),
+    ),
+    "sqrt": lambda e, g: (mul(_HALF, div(g, e)),),
+    "rsqrt": lambda e, g: (mul(const(Fraction(-1, 2)), mul(g, mul(e, mul(e, e)))),),
+    "abs": _abs,
+    "relu": lambda e, g: (where(compare("gt", e.args[0], ZERO), g, ZERO),),
+    "clamp": _clamp,
+    "maximum": lambda e, g: _tie(g, e.args[0], e.args[1], "gt"),
+    "minimum": lambda e, g: _tie(g, e.args[0], e.args[1], "lt"),
+    "where": _where,
+    "row_sum": lambda e, g: (g,),
+    "row_max": _row_max,
+    "value": lambda e, g: (g,),
+}
+
+
+def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
+    """The contributions of node `e` with adjoint `g`, as (argument, contribution)."""
+    if e.op == "concat":
+        width = e.width // len(e.args)
+        for k, a in enumerate(e.args):
+            yield a, _counted(width, a, _narrow(g, k, len(e.args), width))
+        return
+    for a, contribution in zip(e.args, RULES[e.op](e, g), strict=True):
+        if contribution is not None:
+            yield a, _counted(e.width, a, contribution) if e.axes & Axes.FEATURE else contribution
+
+
+def _counted(width: int, argument: Expr, contribution: Expr) -> Expr:
+    """What reaches an argument that was broadcast to `width` features: an adjoint equal for all of them counts each."""
+    if (argument.axes | contribution.axes) & Axes.FEATURE:
+        return contribution
+    return mul(const(width), contribution)
+
+
+def _narrow(g: Expr, index: int, pieces: int, width: int) -> Expr:
+    narrowed = part(g, index, pieces)
+    assert not narrowed.axes & Axes.FEATURE or narrowed.width == width
+    return narrowed
+
+
+def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Expr, Expr]:
+    """The adjoint of every wanted leaf, given the adjoint of some outputs.
+
+    Args:
+        seeds: output expression -> its adjoint.
+        wanted: leaves (`input` nodes at full width). Parts of a leaf are put together by concat.
+
+    Returns:
+        leaf -> adjoint, reduced over the features where the leaf has none, not yet summed over rows.
+    """
+    order = topological(seeds)
+    wanted = list(wanted)
+    names = {leaf.attrs[0] for leaf in wanted}
+    needs: set[int] = set()
+    for node in order:
+        if (node.op == "input" and node.attrs[0] in names) or any(id(a) in needs for a in node.args):
+            needs.add(id(node))
+    collected: dict[int, list[Expr]] = {id(e): [g] for e, g in seeds.items()}
+    parts: dict[str, list[tuple[Expr, Expr]]] = {name: [] for name in names}
+    for node in reversed(order):
+        if id(node) not in needs or id(node) not in collected:
+            continue
+        g = _total(node, collected.pop(id(node)))
+        if is_zero(g):
+            continue
+        if node.op == "input":
+            parts[node.attrs[0]].append((node, g))
+            continue
+        for argument, contribution in _spread(node, g):
+            if id(argument) in needs:
+                collected.setdefault(id(argument), []).append(contribution)
+    return {leaf: _assemble(leaf, parts[leaf.attrs[0]]) for leaf in wanted}
+
+
+def is_zero(e: Expr) -> bool:
+    """Whether an adjoint vanishes identically."""
+    return e.op == "const" and e.attrs[0] == 0
+
+
+def _total(node: Expr, contributions: list[Expr]) -> Expr:
+    """Add contributions of equal extent first, then reduce each sum over the features if the node has none."""
+    by_width: dict[int, Expr] = {}  # 0: without features; a node without features may meet parts of several widths
+    for c in contributions:
+        key = c.width if c.axes & Axes.FEATURE else 0
+        by_width[key] = add(by_width[key], c) if key in by_width else c
+    total = by_width.pop(0, ZERO)
+    for width, e in by_width.items():
+        total = add(total, e if node.axes & Axes.FEATURE else sum_features(e, width))
+    return total
+
+
+def _assemble(leaf: Expr, parts: list[tuple[Expr, Expr]]) -> Expr:
+    """The adjoint of a whole leaf from the adjoints of the parts of it that were read."""
+    total = ZERO
+    for piece, g in parts:
+        total = add(total, _placed(leaf, piece, g))
+    return total
+
+
+def _placed(leaf: Expr, piece: Expr, g: Expr) -> Expr:
+    if piece.width == leaf.width:
+        return g
+    pieces, index = leaf.width // piece.width, piece.attrs[1] // piece.width
+    return concat([g if k == index else ZERO for k in range(pieces)], leaf.width)

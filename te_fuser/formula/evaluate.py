@@ -1,0 +1,134 @@
+"""Compute expressions with PyTorch: the target that is always there (float64, devices without generated kernels)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from te_fuser.formula import functions
+from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.random import RandomStream, keep_bits
+
+_COMPARE: dict[str, Callable[..., Any]] = {"lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge}
+_BINARY: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "maximum": functions.maximum,
+    "minimum": functions.minimum,
+}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "exp": torch.exp,
+    "log": torch.log,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "abs": torch.abs,
+    "relu": torch.relu,
+}
+
+
+class Interpreter:
+    """Evaluates expressions over rows.
+
+    Tensors come as [rows, width], [rows], [width], [samples, width], [samples] or scalars by the axes of their leaf;
+    values in between are [rows or 1, width or 1].
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        streams: Mapping[str, RandomStream],
+        rows: int,
+        like: torch.Tensor,
+        batch: tuple[int, int] = (1, 1),
+    ) -> None:
+        self.tensors, self.streams, self.rows = tensors, streams, rows
+        self.device = like.device
+        self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.batch_inner, self.batch_size = batch
+        self.values: dict[int, Any] = {}
+
+    def run(self, roots: Iterable[Expr]) -> list[torch.Tensor]:
+        """The value of each root, broadcast to [rows, width] for FULL and [rows, 1] for ROWS roots."""
+        roots = list(roots)
+        for node in topological(roots):
+            if id(node) not in self.values:
+                self.values[id(node)] = self._node(node)
+        return [self._spread(r, self.values[id(r)]) for r in roots]
+
+    def _spread(self, e: Expr, found: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(found, dtype=self.dtype, device=self.device)
+        return tensor.expand(self.rows, e.width if e.axes & Axes.FEATURE else 1)
+
+    def _node(self, e: Expr) -> Any:
+        args = [self.values[id(a)] for a in e.args]
+        if e.op in _BINARY:
+            return _BINARY[e.op](*(self._both(args)))
+        if e.op in _COMPARE:
+            return _COMPARE[e.op](*(self._both(args))).to(self.dtype)
+        if e.op in _UNARY:
+            return _UNARY[e.op](self._tensor(args[0]))
+        return getattr(self, f"_{e.op}")(e, args)
+
+    def _tensor(self, found: Any) -> torch.Tensor:
+        return torch.as_tensor(found, dtype=self.dtype, device=self.device)
+
+    def _both(self, args: list[Any]) -> list[Any]:
+        return args if any(isinstance(a, torch.Tensor) for a in args) else [self._tensor(a) for a in args]
+
+    def _const(self, e: Expr, args: list[Any]) -> Any:
+        number = e.attrs[0]
+        return float(number) if isinstance(number, Fraction) else number
+
+    def _input(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        name, offset, _ = e.attrs
+        tensor = self.tensors[name].to(self.dtype)
+        axes = e.axes
+        if axes & Axes.FEATURE:
+            tensor = tensor[..., offset : offset + e.width]
+        elif axes & Axes.ROWS or tensor.dim():
+            tensor = tensor.reshape(-1, 1)
+        if axes & Axes.BATCH and not axes & Axes.OUTER:
+            tensor = tensor[self._samples()]
+        return tensor
+
+    def _samples(self) -> torch.Tensor:
+        return (torch.arange(self.rows, device=self.device) // self.batch_inner) % self.batch_size
+
+    def _keep(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        name, threshold, offset, full = e.attrs
+        stream = self.streams[name]
+        if not e.axes & Axes.FEATURE:
+            samples = torch.arange(self.batch_size, device=self.device)
+            bits = keep_bits(samples, 1, stream.seed, stream.offset, stream.stream)[self._samples()]
+        else:
+            rows = torch.arange(self.rows, device=self.device)
+            bits = keep_bits(rows, full, stream.seed, stream.offset, stream.stream)[:, offset : offset + e.width]
+        return (bits >= threshold).to(self.dtype)
+
+    def _value(self, e: Expr, args: list[Any]) -> Any:
+        return args[0]
+
+    def _where(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        return torch.where(self._tensor(args[0]) != 0, *(self._tensor(a) for a in args[1:]))
+
+    def _clamp(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        low, high = e.attrs
+        return torch.clamp(self._tensor(args[0]), low, high)
+
+    def _row_sum(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        return args[0].sum(-1, keepdim=True)
+
+    def _row_max(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        return args[0].amax(-1, keepdim=True)
+
+    def _concat(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        width = e.width // len(e.args)
+        return torch.cat([self._tensor(a).expand(self.rows, width) for a in args], -1)

@@ -1,0 +1,507 @@
+"""Expressions: what a row formula is made of.
+
+An expression is an immutable node; building the same expression twice gives the same object, so common
+subexpressions are shared by construction. Every node knows its extent (`axes`), its feature width, and how many
+row reductions lie below it (`depth`), which is the synchronization stage a kernel computes it in.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any
+
+
+class Axes(enum.IntFlag):
+    """The axes a value extends over; rows = OUTER x BATCH."""
+
+    NONE = 0
+    OUTER = 1
+    BATCH = 2
+    FEATURE = 4
+    ROWS = 3
+    SAMPLE_FEATURES = 6
+    FULL = 7
+
+
+_interned: weakref.WeakValueDictionary[str, Expr] = weakref.WeakValueDictionary()
+_NO_AXES = Axes.NONE
+
+
+class Expr:
+    """One node: an operation, its arguments, its attributes, the axes it extends over and its feature width."""
+
+    __slots__ = ("__weakref__", "args", "attrs", "axes", "depth", "digest", "op", "width")
+
+    op: str
+    args: tuple[Expr, ...]
+    attrs: tuple[Any, ...]
+    axes: Axes
+    width: int
+    depth: int
+    digest: str
+
+    def __add__(self, other: Any) -> Expr:
+        return add(self, lift(other))
+
+    def __radd__(self, other: Any) -> Expr:
+        return add(lift(other), self)
+
+    def __sub__(self, other: Any) -> Expr:
+        return sub(self, lift(other))
+
+    def __rsub__(self, other: Any) -> Expr:
+        return sub(lift(other), self)
+
+    def __mul__(self, other: Any) -> Expr:
+        return mul(self, lift(other))
+
+    def __rmul__(self, other: Any) -> Expr:
+        return mul(lift(other), self)
+
+    def __truediv__(self, other: Any) -> Expr:
+        return div(self, lift(other))
+
+    def __rtruediv__(self, other: Any) -> Expr:
+        return div(lift(other), self)
+
+    def __neg__(self) -> Expr:
+        return mul(const(-1), self)
+
+    def __abs__(self) -> Expr:
+        return unary("abs", self)
+
+    def __pow__(self, exponent: Any) -> Expr:
+        powers: dict[Any, Callable[[], Expr]] = {
+            1: lambda: self,
+            2: lambda: mul(self, self),
+            3: lambda: mul(mul(self, self), self),
+            -1: lambda: div(const(1), self),
+            0.5: lambda: unary("sqrt", self),
+            -0.5: lambda: unary("rsqrt", self),
+        }
+        if exponent not in powers:
+            raise TypeError(f"a formula knows the powers {sorted(powers)}, not {exponent!r}; write exp(k * log(x))")
+        return powers[exponent]()
+
+    def __lt__(self, other: Any) -> Expr:
+        return compare("lt", self, lift(other))
+
+    def __le__(self, other: Any) -> Expr:
+        return compare("le", self, lift(other))
+
+    def __gt__(self, other: Any) -> Expr:
+        return compare("gt", self, lift(other))
+
+    def __ge__(self, other: Any) -> Expr:
+        return compare("ge", self, lift(other))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Expr):
+            return self is other
+        raise TypeError("a formula has no ==; write (x >= a) * (x <= a), or use where with < and >")
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise TypeError("a formula cannot branch on the value of an expression; use where(condition, a, b)")
+
+    def __repr__(self) -> str:
+        return render(self)
+
+
+def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, width: int) -> Expr:
+    """Return the one node with these fields."""
+    key = f"{op}|{attrs!r}|{int(axes)}|{width}|{','.join(a.digest for a in args)}"
+    digest = hashlib.blake2b(key.encode(), digest_size=10).hexdigest()
+    found = _interned.get(digest)
+    if found is not None:
+        return found
+    node = Expr()
+    node.op, node.args, node.attrs, node.axes, node.width, node.digest = op, args, attrs, axes, width, digest
+    below = max((a.depth for a in args), default=0)
+    node.depth = below + 1 if op in ("row_sum", "row_max") else below
+    _interned[digest] = node
+    return node
+
+
+# ---------------------------------------------------------------------------------------------- leaves
+
+
+def const(value: float | int | Fraction) -> Expr:
+    """A number; whole and rational numbers are exact."""
+    if isinstance(value, bool):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    if isinstance(value, int):
+        value = Fraction(value)
+    return make("const", (), (value,), _NO_AXES, 1)
+
+
+ZERO = const(0)
+ONE = const(1)
+
+
+def lift(value: Any) -> Expr:
+    """An expression as it is, a number as a constant."""
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, (int, float, Fraction)):
+        return const(value)
+    raise TypeError(f"a formula combines expressions and numbers, not {type(value).__name__}")
+
+
+def leaf(name: str, axes: Axes, width: int = 1) -> Expr:
+    """A tensor that the kernel reads: attrs are its name, the feature offset of this part and its full width."""
+    return make("input", (), (name, 0, width), axes, width if axes & Axes.FEATURE else 1)
+
+
+def keep_leaf(name: str, threshold: int, axes: Axes, width: int) -> Expr:
+    """1 where 16 random bits of the stream `name` are >= threshold, else 0."""
+    return make("keep", (), (name, threshold, 0, width), axes, width if axes & Axes.FEATURE else 1)
+
+
+def value(name: str, inner: Expr) -> Expr:
+    """A named op output: simplification stops here, because this is what can be stored and read again."""
+    if inner.op in ("input", "const"):
+        return inner
+    return make("value", (inner,), (name, 0, inner.width), inner.axes, inner.width)
+
+
+def is_const(e: Expr, number: float | None = None) -> bool:
+    """Whether `e` is a constant (equal to `number`, when one is given)."""
+    return e.op == "const" and (number is None or e.attrs[0] == number)
+
+
+# ------------------------------------------------------------------------------------------- pointwise
+
+
+def _join(args: Iterable[Expr]) -> tuple[Axes, int]:
+    axes, width = Axes.NONE, 1
+    for a in args:
+        if a.axes & Axes.FEATURE:
+            if axes & Axes.FEATURE and a.width != width:
+                raise ValueError(f"a formula mixes the feature widths {width} and {a.width}")
+            width = a.width
+        axes |= a.axes
+    return axes, width
+
+
+def pointwise(op: str, *args: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
+    """A pointwise node; concatenated arguments are taken apart, so that concat floats up to the stores."""
+    axes, width = _join(args)
+    pieces = math.lcm(*(len(a.args) for a in args if a.op == "concat"))
+    if pieces > 1:
+        columns = [tile(a, pieces) for a in args]
+        return concat([rebuild(op, tuple(c[k] for c in columns), attrs) for k in range(pieces)], width)
+    return make(op, args, attrs, axes, width)
+
+
+def _sorted(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    return (a, b) if (a.op != "const", a.digest) <= (b.op != "const", b.digest) else (b, a)
+
+
+def coefficient(e: Expr) -> tuple[Any, Expr]:
+    """`e` as number * rest."""
+    if e.op == "const":
+        return e.attrs[0], ONE
+    if e.op == "mul" and e.args[0].op == "const":
+        return e.args[0].attrs[0], e.args[1]
+    return Fraction(1), e
+
+
+def add(a: Expr, b: Expr) -> Expr:
+    if is_const(a, 0):
+        return b
+    if is_const(b, 0):
+        return a
+    ca, ra = coefficient(a)
+    cb, rb = coefficient(b)
+    if ra is rb:
+        return mul(const(ca + cb), ra)
+    if cb < 0 and rb is not ONE:
+        return sub(a, mul(const(-cb), rb))
+    if ca < 0 and ra is not ONE:
+        return sub(b, mul(const(-ca), ra))
+    return pointwise("add", *_sorted(a, b))
+
+
+def sub(a: Expr, b: Expr) -> Expr:
+    if is_const(b, 0):
+        return a
+    if is_const(a, 0):
+        return mul(const(-1), b)
+    ca, ra = coefficient(a)
+    cb, rb = coefficient(b)
+    if ra is rb:
+        return mul(const(ca - cb), ra)
+    if cb < 0:
+        return add(a, mul(const(-cb), rb))
+    return pointwise("sub", a, b)
+
+
+def mul(a: Expr, b: Expr) -> Expr:
+    ca, ra = coefficient(a)
+    cb, rb = coefficient(b)
+    c = ca * cb
+    if c == 0:
+        return ZERO
+    if ra is ONE:
+        rest = rb
+    elif rb is ONE:
+        rest = ra
+    else:
+        rest = pointwise("mul", *_sorted(ra, rb))
+    if rest is ONE:
+        return const(c)
+    return rest if c == 1 else pointwise("mul", const(c), rest)
+
+
+def div(a: Expr, b: Expr) -> Expr:
+    if b.op == "const":
+        return mul(const(1 / b.attrs[0]), a) if b.attrs[0] != 0 else pointwise("div", a, b)
+    if is_const(a, 0):
+        return ZERO
+    ca, ra = coefficient(a)
+    if ca != 1 and ra is not ONE:
+        return mul(const(ca), div(ra, b))
+    return pointwise("div", a, b)
+
+
+def unary(op: str, a: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
+    return pointwise(op, a, attrs=attrs)
+
+
+def binary(op: str, a: Expr, b: Expr) -> Expr:
+    """maximum or minimum."""
+    return a if a is b else pointwise(op, a, b)
+
+
+def compare(op: str, a: Expr, b: Expr) -> Expr:
+    """1 where the comparison holds, else 0."""
+    return pointwise(op, a, b)
+
+
+def where(condition: Expr, a: Expr, b: Expr) -> Expr:
+    if a is b:
+        return a
+    if condition.op == "const":
+        return a if condition.attrs[0] else b
+    return pointwise("where", condition, a, b)
+
+
+# ----------------------------------------------------------------------------------- parts of the row
+
+
+def concat(parts: Iterable[Expr], width: int | None = None) -> Expr:
+    """The parts side by side along the features; all have one width.
+
+    `width`, that of the whole, is needed only where no part has features (adjoints that are broadcast).
+    """
+    given = list(parts)
+    if len(given) == 1 or all(is_const(p) and p is given[0] for p in given):
+        return given[0]
+    items = [q for p in given for q in (p.args if p.op == "concat" else (p,))]
+    widths = {p.width for p in items if p.axes & Axes.FEATURE}
+    whole = {p.width for p in given if p.axes & Axes.FEATURE}
+    if len(widths) > 1 and len(whole) == 1:
+        unit = math.gcd(*widths)
+        items = [q for p in given for q in tile(p, whole.copy().pop() // unit)]
+        widths = {unit}
+    if not widths and width is not None:
+        widths = {width // len(items)}
+    if len(widths) != 1:
+        raise ValueError(f"concat needs parts of one feature width, got {sorted(widths) or 'none with features'}")
+    axes = Axes.FEATURE
+    for p in items:
+        axes |= p.axes
+    return make("concat", tuple(items), (), axes, widths.pop() * len(items))
+
+
+def tile(e: Expr, pieces: int) -> tuple[Expr, ...]:
+    """`e` cut along the features into `pieces` equal parts."""
+    return tuple(part(e, k, pieces) for k in range(pieces))
+
+
+def part(e: Expr, index: int, pieces: int) -> Expr:
+    """Part `index` of `pieces` of `e`, pushed down to the leaves, where it is an offset."""
+    return _part(e, index, pieces, {})
+
+
+def _part(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> Expr:
+    if pieces == 1 or not e.axes & Axes.FEATURE:
+        return e
+    key = (id(e), index, pieces)
+    if key not in done:
+        done[key] = _cut(e, index, pieces, done)
+    return done[key]
+
+
+def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> Expr:
+    if e.width % pieces:
+        raise ValueError(f"cannot split {e.width} features into {pieces} equal parts")
+    width = e.width // pieces
+    if e.op in ("input", "keep", "value"):
+        *head, offset, full = e.attrs
+        attrs = (*head, offset + index * width, full)
+        inner = tuple(_part(a, index, pieces, done) for a in e.args)
+        return make(e.op, inner, attrs, e.axes, width)
+    if e.op == "concat":
+        count = len(e.args)
+        if count % pieces == 0:
+            each = count // pieces
+            return concat(e.args[index * each : (index + 1) * each], width)
+        if pieces % count == 0:
+            each = pieces // count
+            return _part(e.args[index // each], index % each, each, done)
+        finer = math.lcm(count, pieces)
+        each = finer // pieces
+        return concat([_part(e, k, finer, done) for k in range(index * each, (index + 1) * each)], width)
+    return rebuild(e.op, tuple(_part(a, index, pieces, done) for a in e.args), e.attrs)
+
+
+# --------------------------------------------------------------------------------------- row reductions
+
+
+def row_sum(e: Expr) -> Expr:
+    """The sum over the features of each row; a value without a feature axis is its own sum."""
+    return sum_features(e, e.width) if e.axes & Axes.FEATURE else e
+
+
+def sum_features(e: Expr, width: int) -> Expr:
+    """The sum of `e`, broadcast to `width` features, over them.
+
+    Factors without features are pulled out; a sum is distributed only if that removes a stage or a reduction.
+    """
+    if not e.axes & Axes.FEATURE:
+        return mul(const(width), e)
+    if e.op == "concat":
+        total = ZERO
+        for p in e.args:
+            total = add(total, sum_features(p, width // len(e.args)))
+        return total
+    outer, inner = _separate(e)
+    if outer is not ONE:
+        return mul(outer, sum_features(inner, width))
+    plain = make("row_sum", (e,), (), e.axes & ~Axes.FEATURE, 1)
+    if e.op in ("add", "sub"):
+        combine = add if e.op == "add" else sub
+        spread = combine(sum_features(e.args[0], width), sum_features(e.args[1], width))
+        if _reduction_cost(spread) < _reduction_cost(plain):
+            return spread
+    return plain
+
+
+def _separate(e: Expr) -> tuple[Expr, Expr]:
+    """`e` as (factor without features) * (rest)."""
+    if not e.axes & Axes.FEATURE:
+        return e, ONE
+    if e.op == "mul":
+        (oa, ia), (ob, ib) = _separate(e.args[0]), _separate(e.args[1])
+        if oa is ONE and ob is ONE:
+            return ONE, e
+        return mul(oa, ob), mul(ia, ib)
+    if e.op == "div" and not e.args[1].axes & Axes.FEATURE:
+        outer, inner = _separate(e.args[0])
+        return div(outer, e.args[1]), inner
+    return ONE, e
+
+
+def _reduction_cost(e: Expr) -> tuple[int, int]:
+    return e.depth, sum(n.op in ("row_sum", "row_max") for n in topological([e]))
+
+
+def row_max(e: Expr) -> Expr:
+    """The largest feature of each row."""
+    if not e.axes & Axes.FEATURE:
+        return e
+    return make("row_max", (e,), (), e.axes & ~Axes.FEATURE, 1)
+
+
+# ------------------------------------------------------------------------------------------- traversal
+
+_BUILDERS: dict[str, Callable[..., Expr]] = {
+    "add": add,
+    "sub": sub,
+    "mul": mul,
+    "div": div,
+    "where": where,
+    "row_sum": row_sum,
+    "row_max": row_max,
+}
+
+
+def rebuild(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...]) -> Expr:
+    """The node `op` over new arguments, simplified as if written so."""
+    if op in _BUILDERS:
+        return _BUILDERS[op](*args)
+    if op == "value":
+        return value(attrs[0], args[0])
+    return pointwise(op, *args, attrs=attrs)
+
+
+def topological(roots: Iterable[Expr]) -> list[Expr]:
+    """Every node below `roots`, arguments first, in an order that depends on structure alone."""
+    order: list[Expr] = []
+    seen: set[int] = set()
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args) if id(a) not in seen)
+    unique: dict[int, Expr] = {id(n): n for n in order}
+    return list(unique.values())
+
+
+def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) -> list[Expr]:
+    """Rebuild `roots` with every node for which `replace` gives another; its arguments are then not visited."""
+    done: dict[int, Expr] = {}
+
+    def visit(node: Expr) -> Expr:
+        found = done.get(id(node))
+        if found is None:
+            found = replace(node)
+            if found is None:
+                args = tuple(visit(a) for a in node.args)
+                same = all(x is y for x, y in zip(args, node.args, strict=True))
+                found = node if same else _rebuild_part(node, args)
+            done[id(node)] = found
+        return found
+
+    return [visit(r) for r in roots]
+
+
+def _rebuild_part(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    if node.op == "value" and args[0].op not in ("input", "const"):
+        return make("value", args, node.attrs, args[0].axes, args[0].width)
+    if node.op == "concat":
+        return concat(args, node.width)
+    if node.op == "row_sum":
+        return sum_features(args[0], node.args[0].width)
+    return rebuild(node.op, args, node.attrs)
+
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def render(e: Expr) -> str:
+    """The expression as one line of text."""
+    if e.op == "const":
+        return str(e.attrs[0])
+    if e.op in ("input", "keep", "value"):
+        name, offset, full = e.attrs[0], e.attrs[-2], e.attrs[-1]
+        text = name if e.width == full or not e.axes & Axes.FEATURE else f"{name}[{offset}:{offset + e.width}]"
+        return text if e.op == "input" else f"{e.op}({text})"
+    if e.op in _INFIX:
+        return f"({render(e.args[0])} {_INFIX[e.op]} {render(e.args[1])})"
+    inside = [render(a) for a in e.args] + [str(a) for a in e.attrs]
+    return f"{e.op}({', '.join(inside)})"

@@ -1,0 +1,106 @@
+"""Random draws as a function of (seed, offset, stream, logical element index): Philox4x32 with 7 rounds.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). One call gives 128 bits, 16 for each of
+8 elements. The same bits come from this file, from the C++ kernels and from the CUDA kernels.
+
+    key     = (seed low, seed high)
+    counter = (group low, group high, stream, offset low),   group = row * ceil(width / 8) + column // 8
+    element = column % 8 uses word element // 2, its low half when element is even, its high half when odd
+    keep    = its 16 bits >= round(probability * 65536)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+ROUNDS = 7
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def threshold(probability: float) -> int:
+    """The number of the 65,536 draws that drop.
+
+    Raises:
+        ValueError: when the probability is not in [0, 1].
+    """
+    if not 0.0 <= probability <= 1.0:
+        raise ValueError(f"a drop probability lies in [0, 1], got {probability}")
+    return round(probability * 65536)
+
+
+def philox(counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Four 32-bit words (held in int64) for each counter."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        high0, low0 = (product0 >> 32) & _LOW, product0 & _LOW
+        high1, low1 = (product1 >> 32) & _LOW, product1 & _LOW
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return [c0, c1, c2, c3]
+
+
+def keep_bits(rows: torch.Tensor, width: int, seed: int, offset: int, stream: int) -> torch.Tensor:
+    """16 random bits for each of `width` columns of the given rows, [len(rows), width], int64."""
+    groups = -(-width // 8)
+    group = rows.to(torch.int64)[:, None] * groups + torch.arange(groups, device=rows.device)
+    words = philox(
+        (group & _LOW, group >> 32, torch.full_like(group, stream & _LOW), torch.full_like(group, offset & _LOW)), seed
+    )
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, -1).reshape(len(rows), groups * 8)[:, :width]
+
+
+@dataclass(frozen=True)
+class RandomStream:
+    """Where one op's draws come from, and how its rows map to samples: sample = (row // inner) % size."""
+
+    seed: int
+    offset: int
+    stream: int
+    batch_inner: int = 1
+    batch_size: int = 1
+
+    def mask(self, x: torch.Tensor, drop_below: int, per_sample: bool) -> torch.Tensor:
+        """The keep mask for x of shape [rows, features], in its dtype."""
+        if per_sample:
+            samples = torch.arange(self.batch_size, device=x.device)
+            bits = keep_bits(samples, 1, self.seed, self.offset, self.stream)
+            row = torch.arange(x.shape[0], device=x.device)
+            return (bits >= drop_below).to(x.dtype)[(row // self.batch_inner) % self.batch_size]
+        rows = torch.arange(x.shape[0], device=x.device)
+        bits = keep_bits(rows, x.shape[-1], self.seed, self.offset, self.stream)
+        return (bits >= drop_below).to(x.dtype)
+
+
+_current: contextvars.ContextVar[RandomStream | None] = contextvars.ContextVar("te_fuser_random_stream", default=None)
+
+
+def current() -> RandomStream:
+    """The stream of the op being computed.
+
+    Raises:
+        RuntimeError: outside `using`.
+    """
+    stream = _current.get()
+    if stream is None:
+        raise RuntimeError("keep_mask needs a random stream: call the op or the model, not its compute()")
+    return stream
+
+
+@contextlib.contextmanager
+def using(stream: RandomStream) -> Iterator[None]:
+    """Compute with this stream."""
+    token = _current.set(stream)
+    try:
+        yield
+    finally:
+        _current.reset(token)

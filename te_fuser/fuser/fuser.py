@@ -1,0 +1,275 @@
+"""The Fuser: plans by signature, runs them, one autograd node for each segment."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.device import Device, device_of
+from te_fuser.fuser.graph import CallSpecs, GraphBuilder, ListedOp, list_ops, spec_of
+from te_fuser.fuser.kernels import load_kernels, target_for
+from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.planner import LAMBDA, Options, Planner
+from te_fuser.fuser.program import descriptions
+from te_fuser.fuser.segment import Segment, SegmentFunction, build_segments
+from te_fuser.fusions import registry
+from te_fuser.ops.base import Binding, FusableOperation
+
+_PLANS_KEPT = 16
+_MODES = ("auto", "generated", "reference")
+_apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with its segments ready to run."""
+
+    plan: Plan
+    segments: tuple[Segment, ...]
+    with_grad: bool
+    draws: bool
+    named: tuple[tuple[str, int], ...]
+    result: int
+    extras: tuple[int, ...]
+
+
+class Fuser:
+    """Plans a list of ops, forward and backward, and runs the plans.
+
+    Args:
+        ops: operations in order; `Linear` and other compound ops are lowered to elementary ones.
+        memory: "fast" (keep what saves time), "balanced", "lean" (compute again what saves memory), or a budget in
+            bytes for the activations kept for backward.
+        kernels: "auto" (generated kernels where they can be had), "generated" (an error where they cannot),
+            "reference" (PyTorch operations).
+    """
+
+    def __init__(
+        self, ops: Sequence[FusableOperation | ListedOp], *, memory: str | int = "balanced", kernels: str = "auto"
+    ) -> None:
+        check_options(memory, kernels)
+        self.memory, self.kernels = memory, kernels
+        self._given = tuple(ops)
+        self._members = tuple(o if isinstance(o, FusableOperation) else o.lowered.op for o in ops)
+        self._plans: OrderedDict[Any, Prepared] = OrderedDict()
+        self._lock = threading.Lock()
+        self._relist()
+
+    def _relist(self) -> None:
+        listed: list[ListedOp] = []
+        for k, op in enumerate(self._given):
+            listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
+        self._listed = listed
+        self._ops = tuple(o.lowered.op for o in listed)
+        unique: dict[tuple[int, str], Binding] = {}
+        for o in listed:
+            for b in o.lowered.bindings.values():
+                unique.setdefault((id(b.owner), b.name), b)
+        self._bindings = tuple(unique.values())
+        self._slots = tuple((b.owner._parameters, b.name) for b in self._bindings)
+        self._revisions = self._revision()
+
+    def _revision(self) -> tuple[int, ...]:
+        return tuple(m.revision for m in self._members)  # type: ignore[misc]
+
+    def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
+        """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""
+        return self.run(x, inputs, tuple(outputs))
+
+    def run(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
+        """Run the plan for x.
+
+        Raises:
+            TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
+        """
+        prepared = self.prepare(x, inputs, outputs)
+        values: dict[int, torch.Tensor] = {0: x}
+        for name, index in prepared.named:
+            values[index] = inputs[name]
+        seed = draw_seed() if prepared.draws else None
+        for segment in prepared.segments:
+            tensors = [values[v] for v in segment.values_in]
+            tensors += [b.owner._parameters[b.name] for b in segment.parameters]  # type: ignore[misc]
+            if segment.uses_seed:
+                tensors.append(seed)  # type: ignore[arg-type]
+            if segment.backward is not None:
+                made = _apply(segment, *tensors)
+            else:
+                made = segment.results(segment.run_forward(tuple(tensors)))
+            for index, tensor in zip(segment.values_out, made, strict=True):
+                values[index] = tensor
+        if not prepared.extras:
+            return values[prepared.result]
+        return (values[prepared.result], *(values[v] for v in prepared.extras))
+
+    def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
+        """The prepared plan for a call like this one, from the cache or newly made."""
+        key = self._signature(x, inputs, outputs)
+        found = self._plans.get(key)
+        if found is None:
+            found = self._make(key, x, inputs, outputs)
+        return found
+
+    def _signature(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+        if tuple([m.revision for m in self._members]) != self._revisions:
+            self._relist()
+        grad = torch.is_grad_enabled()
+        shape = x.shape
+        rows = _rows(shape)
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        named = tuple(
+            [(n, t.dtype, t.device, t.shape[-1:], t.dim(), grad and t.requires_grad) for n, t in sorted(inputs.items())]
+        ) if inputs else ()
+        parameters = [d[n] for d, n in self._slots]
+        return (
+            type(x),
+            x.dtype,
+            x.device,
+            shape[-1:],
+            len(shape),
+            rows & 15,
+            rows.bit_length(),
+            grad and x.requires_grad,
+            grad,
+            autocast,
+            outputs,
+            named,
+            registry.state(),
+            self._revisions,
+            tuple([op.training for op in self._ops]),
+            tuple([(p.dtype, p.device, p.requires_grad) for p in parameters]),  # type: ignore[union-attr]
+        )
+
+    def _make(self, key: Any, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Prepared:
+        check_input(x)
+        plan = self.plan(x, inputs, outputs)
+        found = descriptions([*plan.forward, *plan.backward])
+        kernels = load_kernels(list(found.values()), plan.kernels)
+        segments = build_segments(plan, kernels)
+        prepared = Prepared(
+            plan,
+            segments,
+            bool(plan.backward),
+            any(s.uses_seed for s in segments),
+            tuple(plan.graph.named_inputs.items()),
+            plan.graph.output,
+            tuple(plan.graph.named_outputs[name] for name in outputs),
+        )
+        with self._lock:
+            self._plans[key] = prepared
+            while len(self._plans) > _PLANS_KEPT:
+                self._plans.popitem(last=False)
+        return prepared
+
+    def plan(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        outputs: tuple[str, ...] = (),
+        device: Device | None = None,
+    ) -> Plan:
+        """Plan a call like this one, without running or compiling anything.
+
+        Args:
+            device: the roofline to plan for; by default the one of x's device.
+        """
+        if self._revision() != self._revisions:
+            self._relist()
+        graph = GraphBuilder(self._listed, self._specs(x, inputs or {}, outputs)).build()
+        absent = device is not None and device.name != "cpu"
+        target = "cuda" if absent else target_for(x.device, x.dtype, self.kernels)
+        options = Options(device or device_of(x.device), target)
+        if isinstance(self.memory, str):
+            return Planner(graph, _with(options, memory=self.memory)).plan()
+        return self._within_budget(graph, options, self.memory)
+
+    def _within_budget(self, graph: Any, options: Options, budget: int) -> Plan:
+        """The fastest plan whose kept activations fit; the leanest one, with a note, when none does."""
+        plan = None
+        for weight in (0.0, 1.0, LAMBDA["balanced"], 4.0, LAMBDA["lean"], 1e6):
+            plan = Planner(graph, _with(options, memory=f"budget {budget} bytes", weight=weight)).plan()
+            if plan.kept_bytes() <= budget:
+                return plan
+        assert plan is not None
+        note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
+        return _with(plan, notes=(*plan.notes, note))
+
+    def _specs(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> CallSpecs:
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        named = {name: (spec_of(t), t.requires_grad) for name, t in inputs.items()}
+        return CallSpecs(spec_of(x), x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast)
+
+
+def _with(record: Any, **changes: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(record, **changes)
+
+
+def _rows(shape: torch.Size) -> int:
+    count = 1
+    for size in shape[:-1]:
+        count *= size
+    return count
+
+
+def draw_seed() -> torch.Tensor:
+    """(seed, offset) for one call, from PyTorch's generator, so that manual_seed and checkpointing govern it."""
+    seed = torch.empty(2, dtype=torch.int64).random_()
+    seed[1] = 0
+    return seed
+
+
+def check_options(memory: str | int, kernels: str) -> None:
+    """Check the options of a Fuser or Sequential.
+
+    Raises:
+        ValueError: naming what was given and what there is.
+    """
+    if kernels not in _MODES:
+        raise ValueError(f"kernels is one of {', '.join(_MODES)}, got {kernels!r}")
+    if isinstance(memory, bool) or not (isinstance(memory, int) and memory >= 0 or memory in LAMBDA):
+        raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
+
+
+def check_input(x: Any) -> None:
+    """Check the main input of a call.
+
+    Raises:
+        TypeError: when x is not a plain tensor.
+        ValueError: when x has no feature dimension.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
+            "or keep this model out of tracing (torch.compiler.disable)"
+        )
+    if x.device.type == "meta":
+        raise TypeError("te_fuser got a meta tensor, which has no values; move the model and input to a real device")
+    if x.layout != torch.strided or x.is_conj() or x.is_neg():
+        raise TypeError("te_fuser takes dense, materialized tensors; call .to_dense() or .resolve_conj() first")
+    if x.dim() == 0:
+        raise ValueError("te_fuser takes [..., features], got a scalar tensor")
+
+
+def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Run a single op by a plan cached on it."""
+    fuser = op.__dict__.get("_alone")
+    if fuser is None:
+        fuser = Fuser([op])
+        object.__setattr__(op, "_alone", fuser)
+    return fuser.run(x, inputs)
+
+
+FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]
+
+__all__ = ["Fuser", "Prepared", "check_input", "check_options", "draw_seed"]

@@ -1,0 +1,408 @@
+"""The list of ops as a graph: nodes in order, the values between them, named side edges, and what needs a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+import torch
+
+from te_fuser.formula.expr import Axes
+from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, RowOp, Spec
+
+
+@dataclass(frozen=True)
+class ListedOp:
+    """An op in a flattened list: its path in the module tree and the names of its side edges, qualified by path."""
+
+    lowered: LoweredOp
+    path: str
+    names_in: Mapping[str, str]  # argument -> the name it reads
+    names_out: tuple[str, ...]  # names it gives to its output
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor on an edge. `alias_of` is the value whose storage it shares (Fork, Identity)."""
+
+    index: int
+    name: str
+    spec: Spec
+    axes: Axes | None
+    needs_grad: bool
+    alias_of: int | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One elementary op in its place."""
+
+    index: int
+    op: FusableOperation
+    label: str  # for messages: "op 3 (GELU '2.gelu')"
+    role: str  # for kernel text: "gelu"
+    parameters: Mapping[str, int]
+    input: int
+    output: int
+    named_in: Mapping[str, int]
+    named_out: tuple[int, ...]
+    draws: bool
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def is_row(self) -> bool:
+        """Whether a formula gives it."""
+        return isinstance(self.op, RowOp)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in order, values, parameters; which values come from the call and which leave it."""
+
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    parameters: tuple[Binding, ...]
+    parameter_specs: tuple[Spec, ...]
+    parameter_needs: tuple[bool, ...]
+    named_inputs: Mapping[str, int]
+    output: int
+    named_outputs: Mapping[str, int]
+
+    def root(self, value: int) -> int:
+        """The value whose storage this one shares."""
+        alias = self.values[value].alias_of
+        return value if alias is None else self.root(alias)
+
+    def needs_grad(self, value: int) -> bool:
+        """Whether somebody upstream of this value needs a gradient."""
+        return self.values[value].needs_grad
+
+    def consumers(self, value: int) -> list[int]:
+        """The nodes that read this value."""
+        return [n.index for n in self.nodes if n.input == value or value in n.named_in.values()]
+
+    def producer(self, value: int) -> int | None:
+        """The node that makes this value; None for inputs of the call."""
+        for n in self.nodes:
+            if n.output == value or value in n.named_out:
+                return n.index
+        return None
+
+    def leaves(self, value: int) -> bool:
+        """Whether the caller gets this value."""
+        return value == self.output or value in self.named_outputs.values()
+
+    def networkx(self) -> nx.MultiDiGraph:
+        """Ops as nodes, values as edges: for a picture, for tests and for analysis with networkx."""
+        picture = nx.MultiDiGraph()
+        for n in self.nodes:
+            picture.add_node(n.index, label=n.label)
+        for v in self.values:
+            source = self.producer(v.index)
+            source_name: int | str = "call" if source is None else source
+            targets: list[int | str] = [*self.consumers(v.index)]
+            if self.leaves(v.index):
+                targets.append("result")
+            for target in targets:
+                picture.add_edge(source_name, target, value=v.index, name=v.name)
+        return picture
+
+
+def snake(name: str) -> str:
+    """LayerNorm -> layer_norm; RMSNorm -> rms_norm; GELU -> gelu."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+@dataclass(frozen=True)
+class CallSpecs:
+    """What planning knows of one call."""
+
+    x: Spec
+    x_needs_grad: bool
+    named: Mapping[str, tuple[Spec, bool]]
+    outputs: tuple[str, ...]
+    grad: bool
+    autocast: torch.dtype | None
+
+
+class GraphBuilder:
+    """Builds the graph of a flattened list for one call signature."""
+
+    def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
+        self.ops, self.call = ops, call
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+        self.parameters: dict[tuple[int, str], int] = {}
+        self.bindings: list[Binding] = []
+        self.roles: dict[str, int] = {}
+        self.bound: dict[str, int] = {}
+        self.closed: dict[str, str] = {}
+        self.opened: dict[str, str] = {}
+        self.named_inputs: dict[str, int] = {}
+        self.exported: dict[str, int] = {}
+
+    def build(self) -> Graph:
+        """Run through the list once; every error in the list or in the inputs is raised here."""
+        current = self._value("input", self.call.x, Axes.FULL, self.call.x_needs_grad and self.call.grad)
+        for listed in self.ops:
+            current = self._append(listed, current)
+        self._check_names()
+        specs = tuple(_spec(b.get()) for b in self.bindings)
+        needs = tuple(self.call.grad and b.get().requires_grad for b in self.bindings)
+        return Graph(
+            tuple(self.nodes),
+            tuple(self.values),
+            tuple(self.bindings),
+            specs,
+            needs,
+            self.named_inputs,
+            current,
+            {name: self._exported(name) for name in self.call.outputs},
+        )
+
+    def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
+        self.values.append(Value(len(self.values), name, spec, axes, needs, alias))
+        return len(self.values) - 1
+
+    def _append(self, listed: ListedOp, current: int) -> int:
+        op = listed.lowered.op
+        label = f"op {len(self.nodes)} ({op.kind.__name__}{_where(listed)})"
+        _check_floating(label, self.values[current].spec)
+        current, casts = self._autocast(listed, current)
+        parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
+        named = op.named_inputs()
+        named_in = self._named(label, listed, named, self.values[current].spec)
+        x = self.values[current].spec
+        self._check_parameters(label, op, x, listed.lowered.bindings, casts)
+        out = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
+        bindings = listed.lowered.bindings
+        needs = self.call.grad and (
+            self.values[current].needs_grad
+            or any(b.get().requires_grad for b in bindings.values())
+            or any(self.values[v].needs_grad and named[arg].gradient for arg, v in named_in.items())
+        )
+        role = self._role(op)
+        is_alias = bool(listed.names_out) or (isinstance(op, RowOp) and _is_identity(op, x))
+        alias = current if is_alias else None
+        output = self._value(f"{role}.output", out, Axes.FULL, needs, alias)
+        named_out = []
+        for name in listed.names_out:
+            named_out.append(self._value(name, out, Axes.FULL, needs, current))
+            self._bind(label, name, op, named_out[-1])
+        self.nodes.append(
+            Node(
+                len(self.nodes),
+                op,
+                label,
+                role,
+                parameters,
+                current,
+                output,
+                named_in,
+                tuple(named_out),
+                op.draws(),
+                casts,
+            )
+        )
+        return output
+
+    def _autocast(self, listed: ListedOp, current: int) -> tuple[int, dict[str, torch.dtype]]:
+        """Under autocast, put a Cast op before an op that runs in lower precision, and cast its parameters."""
+        op, target = listed.lowered.op, self.call.autocast
+        policy = getattr(op, "autocast", None)
+        if target is None or policy is None or self.values[current].spec.dtype == torch.float64:
+            return current, {}
+        spec = self.values[current].spec
+        wanted = target if policy == "lower" else torch.float32
+        if policy == "float32" and spec.device.type != "cuda":
+            return current, {}
+        if spec.dtype != wanted:
+            from te_fuser.ops.cast import Cast
+
+            cast = LoweredOp(Cast(wanted), {})
+            current = self._append(ListedOp(cast, f"{listed.path}.cast", {}, ()), current)
+        casts = {}
+        if policy == "lower":
+            casts = {n: wanted for n, b in listed.lowered.bindings.items() if b.get().dtype != wanted}
+        return current, casts
+
+    def _parameter(self, binding: Binding) -> int:
+        key = (id(binding.owner), binding.name)
+        if key not in self.parameters:
+            self.parameters[key] = len(self.bindings)
+            self.bindings.append(binding)
+        return self.parameters[key]
+
+    def _role(self, op: FusableOperation) -> str:
+        stem = snake(op.kind.__name__)
+        self.roles[stem] = self.roles.get(stem, 0) + 1
+        return stem
+
+    def _check_parameters(
+        self, label: str, op: FusableOperation, x: Spec, bindings: Mapping[str, Binding], casts: Mapping[str, torch.dtype]
+    ) -> None:
+        for name, binding in bindings.items():
+            tensor = binding.get()
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(tensor, torch.nn.Parameter):
+                raise TypeError(
+                    f"{label}: parameter {name} is a {type(tensor).__name__}; te_fuser runs plain tensors, "
+                    "call .to_local() or .full_tensor() outside"
+                )
+            if tensor.device != x.device:
+                raise ValueError(
+                    f"{label}: parameter {name} is on {tensor.device}, its input on {x.device}; move one with .to()"
+                )
+            if name in casts or tensor.dtype == x.dtype:
+                continue
+            narrow = x.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
+            if not (isinstance(op, RowOp) and narrow):
+                raise TypeError(
+                    f"{label}: parameter {name} is {_dtype(tensor.dtype)}, its input {_dtype(x.dtype)}; "
+                    "convert one with .to(), or run under torch.autocast"
+                )
+
+    def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for argument, name in listed.names_in.items():
+            given = named[argument]
+            if name in self.bound:
+                if given.gradient and name in self.closed:
+                    raise ValueError(f"{label}: {_plain(name)!r} was already closed by {self.closed[name]}")
+                self.closed[name] = label
+                value = self.bound[name]
+            elif name in self.call.named:
+                value = self._call_input(name, given)
+            elif given.optional:
+                continue
+            else:
+                raise ValueError(self._missing(label, name))
+            self._check_named(label, name, given, x, self.values[value].spec)
+            found[argument] = value
+        return found
+
+    def _missing(self, label: str, name: str) -> str:
+        later = [o for o in self.ops if name in o.names_out]
+        hint = "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {_plain(name)}=...)"
+        given = ", ".join(sorted(self.call.named)) or "none"
+        return f"{label} reads {_plain(name)!r}, which no Fork before it binds and the call does not give ({hint}; given: {given})"
+
+    def _call_input(self, name: str, given: NamedInput) -> int:
+        if name not in self.named_inputs:
+            spec, needs = self.call.named[name]
+            self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
+        return self.named_inputs[name]
+
+    def _check_named(self, label: str, name: str, given: NamedInput, x: Spec, spec: Spec) -> None:
+        if spec.device != x.device:
+            raise ValueError(f"{label}: {_plain(name)!r} is on {spec.device}, the main input on {x.device}")
+        if given.axes is None:
+            return
+        _check_floating(f"{label}, input {_plain(name)!r}", spec)
+        if given.axes == Axes.FULL and spec.shape != x.shape:
+            raise ValueError(
+                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; they must be equal"
+            )
+        if given.axes == Axes.ROWS and spec.shape != (*x.shape[:-1], 1):
+            raise ValueError(f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, needs {[*x.shape[:-1], 1]}")
+
+    def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
+        try:
+            op.check_inputs(x, dict(named))
+            return op.infer(x)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{label}: {error}") from error
+
+    def _bind(self, label: str, name: str, op: FusableOperation, value: int) -> None:
+        if getattr(op, "exports", False):
+            self.exported[name] = value
+            return
+        if name in self.bound and name not in self.closed:
+            raise ValueError(f"{label} opens {_plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
+        self.closed.pop(name, None)
+        self.bound[name], self.opened[name] = value, label
+
+    def _exported(self, name: str) -> int:
+        if name in self.exported:
+            return self.exported[name]
+        if name in self.bound:
+            return self.bound[name]
+        close = [n for n in self.exported if _plain(n) == name]
+        if len(close) == 1:
+            return self.exported[close[0]]
+        known = ", ".join(sorted(self.exported)) or "none"
+        raise ValueError(f"no Output({name!r}) in the list (outputs: {known})" + (": name one by its path" if close else ""))
+
+    def _check_names(self) -> None:
+        for name, label in self.opened.items():
+            if name not in self.closed and name not in self.call.outputs:
+                raise ValueError(
+                    f"{label} opens {_plain(name)!r}, but no Add({_plain(name)!r}) after it closes it; "
+                    "add one, or use Output to hand the value to the caller"
+                )
+        unknown = sorted(set(self.call.named) - set(self.named_inputs) - self._readable())
+        if unknown:
+            takes = ", ".join(sorted(self._readable())) or "none"
+            raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
+
+    def _readable(self) -> set[str]:
+        return {name for o in self.ops for name in o.names_in.values() if "/" not in name}
+
+
+def _is_identity(op: RowOp, given: Spec) -> bool:
+    """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    from te_fuser.formula.expr import leaf
+
+    if op.arguments():
+        return False
+    x = leaf("x", Axes.FULL, given.features)
+    try:
+        return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype
+    except (ValueError, TypeError):
+        return False
+
+
+def _plain(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
+
+
+def _where(listed: ListedOp) -> str:
+    return f" {listed.path!r}" if listed.path else ""
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_floating(label: str, spec: Spec) -> None:
+    if not spec.dtype.is_floating_point:
+        raise TypeError(f"{label}: takes floating-point tensors, got {_dtype(spec.dtype)}; convert with .float()")
+
+
+def _spec(t: torch.Tensor) -> Spec:
+    return Spec(tuple(t.shape), t.dtype, t.device)
+
+
+def spec_of(t: torch.Tensor) -> Spec:
+    """The spec of a tensor."""
+    return _spec(t)
+
+
+def replace_value(graph: Graph, index: int, **changes: object) -> Graph:
+    """The graph with one value changed."""
+    values = list(graph.values)
+    values[index] = dataclasses.replace(values[index], **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(graph, values=tuple(values))
+
+
+def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp]:
+    """A flat list of ops outside any Sequential: every name stays as it is."""
+    listed = []
+    for op in ops:
+        for low in op.lower():
+            names = {arg: given.name for arg, given in low.op.named_inputs().items()}
+            listed.append(ListedOp(low, prefix + low.suffix, names, low.op.named_outputs()))
+    return listed

@@ -1,0 +1,153 @@
+"""Plans as data: steps of the two directions, what is kept in between, and why it came out so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+import torch
+
+from te_fuser.fuser.device import Device
+from te_fuser.fuser.graph import Graph, Node
+from te_fuser.fuser.refs import Ref
+from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fusions.match import Cost
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import Gradient
+
+
+@dataclass(frozen=True)
+class OpForward:
+    """An opaque op's own forward."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class OpGradient:
+    """One node of an opaque op's backward."""
+
+    node: Node
+    gradient: Gradient
+    needed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class FusionTask:
+    """A registered fusion in one direction over the ops start..stop-1."""
+
+    fusion: Fusion
+    direction: str
+    nodes: tuple[Node, ...]
+    needed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class AddTask:
+    """Adds up the contributions to one gradient."""
+
+
+@dataclass(frozen=True)
+class CastTask:
+    """A parameter in another dtype, for autocast."""
+
+    dtype: torch.dtype
+
+
+Task = Union[KernelPlan, OpForward, OpGradient, FusionTask, AddTask, CastTask]  # noqa: UP007 - a type alias at run time
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of a plan.
+
+    Attributes:
+        name: the kernel or library call.
+        start, stop: the ops it covers.
+        inputs, outputs: (name, ref) of what it reads and makes.
+        cost, seconds: what it moves and computes, and the predicted time.
+        chain: in backward, whether the next step's gradient depends on it.
+    """
+
+    name: str
+    start: int
+    stop: int
+    inputs: tuple[tuple[str, Ref], ...]
+    outputs: tuple[tuple[str, Ref], ...]
+    task: Task
+    cost: Cost
+    seconds: float
+    chain: bool = True
+
+    def reads(self) -> list[Ref]:
+        """The refs it reads."""
+        return [r for _, r in self.inputs]
+
+    def writes(self) -> list[Ref]:
+        """The refs it makes."""
+        return [r for _, r in self.outputs]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor kept between forward and backward, its bytes, and whose it is."""
+
+    ref: Ref
+    name: str
+    bytes: int
+    owner: str  # "activation", "statistic", "input", "parameter"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that was considered for the ops start..stop-1 and not taken, and why."""
+
+    direction: str
+    start: int
+    stop: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether a value is kept or computed again, and what the other would have cost."""
+
+    value: str
+    recomputed: bool
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.recomputed:
+            return f"{self.value}: computed again in backward, +{self.seconds * 1e3:.3f} ms, saves {_mib(self.bytes)}"
+        return f"{self.value}: kept, {_mib(self.bytes)}; computing it again would cost {self.seconds * 1e3:.3f} ms"
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 2**14 else f"{count:.0f} B"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Both plans of one signature."""
+
+    graph: Graph
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    kept: tuple[Kept, ...]
+    segments: tuple[tuple[int, int], ...]
+    device: Device
+    kernels: str
+    memory: str
+    refusals: tuple[Refusal, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    def kept_bytes(self, owner: str = "activation") -> int:
+        """Bytes kept for backward that this model allocated (parameters and the call's own inputs apart)."""
+        return sum(k.bytes for k in self.kept if k.owner == owner)
+
+    def seconds(self) -> float:
+        """Predicted time of both directions."""
+        return sum(s.seconds for s in (*self.forward, *self.backward))

@@ -1,0 +1,769 @@
+"""The planner: which steps cover the list, in each direction, and what is kept in between.
+
+Backward first: its cover says which values it reads. Then the forward cover, which must emit them. If a forward
+fusion was refused only because backward reads what it does not give, a second round lets forward choose freely and
+plans backward around it; the cheaper total wins. Covers are shortest paths over predicted cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import networkx as nx
+
+from te_fuser.codegen.description import NotOneKernel
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser import cost as costs
+from te_fuser.fuser.device import Device
+from te_fuser.fuser.graph import Graph, Node
+from te_fuser.fuser.plan import (
+    AddTask,
+    CastTask,
+    Choice,
+    FusionTask,
+    Kept,
+    OpForward,
+    OpGradient,
+    Plan,
+    Refusal,
+    Step,
+)
+from te_fuser.fuser.refs import (
+    DTYPE_NAMES,
+    SEED,
+    Ref,
+    cast_ref,
+    emitted_ref,
+    fused_ref,
+    gradient_ref,
+    parameter_gradient_ref,
+    parameter_ref,
+    recomputed_ref,
+    value_ref,
+)
+from te_fuser.fuser.stretch import KernelPlan, Stretch
+from te_fuser.fusions import registry
+from te_fuser.fusions.match import Cost, Match, MatchedOp
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import Gradient, UnfusedOperation, batch_layout
+
+# Seconds that a kept byte is worth, in passes over it at copy speed: balanced computes a value again when that costs
+# at most two passes over the bytes it saves.
+LAMBDA = {"fast": 0.0, "balanced": 2.0, "lean": 8.0}
+_SEGMENT_BYTES = 25 * 2**20
+_MAX_SUBSETS = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan depends on beside the graph."""
+
+    device: Device
+    kernels: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
+    memory: str = "balanced"
+    weight: float | None = None  # lambda, when a budget sets it
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A candidate: steps for the ops start..stop-1, and its cost including what it makes kept."""
+
+    start: int
+    stop: int
+    name: str
+    steps: tuple[Step, ...]
+    weight: float
+    fusion: Fusion | None = None
+    recomputes: tuple[int, ...] = ()
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time without the price of memory."""
+        return sum(s.seconds for s in self.steps)
+
+
+@dataclass
+class Limits:
+    """What a forward cover already chosen cannot give: values, statistics of ops, emissions of ops."""
+
+    forbidden: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+
+
+class Planner:
+    """Plans one graph."""
+
+    def __init__(self, graph: Graph, options: Options) -> None:
+        self.graph, self.options = graph, options
+        self.nodes = graph.nodes
+        self.refusals: list[Refusal] = []
+        self.stretches = [Stretch(graph, a, b) for a, b in self._runs()]
+        self.matches = self._find_matches()
+        self.hanging_reads = self._hanging_reads()
+
+    # ----------------------------------------------------------------------------------- candidates
+
+    def _runs(self) -> list[tuple[int, int]]:
+        groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
+        return [(g[0].index, g[-1].index + 1) for row, nodes in groups if row and (g := list(nodes))]
+
+    def _find_matches(self) -> list[tuple[Fusion, int, int]]:
+        found = []
+        ops = [n.op for n in self.nodes]
+        for fusion in registry.active():
+            for start in range(len(ops)):
+                for stop in fusion.stops(ops, start):
+                    why = fusion.refusal(self._match(start, stop))
+                    if why is None:
+                        found.append((fusion, start, stop))
+                    else:
+                        self._refuse(fusion.direction, start, stop, fusion.name, why)
+        return found
+
+    def _match(self, start: int, stop: int) -> Match:
+        nodes = self.nodes[start:stop]
+        ops = tuple(MatchedOp(n.op, {k: self.graph.parameters[p] for k, p in n.parameters.items()}) for n in nodes)
+        x, y = self.graph.values[nodes[0].input], self.graph.values[nodes[-1].output]
+        return Match(ops, x.spec, y.spec, self.options.kernels, y.needs_grad)
+
+    def _refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
+        refusal = Refusal(direction, start, stop, name, reason)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+
+    def _stretch_of(self, index: int) -> Stretch:
+        return next(s for s in self.stretches if s.start <= index < s.stop)
+
+    def _ranges(self, stretch: Stretch) -> list[tuple[int, int]]:
+        """The sub-ranges of a stretch worth a kernel: between its ends and the ends of matched fusions; lone ops."""
+        points = {stretch.start, stretch.stop}
+        for _, start, stop in self.matches:
+            points |= {p for p in (start, stop) if stretch.start < p < stretch.stop}
+        ends = sorted(points)
+        ranges = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
+        if registry.enabled(registry.STRETCH):
+            ranges |= set(itertools.combinations(ends, 2))
+        return sorted(ranges)
+
+    # ---------------------------------------------------------------------------------------- costs
+
+    def _rows(self, node: Node) -> int:
+        return self.graph.values[node.input].spec.rows
+
+    def _kernel_step(self, kernel: KernelPlan, start: int, stop: int) -> Step:
+        description = kernel.description
+        first = self.nodes[start]
+        shape = self.graph.values[first.input].spec.shape
+        samples = batch_layout(shape, kernel.batch_dim)[1]
+        c = costs.kernel_cost(description, self._rows(first), samples, self.options.kernels != "torch")
+        names = [load.name for load in description.loads]
+        outs = [t.name for t in (*description.stores, *description.sums)]
+        inputs = list(zip(names, kernel.inputs, strict=True))
+        if description.streams:
+            inputs.append(("seed", SEED))
+        outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))
+        outputs += [(f"= {_ref_text(ref)}", new) for new, ref in kernel.aliases]
+        inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in {r for _, r in outputs}]
+        if kernel.lead not in {r for _, r in inputs}:
+            inputs.append(("shape", kernel.lead))
+        empty = not description.stores and not description.sums
+        name = "alias" if empty else description.name
+        c = Cost(launches=0) if empty else c
+        return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, self._seconds(c, first))
+
+    def _seconds(self, c: Cost, node: Node) -> float:
+        dtype = self.graph.values[node.input].spec.dtype
+        return self.options.device.seconds(c, DTYPE_NAMES[dtype])
+
+    @property
+    def _price(self) -> float:
+        """Seconds a kept byte is worth."""
+        weight = self.options.weight if self.options.weight is not None else LAMBDA[self.options.memory]
+        return weight / self.options.device.bandwidth
+
+    def _kept_price(self, refs: Iterable[Ref]) -> float:
+        """The price of keeping what a backward step reads, the call's own inputs and parameters apart."""
+        roots = {r[1] for r in refs if r[0] == "value"}
+        return self._price * sum(
+            costs.bytes_of(self.graph.values[v].spec) for v in roots if self.graph.producer(v) is not None
+        )
+
+    # ------------------------------------------------------------------------------------- backward
+
+    def _gradients(self, node: Node) -> list[tuple[Gradient, frozenset[str]]]:
+        """The gradient nodes of an opaque op that somebody needs."""
+        assert isinstance(node.op, UnfusedOperation)
+        if not self.graph.needs_grad(node.output):
+            return []
+        needed = self._needed(node)
+        names = (*node.parameters, *node.named_in)
+        found = [(g, frozenset(g.produces) & needed) for g in node.op.gradients(names)]
+        return [(g, n) for g, n in found if n]
+
+    def _needed(self, node: Node) -> frozenset[str]:
+        needed = {"input"} if self.graph.needs_grad(node.input) else set()
+        needed |= {name for name, p in node.parameters.items() if self.graph.parameter_needs[p]}
+        given = node.op.named_inputs()
+        needed |= {a for a, v in node.named_in.items() if given[a].gradient and self.graph.needs_grad(v)}
+        return frozenset(needed)
+
+    def _is_hanging(self, node: Node, gradient: Gradient) -> bool:
+        return not any(p == "input" or p in node.named_in for p in gradient.produces)
+
+    def _hanging_reads(self) -> dict[int, bool]:
+        """Values (by storage) that opaque gradients read -> whether only hanging nodes read them."""
+        found: dict[int, bool] = {}
+        for node in self.nodes:
+            if node.is_row:
+                continue
+            for gradient, _ in self._gradients(node):
+                for name in gradient.reads:
+                    value = {"input": node.input, "output": node.output, **node.named_in}.get(name)
+                    if value is not None:
+                        root = self.graph.root(value)
+                        found[root] = found.get(root, True) and self._is_hanging(node, gradient)
+        return found
+
+    def _read_ref(self, node: Node, name: str, recomputed: frozenset[int]) -> Ref | None:
+        values = {"input": node.input, "output": node.output, **node.named_in}
+        if name in values:
+            root = self.graph.root(values[name])
+            return recomputed_ref(root) if root in recomputed else value_ref(root)
+        if name in node.parameters:
+            return self._parameter_ref(node, name)
+        if name in getattr(node.op, "emits", ()):
+            return emitted_ref(node.index, name)
+        return None
+
+    def _parameter_ref(self, node: Node, name: str) -> Ref:
+        index = node.parameters[name]
+        return cast_ref(index, node.casts[name]) if name in node.casts else parameter_ref(index)
+
+    def _opaque_backward(self, node: Node, limits: Limits) -> Edge | None:
+        steps = []
+        for gradient, needed in self._gradients(node):
+            inputs: list[tuple[str, Ref]] = [("dy", gradient_ref(node.output))]
+            for name in gradient.reads:
+                ref = self._read_ref(node, name, frozenset())
+                if ref is None:
+                    continue
+                if ref[0] == "value" and ref[1] in limits.forbidden and ref[1] not in limits.given:
+                    return None
+                if ref[0] == "emitted" and node.index in limits.silent:
+                    return None
+                inputs.append((name, ref))
+            if node.draws:
+                inputs.append(("seed", SEED))
+            outputs = tuple((f"d_{p}", self._gradient_target(node, p)) for p in gradient.produces if p in needed)
+            c = costs.backward_cost(self.graph, [node], len(outputs) if costs._flops(self.graph, [node]) else 0)
+            name = f"{node.role}.{'whole' if len(gradient.produces) > 2 else '_'.join(p for p in gradient.produces)}_gradient"
+            task = OpGradient(node, gradient, needed)
+            chain = not self._is_hanging(node, gradient)
+            steps.append(
+                Step(
+                    name, node.index, node.index + 1, tuple(inputs), outputs, task, c, self._seconds(c, node), chain
+                )
+            )
+        return Edge(node.index, node.index + 1, node.role, tuple(steps), sum(s.seconds for s in steps))
+
+    def _gradient_target(self, node: Node, name: str) -> Ref:
+        if name == "input":
+            return gradient_ref(node.input)
+        if name in node.parameters:
+            return parameter_gradient_ref(node.parameters[name])
+        return gradient_ref(node.named_in[name])
+
+    def _row_backward(self, stretch: Stretch, start: int, stop: int, limits: Limits) -> Edge | None:
+        """The cheapest variant of a range's backward kernel: each value that hanging nodes read is kept or made again."""
+        readable = frozenset(self.graph.root(v) for v in stretch.values_leaving(stretch.start, stretch.stop))
+        readable = (readable | limits.given) - limits.forbidden
+        forbidden = frozenset(limits.forbidden - limits.given)
+        keep_statistics = not any(start <= k < stop for k in limits.silent)
+        wanted = self._recomputable(stretch, start, stop)
+        best: Edge | None = None
+        plain: Edge | None = None
+        for again in itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1)):
+            try:
+                kernel = stretch.backward(start, stop, readable, forbidden, again, keep_statistics)
+            except NotOneKernel as why:
+                self._refuse("backward", start, stop, registry.STRETCH, str(why))
+                continue
+            steps = (self._kernel_step(kernel, start, stop),) if kernel else ()
+            kept = [r for s in steps for r in s.reads()]
+            kept += [value_ref(self.graph.root(v)) for v in wanted if v not in again]
+            weight = sum(s.seconds for s in steps) + self._kept_price(kept)
+            name = steps[0].name if steps else "none"
+            edge = Edge(start, stop, name, steps, weight, recomputes=tuple(self.graph.root(v) for v in again))
+            plain = plain or edge
+            if best is None or edge.weight < best.weight:
+                best = edge
+        if best is None:
+            return None
+        return replace(best, choices=self._choices(stretch, wanted, best, plain))
+
+    def _choices(
+        self, stretch: Stretch, wanted: list[int], best: Edge, plain: Edge | None
+    ) -> tuple[Choice, ...]:
+        found = []
+        for value in wanted:
+            v = self.graph.values[value]
+            size = costs.bytes_of(v.spec)
+            extra = max(best.seconds - plain.seconds, 0.0) if plain and best.recomputes else size / self.options.device.bandwidth
+            found.append(Choice(v.name, self.graph.root(value) in best.recomputes, size, extra))
+        return tuple(found)
+
+    def _recomputable(self, stretch: Stretch, start: int, stop: int) -> list[int]:
+        found = []
+        for value in stretch.values_leaving(start, stop):
+            root = self.graph.root(value)
+            producer = self.graph.producer(root)
+            made_here = producer is not None and start <= producer < stop
+            if made_here and self.hanging_reads.get(root) and root not in {self.graph.root(f) for f in found}:
+                found.append(root)
+        return found[:_MAX_SUBSETS]
+
+    def _fusion_backward(self, fusion: Fusion, start: int, stop: int, limits: Limits) -> Edge | None:
+        nodes = self.nodes[start:stop]
+        if not self.graph.needs_grad(nodes[-1].output):
+            return None
+        leaving = [v for n in nodes[:-1] for v in (n.output, *n.named_out) if self._read_outside(v, start, stop)]
+        if leaving or nodes[-1].named_out:
+            inner = ", ".join(self.graph.values[v].name for v in (*leaving, *nodes[-1].named_out))
+            self._refuse(fusion.direction, start, stop, fusion.name, f"{inner} is also read outside the pattern")
+            return None
+        needed, outputs = self._fusion_gradients(nodes)
+        inputs: list[tuple[str, Ref]] = [("dy", gradient_ref(nodes[-1].output))]
+        for name in fusion.reads:
+            inputs.append((name, self._fusion_ref(fusion, nodes, name)))
+        inputs += [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
+        have = {name for name, _ in inputs}
+        for k, node in enumerate(nodes):
+            inputs += [(f"{k}.{p}", self._parameter_ref(node, p)) for p in node.parameters if f"{k}.{p}" not in have]
+        if any(n.draws for n in nodes):
+            inputs.append(("seed", SEED))
+        bad = [r for _, r in inputs if r[0] == "value" and r[1] in limits.forbidden and r[1] not in limits.given]
+        if bad:
+            self._refuse(fusion.direction, start, stop, fusion.name, "it reads what the forward fusion does not give")
+            return None
+        match = self._match(start, stop)
+        products = sum(len(self._gradients(n)) for n in nodes if not n.is_row)
+        c = fusion.cost(match) if fusion.cost else costs.backward_cost(self.graph, nodes, products)
+        seconds = self._seconds(c, nodes[0])
+        task = FusionTask(fusion, "backward", nodes, frozenset(needed))
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
+        return Edge(start, stop, fusion.name, (step,), seconds + self._kept_price(step.reads()), fusion)
+
+    def _read_outside(self, value: int, start: int, stop: int) -> bool:
+        outside = any(not start <= c < stop for c in self.graph.consumers(value))
+        return outside or self.graph.leaves(value)
+
+    def _fusion_gradients(self, nodes: tuple[Node, ...]) -> tuple[set[str], list[tuple[str, Ref]]]:
+        needed: set[str] = set()
+        outputs: list[tuple[str, Ref]] = []
+        if self.graph.needs_grad(nodes[0].input):
+            needed.add("input")
+            outputs.append(("input", gradient_ref(nodes[0].input)))
+        made = {v for n in nodes for v in (n.output, *n.named_out)}
+        for k, node in enumerate(nodes):
+            for name in self._needed(node) - {"input"}:
+                if node.named_in.get(name) in made:
+                    continue
+                needed.add(f"{k}.{name}")
+                outputs.append((f"{k}.{name}", self._gradient_target(node, name)))
+        return needed, outputs
+
+    def _fusion_ref(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
+        if name == "input":
+            return value_ref(self.graph.root(nodes[0].input))
+        if name == "output":
+            return value_ref(self.graph.root(nodes[-1].output))
+        place, _, what = name.partition(".")
+        if place.isdigit() and int(place) < len(nodes):
+            ref = self._read_ref(nodes[int(place)], what, frozenset())
+            if ref is not None:
+                return ref
+        raise ValueError(
+            f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
+            '"k.<parameter>" or "k.<named input>"'
+        )
+
+    def backward_cover(self, limits: Limits) -> list[Edge] | None:
+        """The cheapest cover of the list's backward, or None when some op has no edge under these limits."""
+        edges: list[Edge] = []
+        for stretch in self.stretches:
+            for start, stop in self._ranges(stretch):
+                edge = self._row_backward(stretch, start, stop, limits)
+                if edge is not None:
+                    edges.append(edge)
+        for node in self.nodes:
+            if not node.is_row:
+                edge = self._opaque_backward(node, limits)
+                if edge is not None:
+                    edges.append(edge)
+        for fusion, start, stop in self.matches:
+            if fusion.has_backward:
+                edge = self._fusion_backward(fusion, start, stop, limits)
+                if edge is not None:
+                    edges.append(edge)
+        return self._shortest("backward", edges)
+
+    # -------------------------------------------------------------------------------------- forward
+
+    def _row_forward(self, stretch: Stretch, start: int, stop: int, demands: set[Ref]) -> Edge | None:
+        stores = dict.fromkeys(self.graph.root(v) for v in stretch.values_leaving(start, stop))
+        for node in self.nodes[start:stop]:
+            if value_ref(self.graph.root(node.output)) in demands:
+                stores[self.graph.root(node.output)] = None
+        stores = {v: None for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop}
+        digests = [d[2] for d in sorted(r for r in demands if r[0] == "statistic" and r[1] == stretch.start)]
+        own = stretch.statistics_of(start, stop, digests)
+        try:
+            kernel = stretch.forward(start, stop, list(stores), own)
+        except NotOneKernel as why:
+            self._refuse("forward", start, stop, registry.STRETCH, str(why))
+            return None
+        steps = (self._kernel_step(kernel, start, stop),) if kernel else ()
+        name = steps[0].name if steps else "none"
+        return Edge(start, stop, name, steps, sum(s.seconds for s in steps))
+
+    def _opaque_forward(self, node: Node) -> Edge:
+        inputs: list[tuple[str, Ref]] = [("input", value_ref(self.graph.root(node.input)))]
+        inputs += [(p, self._parameter_ref(node, p)) for p in node.parameters]
+        inputs += [(a, value_ref(self.graph.root(v))) for a, v in node.named_in.items()]
+        if node.draws:
+            inputs.append(("seed", SEED))
+        outputs = [("output", value_ref(node.output))]
+        outputs += [(name, emitted_ref(node.index, name)) for name in getattr(node.op, "emits", ())]
+        c = costs.forward_cost(self.graph, [node])
+        step = Step(
+            node.role, node.index, node.index + 1, tuple(inputs), tuple(outputs), OpForward(node), c, self._seconds(c, node)
+        )
+        return Edge(node.index, node.index + 1, node.role, (step,), step.seconds)
+
+    def _fusion_forward(self, fusion: Fusion, start: int, stop: int, demands: set[Ref], joint: bool) -> Edge | None:
+        nodes = self.nodes[start:stop]
+        inside = {self.graph.root(v) for n in nodes for v in (n.output, *n.named_out)}
+        entering = self.graph.root(nodes[0].input)
+        last = self.graph.root(nodes[-1].output)
+        emitted = {f"{k}.output": self.graph.root(n.output) for k, n in enumerate(nodes)}
+        gives = {emitted[name] for name in fusion.emits if name in emitted} | {last, entering}
+        if last not in {n.output for n in nodes}:
+            self._refuse("forward", start, stop, fusion.name, "its last op makes no tensor of its own")
+            return None
+        owed = {r[1] for r in demands if r[0] == "value" and r[1] in inside}
+        owed |= {self.graph.root(v) for n in nodes for v in (n.output, *n.named_out) if self._read_outside(v, start, stop)}
+        missing = owed - gives
+        if missing:
+            wants = ", ".join(sorted(self.graph.values[v].name for v in missing))
+            has = ", ".join(("output", *fusion.emits))
+            self._refuse(fusion.direction, start, stop, fusion.name, f"{wants} must be given for later steps or backward; it gives only {has}")
+            return None
+        if not joint and self._statistics_owed(start, stop, demands):
+            self._refuse(fusion.direction, start, stop, fusion.name, "backward reads per-row statistics or op results that it does not give")
+            return None
+        inputs: list[tuple[str, Ref]] = [("input", value_ref(entering))]
+        for k, node in enumerate(nodes):
+            inputs += [(f"{k}.{p}", self._parameter_ref(node, p)) for p in node.parameters]
+            named = [(a, self.graph.root(v)) for a, v in node.named_in.items()]
+            inputs += [(f"{k}.{a}", value_ref(v)) for a, v in named if v not in inside]
+        if any(n.draws for n in nodes):
+            inputs.append(("seed", SEED))
+        outputs = [("output", value_ref(last))]
+        wanted = [name for name in fusion.emits if emitted.get(name) in owed and emitted[name] != last]
+        outputs += [(name, value_ref(emitted[name])) for name in wanted]
+        if joint:
+            outputs += [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
+        match = self._match(start, stop)
+        c = fusion.cost(match) if fusion.cost else costs.forward_cost(self.graph, nodes)
+        seconds = self._seconds(c, nodes[0])
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), FusionTask(fusion, "forward", nodes), c, seconds)
+        return Edge(start, stop, fusion.name, (step,), seconds, fusion)
+
+    def _statistics_owed(self, start: int, stop: int, demands: set[Ref]) -> bool:
+        for r in demands:
+            if r[0] == "emitted" and start <= r[1] < stop:
+                return True
+            if r[0] == "statistic":
+                stretch = next(s for s in self.stretches if s.start == r[1])
+                low, high = max(start, stretch.start), min(stop, stretch.stop)
+                if low < high and stretch.statistics_of(low, high, [r[2]]):
+                    return True
+        return False
+
+    def forward_cover(self, demands: set[Ref], backward: list[Edge]) -> list[Edge] | None:
+        """The cheapest forward cover that gives what is demanded; joint fusions chosen in backward are forced."""
+        joint = [e for e in backward if e.fusion is not None and e.fusion.direction == "joint"]
+        edges: list[Edge] = []
+        for stretch in self.stretches:
+            for start, stop in self._ranges(stretch):
+                edge = self._row_forward(stretch, start, stop, demands)
+                if edge is not None:
+                    edges.append(edge)
+        edges += [self._opaque_forward(n) for n in self.nodes if not n.is_row]
+        for fusion, start, stop in self.matches:
+            if not fusion.has_forward:
+                continue
+            forced = any(e.fusion is fusion and (e.start, e.stop) == (start, stop) for e in joint)
+            silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
+            if fusion.direction == "joint" and not forced and not silent:
+                continue
+            edge = self._fusion_forward(fusion, start, stop, demands, forced)
+            if edge is not None:
+                edges.append(edge)
+        kept = [e for e in edges if not any(_breaks(e, j) for j in joint)]
+        return self._shortest("forward", kept)
+
+    # ----------------------------------------------------------------------------------------- both
+
+    def _shortest(self, direction: str, edges: list[Edge]) -> list[Edge] | None:
+        graph = nx.DiGraph()
+        graph.add_node(0)
+        graph.add_node(len(self.nodes))
+        best: dict[tuple[int, int], Edge] = {}
+        for edge in edges:
+            key = (edge.start, edge.stop)
+            # The tie goes to the registered fusion, then to the earlier candidate.
+            if key not in best or edge.weight < best[key].weight:
+                best[key] = edge
+        for (start, stop), edge in best.items():
+            graph.add_edge(start, stop, weight=max(edge.weight, 0.0) + 1e-12)
+        try:
+            path = nx.shortest_path(graph, 0, len(self.nodes), weight="weight")
+        except nx.NetworkXNoPath:
+            return None
+        chosen = [best[a, b] for a, b in itertools.pairwise(path)]
+        self._explain_losers(direction, edges, chosen)
+        return chosen
+
+    def _explain_losers(self, direction: str, edges: list[Edge], chosen: list[Edge]) -> None:
+        taken = {id(e) for e in chosen}
+        for edge in edges:
+            if id(edge) in taken or edge.fusion is None:
+                continue
+            rivals = [c for c in chosen if c.start < edge.stop and edge.start < c.stop]
+            names = " + ".join(dict.fromkeys(c.name for c in rivals))
+            cost = sum(c.weight for c in rivals)
+            self._refuse(
+                direction,
+                edge.start,
+                edge.stop,
+                edge.name,
+                f"costs {edge.weight * 1e6:.1f} us; {names} cover it for {cost * 1e6:.1f} us",
+            )
+
+    def plan(self) -> Plan:
+        """Both plans."""
+        first = self._round(Limits())
+        assert first is not None
+        best = first
+        if self._refused_for_demands():
+            second = self._second_round()
+            if second is not None and self._total(*second) < self._total(*first):
+                best = second
+        return self._finish(*best)
+
+    def _round(self, limits: Limits) -> tuple[list[Edge], list[Edge]] | None:
+        backward = self.backward_cover(limits)
+        if backward is None:
+            return None
+        forward = self.forward_cover(self._demands(self._backward_steps(backward)), backward)
+        return None if forward is None else (forward, backward)
+
+    def _refused_for_demands(self) -> bool:
+        return any(r.reason.startswith("backward reads") or "must be given" in r.reason for r in self.refusals)
+
+    def _second_round(self) -> tuple[list[Edge], list[Edge]] | None:
+        free = self.forward_cover(set(), [])
+        if free is None:
+            return None
+        limits = Limits()
+        for edge in free:
+            if edge.fusion is None:
+                continue
+            nodes = self.nodes[edge.start : edge.stop]
+            inside = {self.graph.root(n.output) for n in nodes}
+            last = self.graph.root(nodes[-1].output)
+            given = {self.graph.root(nodes[int(e.partition(".")[0])].output) for e in edge.fusion.emits}
+            limits.forbidden |= inside - {last} - given
+            limits.given |= given | {last}
+            limits.silent |= {n.index for n in nodes}
+        return self._round(limits)
+
+    def _total(self, forward: list[Edge], backward: list[Edge]) -> float:
+        return sum(e.weight for e in forward) + sum(e.weight for e in backward)
+
+    def _demands(self, steps: Iterable[Step]) -> set[Ref]:
+        made: set[Ref] = set()
+        demanded: set[Ref] = set()
+        for step in steps:
+            demanded |= {r for r in step.reads() if r not in made}
+            made |= set(step.writes())
+        return {r for r in demanded if r[0] in ("value", "statistic", "emitted", "fused")}
+
+    def _backward_steps(self, cover: list[Edge]) -> list[Step]:
+        """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
+        recomputed = frozenset(v for e in cover for v in e.recomputes)
+        order: list[Step] = []
+        waiting: list[Step] = []
+        made: set[Ref] = set()
+        for edge in reversed(cover):
+            for step in edge.steps:
+                step = self._use_recomputed(step, recomputed)
+                if step.chain:
+                    order.append(step)
+                    made |= set(step.writes())
+                else:
+                    waiting.append(step)
+            ready = [s for s in waiting if all(r in made for r in s.reads() if r[0] == "recomputed")]
+            waiting = [s for s in waiting if s not in ready]
+            order += ready
+        assert not waiting, [s.name for s in waiting]
+        return self._summed(order)
+
+    def _use_recomputed(self, step: Step, recomputed: frozenset[int]) -> Step:
+        if not isinstance(step.task, OpGradient) or step.chain:
+            return step
+        inputs = tuple((n, recomputed_ref(r[1]) if r[0] == "value" and r[1] in recomputed else r) for n, r in step.inputs)
+        return replace(step, inputs=inputs)
+
+    def _summed(self, steps: list[Step]) -> list[Step]:
+        """Where several steps contribute to one gradient, rename the contributions and add them up."""
+        counts: dict[Ref, int] = {}
+        for step in steps:
+            for ref in step.writes():
+                counts[ref] = counts.get(ref, 0) + 1
+        shared = {r for r, n in counts.items() if n > 1}
+        if not shared:
+            return steps
+        seen: dict[Ref, list[Ref]] = {r: [] for r in shared}
+        result: list[Step] = []
+        for step in steps:
+            result.append(_rename_outputs(step, seen))
+            for ref in shared & set(step.writes()):
+                if len(seen[ref]) == counts[ref]:
+                    inputs = tuple((f"term {k}", r) for k, r in enumerate(seen[ref]))
+                    c = Cost(launches=len(inputs) - 1)
+                    result.append(Step("add_gradients", step.start, step.stop, inputs, (("sum", ref),), AddTask(), c, 0.0))
+        return result
+
+    def _finish(self, forward: list[Edge], backward: list[Edge]) -> Plan:
+        forward_steps = self._with_casts([s for e in forward for s in e.steps])
+        backward_steps = self._backward_steps(backward)
+        for fusion, start, stop in self.matches:
+            _ = fusion, start, stop
+        kept = self._kept(backward_steps)
+        segments = self._segments(forward, backward, kept)
+        choices = tuple(c for e in backward for c in e.choices)
+        taken = {(s.name, s.start, s.stop) for s in (*forward_steps, *backward_steps)}
+        refusals = tuple(r for r in self.refusals if (r.name, r.start, r.stop) not in taken)
+        return Plan(
+            self.graph,
+            tuple(forward_steps),
+            tuple(backward_steps),
+            kept,
+            segments,
+            self.options.device,
+            self.options.kernels,
+            self.options.memory,
+            refusals,
+            choices,
+        )
+
+    def _with_casts(self, steps: list[Step]) -> list[Step]:
+        made: set[Ref] = set()
+        result: list[Step] = []
+        for step in steps:
+            for ref in step.reads():
+                if ref[0] == "cast" and ref not in made:
+                    made.add(ref)
+                    size = costs.bytes_of(self.graph.parameter_specs[ref[1]])
+                    c = Cost(size, size / 2)
+                    source = (("parameter", parameter_ref(ref[1])),)
+                    task = CastTask(ref[2])
+                    seconds = self._seconds(c, self.nodes[step.start])
+                    result.append(Step("cast_parameter", step.start, step.stop, source, (("cast", ref),), task, c, seconds))
+            result.append(step)
+        return result
+
+    def _kept(self, steps: list[Step]) -> tuple[Kept, ...]:
+        found: dict[Ref, Kept] = {}
+        made: set[Ref] = set()
+        for step in steps:
+            for name, ref in step.inputs:
+                if ref in found or ref in made:
+                    continue
+                entry = self._kept_entry(name, ref, step)
+                if entry is not None:
+                    found[ref] = entry
+            made |= set(step.writes())
+        return tuple(found.values())
+
+    def _kept_entry(self, name: str, ref: Ref, step: Step) -> Kept | None:
+        kind = ref[0]
+        if kind == "value":
+            v = self.graph.values[ref[1]]
+            owner = "input" if self.graph.producer(ref[1]) is None else "activation"
+            return Kept(ref, v.name, costs.bytes_of(v.spec), owner)
+        if kind == "statistic":
+            return Kept(ref, f"{step.name}: {name}", self._rows(self.nodes[step.start]) * 4, "statistic")
+        if kind in ("emitted", "fused"):
+            return Kept(ref, f"{step.name}: {name}", 0, "activation")
+        if kind == "parameter":
+            spec = self.graph.parameter_specs[ref[1]]
+            return Kept(ref, self.graph.parameters[ref[1]].name, costs.bytes_of(spec), "parameter")
+        if kind == "cast":
+            spec = self.graph.parameter_specs[ref[1]]
+            return Kept(ref, f"cast {self.graph.parameters[ref[1]].name}", costs.bytes_of(spec) // 2, "activation")
+        if kind == "seed":
+            return Kept(ref, "seed", 16, "statistic")
+        return None
+
+    def _segments(self, forward: list[Edge], backward: list[Edge], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
+        """Cut after an op with parameters where both covers end a step, when a segment's gradients pass 25 MB."""
+        ends = {e.stop for e in forward} & {e.stop for e in backward}
+        cuts, size, counted = [0], 0, set()
+        for node in self.nodes:
+            for p in node.parameters.values():
+                if self.graph.parameter_needs[p] and p not in counted:
+                    counted.add(p)
+                    size += costs.bytes_of(self.graph.parameter_specs[p])
+            at = node.index + 1
+            if size >= _SEGMENT_BYTES and at in ends and not node.is_row and node.parameters and at < len(self.nodes):
+                cuts.append(at)
+                size = 0
+        return tuple(itertools.pairwise([*cuts, len(self.nodes)]))
+
+
+def _breaks(edge: Edge, joint: Edge) -> bool:
+    """Whether a forward edge overlaps a forced joint fusion without being it."""
+    overlaps = edge.start < joint.stop and joint.start < edge.stop
+    return overlaps and edge.fusion is not joint.fusion
+
+
+def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
+    renames: dict[Ref, Ref] = {}
+    outputs = []
+    for name, ref in step.outputs:
+        if ref in seen:
+            renames[ref] = ("term", ref, len(seen[ref]))
+            seen[ref].append(renames[ref])
+        outputs.append((name, renames.get(ref, ref)))
+    if not renames:
+        return step
+    task = step.task
+    if isinstance(task, KernelPlan):
+        outs = tuple(replace(o, ref=renames.get(o.ref, o.ref)) for o in task.outputs)
+        aliases = tuple((renames.get(a, a), renames.get(b, b)) for a, b in task.aliases)
+        task = replace(task, outputs=outs, aliases=aliases)
+    return replace(step, outputs=tuple(outputs), task=task)
+
+
+def _ref_text(ref: Ref) -> str:
+    return " ".join(str(part) for part in ref)
+
+
+__all__ = ["LAMBDA", "Edge", "Limits", "Options", "Planner", "Axes"]

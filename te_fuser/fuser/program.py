@@ -1,0 +1,292 @@
+"""Steps made ready to run: refs become slots, tasks become runners, and running is a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.formula.expr import Axes
+from te_fuser.formula.random import RandomStream
+from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGradient, Step
+from te_fuser.fuser.refs import DTYPES, SEED, Ref
+from te_fuser.fuser.stretch import KernelPlan, Output
+from te_fuser.fusions.match import FusionCall
+from te_fuser.ops.base import OpCall, batch_layout
+
+Slots = list[Any]
+Runner = Callable[[Slots], None]
+# kernel(tensors: loads, seed if it draws, stores, sums; rows; batch_inner; batch_size; stream numbers)
+KernelFunction = Callable[[tuple[torch.Tensor, ...], int, int, int, tuple[int, ...]], None]
+KernelSource = Callable[[Sequence[KernelDescription]], Sequence[KernelFunction]]
+
+
+class SlotMap:
+    """Numbers for refs."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Ref, int] = {}
+
+    def __getitem__(self, ref: Ref) -> int:
+        return self.numbers.setdefault(ref, len(self.numbers))
+
+    def __contains__(self, ref: Ref) -> bool:
+        return ref in self.numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> RandomStream:
+    """The random stream `number` of a call whose (seed, offset) is `seed`."""
+    value, offset = seed.tolist()
+    return RandomStream(value, offset, number, *layout)
+
+
+class KernelRunner:
+    """Runs a generated kernel: makes inputs contiguous, allocates outputs, launches."""
+
+    __slots__ = ("_aliases", "_batch_dim", "_full", "_inputs", "_kernel", "_lead", "_outputs", "_streams")
+
+    def __init__(self, plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap) -> None:
+        description = plan.description
+        refs = list(plan.inputs) + ([SEED] if description.streams else [])
+        self._kernel = kernel
+        self._inputs = tuple(slots[r] for r in refs)
+        self._lead = slots[plan.lead]
+        self._outputs = tuple((slots[o.ref], _shape_rule(o), o.width, o.shape, DTYPES[o.dtype]) for o in plan.outputs)
+        self._streams = plan.streams
+        self._batch_dim = plan.batch_dim
+        self._aliases = tuple((slots[new], slots[old]) for new, old in plan.aliases)
+
+    def __call__(self, slots: Slots) -> None:
+        if self._kernel is not None:
+            lead = slots[self._lead]
+            shape = lead.shape[:-1]
+            inner, samples = batch_layout(lead.shape, self._batch_dim) if self._batch_dim is not None else (1, 1)
+            tensors = []
+            for k in self._inputs:
+                t = slots[k]
+                tensors.append(t if t.is_contiguous() else t.contiguous())
+            device = lead.device
+            for k, rule, width, fixed, dtype in self._outputs:
+                size = (*shape, width) if rule == 0 else fixed if rule == 1 else (samples, width)
+                t = slots[k] = torch.empty(size, dtype=dtype, device=device)
+                tensors.append(t)
+            self._kernel(tuple(tensors), shape.numel(), inner, samples, self._streams)
+        for new, old in self._aliases:
+            slots[new] = slots[old]
+
+
+def _shape_rule(output: Output) -> int:
+    """0: leading dimensions and width; 1: a fixed shape; 2: samples and width."""
+    if output.axes & Axes.OUTER:
+        return 0
+    return 2 if output.axes & Axes.BATCH else 1
+
+
+class OpRunner:
+    """Runs an opaque op's own forward."""
+
+    __slots__ = ("_draws", "_emits", "_inputs", "_node", "_notes", "_outputs")
+
+    def __init__(self, step: Step, task: OpForward, slots: SlotMap) -> None:
+        self._node = task.node
+        self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
+        self._notes = slots[("notes", task.node.index)]
+        self._draws = task.node.draws
+
+    def __call__(self, slots: Slots) -> None:
+        tensors = {name: slots[k] for name, k in self._inputs}
+        call = OpCall(tensors)
+        if self._draws:
+            call.random = stream_of(tensors.pop("seed"), self._node.index, (1, 1))
+        y = self._node.op.op_forward(call, tensors["input"])  # type: ignore[operator]
+        slots[self._notes] = call.notes
+        for name, k in self._outputs:
+            slots[k] = y if name == "output" else _emitted(self._node.label, call.emitted, name)
+
+
+def _emitted(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name not in made:
+        raise RuntimeError(f"{label} declares {name!r} but did not emit it; call emit({name!r}, tensor) in its forward")
+    return made[name]
+
+
+class GradientRunner:
+    """Runs one node of an opaque op's backward."""
+
+    __slots__ = ("_draws", "_inputs", "_method", "_needed", "_node", "_notes", "_outputs")
+
+    def __init__(self, step: Step, task: OpGradient, slots: SlotMap) -> None:
+        self._node, self._needed = task.node, task.needed
+        self._method = task.gradient.method
+        self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._outputs = tuple((name.removeprefix("d_"), slots[r]) for name, r in step.outputs)
+        self._notes = slots[("notes", task.node.index)]
+        self._draws = task.node.draws
+
+    def __call__(self, slots: Slots) -> None:
+        tensors = {name: slots[k] for name, k in self._inputs}
+        dy = tensors.pop("dy")
+        call = OpCall(tensors, self._needed)
+        call.notes = slots[self._notes] or {}
+        if self._draws:
+            call.random = stream_of(tensors.pop("seed"), self._node.index, (1, 1))
+        made = getattr(self._node.op, self._method)(call, dy)
+        for name, k in self._outputs:
+            slots[k] = _gradient(self._node.label, made, name)
+
+
+def _gradient(label: str, made: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
+    found = made.get(name)
+    if found is None:
+        raise RuntimeError(f"{label}: its backward gave no gradient for {name!r}, which is needed")
+    return found
+
+
+class FusionRunner:
+    """Runs a registered fusion in one direction."""
+
+    __slots__ = ("_first", "_function", "_inputs", "_label", "_needed", "_nodes", "_ops", "_outputs", "_streams")
+
+    def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
+        forward = task.direction == "forward"
+        function = task.fusion.run_forward if forward else task.fusion.run_backward
+        assert function is not None
+        self._function = function
+        self._first = "input" if forward else "dy"
+        self._ops = tuple(n.op for n in task.nodes)
+        self._nodes = task.nodes
+        self._needed = task.needed
+        self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
+        self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.draws)
+        self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
+
+    def __call__(self, slots: Slots) -> None:
+        tensors = {name: slots[k] for name, k in self._inputs}
+        first = tensors[self._first]
+        streams = {}
+        for k, node in self._streams:
+            layout = batch_layout(first.shape, node.op.batch_dim())
+            streams[k] = stream_of(tensors["seed"], node.index, layout)
+        call = FusionCall(self._ops, tensors, self._needed, streams)
+        result = self._function(call, first)
+        if self._first == "input":
+            self._store_forward(slots, call, result)
+        else:
+            self._store_backward(slots, result)
+
+    def _store_forward(self, slots: Slots, call: FusionCall, result: Any) -> None:
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"{self._label}: its forward must return a tensor, got {type(result).__name__}")
+        for name, k in self._outputs:
+            slots[k] = result if name == "output" else _emitted(self._label, call.made, name)
+
+    def _store_backward(self, slots: Slots, result: Any) -> None:
+        dx, others = result if isinstance(result, tuple) else (result, {})
+        made = {"input": dx, **others}
+        for name, k in self._outputs:
+            slots[k] = _gradient(self._label, made, name)
+
+
+class AddRunner:
+    """Adds up contributions to one gradient."""
+
+    __slots__ = ("_inputs", "_output")
+
+    def __init__(self, step: Step, slots: SlotMap) -> None:
+        self._inputs = tuple(slots[r] for r in step.reads())
+        self._output = slots[step.outputs[0][1]]
+
+    def __call__(self, slots: Slots) -> None:
+        total = slots[self._inputs[0]]
+        for k in self._inputs[1:]:
+            total = total + slots[k]
+        slots[self._output] = total
+
+
+class CastRunner:
+    """A parameter in another dtype."""
+
+    __slots__ = ("_dtype", "_input", "_output")
+
+    def __init__(self, step: Step, task: CastTask, slots: SlotMap) -> None:
+        self._input, self._output, self._dtype = slots[step.inputs[0][1]], slots[step.outputs[0][1]], task.dtype
+
+    def __call__(self, slots: Slots) -> None:
+        slots[self._output] = slots[self._input].to(self._dtype)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Runners in order, and after each the slots nobody reads any more."""
+
+    runners: tuple[tuple[Runner, tuple[int, ...]], ...]
+    size: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def run(self, slots: Slots) -> None:
+        """Run every step; slots are dropped after their last use."""
+        for runner, dead in self.runners:
+            runner(slots)
+            for k in dead:
+                slots[k] = None
+
+
+def build_program(
+    steps: Sequence[Step], inputs: Iterable[Ref], outputs: Iterable[Ref], kernels: Mapping[str, KernelFunction]
+) -> tuple[Program, SlotMap]:
+    """Steps as a program whose first slots are `inputs`; `outputs` are never dropped.
+
+    Args:
+        kernels: description key -> the kernel.
+    """
+    slots = SlotMap()
+    numbers_in = tuple(slots[r] for r in inputs)
+    runners = [_runner(s, slots, kernels) for s in steps]
+    numbers_out = tuple(slots[r] for r in outputs)
+    last: dict[int, int] = {}
+    for k, step in enumerate(steps):
+        for ref in (*step.reads(), *step.writes()):
+            last[slots[ref]] = k
+    held = set(numbers_out)
+    dead: dict[int, list[int]] = {}
+    for slot, k in last.items():
+        if slot not in held:
+            dead.setdefault(k, []).append(slot)
+    table = tuple((r, tuple(dead.get(k, ()))) for k, r in enumerate(runners))
+    return Program(table, len(slots), numbers_in, numbers_out), slots
+
+
+def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -> Runner:
+    task = step.task
+    if isinstance(task, KernelPlan):
+        return KernelRunner(task, kernels.get(task.description.key), slots)
+    if isinstance(task, OpForward):
+        return OpRunner(step, task, slots)
+    if isinstance(task, OpGradient):
+        return GradientRunner(step, task, slots)
+    if isinstance(task, FusionTask):
+        return FusionRunner(step, task, slots)
+    if isinstance(task, CastTask):
+        return CastRunner(step, task, slots)
+    assert isinstance(task, AddTask)
+    return AddRunner(step, slots)
+
+
+def descriptions(steps: Iterable[Step]) -> dict[str, KernelDescription]:
+    """The kernels that steps need, by key."""
+    found: dict[str, KernelDescription] = {}
+    for step in steps:
+        if isinstance(step.task, KernelPlan):
+            d = step.task.description
+            if d.stores or d.sums:
+                found[d.key] = d
+    return found

@@ -1,0 +1,203 @@
+"""A segment of a plan: one autograd node. The only `torch.autograd.Function` of the code base is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.plan import Plan, Step
+from te_fuser.fuser.program import KernelFunction, Program, build_program
+from te_fuser.fuser.refs import (
+    SEED,
+    Ref,
+    gradient_ref,
+    parameter_gradient_ref,
+    parameter_ref,
+    value_ref,
+)
+from te_fuser.ops.base import Binding
+
+_CREATED_HERE = ("gradient", "parameter gradient", "recomputed", "term")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a plan made ready to run.
+
+    Attributes:
+        values_in, values_out: values of the graph that enter and leave, in the order of tensors and results.
+        parameters: parameters that it reads, in the order after the values.
+        uses_seed: whether the last tensor handed in is the seed.
+        forward, backward: the programs; backward is None where nobody needs a gradient.
+        kept: forward slots that are saved, `restored` the backward slots they go to.
+        notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
+    """
+
+    values_in: tuple[int, ...]
+    values_out: tuple[int, ...]
+    parameters: tuple[Binding, ...]
+    uses_seed: bool
+    forward: Program
+    backward: Program | None
+    kept: tuple[int, ...]
+    restored: tuple[int, ...]
+    notes: tuple[tuple[int, int], ...]
+    gradients_in: tuple[int, ...]
+    gradients_out: tuple[int | None, ...]
+    aliased: tuple[bool, ...]  # outputs whose storage is an input's or an earlier output's
+
+    def run_forward(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+        """All slots after the forward program."""
+        slots: list[Any] = [None] * self.forward.size
+        for k, t in zip(self.forward.inputs, tensors, strict=True):
+            slots[k] = t
+        self.forward.run(slots)
+        return slots
+
+    def results(self, slots: list[Any]) -> list[torch.Tensor]:
+        """The outputs; ones that share storage become tensors of their own over it."""
+        outs = [slots[k] for k in self.forward.outputs[: len(self.values_out)]]
+        return [t.detach() if shared else t for t, shared in zip(outs, self.aliased, strict=True)]
+
+
+class SegmentFunction(torch.autograd.Function):
+    """Runs one segment's forward program, and its backward program when gradients arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: Segment, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        slots = segment.run_forward(tensors)
+        ctx.segment = segment
+        ctx.set_materialize_grads(False)
+        ctx.notes = [slots[k] for k, _ in segment.notes]
+        outs = segment.results(slots)
+        if len(outs) > 1:
+            ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
+        ctx.save_for_backward(*[slots[k] for k in segment.kept])
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "te_fuser does not differentiate its backward: call backward() without create_graph=True, "
+                "or use model.reference(x), which plain autograd differentiates any number of times"
+            )
+        segment: Segment = ctx.segment
+        program = segment.backward
+        assert program is not None
+        slots: list[Any] = [None] * program.size
+        saved = list(ctx.saved_tensors)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.maybe_clear_saved_tensors()
+        for k in reversed(segment.restored):
+            slots[k] = saved.pop()
+        for (_, k), note in zip(segment.notes, ctx.notes, strict=True):
+            slots[k] = note
+        for number, (k, g) in enumerate(zip(segment.gradients_in, grads, strict=True)):
+            slots[k] = g if g is not None else _zeros(ctx.meta[number])
+        del grads, g
+        program.run(slots)
+        return (None, *(None if k is None else slots[k] for k in segment.gradients_out))
+
+
+def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
+    return torch.zeros(meta[0], dtype=meta[1], device=meta[2])
+
+
+def build_segments(plan: Plan, kernels: Mapping[str, KernelFunction]) -> tuple[Segment, ...]:
+    """Every segment of a plan, ready to run."""
+    return tuple(_build(plan, start, stop, kernels) for start, stop in plan.segments)
+
+
+def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFunction]) -> Segment:
+    graph = plan.graph
+    forward_steps = [s for s in plan.forward if start <= s.start < stop]
+    backward_steps = [s for s in plan.backward if start <= s.start < stop]
+    values_in, values_out = _crossing(plan, start, stop)
+    reads = _reads(forward_steps, backward_steps)
+    parameters = sorted({r[1] for r in reads if r[0] == "parameter"})
+    uses_seed = SEED in reads
+    kept = _kept_refs(backward_steps)
+    inputs: list[Ref] = [value_ref(graph.root(v)) for v in values_in]
+    inputs += [parameter_ref(p) for p in parameters]
+    inputs += [SEED] if uses_seed else []
+    outputs = [value_ref(graph.root(v)) for v in values_out]
+    notes_refs = [("notes", n) for n in sorted({r.task.node.index for r in forward_steps if hasattr(r.task, "node")})]
+    forward, forward_slots = build_program(forward_steps, inputs, [*outputs, *kept, *notes_refs], kernels)
+    backward, restored, gradients_in, gradients_out = None, (), (), ()  # type: ignore[var-annotated]
+    notes: list[tuple[int, int]] = []
+    if backward_steps:
+        arriving = [gradient_ref(v) for v in values_out]
+        returned = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_in]
+        returned += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in parameters]
+        returned += [None] if uses_seed else []
+        made = {r for s in backward_steps for r in s.writes()} | set(arriving)
+        returned = [r if r in made else None for r in returned]
+        backward, slots = build_program(
+            backward_steps, [*arriving, *kept], [r for r in returned if r is not None], kernels
+        )
+        restored = tuple(slots[r] for r in kept)
+        gradients_in = tuple(slots[r] for r in arriving)
+        gradients_out = tuple(None if r is None else slots[r] for r in returned)
+        notes = [(forward_slots[r], slots[r]) for r in notes_refs if r in slots]
+    return Segment(
+        tuple(values_in),
+        tuple(values_out),
+        tuple(graph.parameters[p] for p in parameters),
+        uses_seed,
+        forward,
+        backward,
+        tuple(forward_slots[r] for r in kept) if backward else (),
+        restored,
+        tuple(notes),
+        gradients_in,
+        gradients_out,
+        _aliased(inputs, outputs, forward_steps),
+    )
+
+
+def _crossing(plan: Plan, start: int, stop: int) -> tuple[list[int], list[int]]:
+    graph = plan.graph
+    values_in: dict[int, None] = {}
+    values_out: dict[int, None] = {}
+    for node in graph.nodes[start:stop]:
+        for value in (node.input, *node.named_in.values()):
+            producer = graph.producer(value)
+            if producer is None or producer < start:
+                values_in[value] = None
+        for value in (node.output, *node.named_out):
+            if graph.leaves(value) or any(c >= stop for c in graph.consumers(value)):
+                values_out[value] = None
+    return list(values_in), list(values_out)
+
+
+def _reads(*groups: list[Step]) -> set[Ref]:
+    return {r for steps in groups for s in steps for r in s.reads()}
+
+
+def _kept_refs(backward_steps: list[Step]) -> list[Ref]:
+    made: set[Ref] = set()
+    kept: dict[Ref, None] = {}
+    for step in backward_steps:
+        for ref in step.reads():
+            if ref not in made and ref[0] not in _CREATED_HERE:
+                kept[ref] = None
+        made |= set(step.writes())
+    return list(kept)
+
+
+def _aliased(inputs: list[Ref], outputs: list[Ref], steps: list[Step]) -> tuple[bool, ...]:
+    same: dict[Ref, Ref] = {}
+    for step in steps:
+        for new, old in getattr(step.task, "aliases", ()):
+            same[new] = same.get(old, old)
+    seen = set(inputs)
+    flags = []
+    for ref in outputs:
+        real = same.get(ref, ref)
+        flags.append(real in seen)
+        seen.add(real)
+    return tuple(flags)

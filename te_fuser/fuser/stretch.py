@@ -1,0 +1,431 @@
+"""A stretch of row ops as expressions: substituted into one another, cut where a kernel shall begin, differentiated.
+
+All ranges of a maximal stretch are cut out of one canonical set of expressions, so a statistic that one range emits
+and another reads has one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from te_fuser.codegen.description import KernelDescription, NotOneKernel, Target, describe
+from te_fuser.formula import expr
+from te_fuser.formula.adjoint import differentiate
+from te_fuser.formula.expr import Axes, Expr, substitute, topological
+from te_fuser.fuser.graph import Graph, Node
+from te_fuser.fuser.refs import (
+    DTYPE_NAMES,
+    Ref,
+    cast_ref,
+    gradient_ref,
+    parameter_gradient_ref,
+    parameter_ref,
+    recomputed_ref,
+    statistic_ref,
+    value_ref,
+)
+from te_fuser.ops.base import RowOp
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a kernel step makes: its ref, and its shape as (axes, width), or a fixed shape (parameters)."""
+
+    ref: Ref
+    axes: Axes
+    width: int
+    dtype: str
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """A generated kernel in its place: the description and what its tensors are."""
+
+    description: KernelDescription
+    inputs: tuple[Ref, ...]
+    outputs: tuple[Output, ...]
+    streams: tuple[int, ...]
+    batch_dim: int | None
+    aliases: tuple[tuple[Ref, Ref], ...]  # (new name, the tensor it is)
+    lead: Ref  # a full-size tensor whose leading dimensions the outputs have
+
+    def emits(self) -> set[Ref]:
+        """Every ref it makes."""
+        return {o.ref for o in self.outputs} | {new for new, _ in self.aliases}
+
+
+@dataclass
+class _Leaf:
+    ref: Ref
+    axes: Axes
+    width: int
+    dtype: str
+    value: int | None = None
+    parameter: int | None = None
+
+    def tensor(self) -> tuple[Axes, int, str]:
+        return self.axes, self.width, self.dtype
+
+
+class Stretch:
+    """The row ops start..stop-1 of a graph as expressions over the tensors that enter them."""
+
+    def __init__(self, graph: Graph, start: int, stop: int) -> None:
+        self.graph, self.start, self.stop = graph, start, stop
+        self.leaves: dict[str, _Leaf] = {}
+        self.env: dict[int, Expr] = {}
+        self.marks: dict[str, int] = {}  # name of a value node -> value
+        self.streams: dict[str, int] = {}
+        self.roles: dict[int, str] = {}
+        # statistics have the dtype of the arithmetic
+        wide = graph.values[graph.nodes[start].input].spec.dtype == torch.float64
+        self._wide = "float64" if wide else "float32"
+        self._trace()
+
+    # ---------------------------------------------------------------------------------- building
+
+    def _trace(self) -> None:
+        counts: dict[str, int] = {}
+        first = self.graph.nodes[self.start]
+        self._enter("x", first.input)
+        for node in self.graph.nodes[self.start : self.stop]:
+            counts[node.role] = counts.get(node.role, 0) + 1
+            role = node.role if counts[node.role] == 1 else f"{node.role}{counts[node.role]}"
+            self.roles[node.index] = role
+            self.env[node.output] = self._trace_node(node, role)
+            for named in node.named_out:
+                self.env[named] = self.env[node.output]
+
+    def _trace_node(self, node: Node, role: str) -> Expr:
+        op = node.op
+        assert isinstance(op, RowOp)
+        arguments = [self._argument(node, role, name) for name in op.arguments()]
+        y = expr.lift(op.compute(self.env[node.input], *arguments))
+        if node.draws:
+            y = self._name_stream(y, role, node.index)
+        features = self.graph.values[node.output].spec.features
+        if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
+            raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
+        marked = expr.value(f"{role}.output", y)
+        if marked.op == "value":
+            self.marks[f"{role}.output"] = node.output
+        return marked
+
+    def _name_stream(self, y: Expr, role: str, index: int) -> Expr:
+        self.streams[role] = index
+
+        def rename(e: Expr) -> Expr | None:
+            if e.op != "keep" or e.attrs[0] != "keep":
+                return None
+            return expr.make("keep", (), (role, *e.attrs[1:]), e.axes, e.width)
+
+        return substitute([y], rename)[0]
+
+    def _argument(self, node: Node, role: str, name: str) -> Expr | None:
+        if name in node.parameters:
+            return self._parameter(node, role, name)
+        if name in node.named_in:
+            value = node.named_in[name]
+            if value not in self.env:
+                self._enter(f"{role}.{name}", value)
+            return self.env[value]
+        return None
+
+    def _parameter(self, node: Node, role: str, name: str) -> Expr:
+        index = node.parameters[name]
+        found = next((n for n, leaf in self.leaves.items() if leaf.parameter == index), None)
+        if found is None:
+            found = f"{role}.{name}"
+            spec = self.graph.parameter_specs[index]
+            width = 1
+            for size in spec.shape:
+                width *= size
+            axes = Axes.FEATURE if spec.shape else Axes.NONE
+            dtype, ref = spec.dtype, parameter_ref(index)
+            if name in node.casts:
+                dtype, ref = node.casts[name], cast_ref(index, node.casts[name])
+            self.leaves[found] = _Leaf(ref, axes, width, DTYPE_NAMES[dtype], parameter=index)
+        leaf = self.leaves[found]
+        return expr.leaf(found, leaf.axes, leaf.width)
+
+    def _enter(self, name: str, value: int) -> None:
+        v = self.graph.values[value]
+        axes = v.axes if v.axes is not None else Axes.FULL
+        self.leaves[name] = _Leaf(
+            value_ref(self.graph.root(value)), axes, v.spec.features, DTYPE_NAMES[v.spec.dtype], value=value
+        )
+        self.env[value] = expr.leaf(name, axes, v.spec.features)
+
+    # ------------------------------------------------------------------------------------ ranges
+
+    def batch_dim(self, start: int, stop: int) -> int | None:
+        """The batch dimension the ops of a range agree on.
+
+        Raises:
+            NotOneKernel: when they disagree.
+        """
+        found = {d for n in self.graph.nodes[start:stop] if (d := n.op.batch_dim()) is not None}
+        if len(found) > 1:
+            raise NotOneKernel(f"the ops count samples along different dimensions {sorted(found)}")
+        return found.pop() if found else None
+
+    def values_leaving(self, start: int, stop: int) -> list[int]:
+        """Values made in the range that somebody outside it reads."""
+        found = []
+        for node in self.graph.nodes[start:stop]:
+            for value in (node.output, *node.named_out):
+                outside = [c for c in self.graph.consumers(value) if not start <= c < stop]
+                if outside or self.graph.leaves(value):
+                    found.append(value)
+        return found
+
+    def _cut(self, start: int) -> _Range:
+        """Expressions of the range that begins at `start`: values made before it become leaves."""
+        earlier = {name: v for name, v in self.marks.items() if (p := self.graph.producer(v)) is not None and p < start}
+        leaves = dict(self.leaves)
+        for name, value in earlier.items():
+            leaves[name] = self._value_leaf(value)
+        nodes = topological(self.env.values())
+
+        def replace(e: Expr) -> Expr | None:
+            if e.op == "value" and e.attrs[0] in earlier:
+                return expr.make("input", (), e.attrs, e.axes, e.width)
+            return None
+
+        cut = substitute(nodes, replace)
+        return _Range({id(a): b for a, b in zip(nodes, cut, strict=True)}, nodes, cut, leaves)
+
+    def _value_leaf(self, value: int) -> _Leaf:
+        v = self.graph.values[value]
+        return _Leaf(value_ref(self.graph.root(value)), Axes.FULL, v.spec.features, DTYPE_NAMES[v.spec.dtype], value)
+
+    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelPlan | None:
+        """The kernel that makes the given values and statistics; None when they are all there already.
+
+        Args:
+            stores: values to store.
+            statistics: digests of canonical expressions to store per row.
+        """
+        cut = self._cut(start)
+        targets, outputs, aliases = [], [], []
+        made: dict[Any, Ref] = {}
+        for value in stores:
+            v, e = self.graph.values[value], cut.of(self.env[value])
+            ref = value_ref(self.graph.root(value))
+            dtype = DTYPE_NAMES[v.spec.dtype]
+            if ref in {o.ref for o in outputs}:
+                continue
+            same = cut.alias(e, dtype) or made.get((id(e), dtype))
+            if same is not None:
+                if same != ref:
+                    aliases.append((ref, same))
+                continue
+            made[(id(e), dtype)] = ref
+            name = self._output_name(value)
+            targets.append(Target(name, e, Axes.FULL, v.spec.features, dtype))
+            outputs.append(Output(ref, Axes.FULL, v.spec.features, dtype))
+        for k, digest in enumerate(statistics):
+            canonical = self.statistic(digest)
+            targets.append(Target(f"statistic{k}", cut.of(canonical), Axes.ROWS, 1, self._wide))
+            outputs.append(Output(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide))
+        return self._kernel(start, stop, "fwd", cut, targets, outputs, [], aliases)
+
+    def statistic(self, digest: str) -> Expr:
+        """The canonical expression with this digest."""
+        return next(e for e in topological(self.env.values()) if e.digest == digest)
+
+    def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
+        """Those of `digests` that ops of the range compute."""
+        inside: set[str] = set()
+        before = {id(e) for v, e in self.env.items() if (p := self.graph.producer(v)) is None or p < start}
+        known = {e.digest for e in topological([e for e in self.env.values() if id(e) in before])}
+        for node in self.graph.nodes[start:stop]:
+            inside |= {e.digest for e in topological([self.env[node.output]])}
+        return [d for d in digests if d in inside and d not in known]
+
+    def backward(
+        self, start: int, stop: int, readable: frozenset[int], forbidden: frozenset[int], recompute: Sequence[int] = (),
+        keep_statistics: bool = True,
+    ) -> KernelPlan | None:
+        """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
+
+        Args:
+            readable: values (by storage) that exist after forward, apart from what enters the range.
+            forbidden: values that nobody can give.
+            recompute: values of the range to compute again and store.
+            keep_statistics: whether forward can give per-row statistics.
+
+        Raises:
+            NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
+        """
+        cut = self._cut(start)
+        seeds = self._seeds(start, stop, cut)
+        wanted = self._wanted(start, stop, cut)
+        if not wanted and not recompute:
+            return None
+        adjoints = differentiate(seeds, [w for w, _ in wanted.values()])
+        again = [cut.of(self.env[v]) for v in recompute]
+        avoid = {self.graph.root(v) for v in recompute}
+        roots = [adjoints[w] for w, _ in wanted.values()] + again
+        readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
+        reduced, used = self._reduce(roots, cut, readable_marks, keep_statistics)
+        targets, sums, outputs, sum_outputs, aliases = [], [], [], [], []
+        made: dict[tuple[int, str], Ref] = {}
+        for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
+            target = Target(f"d_{name}", e, output.axes, output.width, output.dtype)
+            if output.axes & Axes.OUTER:
+                same = used.alias(e, output.dtype) or made.get((id(e), output.dtype))
+                if same is not None:
+                    aliases.append((output.ref, same))
+                    continue
+                made[(id(e), output.dtype)] = output.ref
+                targets.append(target)
+                outputs.append(output)
+            else:
+                sums.append(target)
+                sum_outputs.append(output)
+        for value, e in zip(recompute, reduced[len(wanted) :], strict=True):
+            v = self.graph.values[value]
+            ref, dtype = recomputed_ref(self.graph.root(value)), DTYPE_NAMES[v.spec.dtype]
+            targets.append(Target(self._output_name(value), e, Axes.FULL, v.spec.features, dtype))
+            outputs.append(Output(ref, Axes.FULL, v.spec.features, dtype))
+        bad = [self.graph.values[v].name for v in forbidden if value_ref(v) in {l.ref for l in used.used_leaves(targets, sums)}]
+        if bad:
+            raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
+        return self._kernel(start, stop, "bwd", used, targets, [*outputs], sums, aliases, sum_outputs)
+
+    def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
+        seeds: dict[Expr, Expr] = {}
+        for value in self.values_leaving(start, stop):
+            v = self.graph.values[value]
+            if not v.needs_grad:
+                continue
+            name = f"d_{self._output_name(value)}"
+            while name in cut.leaves:
+                name += "_"
+            cut.leaves[name] = _Leaf(gradient_ref(value), Axes.FULL, v.spec.features, DTYPE_NAMES[v.spec.dtype])
+            leaf = expr.leaf(name, Axes.FULL, v.spec.features)
+            e = cut.of(self.env[value])
+            seeds[e] = expr.add(seeds[e], leaf) if e in seeds else leaf
+        return seeds
+
+    def _output_name(self, value: int) -> str:
+        producer = self.graph.producer(value)
+        assert producer is not None
+        role = self.roles[producer]
+        node = self.graph.nodes[producer]
+        return f"{role}.output" if value == node.output else f"{role}.branch"
+
+    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr, Output]]:
+        """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient."""
+        wanted: dict[str, tuple[Expr, Output]] = {}
+        entering: dict[int, None] = {}
+        parameters: dict[int, None] = {}
+        inside: set[int] = set()
+        for node in self.graph.nodes[start:stop]:
+            for value in (node.input, *node.named_in.values()):
+                if value not in inside:
+                    entering[value] = None
+            inside |= {node.output, *node.named_out}
+            parameters |= dict.fromkeys(node.parameters.values())
+        for value in entering:
+            v = self.graph.values[value]
+            if not v.needs_grad:
+                continue
+            leaf = cut.of(self.env[value])
+            axes = leaf.axes
+            dtype = DTYPE_NAMES[v.spec.dtype]
+            shape = None if axes & Axes.OUTER else v.spec.shape
+            wanted[leaf.attrs[0]] = (leaf, Output(gradient_ref(value), axes, leaf.width, dtype, shape))
+        for index in parameters:
+            if not self.graph.parameter_needs[index]:
+                continue
+            name = next(n for n, leaf in cut.leaves.items() if leaf.parameter == index)
+            info, spec = cut.leaves[name], self.graph.parameter_specs[index]
+            leaf = expr.leaf(name, info.axes, info.width)
+            ref = parameter_gradient_ref(index)
+            wanted[name] = (leaf, Output(ref, info.axes, info.width, DTYPE_NAMES[spec.dtype], spec.shape))
+        return wanted
+
+    def _reduce(self, roots: list[Expr], cut: _Range, readable: dict[str, int], keep_statistics: bool) -> tuple[list[Expr], _Range]:
+        """Replace what exists already: stored values, and per-row statistics that forward computed on its way."""
+        forward = {id(e): canonical for canonical, e in zip(cut.canonical, cut.nodes, strict=True)}
+        leaves = dict(cut.leaves)
+        statistics: dict[str, str] = {}
+
+        def replace(e: Expr) -> Expr | None:
+            if e.op == "value" and e.attrs[0] in readable:
+                leaves[e.attrs[0]] = self._value_leaf(readable[e.attrs[0]])
+                return expr.make("input", (), e.attrs, e.axes, e.width)
+            canonical = forward.get(id(e))
+            if not keep_statistics or canonical is None or e.axes & Axes.FEATURE or not e.axes & Axes.OUTER or not e.depth:
+                return None
+            name = statistics.setdefault(canonical.digest, f"statistic{len(statistics)}")
+            leaves[name] = _Leaf(statistic_ref(self.start, canonical.digest), Axes.ROWS, 1, self._wide)
+            return expr.leaf(name, Axes.ROWS)
+
+        reduced = substitute(roots, replace)
+        return reduced, _Range({}, [], [], leaves)
+
+    def _kernel(
+        self,
+        start: int,
+        stop: int,
+        direction: str,
+        cut: _Range,
+        targets: list[Target],
+        outputs: list[Output],
+        sums: list[Target],
+        aliases: list[tuple[Ref, Ref]],
+        sum_outputs: Sequence[Output] = (),
+    ) -> KernelPlan | None:
+        if not targets and not sums and not aliases:
+            return None
+        name = "_".join([*dict.fromkeys(n.role for n in self.graph.nodes[start:stop] if n.role not in _SILENT), direction])
+        description = describe(name, targets, sums, {n: leaf.tensor() for n, leaf in cut.leaves.items()})
+        inputs = tuple(cut.leaves[load.name].ref for load in description.loads)
+        full = [cut.leaves[load.name].ref for load in description.loads if load.axes == Axes.FULL]
+        lead = full[0] if full else self._any_full(start, stop, direction)
+        streams = tuple(self.streams[s] for s in description.streams)
+        return KernelPlan(
+            description, inputs, (*outputs, *sum_outputs), streams, self.batch_dim(start, stop), tuple(aliases), lead
+        )
+
+    def _any_full(self, start: int, stop: int, direction: str) -> Ref:
+        """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
+        if direction == "fwd":
+            return value_ref(self.graph.root(self.graph.nodes[start].input))
+        return gradient_ref(next(v for v in self.values_leaving(start, stop) if self.graph.needs_grad(v)))
+
+
+_SILENT = {"fork", "output", "identity"}
+
+
+@dataclass
+class _Range:
+    """Expressions cut at the beginning of a range, and the leaves they may have."""
+
+    mapping: dict[int, Expr]
+    canonical: list[Expr]
+    nodes: list[Expr]
+    leaves: dict[str, _Leaf] = field(default_factory=dict)
+
+    def of(self, e: Expr) -> Expr:
+        return self.mapping[id(e)]
+
+    def alias(self, e: Expr, dtype: str) -> Ref | None:
+        """The tensor that `e` is, if it is one as a whole and in this dtype."""
+        if e.op != "input" or e.width != e.attrs[2] and e.axes & Axes.FEATURE or e.axes != Axes.FULL:
+            return None
+        leaf = self.leaves[e.attrs[0]]
+        return leaf.ref if leaf.dtype == dtype else None
+
+    def used_leaves(self, *targets: list[Target]) -> list[_Leaf]:
+        roots = [t.expression for group in targets for t in group]
+        names = {e.attrs[0] for e in topological(roots) if e.op == "input"}
+        return [self.leaves[n] for n in names]

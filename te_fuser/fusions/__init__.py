@@ -1,0 +1,39 @@
+"""Fusions: how to declare one, the registry, and the built-in ones (one file each in this folder)."""
+
+from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.pattern import OneOf, Optional, Repeat
+from te_fuser.fusions.registry import (
+    STRETCH,
+    Fusion,
+    active,
+    disabled,
+    enabled,
+    fusion,
+    get,
+    names,
+    only,
+    register,
+    state,
+    unregister,
+)
+
+__all__ = [
+    "STRETCH",
+    "Cost",
+    "Fusion",
+    "FusionCall",
+    "Match",
+    "OneOf",
+    "Optional",
+    "Repeat",
+    "active",
+    "disabled",
+    "enabled",
+    "fusion",
+    "get",
+    "names",
+    "only",
+    "register",
+    "state",
+    "unregister",
+]

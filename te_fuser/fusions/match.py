@@ -1,0 +1,134 @@
+"""What a fusion sees: the matched ops while planning (`Match`), their tensors while running (`FusionCall`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.formula.random import RandomStream
+from te_fuser.ops.base import Binding, FusableOperation, Spec
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What running something takes: bytes read and written, floating-point operations, launches, or plain seconds."""
+
+    read: float = 0.0
+    written: float = 0.0
+    flops: float = 0.0
+    launches: int = 1
+    vector_operations: float = 0.0
+    seconds: float | None = None
+
+    def __add__(self, other: Cost) -> Cost:
+        known = self.seconds is not None or other.seconds is not None
+        return Cost(
+            self.read + other.read,
+            self.written + other.written,
+            self.flops + other.flops,
+            self.launches + other.launches,
+            self.vector_operations + other.vector_operations,
+            (self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
+        )
+
+
+class MatchedOp:
+    """One matched op while planning: its attributes, and its parameters as they are bound."""
+
+    def __init__(self, op: FusableOperation, parameters: Mapping[str, Binding]) -> None:
+        self.op, self._bindings = op, parameters
+
+    def __getattr__(self, name: str) -> Any:
+        binding = self._bindings.get(name)
+        return binding.get() if binding is not None else getattr(self.op, name)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A place in the list where a pattern fits, while planning.
+
+    Attributes:
+        ops: the matched ops; `match[k].weight`, `match[k].eps` reach their parameters and attributes.
+        x: shape, dtype and device of the input; `y` of the output.
+        kernels: "auto" or "reference".
+    """
+
+    ops: Sequence[MatchedOp]
+    x: Spec
+    y: Spec
+    kernels: str = "auto"
+    needs_grad: bool = False
+
+    def __getitem__(self, index: int) -> MatchedOp:
+        return self.ops[index]
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the input."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the input."""
+        return self.x.device
+
+
+class CalledOp:
+    """One matched op while running: parameters and named inputs as tensors, other attributes of the op as they are."""
+
+    __slots__ = ("_index", "_tensors", "op")
+
+    def __init__(self, op: FusableOperation, index: int, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        self.op, self._index, self._tensors = op, index, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        key = f"{self._index}.{name}"
+        return self._tensors[key] if key in self._tensors else getattr(self.op, name)
+
+
+class FusionCall:
+    """A fusion's view of one call.
+
+    `m[k]` is op k of the match with its tensors; `m["input"]`, `m["0.output"]` and the names a joint fusion saved are
+    what backward declared to read; `m.needs("0.weight")` says whether somebody needs that gradient.
+    """
+
+    __slots__ = ("_ops", "_tensors", "_needed", "_streams", "made")
+
+    def __init__(
+        self,
+        ops: Sequence[FusableOperation],
+        tensors: Mapping[str, torch.Tensor | None],
+        needed: frozenset[str],
+        streams: Mapping[int, RandomStream],
+    ) -> None:
+        self._ops, self._tensors, self._needed, self._streams = ops, tensors, needed, streams
+        self.made: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, key: int | str) -> Any:
+        if isinstance(key, int):
+            return CalledOp(self._ops[key], key, self._tensors)
+        if key not in self._tensors:
+            raise KeyError(f"{key!r} is not declared in reads, emits or saves (declared: {sorted(self._tensors)})")
+        return self._tensors[key]
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def needs(self, name: str) -> bool:
+        """Whether the gradient of "input", "k.parameter" or "k.named" is needed."""
+        return name in self._needed
+
+    def emit(self, name: str, tensor: torch.Tensor) -> None:
+        """Give a value that the fusion declared in `emits` or `saves`."""
+        self.made[name] = tensor
+
+    def random(self, index: int) -> RandomStream:
+        """The random stream of op `index`."""
+        return self._streams[index]

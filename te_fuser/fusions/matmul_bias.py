@@ -1,0 +1,16 @@
+"""MatMul + Bias as one library call whose epilogue adds the bias: y = x W^T + b."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fuser.fusions.match import FusionCall
+from te_fuser.fusions.registry import fusion
+from te_fuser.ops.bias import Bias
+from te_fuser.ops.matmul import MatMul
+
+
+@fusion(forward=[MatMul, Bias], when=lambda m: m[0].weight.dtype == m[1].bias.dtype or "weight and bias differ in dtype")
+def matmul_bias(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+    """The product's epilogue adds the bias; gives its output, not the product before the bias."""
+    return torch.nn.functional.linear(x, m[0].weight, m[1].bias)

@@ -1,0 +1,114 @@
+"""Patterns over a list of ops: kinds, alternatives, optional and repeated parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+from te_fuser.ops.base import FusableOperation, RowOp, UnfusedOperation
+
+_ANY_OF = (FusableOperation, RowOp, UnfusedOperation)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One op of any of these kinds."""
+
+    kinds: tuple[type[FusableOperation], ...]
+
+    def __init__(self, *kinds: type[FusableOperation]) -> None:
+        object.__setattr__(self, "kinds", kinds)
+
+
+@dataclass(frozen=True)
+class Optional:
+    """The part, or nothing."""
+
+    part: PatternPart
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The part `at_least` times or more."""
+
+    part: PatternPart
+    at_least: int = 1
+
+
+PatternPart = Union[type[FusableOperation], OneOf, "Optional", "Repeat"]  # noqa: UP007 - a type alias at run time
+
+
+def check(pattern: Sequence[PatternPart], fusion: str) -> tuple[PatternPart, ...]:
+    """The pattern as a tuple.
+
+    Raises:
+        ValueError: when it can never match; the message says why.
+    """
+    parts = tuple(pattern)
+    if not parts:
+        raise ValueError(f"fusion {fusion!r}: its pattern is empty and can never match")
+    for part in parts:
+        _check_part(part, fusion)
+    if all(isinstance(p, Optional) for p in parts):
+        raise ValueError(f"fusion {fusion!r}: every part of its pattern is optional; it would match nothing at all")
+    return parts
+
+
+def _check_part(part: Any, fusion: str) -> None:
+    if isinstance(part, (Optional, Repeat)):
+        return _check_part(part.part, fusion)
+    kinds = part.kinds if isinstance(part, OneOf) else (part,)
+    if not kinds:
+        raise ValueError(f"fusion {fusion!r}: OneOf() without kinds can never match")
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, FusableOperation)):
+            name = getattr(kind, "__name__", repr(kind))
+            raise ValueError(f"fusion {fusion!r}: {name} is not a FusableOperation, so its pattern can never match")
+        if kind.lower is not FusableOperation.lower:
+            raise ValueError(
+                f"fusion {fusion!r}: {kind.__name__} is lowered to its elementary ops before fusing, so the pattern "
+                "can never match; name those instead (Linear is MatMul, Bias)"
+            )
+    return None
+
+
+def _fits(part: type[FusableOperation] | OneOf, op: FusableOperation) -> bool:
+    kinds = part.kinds if isinstance(part, OneOf) else (part,)
+    return any(isinstance(op, k) if k in _ANY_OF else op.kind is k for k in kinds)
+
+
+def matches(pattern: Sequence[PatternPart], ops: Sequence[FusableOperation], start: int) -> Iterator[int]:
+    """Every stop such that ops[start:stop] fits the whole pattern, each once, longest first."""
+    yield from sorted(set(_stops(tuple(pattern), ops, start)), reverse=True)
+
+
+def _stops(pattern: tuple[PatternPart, ...], ops: Sequence[FusableOperation], at: int) -> Iterator[int]:
+    if not pattern:
+        yield at
+        return
+    head, rest = pattern[0], pattern[1:]
+    if isinstance(head, Optional):
+        yield from _stops(rest, ops, at)
+        yield from _stops((head.part, *rest), ops, at)
+    elif isinstance(head, Repeat):
+        if head.at_least <= 0:
+            yield from _stops(rest, ops, at)
+        for middle in set(_stops((head.part,), ops, at)):
+            if middle > at:
+                yield from _stops((Repeat(head.part, head.at_least - 1), *rest), ops, middle)
+    elif at < len(ops) and _fits(head, ops[at]):
+        yield from _stops(rest, ops, at + 1)
+
+
+def render(pattern: Sequence[PatternPart]) -> str:
+    """The pattern as text."""
+    return ", ".join(_render(p) for p in pattern)
+
+
+def _render(part: PatternPart) -> str:
+    if isinstance(part, Optional):
+        return f"[{_render(part.part)}]"
+    if isinstance(part, Repeat):
+        return f"{_render(part.part)} x {part.at_least}+"
+    return " | ".join(k.__name__ for k in part.kinds) if isinstance(part, OneOf) else part.__name__

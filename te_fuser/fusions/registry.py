@@ -1,0 +1,222 @@
+"""Fusions by name: declared with `@fusion`, registered, unregistered, switched off in a scope."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from te_fuser.fusions.match import Cost, Match
+from te_fuser.fusions.pattern import PatternPart, check, matches, render
+
+Condition = Callable[[Match], "bool | str | None"]
+
+
+@dataclass(frozen=True, eq=False)
+class Fusion:
+    """A pattern over ops, a direction, a condition, and what to run instead.
+
+    Attributes:
+        direction: "forward", "backward" or "joint".
+        emits: values inside the match that the forward gives beside its output, e.g. "0.output".
+        reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
+        saves: names that a joint fusion's forward gives to its own backward.
+    """
+
+    name: str
+    direction: str
+    pattern: tuple[PatternPart, ...]
+    run_forward: Callable[..., Any] | None
+    run_backward: Callable[..., Any] | None
+    when: Condition | None = None
+    cost: Callable[[Match], Cost] | None = None
+    emits: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    saves: tuple[str, ...] = ()
+    doc: str = ""
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether it takes part in forward plans."""
+        return self.run_forward is not None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it takes part in backward plans."""
+        return self.run_backward is not None
+
+    def refusal(self, match: Match) -> str | None:
+        """Why this fusion does not take the match, in words; None when it does."""
+        if self.when is None:
+            return None
+        answer = self.when(match)
+        if answer is True or answer is None:
+            return None
+        return answer if isinstance(answer, str) else "its condition `when` said no"
+
+    def stops(self, ops: Sequence[Any], start: int) -> Iterator[int]:
+        """Where matches that begin at `start` end."""
+        return matches(self.pattern, ops, start)
+
+    def __repr__(self) -> str:
+        return f"<fusion {self.name!r} {self.direction}: {render(self.pattern)}>"
+
+
+_lock = threading.Lock()
+_registry: dict[str, Fusion] = {}
+_version = 0
+_disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("te_fuser_disabled", default=frozenset())
+_only: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar("te_fuser_only", default=None)
+
+STRETCH = "stretch"  # the generated kernel for several row ops; a name like the others, for disabled() and only()
+
+
+def register(entry: Fusion) -> Fusion:
+    """Add a fusion; models that exist see it at their next call.
+
+    Raises:
+        ValueError: when the name is taken.
+    """
+    global _version
+    with _lock:
+        if entry.name in _registry or entry.name == STRETCH:
+            raise ValueError(f"a fusion named {entry.name!r} is registered; unregister({entry.name!r}) it first")
+        _registry[entry.name] = entry
+        _version += 1
+    return entry
+
+
+def unregister(name: str | Fusion) -> Fusion:
+    """Remove a fusion and return it.
+
+    Raises:
+        KeyError: when there is none of that name.
+    """
+    global _version
+    key = name.name if isinstance(name, Fusion) else name
+    with _lock:
+        if key not in _registry:
+            raise KeyError(f"no fusion {key!r} (registered: {', '.join(sorted(_registry))})")
+        _version += 1
+        return _registry.pop(key)
+
+
+def get(name: str) -> Fusion:
+    """The fusion of that name.
+
+    Raises:
+        KeyError: when there is none.
+    """
+    if name not in _registry:
+        raise KeyError(f"no fusion {name!r} (registered: {', '.join(sorted(_registry))})")
+    return _registry[name]
+
+
+def names() -> tuple[str, ...]:
+    """The names of all fusions, the generated stretch included."""
+    return (STRETCH, *_registry)
+
+
+def enabled(name: str) -> bool:
+    """Whether a fusion takes part in plans made now."""
+    chosen = _only.get()
+    return name not in _disabled.get() and (chosen is None or name in chosen)
+
+
+def active() -> list[Fusion]:
+    """The fusions that take part in plans made now."""
+    return [f for f in _registry.values() if enabled(f.name)]
+
+
+def state() -> tuple[int, frozenset[str], frozenset[str] | None]:
+    """What plans depend on: a token that changes with the registry and with the scope."""
+    return _version, _disabled.get(), _only.get()
+
+
+@contextlib.contextmanager
+def disabled(*off: str) -> Iterator[None]:
+    """Plan without these fusions inside the scope.
+
+    Raises:
+        KeyError: when a name is unknown.
+    """
+    for name in off:
+        if name != STRETCH:
+            get(name)
+    token = _disabled.set(_disabled.get() | frozenset(off))
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+@contextlib.contextmanager
+def only(*on: str) -> Iterator[None]:
+    """Plan with these fusions and no others inside the scope; without names: every op runs alone.
+
+    Raises:
+        KeyError: when a name is unknown.
+    """
+    for name in on:
+        if name != STRETCH:
+            get(name)
+    token = _only.set(frozenset(on))
+    try:
+        yield
+    finally:
+        _only.reset(token)
+
+
+def fusion(
+    *,
+    forward: Sequence[PatternPart] | None = None,
+    backward: Sequence[PatternPart] | None = None,
+    joint: Sequence[PatternPart] | None = None,
+    name: str | None = None,
+    when: Condition | None = None,
+    cost: Callable[[Match], Cost] | None = None,
+    emits: Sequence[str] = (),
+    reads: Sequence[str] = (),
+    saves: Sequence[str] = (),
+    registered: bool = True,
+) -> Callable[[Any], Fusion]:
+    """Declare a fusion; give exactly one of `forward`, `backward`, `joint`, a pattern in the order of the list.
+
+    forward:  decorates f(m, x) -> y; extra values by m.emit("0.output", tensor) when declared in `emits`.
+    backward: decorates f(m, dy) -> dx or (dx, {"0.weight": dw, ...}); reads what `reads` declares.
+    joint:    decorates a class with static methods forward(m, x) and backward(m, dy); `saves` names what the first
+              hands to the second by m.emit(name, tensor).
+
+    Args:
+        when: f(match) -> True, or False, or the reason for a no in words, which explain() shows.
+        cost: f(match) -> Cost; by default one launch, the bytes that enter and leave, and the products' flops.
+        registered: whether to register it at once.
+
+    Raises:
+        ValueError: when not exactly one pattern is given, the pattern can never match, or the name is taken.
+    """
+    given = {"forward": forward, "backward": backward, "joint": joint}
+    chosen = [d for d, p in given.items() if p is not None]
+    if len(chosen) != 1:
+        raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
+    direction = chosen[0]
+
+    def declare(body: Any) -> Fusion:
+        own = name or body.__name__
+        pattern = check(given[direction], own)  # type: ignore[arg-type]
+        runs = {
+            "forward": (body, None),
+            "backward": (None, body),
+            "joint": (getattr(body, "forward", None), getattr(body, "backward", None)),
+        }[direction]
+        if direction == "joint" and None in runs:
+            raise ValueError(f"fusion {own!r}: a joint fusion is a class with static methods forward and backward")
+        entry = Fusion(
+            own, direction, pattern, *runs, when, cost, tuple(emits), tuple(reads), tuple(saves), (body.__doc__ or "").strip()
+        )
+        return register(entry) if registered else entry
+
+    return declare

@@ -1,0 +1,1 @@
+"""Kernels that ops and fusions run on, with their checks: thin fronts, no planning."""

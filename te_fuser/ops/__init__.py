@@ -1,0 +1,62 @@
+"""Operations: what a model is made of, each by its meaning."""
+
+from te_fuser.ops.adaptive_layer_norm import AdaptiveLayerNorm
+from te_fuser.ops.add import Add
+from te_fuser.ops.base import FusableOperation, FusedOperation, NamedInput, RowOp, UnfusedOperation
+from te_fuser.ops.bias import Bias
+from te_fuser.ops.cast import Cast
+from te_fuser.ops.drop_path import DropPath
+from te_fuser.ops.dropout import Dropout
+from te_fuser.ops.fork import Fork
+from te_fuser.ops.gelu import GELU
+from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
+from te_fuser.ops.identity import Identity
+from te_fuser.ops.l2_norm import L2Norm
+from te_fuser.ops.layer_norm import LayerNorm
+from te_fuser.ops.linear import Linear
+from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.output import Output
+from te_fuser.ops.qgelu import QGELU
+from te_fuser.ops.relu import ReLU
+from te_fuser.ops.reshape import Reshape
+from te_fuser.ops.rms_norm import RMSNorm
+from te_fuser.ops.scale import Scale
+from te_fuser.ops.silu import SiLU
+from te_fuser.ops.srelu import SReLU
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "AdaptiveLayerNorm",
+    "Add",
+    "Bias",
+    "Cast",
+    "ClampedSwiGLU",
+    "DropPath",
+    "Dropout",
+    "Fork",
+    "FusableOperation",
+    "FusedOperation",
+    "GatedUnit",
+    "Identity",
+    "L2Norm",
+    "LayerNorm",
+    "Linear",
+    "MatMul",
+    "NamedInput",
+    "Output",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "Reshape",
+    "RowOp",
+    "SReGLU",
+    "SReLU",
+    "Scale",
+    "SiLU",
+    "SwiGLU",
+    "UnfusedOperation",
+]

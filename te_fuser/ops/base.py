@@ -1,0 +1,346 @@
+"""What an operation is: a module that is one step of a model, owns its parameters, and says its meaning.
+
+Row operations give a formula (`RowOp.compute`); opaque ones give a forward and gradients on tensors
+(`UnfusedOperation`). Neither knows how it will be fused or on what it will run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from te_fuser.formula import random
+from te_fuser.formula.expr import Axes
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A parameter by its owner and name; the tensor is looked up at each use, since it may be replaced."""
+
+    owner: torch.nn.Module
+    name: str
+
+    def get(self) -> torch.Tensor:
+        """The parameter as it is now."""
+        found = self.owner._parameters[self.name]
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class NamedInput:
+    """An extra input of an op: the name it has in the call or in a Fork, and the axes it extends over.
+
+    `axes` FULL: the shape of x; ROWS: [..., 1]; SAMPLE_FEATURES: [samples, features]; BATCH: [samples];
+    None: whatever the tensor is, handed over as it is (opaque ops only). `gradient` says whether one may flow to it.
+    """
+
+    name: str
+    axes: Axes | None = Axes.FULL
+    optional: bool = False
+    gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of a tensor while planning: shape, dtype, device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def features(self) -> int:
+        """The size of the last dimension."""
+        return self.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        """The product of the other dimensions."""
+        count = 1
+        for size in self.shape[:-1]:
+            count *= size
+        return count
+
+    def with_features(self, features: int) -> Spec:
+        """The same rows with another feature size."""
+        return Spec((*self.shape[:-1], features), self.dtype, self.device)
+
+
+def check_floating(x: Spec) -> None:
+    """Refuse integers and booleans.
+
+    Raises:
+        TypeError: when x holds no floating-point numbers.
+    """
+    if not x.dtype.is_floating_point:
+        got = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"te_fuser ops take floating-point tensors, got {got}: convert with .float()")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One node of an op's backward: what it produces, what it reads, and the method that computes it.
+
+    `produces` names "input", parameters and the method takes (call, dy) and returns {name: gradient}
+    (one that nobody needs may be missing or None). `reads` names "input", "output", parameters,
+    named inputs and names the forward emits; what a forward did not read needs no naming.
+    """
+
+    produces: tuple[str, ...]
+    reads: tuple[str, ...]
+    method: str
+
+
+@dataclass
+class OpCall:
+    """What an opaque op sees of one call: tensors by name, which gradients are needed, where its draws come from."""
+
+    tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    needed: frozenset[str] = frozenset()
+    random: random.RandomStream | None = None
+    emitted: dict[str, torch.Tensor] = field(default_factory=dict)
+    notes: dict[str, object] = field(default_factory=dict)  # what forward tells backward that is no tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = self.tensors.get(name)
+        if found is None:
+            raise KeyError(f"{name!r} is not among what this op reads ({sorted(self.tensors)}); declare it in `reads`")
+        return found
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """The tensor `name`, or None when it was not given."""
+        return self.tensors.get(name)
+
+    def needs(self, name: str) -> bool:
+        """Whether somebody needs the gradient of `name`."""
+        return name in self.needed
+
+    def emit(self, name: str, tensor: torch.Tensor) -> None:
+        """Give a value that backward reads beside input and output."""
+        self.emitted[name] = tensor
+
+
+@dataclass(frozen=True)
+class LoweredOp:
+    """An op as the planner sees it: the op, the parameters it reads, and its place in the module tree."""
+
+    op: FusableOperation
+    bindings: Mapping[str, Binding]
+    suffix: str = ""
+
+
+_PLAIN = {"training"}
+
+
+class FusableOperation(torch.nn.Module):
+    """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
+
+    `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's; a wrapper class
+    put in front of an op's class (as fully_shard does) leaves the kind as it is.
+    """
+
+    kind: ClassVar[type[FusableOperation]]
+    run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
+    autocast: ClassVar[str | None] = None  # under torch.autocast: "lower" casts x and parameters down, "float32" x up
+    exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" not in cls.__dict__ and issubclass(cls.__bases__[0], FusableOperation):
+            cls.kind = cls
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "revision", 0)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # A changed attribute (eps, p, a replaced parameter) is a changed op: plans made before no longer hold.
+        if name not in _PLAIN:
+            self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+
+    def forward(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
+        """Run this op alone, by a cached plan."""
+        return type(self).run_alone(self, x, inputs)
+
+    def lower(self) -> list[LoweredOp]:
+        """The elementary ops this one stands for."""
+        return [LoweredOp(self, {name: Binding(self, name) for name, p in self._parameters.items() if p is not None})]
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        """Argument name -> the named tensor it reads."""
+        return {}
+
+    def named_outputs(self) -> tuple[str, ...]:
+        """Names this op gives to its output, for later ops (Fork) or for the caller (Output)."""
+        return ()
+
+    def infer(self, x: Spec) -> Spec:
+        """The output's shape and dtype.
+
+        Raises:
+            ValueError: when the op cannot take x; the message says what it got and what it takes.
+        """
+        return x
+
+    def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
+        """Look at the extra inputs (argument name -> what is known of it) before anything runs; by default all pass.
+
+        Raises:
+            TypeError, ValueError: when one is missing or cannot be taken; the message names it and says what to do.
+        """
+
+    def draws(self) -> bool:
+        """Whether this op draws random numbers as it is now (training or not)."""
+        return False
+
+    def batch_dim(self) -> int | None:
+        """The dimension of x that counts samples, for an op that works per sample."""
+        return None
+
+    def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
+        """Floating-point operations of its matrix products in forward (0 for row ops)."""
+        return 0.0
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """The meaning in differentiable PyTorch operations, whatever the dtype."""
+        raise NotImplementedError(f"{type(self).__name__} gives no reference")
+
+    def example(self, features: int, rng: torch.Generator) -> FusableOperation:
+        """An op like this one for `features` input features, for verify, the fuzzer and the benchmark."""
+        raise NotImplementedError(f"{type(self).__name__} gives no example")
+
+    def extra_repr(self) -> str:
+        hidden = ("training", "revision")
+        plain = {k: v for k, v in vars(self).items() if isinstance(v, (int, float, str, bool)) and k not in hidden}
+        return ", ".join(f"{k}={v}" for k, v in plain.items() if not k.startswith("_"))
+
+
+class RowOp(FusableOperation):
+    """An op that is pointwise or reduces over the features of a row: it is given by its formula.
+
+    `compute(self, x, ...)` is written with `te_fuser.formula`; its further arguments are parameters and extra inputs
+    by name. On tensors (rows of features) it is the reference, on symbols it gives gradient and kernels.
+    """
+
+    inputs: ClassVar[Mapping[str, NamedInput]] = {}
+
+    def compute(self, x: Any, *args: Any) -> Any:
+        """The formula."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
+
+    def arguments(self) -> tuple[str, ...]:
+        """The names of compute's arguments after x."""
+        names = tuple(inspect.signature(self.compute).parameters)[1:]
+        return names
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        """By default every argument of compute that is no parameter is an extra input of that name."""
+        return {
+            name: self.inputs.get(name, NamedInput(name)) for name in self.arguments() if name not in self._parameters
+        }
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the output for an input of `dtype`."""
+        return dtype
+
+    def infer(self, x: Spec) -> Spec:
+        """The shape of x, the dtype that `output_dtype` says.
+
+        Raises:
+            TypeError: when x holds no floating-point numbers.
+        """
+        check_floating(x)
+        return Spec(x.shape, self.output_dtype(x.dtype), x.device)
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output."""
+        rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        given = self.named_inputs()
+        stream = call.random or random.RandomStream(0, 0, 0, *batch_layout(x.shape, self.batch_dim()))
+        arguments: list[torch.Tensor | None] = []
+        for name in self.arguments():
+            tensor = call.get(name)
+            if tensor is None:
+                arguments.append(None)
+                continue
+            arguments.append(_as_rows(tensor.to(wide), given.get(name), rows, stream))
+        with random.using(stream):
+            y = self.compute(rows.to(wide), *arguments)
+        y = y.expand(rows.shape[0], y.shape[-1])
+        return y.to(self.output_dtype(x.dtype)).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> tuple[int, int]:
+    """(inner, samples): the sample of row r is (r // inner) % samples."""
+    if batch_dim is None or len(shape) < 2:
+        return 1, 1
+    inner = 1
+    for size in shape[batch_dim + 1 : -1]:
+        inner *= size
+    return max(inner, 1), shape[batch_dim]
+
+
+def _as_rows(
+    tensor: torch.Tensor, given: NamedInput | None, rows: torch.Tensor, stream: random.RandomStream
+) -> torch.Tensor:
+    """An argument of compute as it broadcasts against [rows, features]."""
+    if given is None:
+        return tensor
+    if given.axes == Axes.FULL:
+        return tensor.reshape(rows.shape[0], tensor.shape[-1])
+    if given.axes == Axes.ROWS:
+        return tensor.reshape(rows.shape[0], 1)
+    sample = (torch.arange(rows.shape[0], device=rows.device) // stream.batch_inner) % stream.batch_size
+    return tensor.reshape(tensor.shape[0], -1)[sample]
+
+
+class UnfusedOperation(FusableOperation):
+    """An op with its own forward and gradients on tensors.
+
+    Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}); `reads` names
+    what op_backward reads, `emits` what op_forward gives it by `call.emit`. An op whose gradients can run apart
+    lists them in `gradients` instead.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("input",)
+    emits: ClassVar[tuple[str, ...]] = ()
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
+        return (Gradient(("input", *names), self.reads, "whole_backward"),)
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """The output for x."""
+        raise NotImplementedError(f"{type(self).__name__} must define op_forward(self, call, x)")
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> Any:
+        """dx, or (dx, {name: gradient})."""
+        raise NotImplementedError(f"{type(self).__name__} must define op_backward(self, call, dy)")
+
+    def whole_backward(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """op_backward as one node of the graph."""
+        result = self.op_backward(call, dy)
+        dx, others = result if isinstance(result, tuple) else (result, {})
+        return {"input": dx, **others}
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """op_forward, recorded by autograd: so verify checks op_backward against it."""
+        return self.op_forward(call, x)
+
+
+class FusedOperation(FusableOperation):
+    """Stands for several consecutive ops; what a fusion runs in their place."""
+
+
+def walk(module: torch.nn.Module) -> Iterator[FusableOperation]:
+    """Every op below a module, itself included."""
+    for m in module.modules():
+        if isinstance(m, FusableOperation):
+            yield m

@@ -1,0 +1,50 @@
+"""Bias: a learnable number added to each feature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.parameters import empty, fill, randomized
+
+
+class Bias(RowOp):
+    """Add a learnable number to each feature: y = x + bias.
+
+    Args:
+        features: the size of the last dimension; x is [..., features], `bias` is [features] and starts at 0.
+        dtype: the parameter's, torch's default if None.
+        device: the parameter's, torch's default if None.
+    """
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        features: int | Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = feature_size(features)
+        self.bias = empty(self.features, dtype=dtype, device=device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start at 0."""
+        fill(self.bias, 0.0)
+
+    def compute(self, x: Any, bias: Any) -> Any:
+        return x + bias
+
+    def infer(self, x: Spec) -> Spec:
+        check_features(self, x, self.features)
+        return super().infer(x)
+
+    def example(self, features: int, rng: torch.Generator) -> Bias:
+        return randomized(Bias(features, device="meta"), rng)

@@ -1,0 +1,93 @@
+"""What ops check of their arguments and inputs, with one wording for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from te_fuser.ops.base import FusableOperation, Spec
+
+
+def feature_size(features: int | Sequence[int], name: str = "features") -> int:
+    """The size of the last dimension from an int or a sequence of one, as torch.nn takes it.
+
+    Raises:
+        ValueError: for more than one dimension, or a negative size.
+        TypeError: for anything but whole numbers.
+    """
+    sizes = (features,) if isinstance(features, int) else tuple(features)
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        raise TypeError(f"{name} is a whole number, got {features!r}")
+    if len(sizes) != 1:
+        raise ValueError(f"{name} is the size of the last dimension alone, got {list(sizes)}: flatten the others first")
+    if sizes[0] < 0:
+        raise ValueError(f"{name} is a size, got {sizes[0]}")
+    return sizes[0]
+
+
+def check_features(op: FusableOperation, x: Spec, features: int) -> None:
+    """Refuse an input whose last dimension is not `features`.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    name = type(op).__name__
+    if not x.shape:
+        raise ValueError(f"{name} takes [..., {features}], got a scalar")
+    if x.features != features:
+        raise ValueError(
+            f"{name} was made for {features} features, got {x.features} (input shape {list(x.shape)}): "
+            f"give it [..., {features}] or make it with {x.features}"
+        )
+
+
+def check_probability(p: float) -> float:
+    """A drop probability as a float.
+
+    Raises:
+        ValueError: when it is not in [0, 1].
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"a drop probability lies in [0, 1], got {p}")
+    return float(p)
+
+
+def check_batch_dim(op: FusableOperation, x: Spec, batch_dim: int) -> None:
+    """Refuse an input without that dimension, or whose features it is.
+
+    Raises:
+        ValueError: naming the dimension and the shape.
+    """
+    dims = len(x.shape)
+    if not -dims <= batch_dim < dims - 1 or batch_dim == -1:
+        raise ValueError(
+            f"{type(op).__name__} counts samples along dimension {batch_dim}, which is no dimension before the "
+            f"features of an input of shape {list(x.shape)}: give batch_dim in [0, {max(dims - 2, 0)}]"
+        )
+
+
+def check_name(name: str) -> str:
+    """A name that a call can give as a keyword.
+
+    Raises:
+        ValueError: when it cannot be one.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"a name must be usable as a keyword argument, like 'skip'; got {name!r}")
+    return name
+
+
+def resolve_shape(shape: Sequence[int], elements: int) -> tuple[int, ...]:
+    """`shape` with its -1, if it has one, replaced so that it holds that many elements.
+
+    Raises:
+        ValueError: when no size does.
+    """
+    known = math.prod(size for size in shape if size != -1)
+    if -1 not in shape:
+        if known != elements:
+            raise ValueError(f"shape {list(shape)} holds {known} elements, got {elements}")
+        return tuple(shape)
+    if not known or elements % known:
+        raise ValueError(f"no size in place of -1 makes shape {list(shape)} hold {elements} elements")
+    return tuple(elements // known if size == -1 else size for size in shape)

@@ -1,0 +1,31 @@
+"""Fork: a name for a value that a later op reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import RowOp
+from te_fuser.ops.checks import check_name
+
+
+class Fork(RowOp):
+    """Hand the input through and give it a name for a later `Add` or other op of the list: y = x, name = x.
+
+    Raises:
+        ValueError: for a name that cannot be a keyword argument.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = check_name(name)
+
+    def named_outputs(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def compute(self, x: Any) -> Any:
+        return x
+
+    def example(self, features: int, rng: torch.Generator) -> Fork:
+        return Fork(self.name)

@@ -1,0 +1,52 @@
+"""GELU: the input times the probability that a normal variable lies below it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from te_fuser.formula import erf, sigmoid
+from te_fuser.ops.base import RowOp
+
+# 0.5 * (1 + tanh(u)) = sigmoid(2 u): one exponential and no cancellation in the negative tail.
+_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+
+
+def gelu_tanh(x: Any) -> Any:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    return x * sigmoid(_SLOPE * (x + 0.044715 * (x * x * x)))
+
+
+def gelu_erf(x: Any) -> Any:
+    """x Phi(x) = 0.5 x (1 + erf(x / sqrt(2)))."""
+    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+_FORMS = {"tanh": gelu_tanh, "none": gelu_erf}
+
+
+class GELU(RowOp):
+    """Weigh the input by the normal distribution: y = x Phi(x), pointwise.
+
+    approximate="tanh" (the default, as Transformers use it) is 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))),
+    approximate="none" is 0.5 x (1 + erf(x / sqrt(2))).
+
+    Raises:
+        ValueError: for another `approximate`.
+
+    Source: Hendrycks and Gimpel, "Gaussian error linear units (GELUs)" (2016).
+    """
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        if approximate not in _FORMS:
+            raise ValueError(f"GELU knows approximate='tanh' and 'none', got {approximate!r}")
+        self.approximate = approximate
+
+    def compute(self, x: Any) -> Any:
+        return _FORMS[self.approximate](x)
+
+    def example(self, features: int, rng: torch.Generator) -> GELU:
+        return GELU(self.approximate)

@@ -1,0 +1,19 @@
+"""Identity: nothing happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import RowOp
+
+
+class Identity(RowOp):
+    """Hand the input through: y = x."""
+
+    def compute(self, x: Any) -> Any:
+        return x
+
+    def example(self, features: int, rng: torch.Generator) -> Identity:
+        return Identity()

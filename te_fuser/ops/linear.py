@@ -1,0 +1,95 @@
+"""Linear: a matrix product and a bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, OpCall, Spec
+from te_fuser.ops.bias import Bias
+from te_fuser.ops.matmul import MatMul, init_linear_weight
+from te_fuser.ops.parameters import meaning_only, randomized
+
+
+class Linear(FusableOperation):
+    """Apply a learnable affine map to each row: y = x W^T + bias; stands for MatMul and Bias.
+
+    Args:
+        in_features: the size of x's last dimension; x is [..., in_features].
+        out_features: the size of y's last dimension; `weight` is [out_features, in_features], `bias` [out_features].
+        bias: whether there is one.
+        init_method: called with the weight to fill it, and the bias starts at 0; by default both are filled as
+            torch.nn.Linear's, with the same random numbers.
+        dtype: the parameters', torch's default if None.
+        device: the parameters', torch's default if None.
+
+    Raises:
+        ValueError: when x has another feature size.
+        TypeError: when x and weight differ in dtype.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        # A tuple, so that torch.nn.Module does not take the two for submodules: the parameters are this op's own.
+        self._parts = (
+            meaning_only(MatMul(in_features, out_features, device="meta")),
+            meaning_only(Bias(out_features, device="meta")),
+        )
+        self.in_features, self.out_features = self._parts[0].in_features, self._parts[0].out_features
+        self.init_method = init_method
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        if bias:
+            self.bias = torch.nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill weight and bias uniformly in +-1/sqrt(in_features), or by `init_method` and with 0."""
+        init_linear_weight(self.weight, self.init_method)
+        if self.bias is None:
+            return
+        if self.init_method is not None or not self.in_features:
+            torch.nn.init.zeros_(self.bias)
+        else:
+            bound = 1 / math.sqrt(self.in_features)
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    def lower(self) -> list[LoweredOp]:
+        matmul, add_bias = self._parts
+        lowered = [LoweredOp(matmul, {"weight": Binding(self, "weight")}, ".matmul")]
+        if self.bias is not None:
+            lowered.append(LoweredOp(add_bias, {"bias": Binding(self, "bias")}, ".bias"))
+        return lowered
+
+    def infer(self, x: Spec) -> Spec:
+        for part in self.lower():
+            x = part.op.infer(x)
+        return x
+
+    def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
+        return self._parts[0].flops(x, parameters)
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        for part in self.lower():
+            x = part.op.reference(call, x)
+        return x
+
+    def example(self, features: int, rng: torch.Generator) -> Linear:
+        op = Linear(features, self.out_features, self.bias is not None, device="meta")
+        return randomized(op, rng, spread=max(features, 1) ** -0.5)

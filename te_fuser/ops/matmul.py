@@ -1,0 +1,102 @@
+"""MatMul: the matrix product of a linear layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation, check_floating
+from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.parameters import empty, randomized
+
+
+class MatMul(UnfusedOperation):
+    """Multiply each row with a learnable matrix: y = x W^T, dx = dy W, dW = dy^T x.
+
+    Args:
+        in_features: the size of x's last dimension; x is [..., in_features].
+        out_features: the size of y's last dimension; `weight` is [out_features, in_features].
+        init_method: called with the weight to fill it; by default it is filled as torch.nn.Linear's.
+        dtype: the parameter's, torch's default if None.
+        device: the parameter's, torch's default if None.
+
+    Raises:
+        ValueError: when x has another feature size.
+        TypeError: when x and weight differ in dtype.
+    """
+
+    autocast = "lower"
+    weight: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = feature_size(in_features, "in_features")
+        self.out_features = feature_size(out_features, "out_features")
+        self.init_method = init_method
+        self.weight = empty(self.out_features, self.in_features, dtype=dtype, device=device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features)."""
+        if self.weight is not None:
+            init_linear_weight(self.weight, self.init_method)
+
+    def infer(self, x: Spec) -> Spec:
+        check_floating(x)
+        check_features(self, x, self.in_features)
+        return x.with_features(self.out_features)
+
+    def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
+        return 2.0 * x.rows * self.in_features * self.out_features
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return (
+            Gradient(("input",), ("weight",), "input_gradient"),
+            Gradient(("weight",), ("input",), "weight_gradient"),
+        )
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        weight = call["weight"]
+        if x.dtype != weight.dtype:
+            raise TypeError(
+                f"MatMul takes x and weight of one dtype, got {x.dtype} and {weight.dtype}: "
+                "convert one with .to(), or run under torch.autocast"
+            )
+        return torch.nn.functional.linear(as_rows(x), weight).reshape(*x.shape[:-1], weight.shape[0])
+
+    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """dx = dy W."""
+        weight = call["weight"]
+        return {"input": torch.mm(as_rows(dy), weight).reshape(*dy.shape[:-1], weight.shape[1])}
+
+    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """dW = dy^T x."""
+        return {"weight": torch.mm(as_rows(dy).t(), as_rows(call["input"]))}
+
+    def example(self, features: int, rng: torch.Generator) -> MatMul:
+        return randomized(MatMul(features, self.out_features, device="meta"), rng, spread=max(features, 1) ** -0.5)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as [rows, features], also where one of them is 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def init_linear_weight(weight: torch.Tensor, init_method: Callable[[torch.Tensor], Any] | None) -> None:
+    """Fill the weight [out, in] of a linear layer: as torch.nn.Linear does, if no method is given."""
+    if init_method is None:
+        torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        return
+    with torch.no_grad():
+        init_method(weight)

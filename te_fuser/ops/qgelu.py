@@ -1,0 +1,23 @@
+"""QGELU: the sigmoid approximation of GELU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.formula import sigmoid
+from te_fuser.ops.base import RowOp
+
+
+class QGELU(RowOp):
+    """GELU approximated by a logistic gate: y = x * sigmoid(1.702 * x), pointwise.
+
+    Source: Hendrycks and Gimpel, "Gaussian error linear units (GELUs)" (2016), section 2.
+    """
+
+    def compute(self, x: Any) -> Any:
+        return x * sigmoid(1.702 * x)
+
+    def example(self, features: int, rng: torch.Generator) -> QGELU:
+        return QGELU()

@@ -1,0 +1,23 @@
+"""ReLU: what is negative becomes zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.formula import relu
+from te_fuser.ops.base import RowOp
+
+
+class ReLU(RowOp):
+    """Zero what is negative: y = max(x, 0), pointwise; the gradient at 0 is 0.
+
+    Source: Nair and Hinton, "Rectified linear units improve restricted Boltzmann machines" (2010).
+    """
+
+    def compute(self, x: Any) -> Any:
+        return relu(x)
+
+    def example(self, features: int, rng: torch.Generator) -> ReLU:
+        return ReLU()

@@ -1,0 +1,64 @@
+"""Scale: each feature, or everything, times a number that is learned or given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.parameters import empty, fill, randomized
+
+
+class Scale(RowOp):
+    """Multiply by one number for each feature, one for all, or a constant: y = x * weight.
+
+    `Scale(n)` learns a weight [n] (LayerScale: Touvron et al., "Going deeper with image transformers", 2021);
+    `Scale(())` learns one number for all features (ReZero: Bachlechner et al., "ReZero is all you need", 2020);
+    `Scale(value=0.5)` learns nothing and multiplies by 0.5.
+
+    Args:
+        features: the size of the last dimension, () for one learnable number, None for a constant.
+        value: the constant, or what every learnable number starts at.
+        dtype: the parameter's, torch's default if None.
+        device: the parameter's, torch's default if None.
+    """
+
+    weight: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        features: int | Sequence[int] | None = None,
+        value: float = 1.0,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.value = float(value)
+        self.features = None if features is None or features == () else feature_size(features)
+        if features is None:
+            self.register_parameter("weight", None)
+        else:
+            shape = () if self.features is None else (self.features,)
+            self.weight = empty(*shape, dtype=dtype, device=device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start at `value`."""
+        fill(self.weight, self.value)
+
+    def compute(self, x: Any, weight: Any = None) -> Any:
+        return x * (self.value if weight is None else weight)
+
+    def infer(self, x: Spec) -> Spec:
+        if self.features is not None:
+            check_features(self, x, self.features)
+        return super().infer(x)
+
+    def example(self, features: int, rng: torch.Generator) -> Scale:
+        if self.weight is None:
+            return Scale(value=self.value)
+        return randomized(Scale(features if self.features is not None else (), device="meta"), rng, center=1.0)

@@ -1,0 +1,23 @@
+"""SiLU: the input gated by its own sigmoid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.formula import sigmoid
+from te_fuser.ops.base import RowOp
+
+
+class SiLU(RowOp):
+    """The input gated by its own sigmoid (swish): y = x * sigmoid(x), pointwise.
+
+    Source: Elfwing et al., "Sigmoid-weighted linear units for neural network function approximation" (2017).
+    """
+
+    def compute(self, x: Any) -> Any:
+        return x * sigmoid(x)
+
+    def example(self, features: int, rng: torch.Generator) -> SiLU:
+        return SiLU()

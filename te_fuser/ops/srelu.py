@@ -1,0 +1,24 @@
+"""SReLU: the square of ReLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.formula import relu
+from te_fuser.ops.base import RowOp
+
+
+class SReLU(RowOp):
+    """The square of ReLU: y = max(x, 0)^2, pointwise.
+
+    Source: So et al., "Primer: searching for efficient Transformers for language modeling" (2021).
+    """
+
+    def compute(self, x: Any) -> Any:
+        positive = relu(x)
+        return positive * positive
+
+    def example(self, features: int, rng: torch.Generator) -> SReLU:
+        return SReLU()

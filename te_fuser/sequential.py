@@ -1,0 +1,397 @@
+"""Sequential: a list of ops that plans itself, with the list semantics of torch.nn.Sequential; Residual: a branch and its sum."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.fuser import Fuser, check_input, check_options
+from te_fuser.fuser.graph import ListedOp
+from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.reference import reference_run
+from te_fuser.ops.add import Add
+from te_fuser.ops.base import FusableOperation, LoweredOp, walk
+from te_fuser.ops.fork import Fork
+
+
+@dataclass(frozen=True)
+class _Border:
+    """A module that runs by its own __call__: a plain nn.Module, or one that carries hooks."""
+
+    module: torch.nn.Module
+    path: str
+    reads: Mapping[str, str] = field(default_factory=dict)  # keyword -> qualified name
+    gives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Consecutive ops that are planned together, and the names that cross its ends."""
+
+    fuser: Fuser
+    listed: tuple[ListedOp, ...]
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+class Sequential(torch.nn.Sequential):
+    """Operations in order, fused where that pays: y = op_n(... op_1(x)).
+
+    It has the list semantics of `torch.nn.Sequential`. Nested Sequentials are fused as if their ops stood in this
+    list; plain modules and modules with hooks run by themselves and split the list into groups.
+
+    Args:
+        *ops: operations and modules, or one ordered dict of them.
+        memory: "fast", "balanced" or "lean", or a budget in bytes: what is kept for backward (see `explain`).
+        kernels: "auto" (generated kernels where they can be had), "generated" (an error where they cannot) or
+            "reference" (PyTorch operations).
+        verify: check every fused step on the data it sees against float64; slow, raises when a step errs.
+    """
+
+    def __init__(
+        self, *ops: Any, memory: str | int = "balanced", kernels: str = "auto", verify: bool = False
+    ) -> None:
+        check_options(memory, kernels)
+        super().__init__(*ops)
+        self.memory, self.kernels, self.verify = memory, kernels, verify
+        self._parts: list[_Border | _Group] = []
+        self._token: Any = None
+
+    # ------------------------------------------------------------------------------ list semantics
+
+    def _options(self) -> dict[str, Any]:
+        return {"memory": self.memory, "kernels": self.kernels, "verify": self.verify}
+
+    def _like(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Sequential:
+        return Sequential(OrderedDict(modules), **self._options())
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._like(list(self._modules.items())[index])  # type: ignore[arg-type]
+        return super().__getitem__(index)
+
+    def __add__(self, other: torch.nn.Sequential) -> Sequential:
+        if not isinstance(other, torch.nn.Sequential):
+            raise TypeError(f"Sequential adds another Sequential, got {type(other).__name__}")
+        return self._like((str(k), m) for k, m in enumerate([*self, *other]))
+
+    def __mul__(self, times: int) -> Sequential:
+        if not isinstance(times, int) or times <= 0:
+            raise ValueError(f"Sequential can be repeated 1 or more times, got {times!r}")
+        return self._like((str(k), m) for k, m in enumerate(list(self) * times))
+
+    __rmul__ = __mul__
+
+    # ------------------------------------------------------------------------------------- running
+
+    def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:  # type: ignore[override]
+        """Run the plans.
+
+        Args:
+            x: [..., features].
+            outputs: names of `Output`s to return beside the result, in this order.
+            **inputs: the tensors that ops read by name.
+
+        Returns:
+            y, or (y, *outputs).
+
+        Raises:
+            TypeError, ValueError: when the input does not fit the list, naming op, position, and what to do.
+        """
+        parts = self._prepared()
+        if len(parts) == 1 and type(parts[0]) is _Group:
+            group = parts[0]
+            check_input(x)
+            if self.verify:
+                return self._verified(group.fuser, x, inputs, tuple(map(self._qualified, outputs)))
+            return group.fuser.run(x, inputs, tuple(map(self._qualified, outputs)) if outputs else ())
+        return self._run_parts(parts, x, inputs, tuple(map(self._qualified, outputs)))
+
+    def _verified(self, fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+        from te_fuser.verify import run_verified
+
+        return run_verified(fuser, x, inputs, outputs)
+
+    def _run_parts(
+        self, parts: list[_Border | _Group], x: Any, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> Any:
+        values = dict(inputs)
+        read = {name for part in parts for name in _reads(part)}
+        unknown = sorted(set(inputs) - read)
+        if unknown:
+            takes = ", ".join(sorted(n for n in read if "/" not in n)) or "none"
+            raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
+        for k, part in enumerate(parts):
+            later = {name for p in parts[k + 1 :] for name in _reads(p)} | set(outputs)
+            if isinstance(part, _Border):
+                x = self._run_border(part, x, values)
+                values.update(dict.fromkeys(part.gives, x))
+                continue
+            check_input(x)
+            given = {n: values[n] for n in part.reads if n in values}
+            wanted = tuple(n for n in part.gives if n in later)
+            made = (
+                self._verified(part.fuser, x, given, wanted) if self.verify else part.fuser.run(x, given, wanted)
+            )
+            if wanted:
+                x, *extra = made
+                values.update(zip(wanted, extra, strict=True))
+            else:
+                x = made
+        return (x, *(values[n] for n in outputs)) if outputs else x
+
+    def _run_border(self, part: _Border, x: Any, values: Mapping[str, torch.Tensor]) -> Any:
+        given = {keyword: values[name] for keyword, name in part.reads.items() if name in values}
+        return part.module(x, **given)
+
+    def _qualified(self, name: str) -> str:
+        known = [n for part in self._prepared() if isinstance(part, _Group) for n in part.gives]
+        exported = [n for n in known if n.replace("/", ".").lstrip(".") == name]
+        close = exported or [n for n in known if n.rsplit("/", 1)[-1] == name]
+        if len(close) == 1:
+            return close[0]
+        if close:
+            paths = ", ".join(sorted(n.replace("/", ".").lstrip(".") for n in close))
+            raise ValueError(f"several ops give {name!r}; name one by its path: {paths}")
+        listed = ", ".join(sorted(n.replace("/", ".").lstrip(".") for n in known)) or "none"
+        raise ValueError(f"no Output({name!r}) in this list (outputs: {listed})")
+
+    # ----------------------------------------------------------------------------------- structure
+
+    def _prepared(self) -> list[_Border | _Group]:
+        if self._token is None or not self._unchanged():
+            self._rebuild()
+        return self._parts
+
+    def _unchanged(self) -> bool:
+        containers, members, hooks, lengths, options = self._token
+        if [m for c in containers for m in c._modules.values()] != members:
+            return False
+        return [len(h) for h in hooks] == lengths and options == (self.memory, self.kernels)
+
+    def _rebuild(self) -> None:
+        containers = [m for m in self.modules() if isinstance(m, Sequential)]
+        members = [m for c in containers for m in c._modules.values()]
+        watched = [m for c in containers for m in c._modules.values() if m is not None]
+        hooks = [h for m in watched for h in _hook_dicts(m)]
+        items = _Flattener().run(self)
+        self._parts = list(self._grouped(items))
+        self._token = (containers, members, hooks, [len(h) for h in hooks], (self.memory, self.kernels))
+
+    def _grouped(self, items: list[ListedOp | _Border]) -> Iterable[_Border | _Group]:
+        run: list[ListedOp] = []
+        for item in items:
+            if isinstance(item, ListedOp):
+                run.append(item)
+                continue
+            if run:
+                yield self._group(run)
+                run = []
+            yield item
+        if run or not items:
+            yield self._group(run)
+
+    def _group(self, run: list[ListedOp]) -> _Group:
+        fuser = Fuser(tuple(run), memory=self.memory, kernels=self.kernels)
+        reads, bound = {}, set()
+        gives: dict[str, None] = {}
+        for item in run:
+            for name in item.names_in.values():
+                if name not in bound:
+                    reads[name] = None
+            for name in item.names_out:
+                bound.add(name)
+                gives[name] = None
+        return _Group(fuser, tuple(run), tuple(reads), tuple(gives))
+
+    # ------------------------------------------------------------------------------- looking inside
+
+    def plan(self, x: torch.Tensor, *, outputs: Sequence[str] = (), device: Any = None, **inputs: torch.Tensor) -> Plan:
+        """The plan of a call like this one, as data; nothing runs.
+
+        Raises:
+            ValueError: when plain modules split the list into several plans; see `plans`.
+        """
+        found = self.plans(x, outputs=outputs, device=device, **inputs)
+        if len(found) != 1:
+            raise ValueError(f"plain modules split this list into {len(found)} plans; use plans(x)")
+        return found[0]
+
+    def plans(
+        self, x: torch.Tensor, *, outputs: Sequence[str] = (), device: Any = None, **inputs: torch.Tensor
+    ) -> list[Plan]:
+        """One plan for each group of ops between plain modules; the plain modules are run to see their outputs."""
+        from te_fuser.fuser.device import device_named
+
+        roofline = device_named(device) if isinstance(device, str) else device
+        parts = self._prepared()
+        qualified = tuple(map(self._qualified, outputs))
+        values: dict[str, torch.Tensor] = dict(inputs)
+        found = []
+        current: Any = x
+        for k, part in enumerate(parts):
+            later = {name for p in parts[k + 1 :] for name in _reads(p)} | set(qualified)
+            if isinstance(part, _Border):
+                with torch.no_grad():
+                    current = self._run_border(part, current, values)
+                values.update(dict.fromkeys(part.gives, current))
+                continue
+            check_input(current)
+            given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else inputs
+            wanted = tuple(n for n in part.gives if n in later)
+            plan = part.fuser.plan(current, given, wanted, roofline)
+            found.append(plan)
+            current = _like_output(plan, plan.graph.output)
+            values.update({n: _like_output(plan, plan.graph.named_outputs[n]) for n in wanted})
+        return found
+
+    def explain(
+        self,
+        x: torch.Tensor | None = None,
+        *,
+        device: str | None = None,
+        source: bool = False,
+        outputs: Sequence[str] = (),
+        **inputs: torch.Tensor,
+    ) -> Any:
+        """Both plans as tables: what is fused, what is not and why, bytes, predicted time, what is kept.
+
+        Args:
+            x: an input like those of the calls to explain (a zero tensor of the right shape will do).
+            device: a named device to predict for, e.g. "h200"; by default the one at hand.
+            source: show the generated code too.
+
+        Returns:
+            An object that prints as text (`print(model.explain(x))`); `.plans` holds the data.
+        """
+        from te_fuser.fuser.explain import Explanation
+
+        if x is None:
+            raise TypeError("explain(x) needs an input like those of your calls; torch.empty of its shape will do")
+        return Explanation(self.plans(x, outputs=outputs, device=device, **inputs), source)
+
+    def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
+        """The same result op by op from their meaning, in plain differentiable PyTorch operations."""
+        parts = self._prepared()
+        qualified = tuple(map(self._qualified, outputs))
+        values = dict(inputs)
+        seed = None
+        for part in parts:
+            if isinstance(part, _Border):
+                x = self._run_border(part, x, values)
+                values.update(dict.fromkeys(part.gives, x))
+                continue
+            if seed is None and any(o.lowered.op.draws() for o in part.listed):
+                from te_fuser.fuser.fuser import draw_seed
+
+                seed = draw_seed()
+            x = reference_run(part.listed, x, values, seed)
+        return (x, *(values[n] for n in qualified)) if qualified else x
+
+    def operations(self) -> list[FusableOperation]:
+        """Every op below this list."""
+        return list(walk(self))
+
+
+class Residual(Sequential):
+    """A branch and its sum: y = x + op_n(... op_1(x)).
+
+    Raises:
+        ValueError: when the branch changes the shape (found at the first call).
+
+    Source: He et al., "Deep residual learning for image recognition" (2015).
+    """
+
+    def _like(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Sequential:
+        return Sequential(OrderedDict(modules), **self._options())
+
+
+class _Flattener:
+    """Turns nested Sequentials into one list; names bound in a Sequential are local to it."""
+
+    def __init__(self) -> None:
+        self.items: list[ListedOp | _Border] = []
+
+    def run(self, root: Sequential) -> list[ListedOp | _Border]:
+        self._sequential(root, "", [])
+        return self.items
+
+    def _sequential(self, module: Sequential, path: str, scopes: list[dict[str, str]]) -> None:
+        inner = [*scopes, {}]
+        residual = isinstance(module, Residual)
+        if residual:
+            self._op(Fork("residual"), path, path, inner)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            here = f"{path}.{name}" if path else name
+            if _has_hooks(child) or not isinstance(child, (FusableOperation, Sequential)):
+                self._border(child, here, path, inner)
+            elif isinstance(child, Sequential):
+                self._sequential(child, here, inner)
+            else:
+                self._op(child, here, path, inner)
+        if residual:
+            self._op(Add("residual"), path, path, inner)
+
+    def _op(self, op: FusableOperation, here: str, scope: str, scopes: list[dict[str, str]]) -> None:
+        for low in op.lower():
+            names_in, names_out = self._names(low, scope, scopes)
+            where = f"{here}.{low.suffix}" if low.suffix else here
+            self.items.append(ListedOp(low, where, names_in, names_out, scope))
+
+    def _names(
+        self, low: LoweredOp, scope: str, scopes: list[dict[str, str]]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        names_in = {arg: _resolve(given.name, scopes) for arg, given in low.op.named_inputs().items()}
+        return names_in, tuple(self._bind(low.op, name, scope, scopes) for name in low.op.named_outputs())
+
+    def _bind(self, op: FusableOperation, name: str, scope: str, scopes: list[dict[str, str]]) -> str:
+        qualified = f"{scope}/{name}"
+        if not getattr(op, "exports", False):
+            scopes[-1][name] = qualified
+        return qualified
+
+    def _border(self, module: torch.nn.Module, here: str, scope: str, scopes: list[dict[str, str]]) -> None:
+        reads: dict[str, str] = {}
+        gives: tuple[str, ...] = ()
+        if isinstance(module, FusableOperation):
+            reads = {g.name: _resolve(g.name, scopes) for low in module.lower() for g in low.op.named_inputs().values()}
+            gives = tuple(self._bind(module, n, scope, scopes) for n in module.named_outputs())
+        elif isinstance(module, Sequential):
+            inside = _Flattener().run(module)
+            free = {n for item in inside for n in _names_read(item) if "/" not in n}
+            reads = {n: _resolve(n, scopes) for n in sorted(free)}
+        self.items.append(_Border(module, here, reads, gives))
+
+
+def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
+    for scope in reversed(scopes):
+        if name in scope:
+            return scope[name]
+    return name
+
+
+def _names_read(item: ListedOp | _Border) -> Iterable[str]:
+    return item.names_in.values() if isinstance(item, ListedOp) else item.reads.values()
+
+
+def _reads(part: _Border | _Group) -> Iterable[str]:
+    return part.reads if isinstance(part, _Group) else part.reads.values()
+
+
+def _hook_dicts(m: torch.nn.Module) -> tuple[Any, ...]:
+    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
+
+
+def _has_hooks(m: torch.nn.Module) -> bool:
+    return any(_hook_dicts(m))
+
+
+def _like_output(plan: Plan, value: int) -> torch.Tensor:
+    v = plan.graph.values[value]
+    return torch.empty(v.spec.shape, dtype=v.spec.dtype, device=v.spec.device).requires_grad_(v.needs_grad)
