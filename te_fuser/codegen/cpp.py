@@ -12,6 +12,7 @@ import functools
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -89,21 +90,26 @@ def _has_features(e: Expr) -> bool:
     return bool(e.axes & Axes.FEATURE)
 
 
+def _ordered(roots: Iterable[Expr], has_below: Callable[[Expr], bool]) -> list[Expr]:
+    """The nodes below `roots`, arguments first, going down only where `has_below` holds; without recursion."""
+    order: dict[int, Expr] = {}
+    entered: set[int] = set()
+    stack = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        e, ready = stack.pop()
+        if ready:
+            order[id(e)] = e
+        elif id(e) not in entered:
+            entered.add(id(e))
+            stack.append((e, True))
+            if has_below(e):
+                stack.extend((a, False) for a in reversed(e.args))
+    return list(order.values())
+
+
 def _below(roots: Iterable[Expr], stop: Callable[[Expr], bool]) -> list[Expr]:
     """The nodes with features below `roots`, arguments first; what `stop` holds for is the last on its way."""
-    found: dict[int, Expr] = {}
-
-    def visit(e: Expr) -> None:
-        if id(e) in found or not _has_features(e):
-            return
-        if not stop(e):
-            for a in e.args:
-                visit(a)
-        found[id(e)] = e
-
-    for root in roots:
-        visit(root)
-    return list(found.values())
+    return [e for e in _ordered(roots, lambda e: _has_features(e) and not stop(e)) if _has_features(e)]
 
 
 def _late_reductions(d: KernelDescription, feature_roots: Sequence[Expr]) -> list[Expr]:
@@ -211,11 +217,8 @@ def literal(value: float) -> str:
         return "te::not_a_number"
     if math.isinf(single):
         return "te::infinity" if single > 0 else "-te::infinity"
-    for digits in range(1, 10):
-        text = f"{single:.{digits}g}"
-        if struct.unpack("f", struct.pack("f", float(text)))[0] == single:
-            break
-    return f"{text}f" if re.search("[.e]", text) else f"{text}.0f"
+    candidates = (float(f"{single:.{digits}g}") for digits in range(1, 10))
+    return f"{next(c for c in candidates if struct.unpack('f', struct.pack('f', c))[0] == single)!r}f"
 
 
 # ------------------------------------------------------------------------------------------------- lines
@@ -244,7 +247,7 @@ class _Lines:
 
 _ATOM, _PRODUCT, _SUM, _COMPARISON = 3, 2, 1, 0
 _INFIX = {"add": ("+", _SUM), "sub": ("-", _SUM), "mul": ("*", _PRODUCT), "div": ("/", _PRODUCT)}
-_LONGEST = 90
+_LONGEST = 64
 
 
 @dataclass(frozen=True)
@@ -255,24 +258,15 @@ class _Text:
     binds: int
     vector: bool
     truth: bool = False  # a comparison: a mask or a bool
+    named: bool = False
 
     def within(self, binds: int) -> str:
         return self.text if self.binds >= binds else f"({self.text})"
 
 
-def _count_uses(roots: Iterable[Expr], is_known: Callable[[Expr], bool]) -> dict[int, int]:
+def _count_uses(roots: Sequence[Expr], nodes: Sequence[Expr]) -> Counter[int]:
     """How often each node is used, so that what is used once is written in its place."""
-    uses: dict[int, int] = {}
-
-    def visit(e: Expr) -> None:
-        uses[id(e)] = uses.get(id(e), 0) + 1
-        if uses[id(e)] == 1 and not is_known(e):
-            for a in e.args:
-                visit(a)
-
-    for root in roots:
-        visit(root)
-    return uses
+    return Counter(id(e) for e in (*roots, *(a for n in nodes for a in n.args)))
 
 
 class _Scope:
@@ -282,11 +276,11 @@ class _Scope:
 
     def __init__(self, kernel: _Kernel, roots: Sequence[Expr], known: dict[int, _Text]) -> None:
         self.kernel = kernel
-        self.known = known
-        self.uses = _count_uses(roots, self._is_known)
+        self.known = known  # node -> the text to use for it
+        self.uses = _count_uses(roots, [n for n in _ordered(roots, self._is_made_here) if self._is_made_here(n)])
 
-    def _is_known(self, e: Expr) -> bool:
-        return id(e) in self.known or e.op in _REDUCTIONS
+    def _is_made_here(self, e: Expr) -> bool:
+        return id(e) not in self.known and e.op not in _REDUCTIONS
 
     def number(self, e: Expr) -> _Text:
         """`e` as a number or a vec, even when it is a comparison."""
@@ -300,9 +294,13 @@ class _Scope:
 
     def value(self, e: Expr) -> _Text:
         """`e`, by its name if it has one; the statements that it needs are written first."""
-        found = self.known.get(id(e))
-        if found is not None:
-            return found
+        if id(e) not in self.known:
+            for node in _ordered([e], lambda n: self._is_made_here(n)):
+                if id(node) not in self.known:
+                    self.known[id(node)] = self._write(node)
+        return self.known[id(e)]
+
+    def _write(self, e: Expr) -> _Text:
         found = _WRITERS.get(e.op, _Scope._call)(self, e)
         return self.name(e, found) if self._wants_name(e, found) else found
 
@@ -314,13 +312,13 @@ class _Scope:
         name = self.kernel.value_name(e)
         kinds = ("te::mask", "bool") if found.truth else ("te::vec", "float")
         self.kernel.lines(f"const {kinds[0] if found.vector else kinds[1]} {name} = {found.text};")
-        self.known[id(e)] = _Text(name, _ATOM, found.vector, found.truth)
-        return self.known[id(e)]
+        return _Text(name, _ATOM, found.vector, found.truth, named=True)
 
-    def named(self, e: Expr) -> _Text:
-        """`e` by a name, unless it is a constant."""
+    def named(self, e: Expr) -> None:
+        """Give `e` a name, unless it has one or is a constant."""
         found = self.value(e)
-        return found if id(e) in self.known or e.op == "const" else self.name(e, found)
+        if e.op != "const" and not found.named:
+            self.known[id(e)] = self.name(e, found)
 
     # -- one writer for each kind of node
 
@@ -371,20 +369,19 @@ class _LoopScope(_Scope):
         self.kept = {id(e) for e in loop.buffered}
         super().__init__(kernel, loop.roots, dict(known))
 
-    def _is_known(self, e: Expr) -> bool:
-        return super()._is_known(e) or not _has_features(e) or self._lies_in_buffer(e)
+    def _is_made_here(self, e: Expr) -> bool:
+        return super()._is_made_here(e) and _has_features(e) and not self._lies_in_buffer(e)
 
     def _lies_in_buffer(self, e: Expr) -> bool:
         return id(e) in self.kernel.buffers and id(e) not in self.kept
 
-    def value(self, e: Expr) -> _Text:
-        if id(e) in self.known:
-            return self.known[id(e)]
+    def _write(self, e: Expr) -> _Text:
         if self._lies_in_buffer(e):
             return self.name(e, _Text(f"te::load_buffer({self.kernel.buffers[id(e)]}, at)", _ATOM, True))
-        found = super().value(e)
+        found = super()._write(e)
         if id(e) in self.kept:
-            self.kernel.lines(f"te::store_buffer({self.kernel.buffers[id(e)]}, at, {self.number(e).text});")
+            number = f"te::truth({found.text})" if found.truth else found.text
+            self.kernel.lines(f"te::store_buffer({self.kernel.buffers[id(e)]}, at, {number});")
         return found
 
     def _wants_name(self, e: Expr, found: _Text) -> bool:
@@ -403,6 +400,11 @@ _WRITERS: dict[str, Callable[[_Scope, Expr], _Text]] = {
 
 
 # -------------------------------------------------------------------------------------------- the kernel
+
+
+def _plus(pointer: str, *offsets: int | str) -> str:
+    """`pointer` moved by the offsets that are not 0."""
+    return " + ".join([pointer, *(str(o) for o in offsets if o not in (0, "0"))])
 
 
 def _padded(count: int) -> int:
@@ -430,7 +432,7 @@ class _RowsSum:
 
     @property
     def partial(self) -> str:
-        return f"{'sample_partial' if self.per_sample else 'partial'} + {self.offset}"
+        return _plus("sample_partial" if self.per_sample else "partial", self.offset)
 
 
 def _part_name(name: str, index: int, parts: int) -> str:
@@ -533,16 +535,15 @@ class _Kernel:
 
     def load_text(self, e: Expr) -> str:
         load = self.loads[e.attrs[0]]
-        offset = f" + {e.attrs[1]}" if e.attrs[1] else ""
         if e.axes & Axes.FEATURE:
-            return f"te::load({self.row_pointer(load)}{offset}, at)"
-        index = " + row" if e.axes & Axes.OUTER else " + sample" if e.axes & Axes.BATCH else ""
-        return f"te::load({self.tensors[id(load)]}{index})"
+            return f"te::load({_plus(self.row_pointer(load), e.attrs[1])}, at)"
+        index = "row" if e.axes & Axes.OUTER else "sample" if e.axes & Axes.BATCH else 0
+        return f"te::load({_plus(self.tensors[id(load)], index)})"
 
     def keep_text(self, e: Expr) -> str:
         name, limit, offset, _ = e.attrs
         if e.axes & Axes.FEATURE:
-            return f"te::keep({self.bits[name]}{f' + {offset}' if offset else ''}, at, {limit})"
+            return f"te::keep({_plus(self.bits[name], offset)}, at, {limit})"
         return f"te::keep_sample(sample, {limit}, {self.streams[name]})"
 
     def row_pointer(self, tensor: Load | Store) -> str:
@@ -644,7 +645,7 @@ class _Kernel:
 
     def _scratch(self, role: str, floats: int, element: str = "float", *, fresh: bool = True) -> str:
         name = self.names.fresh(role) if fresh else role
-        place = f"scratch + {self.scratch_floats}"
+        place = _plus("scratch", self.scratch_floats)
         self.lines(
             f"{element}* const {name} = {place};"
             if element == "float"
@@ -688,8 +689,8 @@ class _Kernel:
     def _sample_pointers(self) -> None:
         self.lines("const int64_t sample = te::sample_of(row, launch);")
         if self.partial_floats_per_sample:
-            step = f"{self.partial_floats} + sample * {self.partial_floats_per_sample}"
-            self.lines(f"float* const sample_partial = partial + {step};")
+            step = f"sample * {self.partial_floats_per_sample}"
+            self.lines(f"float* const sample_partial = {_plus('partial', self.partial_floats, step)};")
         for load in self.d.loads:
             if load.axes == Axes.SAMPLE_FEATURES:
                 self._row_pointer_line(load, f"const {_ELEMENTS[load.dtype]}", "sample")
@@ -734,7 +735,7 @@ class _Kernel:
                 self._stores_and_sums(body)
         for r in loop.reductions:
             self.lines(f"const float {self.value_name(r)} = {parts[id(r)]}.total();")
-            outer.known[id(r)] = _Text(self.value_name(r), _ATOM, False)
+            outer.known[id(r)] = _Text(self.value_name(r), _ATOM, False, named=True)
 
     def _unroll(self, loop: _Loop) -> int:
         if not loop.reductions:
@@ -745,8 +746,9 @@ class _Kernel:
     def _stores_and_sums(self, body: _LoopScope) -> None:
         for store in self.d.stores:
             for index, part in enumerate(store.parts if store.axes & Axes.FEATURE else ()):
-                offset = f" + {index * self.d.width}" if index else ""
-                self.lines(f"te::store({self.row_pointer(store)}{offset}, at, {body.number(part).text});")
+                to = _plus(self.row_pointer(store), index * self.d.width)
+                value = body.number(part).text
+                self.lines(f"te::store({to}, at, {value});")
         for s in self.sums:
             if s.has_features:
                 self.lines(f"te::add_to_buffer({s.name}, at, {body.number(s.part).text});")
@@ -759,15 +761,15 @@ class _Kernel:
             self.lines(f"{element}* const {name} = te::tensor<{element}>(launch, {index});")
         for s in self.sums:
             if not s.per_sample:
-                self._finish_line(s, f"{self.tensors[id(s.total)]} + {s.first}", str(s.offset))
+                self._finish_line(s, _plus(self.tensors[id(s.total)], s.first), str(s.offset))
         if self.partial_floats_per_sample:
             with self.lines.block("for (int64_t sample = 0; sample < launch->batch_size; ++sample)"):
-                self.lines(f"const int64_t share = {self.partial_floats} + sample * {self.partial_floats_per_sample};")
+                share = _plus(f"sample * {self.partial_floats_per_sample}", self.partial_floats)
+                self.lines(f"const int64_t share = {share};")
                 for s in self.sums:
                     if s.per_sample:
-                        width = s.total.width if s.has_features else 1
-                        to = f"{self.tensors[id(s.total)]} + sample * {width} + {s.first}"
-                        self._finish_line(s, to, f"share + {s.offset}")
+                        row = f"sample * {s.total.width}" if s.has_features else "sample"
+                        self._finish_line(s, _plus(self.tensors[id(s.total)], row, s.first), _plus("share", s.offset))
 
     def _finish_line(self, s: _RowsSum, to: str, offset: str) -> None:
         self.lines(f"te::finish_sum(launch, workers, {to}, {offset}, {s.count}, {_padded(s.count)});")

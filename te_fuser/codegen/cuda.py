@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 
@@ -151,19 +152,27 @@ _CTYPES = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::fp16"}
 # ------------------------------------------------------------------------------- formulas as the GPU likes them
 
 
+Rule = Callable[[Expr], "Expr | None"]
+Item = TypeVar("Item", Store, Sum)
+
+
 def rewrite(description: KernelDescription) -> KernelDescription:
     """The same kernel in cheaper and more accurate terms; see `_RULES` and `_FAST_RULES`."""
-    rules = _RULES + (_FAST_RULES if not _precise(description) else ())
+    for rules in (_RULES, () if _precise(description) else _FAST_RULES):
+        description = _rewritten(description, rules)
+    return description
+
+
+def _rewritten(description: KernelDescription, rules: Sequence[Rule]) -> KernelDescription:
     done: dict[int, Expr] = {}
     for node in description.nodes:
         args = tuple(done[id(a)] for a in node.args)
         same = all(x is y for x, y in zip(args, node.args, strict=True))
         new = node if same else expr.rebuild(node.op, args, node.attrs)
-        for rule in rules:
-            new = rule(new) or new
-        done[id(node)] = new
+        better = next((found for rule in rules if (found := rule(new)) is not None), new)
+        done[id(node)] = better
 
-    def renewed(items: Iterable[Store] | Iterable[Sum]) -> tuple:  # type: ignore[type-arg]
+    def renewed(items: tuple[Item, ...]) -> tuple[Item, ...]:
         return tuple(dataclasses.replace(t, parts=tuple(done[id(p)] for p in t.parts)) for t in items)
 
     return dataclasses.replace(description, stores=renewed(description.stores), sums=renewed(description.sums))
@@ -210,7 +219,6 @@ def _masked(e: Expr) -> Expr | None:
     return expr.pointwise("masked", rest, mask, attrs=e.args[0].attrs) if is_boolean(mask) else None
 
 
-Rule = Callable[[Expr], "Expr | None"]
 _RULES: tuple[Rule, ...] = (_plus_tanh, _square_tanh, _masked)
 _FAST_RULES: tuple[Rule, ...] = (_base_two,)
 
@@ -267,6 +275,13 @@ class Names:
             name, number = f"{base}_{number}", number + 1
         self._taken.add(name)
         return name
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Names given out inside are free again afterwards."""
+        before = set(self._taken)
+        yield
+        self._taken = before
 
 
 def _literal(number: float | Fraction) -> str:
@@ -453,7 +468,7 @@ class KernelText:
 
     def _name(self, node: Expr, known: dict[int, str]) -> None:
         """Give a number that loops use a name, so that they do not compute it again."""
-        if not re.fullmatch(r"[\w:.]+", known[id(node)]):
+        if not re.fullmatch(r"[\w:.\[\]]+", known[id(node)]):
             name = self.names.fresh("t")
             self.text(f"const {'bool' if is_boolean(node) else 'float'} {name} = {_bare(known[id(node)])};")
             known[id(node)] = name
@@ -515,7 +530,7 @@ class KernelText:
             return f"{draws[id(e)]}.get(i) >= {e.attrs[1]}u" if e.op == "keep" else f"te::get({vectors[id(e)]}, i)"
 
         inner = dict(known)
-        with self.text.loop("i", "kVector"):
+        with self.text.loop("i", "kVector"), self.names.scope():
             self.formulas.write(self.text, targets, inner, leaf)
             then(inner)
 
@@ -602,10 +617,17 @@ class KernelText:
             self.text(f"const int sample = {group} / splits, split = {group} % splits;")
             self.text("const long long count = te::rows_of_sample(rows, batch_inner, batch_size);")
             group, groups = "split", "splits"
+        elif self.plain_rows:
+            return
         else:
             self.text("const long long count = rows;")
         self.text(f"const long long step = static_cast<long long>({groups}){slots};")
         self.text(f"const long long first = static_cast<long long>({group}){slots};")
+
+    @property
+    def plain_rows(self) -> bool:
+        """Whether a block simply takes every so many rows, one at a time."""
+        return self.s.slots == 1 and not self.per_sample and self.s.kind != Kind.COLUMNS
 
     def row_at(self, index: str) -> str:
         """The row with this index."""
@@ -668,15 +690,21 @@ class ColumnText(KernelText):
         travels = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True)}
         slot = " + slot" if self.s.slots > 1 else ""
         with text.block(f"for (long long base = first{slot}; base < count; base += step * kAhead)"):
-            if travels:
+            numbers = [n for n in self.d.nodes if n.op == "input" and n.axes == Axes.ROWS]
+            self._numbers = {id(n): self.names.fresh(f"{n.attrs[0]}_ahead") for n in numbers}
+            if travels or numbers:
                 text("// All loads first, so that they are on their way together.")
                 for n in self._leaves(True):
                     text(f"{self.vector_type(n)} {travels[id(n)]}[kAhead];")
+                for name in self._numbers.values():
+                    text(f"float {name}[kAhead];")
                 with text.loop("ahead", "kAhead"), self._row():
                     if any(n.axes & Axes.OUTER == 0 for n in self._leaves(True)):
                         self._sample()
                     for n in self._leaves(True):
                         text(f"{travels[id(n)]}[ahead] = {self.load(n)};")
+                    for n in numbers:
+                        text(f"{self._numbers[id(n)]}[ahead] = {self._scalar_leaf(n)};")
             with text.loop("ahead", "kAhead"), self._row():
                 self._one_row({**stays, **{i: f"{name}[ahead]" for i, name in travels.items()}})
 
@@ -692,7 +720,7 @@ class ColumnText(KernelText):
             self.text("const int sample = te::sample_of(row, batch_inner, batch_size);")
 
     def _one_row(self, vectors: Mapping[int, str]) -> None:
-        known = dict(self.known)
+        known = {**self.known, **{i: f"{name}[ahead]" for i, name in self._numbers.items()}}
         self._sample()
         self.row_level(0, known)
         self.last_pass(known, vectors, "")
@@ -720,17 +748,21 @@ class RowText(KernelText):
         self.features = [n for n in leaves if not n.axes & Axes.OUTER]
         self.row_names = {id(n): self.names.fresh(f"{part_role(n)}_row") for n in self.full}
         self.vector_names = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
+        self.kept = plan.kept(description, schedule)
         values = {id(n): n for p in self.passes for n in p.waits if n.op != "input"}
         self.waiting = {i: self.names.fresh("waiting") for i in values}
         self.ragged = schedule.covered != description.width
-        self.masked = schedule.slots > 1 or self.per_sample
+        self.index, self.next = ("row", "row + gridDim.x") if self.plain_rows else ("base", "base + step")
+        self.first, self.count = ("blockIdx.x", "rows") if self.plain_rows else ("first", "count")
+        step = "gridDim.x" if self.plain_rows else "step"
+        self.loop = f"{self.index} = {self.first}; {self.index} < {self.count}; {self.index} += {step}"
 
     def write(self) -> str:
         """The function."""
         text = self.text
         with text.block(self.signature()):
             self._prologue()
-            with text.block("for (long long base = first; base < count; base += step)"):
+            with text.block(f"for (long long {self.loop})"):
                 self._row()
             self._epilogue()
         return "\n".join(text.lines)
@@ -749,6 +781,7 @@ class RowText(KernelText):
         self.declare_range("blockIdx.x", "gridDim.x")
         self.call_level()
         self._declare_sums()
+        self._keep_features()
         if s.kind == Kind.SHARED:
             self._declare_fetch()
 
@@ -781,10 +814,19 @@ class RowText(KernelText):
                     self.text(f"te::put<kThreads>({self.sum_names[key]}, chunk, threadIdx.x, te::Zeros<kVector>().values);")
         self.declare_scalar_sums()
 
+    def _keep_features(self) -> None:
+        for n in self.kept:
+            self.row_names[id(n)] = self.names.fresh(f"{part_role(n)}_vectors")
+            self.text(f"{self.vector_type(n)} {self.row_names[id(n)]}[kChunks];")
+        if self.kept:
+            with self._chunks():
+                for n in self.kept:
+                    self.text(f"{self.row_names[id(n)]}[chunk] = {self.load(n)};")
+
     def _declare_fetch(self) -> None:
         text = self.text
         text("// Each thread copies what it will read itself, so that no barrier is needed.")
-        with text.block("const auto fetch_row = [&](long long base, int turn)"):
+        with text.block(f"const auto fetch_row = [&](long long {self.index}, int turn)"):
             self._declare_row()
             with self._chunks():
                 for n in self.full:
@@ -794,7 +836,7 @@ class RowText(KernelText):
         text.lines[-1] += ";"
         if self.s.ahead == 2:
             text("int turn = 0;")
-            text("if (first < count) fetch_row(first, turn);")
+            text(f"if ({self.first} < {self.count}) fetch_row({self.first}, turn);")
 
     def _shelf(self, n: Expr) -> str:
         turn = "turn * kChunks + chunk" if self.s.ahead == 2 else "chunk"
@@ -804,13 +846,11 @@ class RowText(KernelText):
 
     def _declare_row(self) -> None:
         """`row`; slots beyond the last row compute that one again, and `mine` keeps them from storing it."""
-        index = "base + slot" if self.s.slots > 1 else "base"
-        if self.masked:
+        if not self.plain_rows:
+            index = "base + slot" if self.s.slots > 1 else "base"
             self.text(f"const long long wanted = {self.row_at(index)};")
             self.text("const bool mine = wanted < rows;")
             self.text("const long long row = mine ? wanted : rows - 1;")
-        else:
-            self.text(f"const long long row = {index};")
 
     def _row(self) -> None:
         text, known = self.text, dict(self.known)
@@ -826,7 +866,7 @@ class RowText(KernelText):
             if p.reductions:
                 self._reducing_pass(number, p, known)
                 self.row_level(number + 1, known)
-        with text.block("if (mine)") if self.masked else contextlib.nullcontext():
+        with contextlib.nullcontext() if self.plain_rows else text.block("if (mine)"):
             self._storing_pass(known)
         if self.s.kind == Kind.SHARED and self.s.ahead == 2:
             text("turn ^= 1;")
@@ -834,11 +874,11 @@ class RowText(KernelText):
     def _wait_for_row(self) -> None:
         if self.s.ahead == 2:
             self.text("// The next row travels while this one is computed.")
-            self.text("if (base + step < count) fetch_row(base + step, turn ^ 1);")
+            self.text(f"if ({self.next} < {self.count}) fetch_row({self.next}, turn ^ 1);")
             self.text("else te::depart();")
             self.text("te::arrived<1>();")
         else:
-            self.text("fetch_row(base, 0);")
+            self.text(f"fetch_row({self.index}, 0);")
             self.text("te::arrived<0>();")
 
     def _load_row(self) -> None:
@@ -856,7 +896,8 @@ class RowText(KernelText):
         unroll = "#pragma unroll" if fully or self.s.chunks <= 4 else "#pragma unroll 4"
         with self.text.loop("chunk", "kChunks", unroll):
             self.text("const int column = (chunk * kLanes + lane) * kVector;")
-            with self.text.block("if (column < kWidth)") if self.ragged else contextlib.nullcontext():
+            guard = self.text.block("if (column < kWidth)") if self.ragged else contextlib.nullcontext()
+            with guard, self.names.scope():
                 yield
 
     def _reducing_pass(self, number: int, p: plan.Pass, known: dict[int, str]) -> None:
@@ -932,7 +973,7 @@ class RowText(KernelText):
         return inner, vectors
 
     def _vector(self, n: Expr) -> str:
-        if n.axes & Axes.OUTER and self.s.kind == Kind.REGISTERS:
+        if (n.axes & Axes.OUTER and self.s.kind == Kind.REGISTERS) or n in self.kept:
             return f"{self.row_names[id(n)]}[chunk]"
         source = self._shelf(n) if n.axes & Axes.OUTER and self.s.kind == Kind.SHARED else self.load(n)
         self.text(f"const {self.vector_type(n)} {self.vector_names[id(n)]} = {source};")
@@ -1005,21 +1046,26 @@ def _finish_text(symbol: str, sums: Sequence[Sum]) -> tuple[str, CudaLaunch]:
     with text.block(f'extern "C" __global__ void __launch_bounds__(1024) {symbol}(\n    {listed})'):
         text("__shared__ float found[32][33];")
         text("int block = blockIdx.x;")
-        for partial, total, t in zip(pointers, pointers[len(ordered) :], ordered, strict=False):
-            width = t.width if t.axes & Axes.FEATURE else 1
-            tiles = -(-width // 32)
+        for number, t in enumerate(ordered):
+            partial, total = pointers[number], pointers[len(ordered) + number]
+            if number:
+                before = ordered[number - 1]
+                text(f"block -= {_tiles(before)}{' * batch_size' if before.axes & Axes.BATCH else ''};")
+            width, tiles = t.width if t.axes & Axes.FEATURE else 1, _tiles(t)
             call = f"te::finish<{width}>(found, {partial}, {total}"
             if t.axes & Axes.BATCH:
                 per_sample += tiles
                 with text.block(f"if (block < {tiles} * batch_size)"):
                     text(f"const int splits = groups / batch_size, sample = block / {tiles};")
                     text(f"return {call}, static_cast<long long>(sample) * splits, splits, block % {tiles}, sample);")
-                text(f"block -= {tiles} * batch_size;")
             else:
                 fixed += tiles
                 text(f"if (block < {tiles}) return {call}, 0, groups, block, 0);")
-                text(f"block -= {tiles};")
     return "\n".join(text.lines), CudaLaunch(symbol, tuple(parameters), 1024, 0, SumGrid(fixed, per_sample))
+
+
+def _tiles(t: Sum) -> int:
+    return -(-t.width // 32) if t.axes & Axes.FEATURE else 1
 
 
 def _assemble(

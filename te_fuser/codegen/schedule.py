@@ -196,7 +196,10 @@ def _cut(needed: list[Expr], depth: int, kind: Kind) -> list[Expr]:
     while improved:
         improved = False
         for node in [n for n in chosen if n.op != "input"]:
-            other = _unique([*(n for n in chosen if n is not node), *frontier(node.args)])
+            rest = [n for n in chosen if n is not node]
+            tensors = (n for n in topological([node]) if n.op == "input" and is_full(n))
+            # One step down, or all the way: a step alone may be no gain where the whole way is.
+            other = min((_unique([*rest, *below]) for below in (frontier(node.args), tensors)), key=cost)
             if _waiting_bytes(node, kind) == math.inf or cost(other) < cost(chosen):
                 chosen, improved = other, True
                 break
@@ -262,6 +265,7 @@ _ENOUGH_THREADS = 512  # per multiprocessor, to hide the time of arithmetic and 
 _ENOUGH_BYTES = 48 * 1024  # loads in flight per multiprocessor, to hide the time of memory
 _BASE_REGISTERS = 30  # addresses, loop counters, row values
 _SUM_THREADS = 512  # per multiprocessor in a kernel with column sums: more make the partial sums expensive
+_KEPT_REGISTERS = 16  # for parameters
 _REDUCTION_BYTES = 4096  # static shared memory for reductions and for adding slots, at most
 
 
@@ -328,7 +332,8 @@ def _candidates(
     vectors = -(-description.width // vector)
     for lanes in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         chunks = -(-vectors // lanes)
-        if (lanes > 1 and lanes >= 2 * vectors) or chunks > _MOST_CHUNKS[kind]:
+        scattered = lanes < min(vectors, _WARP)  # neighbours of a warp should read neighbours in memory
+        if scattered or (lanes > 1 and lanes >= 2 * vectors) or chunks > _MOST_CHUNKS[kind]:
             continue
         slots = _THREADS // lanes if lanes <= _WARP else 1
         for ahead in (2, 1) if kind == Kind.SHARED else (1,):
@@ -351,7 +356,7 @@ def _merit(description: KernelDescription, s: Schedule) -> tuple[float, ...]:
     share = s.ahead if s.kind == Kind.SHARED else 1
     flight = min(1.0, s.blocks_per_multiprocessor * s.slots * row * share / _ENOUGH_BYTES)
     used = description.width / s.covered
-    return round(flight * used, 1), -s.threads if s.lanes > _WARP else -s.lanes
+    return round(flight * used, 1), -s.lanes
 
 
 def _full_loads(description: KernelDescription) -> list[Expr]:
@@ -362,6 +367,16 @@ def _loaded_bytes(description: KernelDescription) -> int:
     """Bytes that are read for each feature of a row."""
     sizes = {t.name: item_size(t.dtype) for t in description.loads}
     return sum(sizes[n.attrs[0]] for n in _full_loads(description))
+
+
+def kept(description: KernelDescription, s: Schedule) -> tuple[Expr, ...]:
+    """Parameters that a thread keeps in registers from row to row.
+
+    Only beside column sums: few threads run there, and registers are left; elsewhere more threads are worth more.
+    """
+    features = tuple(n for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE)
+    few = features and s.sums == Sums.REGISTERS and s.chunks * s.vector * _features(description) <= _KEPT_REGISTERS
+    return features if few else ()
 
 
 def _resident(description: KernelDescription, s: Schedule, device: Device) -> int:
@@ -383,10 +398,11 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
     stores = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
     working = s.vector * (1 + stores / 2 + (raw if s.kind != Kind.REGISTERS else 0)) + 4
     own = s.vector * s.chunks
+    parameters = _features(description) if kept(description, s) else 0
     per_kind = {
         Kind.COLUMNS: s.vector * (raw * s.ahead + sums + _features(description)),
-        Kind.REGISTERS: own * (raw + values + sums),
-        Kind.SHARED: own * sums,
+        Kind.REGISTERS: own * (raw + values + sums + parameters),
+        Kind.SHARED: own * (sums + parameters),
         Kind.REREAD: 0,
     }
     return math.ceil(_BASE_REGISTERS + working + per_kind[s.kind])

@@ -117,7 +117,8 @@ class Interpreter:
         return args[0]
 
     def _where(self, e: Expr, args: list[Any]) -> torch.Tensor:
-        return torch.where(self._tensor(args[0]) != 0, *(self._tensor(a) for a in args[1:]))
+        condition, a, b = (self._tensor(arg) for arg in args)
+        return torch.where(condition != 0, a, b)
 
     def _clamp(self, e: Expr, args: list[Any]) -> torch.Tensor:
         low, high = e.attrs

@@ -494,7 +494,29 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=",
 
 
 def render(e: Expr) -> str:
-    """The expression as one line of text."""
+    """The expression as one line of text; what a long one uses more than once gets a name, t0, t1, ..., before it."""
+    order = topological([e])
+    sizes: dict[int, int] = {}
+    uses: dict[int, int] = {}
+    for node in order:
+        sizes[id(node)] = 1 + sum(sizes[id(a)] for a in node.args)
+        for a in node.args:
+            uses[id(a)] = uses.get(id(a), 0) + 1
+    named = sizes[id(e)] > _READABLE
+    texts: dict[int, str] = {}
+    steps: list[str] = []
+    for node in order:
+        texts[id(node)] = _text(node, [texts[id(a)] for a in node.args])
+        if named and node.args and uses.get(id(node), 0) > 1:
+            steps.append(f"t{len(steps)} = {texts[id(node)]}")
+            texts[id(node)] = f"t{len(steps) - 1}"
+    return "; ".join([*steps, texts[id(e)]])
+
+
+_READABLE = 60  # nodes, counted as often as they are written
+
+
+def _text(e: Expr, args: list[str]) -> str:
     if e.op == "const":
         return str(e.attrs[0])
     if e.op in ("input", "keep", "value"):
@@ -502,6 +524,5 @@ def render(e: Expr) -> str:
         text = name if e.width == full or not e.axes & Axes.FEATURE else f"{name}[{offset}:{offset + e.width}]"
         return text if e.op == "input" else f"{e.op}({text})"
     if e.op in _INFIX:
-        return f"({render(e.args[0])} {_INFIX[e.op]} {render(e.args[1])})"
-    inside = [render(a) for a in e.args] + [str(a) for a in e.attrs]
-    return f"{e.op}({', '.join(inside)})"
+        return f"({args[0]} {_INFIX[e.op]} {args[1]})"
+    return f"{e.op}({', '.join([*args, *map(str, e.attrs)])})"

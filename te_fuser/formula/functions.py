@@ -38,7 +38,7 @@ relu = _lifted("relu", torch.relu, lambda x: max(x, 0.0))
 
 
 def _pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    like = a if isinstance(a, torch.Tensor) else b
+    like = a if isinstance(a, torch.Tensor) else torch.as_tensor(b)
     return tuple(  # type: ignore[return-value]
         t if isinstance(t, torch.Tensor) else torch.as_tensor(t, dtype=like.dtype, device=like.device) for t in (a, b)
     )
@@ -75,8 +75,16 @@ def where(condition: Operand, a: Operand, b: Operand) -> Any:
 
 
 def row_sum(x: Operand) -> Any:
-    """The sum of each row over its features, [rows, 1]."""
-    return expr.row_sum(x) if isinstance(x, Expr) else x.sum(-1, keepdim=True)
+    """The sum of each row over its features, [rows, 1].
+
+    Raises:
+        ValueError: when x is a number whatever the input, since its feature count is not known then.
+    """
+    if isinstance(x, Expr):
+        if expr.is_const(x) and not expr.is_const(x, 0):
+            raise ValueError(f"row_sum of the constant {x}: multiply it by the feature count instead")
+        return expr.row_sum(x)
+    return x.sum(-1, keepdim=True)
 
 
 def row_mean(x: Operand) -> Any:
@@ -105,13 +113,14 @@ def split(x: Operand, parts: int) -> tuple[Any, ...]:
 
 
 def concat(parts: Sequence[Operand]) -> Any:
-    """The parts side by side along the features; a part without features, or a number, is repeated to fill its place."""
+    """The parts side by side along the features; a part without features is repeated to fill its place."""
     if any(isinstance(p, Expr) for p in parts):
         return expr.concat(expr.lift(p) for p in parts)
     like = next(p for p in parts if isinstance(p, torch.Tensor))
     given = [torch.as_tensor(p, dtype=like.dtype, device=like.device) for p in parts]
-    *rows, width = torch.broadcast_shapes(*(p.shape if p.shape[-1:] != (1,) else p.shape[:-1] + (1,) for p in given))
-    return torch.cat([p.expand(*rows, width) for p in given], -1)
+    rows = torch.broadcast_shapes(*(p.shape[:-1] for p in given))
+    width = max(p.shape[-1] if p.dim() else 1 for p in given)
+    return torch.cat([p.expand(*rows, p.shape[-1] if p.dim() and p.shape[-1] != 1 else width) for p in given], -1)
 
 
 def keep_mask(x: Operand, probability: float, *, per_sample: bool = False) -> Any:

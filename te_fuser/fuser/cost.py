@@ -41,7 +41,8 @@ def forward_cost(graph: Graph, nodes: Iterable[Node]) -> Cost:
     entering = {v for n in nodes for v in (n.input, *n.named_in.values())} - inside
     read = sum(bytes_of(graph.values[v].spec) for v in entering) + _parameter_bytes(graph, nodes)
     written = bytes_of(graph.values[nodes[-1].output].spec)
-    return Cost(read, written, _flops(graph, nodes), 1)
+    scratch = _scratch(graph, nodes)
+    return Cost(read + scratch, written + scratch, _flops(graph, nodes), 1)
 
 
 def backward_cost(graph: Graph, nodes: Iterable[Node], products: int) -> Cost:
@@ -50,7 +51,12 @@ def backward_cost(graph: Graph, nodes: Iterable[Node], products: int) -> Cost:
     dy = bytes_of(graph.values[nodes[-1].output].spec)
     dx = bytes_of(graph.values[nodes[0].input].spec)
     parameters = _parameter_bytes(graph, nodes)
-    return Cost(dy + dx + parameters, dx + parameters, _flops(graph, nodes) * products, max(products, 1))
+    scratch = 2 * _scratch(graph, nodes)
+    return Cost(dy + dx + parameters + scratch, dx + parameters + scratch, _flops(graph, nodes) * products, max(products, 1))
+
+
+def _scratch(graph: Graph, nodes: Iterable[Node]) -> int:
+    return sum(n.op.scratch_bytes(graph.values[n.input].spec) for n in nodes)
 
 
 def _parameter_bytes(graph: Graph, nodes: Iterable[Node]) -> int:

@@ -342,6 +342,9 @@ class Planner:
         inputs += [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
         have = {name for name, _ in inputs}
         for k, node in enumerate(nodes):
+            # masks and the like are the caller's: backward may read them without saying so
+            given = node.op.named_inputs()
+            inputs += [(f"{k}.{a}", value_ref(self.graph.root(v))) for a, v in node.named_in.items() if not given[a].gradient]
             inputs += [(f"{k}.{p}", self._parameter_ref(node, p)) for p in node.parameters if f"{k}.{p}" not in have]
         if any(n.draws for n in nodes):
             inputs.append(("seed", SEED))

@@ -17,6 +17,9 @@ from te_fuser.fusions.registry import (
     unregister,
 )
 
+# The built-in fusions register themselves.
+from te_fuser.fusions import dot_product_attention, matmul_bias  # noqa: E402, F401  isort: skip
+
 __all__ = [
     "STRETCH",
     "Cost",

@@ -5,6 +5,7 @@ from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, FusedOperation, NamedInput, RowOp, UnfusedOperation
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.cast import Cast
+from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.fork import Fork
@@ -20,6 +21,7 @@ from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Reshape
 from te_fuser.ops.rms_norm import RMSNorm
+from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.scale import Scale
 from te_fuser.ops.silu import SiLU
 from te_fuser.ops.srelu import SReLU
@@ -35,6 +37,7 @@ __all__ = [
     "Bias",
     "Cast",
     "ClampedSwiGLU",
+    "DotProductAttention",
     "DropPath",
     "Dropout",
     "Fork",
@@ -52,6 +55,7 @@ __all__ = [
     "ReGLU",
     "ReLU",
     "Reshape",
+    "RotaryEmbedding",
     "RowOp",
     "SReGLU",
     "SReLU",

@@ -207,6 +207,10 @@ class FusableOperation(torch.nn.Module):
         """Floating-point operations of its matrix products in forward (0 for row ops)."""
         return 0.0
 
+    def scratch_bytes(self, x: Spec) -> int:
+        """Bytes of intermediate results that the op's own forward writes and reads again."""
+        return 0
+
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The meaning in differentiable PyTorch operations, whatever the dtype."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")

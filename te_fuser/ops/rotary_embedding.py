@@ -207,7 +207,7 @@ class RotaryEmbedding(UnfusedOperation):
         cos, sin = self._table(source)
         sequence, _ = LAYOUTS[self.layout]
         length = source.shape[sequence]
-        at_once = length if x.is_cuda else max(1, _CHUNK * length // max(source.numel(), 1))
+        at_once = max(1, length if x.is_cuda else _CHUNK * length // max(source.numel(), 1))
         for first in range(0, length, at_once):
             span = (sequence, first, min(at_once, length - first))
             wide = source.narrow(*span).to(cos.dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,52 @@
+"""DotProductAttention by PyTorch's own kernels, one joint fusion for each of them: attention_<provider>."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.registry import Fusion, fusion
+from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
+from te_fuser.ops.dot_product_attention import DotProductAttention
+
+
+def _declare(provider: Provider) -> Fusion:
+    class Body:
+        @staticmethod
+        def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+            op = m[0].op
+            mask = m["0.attention_mask"] if op.named_inputs() else None
+            y, saved = provider.forward(op.settings(), x, mask, m.random(0) if op.draws() else None)
+            for name, tensor in saved.items():
+                m.emit(name, tensor)
+            return y
+
+        @staticmethod
+        def backward(m: FusionCall, dy: torch.Tensor) -> torch.Tensor:
+            op = m[0].op
+            tensors: dict[str, Any] = {name: m[name] for name in ("input", "output", *provider.emits)}
+            if op.named_inputs():
+                tensors["attention_mask"] = m["0.attention_mask"]
+            return provider.backward(op.settings(), tensors, dy)
+
+    def when(m: Match) -> bool | str:
+        return provider.reason_not(AttentionProblem.of(m[0].op.settings(), m.x)) or True
+
+    def cost(m: Match) -> Cost:
+        size = 2.0 * m.x.rows * (m.x.features + m.y.features)
+        return Cost(size, size, m[0].op.flops(m.x, {}), 1)
+
+    Body.__doc__ = f"{type(provider).__doc__ or ''}".strip()
+    return fusion(
+        joint=[DotProductAttention],
+        name=f"attention_{provider.name}",
+        when=when,
+        cost=cost,
+        reads=("input", "output"),
+        saves=provider.emits,
+    )(Body)
+
+
+FUSIONS = tuple(_declare(p) for p in PROVIDERS)
