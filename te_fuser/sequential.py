@@ -240,13 +240,12 @@ class Sequential(torch.nn.Sequential):
                     current = self._run_border(part, current, values)
                 values.update(dict.fromkeys(part.gives, current))
                 continue
-            check_input(current)
             given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else inputs
             wanted = tuple(n for n in part.gives if n in later)
             plan = part.fuser.plan(current, given, wanted, roofline)
             found.append(plan)
-            current = _like_output(plan, plan.graph.output)
-            values.update({n: _like_output(plan, plan.graph.named_outputs[n]) for n in wanted})
+            current = _like_output(plan, plan.graph.output, x.device)
+            values.update({n: _like_output(plan, plan.graph.named_outputs[n], x.device) for n in wanted})
         return found
 
     def explain(
@@ -392,6 +391,6 @@ def _has_hooks(m: torch.nn.Module) -> bool:
     return any(_hook_dicts(m))
 
 
-def _like_output(plan: Plan, value: int) -> torch.Tensor:
+def _like_output(plan: Plan, value: int, device: torch.device) -> torch.Tensor:
     v = plan.graph.values[value]
-    return torch.empty(v.spec.shape, dtype=v.spec.dtype, device=v.spec.device).requires_grad_(v.needs_grad)
+    return torch.empty(v.spec.shape, dtype=v.spec.dtype, device=device).requires_grad_(v.needs_grad)

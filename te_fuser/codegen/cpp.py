@@ -45,7 +45,8 @@ def generate(description: KernelDescription) -> CppKernel:
     Raises:
         ValueError: for a dtype that kernels do not know, float64 above all.
     """
-    for tensor in (*description.loads, *description.stores, *description.sums):
+    tensors: tuple[Load | Store | Sum, ...] = (*description.loads, *description.stores, *description.sums)
+    for tensor in tensors:
         if tensor.dtype not in _ELEMENTS:
             raise ValueError(
                 f"kernel {description.name}: {tensor.name} is {tensor.dtype}; "
@@ -120,8 +121,12 @@ def _late_reductions(d: KernelDescription, feature_roots: Sequence[Expr]) -> lis
     return [r for r in candidates if id(r) not in needed]
 
 
+def _outputs(d: KernelDescription) -> tuple[Store | Sum, ...]:
+    return (*d.stores, *d.sums)
+
+
 def _loops(d: KernelDescription, cost: Callable[[Expr], int]) -> list[_Loop]:
-    feature_roots = [p for item in (*d.stores, *d.sums) if item.axes & Axes.FEATURE for p in item.parts]
+    feature_roots = [p for item in _outputs(d) if item.axes & Axes.FEATURE for p in item.parts]
     late = _late_reductions(d, feature_roots)
     late_ids = {id(r) for r in late}
     loops = []
@@ -166,15 +171,15 @@ def _is_frontier(e: Expr, loop: _Loop, known: set[int], buffered: set[int]) -> b
 
 # ------------------------------------------------------------------------------------------------- names
 
-_KEYWORDS = frozenset(
-    "alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl concept const constexpr "
-    "const_cast continue co_await co_return co_yield decltype default delete do double dynamic_cast else enum explicit "
-    "export extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr "
-    "operator or or_eq private protected public register reinterpret_cast requires return short signed sizeof static "
-    "static_assert static_cast struct switch template this thread_local throw true try typedef typeid typename union "
-    "unsigned using virtual void volatile wchar_t while xor xor_eq "
-    "te at launch row row_begin row_end worker workers sample block_end scratch partial sample_partial".split()
-)
+_RESERVED = """
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl concept const constexpr
+const_cast continue co_await co_return co_yield decltype default delete do double dynamic_cast else enum
+explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
+nullptr operator or or_eq private protected public register reinterpret_cast requires return short signed sizeof
+static static_assert static_cast struct switch template this thread_local throw true try typedef typeid typename
+union unsigned using virtual void volatile wchar_t while xor xor_eq te at launch row row_begin row_end worker
+workers sample block_end scratch partial sample_partial share
+"""  # C++'s words, and those of the text around the values
 _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "lt": "below", "gt": "above"}
 
 
@@ -188,7 +193,7 @@ class _Names:
     """Unique names in one function, made in the order of asking."""
 
     def __init__(self) -> None:
-        self.taken = set(_KEYWORDS)
+        self.taken = set(_RESERVED.split())
 
     def fresh(self, role: str) -> str:
         base = _identifier(role)
@@ -460,7 +465,8 @@ class _Kernel:
         self.lines = _Lines()
         self.names = _Names()
         self.loads = {load.name: load for load in d.loads}
-        self.tensors = {id(t): self.names.fresh(f"{t.name}_tensor") for t in (*d.loads, *d.stores, *d.sums)}
+        named: tuple[Load | Store | Sum, ...] = (*d.loads, *_outputs(d))
+        self.tensors = {id(t): self.names.fresh(f"{t.name}_tensor") for t in named}
         self.sums = _place_sums(d, self.names)
         self.partial_floats, self.partial_floats_per_sample = (
             sum(2 * _padded(s.count) for s in self.sums if s.per_sample == per_sample) for per_sample in (False, True)
@@ -483,7 +489,7 @@ class _Kernel:
     def _is_one_long_row(self) -> bool:
         """Whether rows mean nothing; then there is one loop over all of them, and no width is an odd one."""
         d = self.d
-        tensors = (*d.loads, *d.stores)
+        tensors: tuple[Load | Store, ...] = (*d.loads, *d.stores)
         simple = all(t.axes == Axes.NONE or (t.axes == Axes.FULL and t.width == d.width) for t in tensors)
         return simple and not (d.sums or d.streams or d.reductions)
 
@@ -495,7 +501,7 @@ class _Kernel:
     @functools.cached_property
     def scalar_roots(self) -> list[Expr]:
         """The values without features that loops, stores and sums read."""
-        found = [p for item in (*self.d.stores, *self.d.sums) if not _has_features_axis(item) for p in item.parts]
+        found = [p for item in _outputs(self.d) if not item.axes & Axes.FEATURE for p in item.parts]
         for loop in self.loops:
             found += self.scalars_of(loop)
         return found
@@ -509,7 +515,8 @@ class _Kernel:
 
     def row_elements(self) -> int:
         """Work on one row, in elements that are read, changed a little and written."""
-        moved = sum(t.width for t in (*self.d.loads, *self.d.stores) if t.axes == Axes.FULL) / 2
+        tensors: tuple[Load | Store, ...] = (*self.d.loads, *self.d.stores)
+        moved = sum(t.width for t in tensors if t.axes == Axes.FULL) / 2
         computed = sum(self.cost(n) for loop in self.loops for n in _below(loop.roots, lambda e: False)) / 8
         return max(1, round(max(moved, computed * self.d.width)))
 
@@ -571,7 +578,7 @@ class _Kernel:
             dtypes=(
                 *(t.dtype for t in self.d.loads),
                 *seed,
-                *(t.dtype for t in (*self.d.stores, *self.d.sums)),
+                *(t.dtype for t in _outputs(self.d)),
             ),
             partial_floats=self.partial_floats,
             partial_floats_per_sample=self.partial_floats_per_sample,
@@ -773,10 +780,6 @@ class _Kernel:
 
     def _finish_line(self, s: _RowsSum, to: str, offset: str) -> None:
         self.lines(f"te::finish_sum(launch, workers, {to}, {offset}, {s.count}, {_padded(s.count)});")
-
-
-def _has_features_axis(item: Store | Sum) -> bool:
-    return bool(item.axes & Axes.FEATURE)
 
 
 def _signature(symbol: str, suffix: str, arguments: str) -> str:

@@ -55,7 +55,7 @@ class RowGrid:
     def groups(self, rows: int, samples: int, multiprocessors: int) -> int:
         """Groups of rows, each with its own partial sums; a multiple of `samples` where sums belong to samples."""
         samples = samples if self.per_sample else 1
-        if rows == 0 and not self.sums:
+        if samples == 0 or (rows == 0 and not self.sums):
             return 0
         wanted = -(-max(1, rows // samples) // self.rows_per_block)
         room = multiprocessors * self.blocks_per_multiprocessor // (self.tiles * samples)
@@ -91,7 +91,7 @@ class CudaLaunch:
 
 @dataclass(frozen=True)
 class Partial:
-    """Scratch for the partial sums of one sum: float32, [groups, width], with the groups of the launch `launch`."""
+    """Scratch for the partial sums of one sum: float32, [groups, width]; uninitialised."""
 
     name: str
     width: int
@@ -111,6 +111,24 @@ class CudaKernel:
     row_values: tuple[str, ...]
     alignment: int
     schedules: tuple[Schedule, ...]
+
+
+    def sizes(self, rows: int, samples: int, multiprocessors: int) -> Sizes:
+        """Grid and scratch sizes for one call; launches with no blocks are left out by the caller."""
+        counts = [x.grid.groups(rows, samples, multiprocessors) for x in self.launches if isinstance(x.grid, RowGrid)]
+        groups = counts[-1]  # sums are in the last kernel over rows
+        blocks = [x.grid.blocks(g, samples) for x, g in zip(self.launches, [*counts, groups], strict=False)]
+        return Sizes(tuple(blocks), groups, tuple(groups * p.width for p in self.partials), rows)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The grid of each launch, the groups of partial sums, and float32 elements of each scratch buffer."""
+
+    blocks: tuple[int, ...]
+    groups: int
+    partials: tuple[int, ...]
+    row_value: int
 
 
 def generate(
@@ -287,7 +305,7 @@ class Names:
 def _literal(number: float | Fraction) -> str:
     value = float(number)
     if math.isinf(value):
-        return "te::kInfinity" if value > 0 else "-te::kInfinity"
+        return "te::infinity()" if value > 0 else "-te::infinity()"
     single = torch.tensor(value, dtype=torch.float32).item()
     text = next(t for t in (f"{single:.{digits}g}" for digits in range(1, 18)) if _single(t) == single)
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
@@ -596,12 +614,19 @@ class KernelText:
                     self.text(f"te::add_slots<kSlots, kLanes>(shared_sums, slot, lane, {name});")
                 self.text(f"if ({first}) {self.pointer['partial', t.name]}[{group}] = {name}[0];")
 
-    def declare_threads(self, constants: str) -> None:
+    def finished(self) -> str:
+        """The text, with those constants of the schedule that it uses."""
+        body = "\n".join(self.text.lines)
+        used = [f"{name} = {value}" for name, value in self._constants.items() if re.search(rf"\b{name}\b", body)]
+        return body.replace(_CONSTANTS, f"constexpr int {', '.join(used)};")
+
+    def declare_threads(self, constants: Mapping[str, int]) -> None:
         """The numbers of the schedule, and which part of the block this thread is."""
         s = self.s
-        self.text(f"constexpr int kWidth = {self.d.width}, kVector = {s.vector}, kLanes = {s.lanes}{constants};")
+        constants = {"kWidth": self.d.width, "kVector": s.vector, "kLanes": s.lanes, **constants, "kSlots": s.slots}
+        self.text(_CONSTANTS)
+        self._constants = constants
         if s.slots > 1:
-            self.text(f"constexpr int kSlots = {s.slots};")
             self.text("const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;")
             if self.d.sums:
                 self.text("__shared__ float shared_sums[kLanes * kSlots * kVector];")
@@ -634,6 +659,7 @@ class KernelText:
         return f"te::row_of({index}, sample, batch_inner, batch_size)" if self.per_sample else index
 
 
+_CONSTANTS = "constants;"
 _PLAIN = ("seed", "rows", "batch_inner", "batch_size")
 _SUFFIX = {"partial": "_partial", "stream": "_stream"}
 
@@ -648,7 +674,7 @@ class ColumnText(KernelText):
             with self.text.block("if (column < kWidth)") if self._ragged else contextlib.nullcontext():
                 self._rows()
             self._epilogue()
-        return "\n".join(self.text.lines)
+        return self.finished()
 
     @property
     def _tiles(self) -> int:
@@ -670,7 +696,7 @@ class ColumnText(KernelText):
 
     def _prologue(self) -> None:
         text = self.text
-        self.declare_threads(f", kTiles = {self._tiles}, kAhead = {self.s.ahead}")
+        self.declare_threads({"kTiles": self._tiles, "kAhead": self.s.ahead})
         if self._tiles > 1:
             text("const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles, groups = gridDim.x / kTiles;")
         tile = "(tile * kLanes + lane)" if self._tiles > 1 else "lane"
@@ -765,13 +791,13 @@ class RowText(KernelText):
             with text.block(f"for (long long {self.loop})"):
                 self._row()
             self._epilogue()
-        return "\n".join(text.lines)
+        return self.finished()
 
     # ---- before the loop over rows
 
     def _prologue(self) -> None:
         text, s = self.text, self.s
-        self.declare_threads(f", kChunks = {s.chunks}, kThreads = {s.threads}")
+        self.declare_threads({"kChunks": s.chunks, "kThreads": s.threads})
         self._declare_shelves()
         stages = [len(p.reductions) for p in self.passes if p.reductions]
         if s.lanes > 32:
@@ -906,7 +932,7 @@ class RowText(KernelText):
             kind = "Sum" if r.op == "row_sum" else "Max"
             names.append(self.names.fresh(f"row_{kind.lower()}"))
             kinds.append(f"te::{kind}")
-            self.text(f"float {names[-1]} = {'0.0f' if kind == 'Sum' else '-te::kInfinity'};")
+            self.text(f"float {names[-1]} = {'0.0f' if kind == 'Sum' else '-te::infinity()'};")
         before = self.passes[number - 1].waits if number else ()
         new = [n for n in p.waits if n.op != "input" and all(n is not b for b in before)]
         with self._chunks():

@@ -88,6 +88,7 @@ RULES: dict[str, Callable[[Expr, Expr], Contributions]] = {
     "maximum": lambda e, g: _tie(g, e.args[0], e.args[1], "gt"),
     "minimum": lambda e, g: _tie(g, e.args[0], e.args[1], "lt"),
     "where": _where,
+    **dict.fromkeys(("lt", "le", "gt", "ge"), lambda e, g: (None, None)),
     "row_sum": lambda e, g: (g,),
     "row_max": _row_max,
     "value": lambda e, g: (g,),

@@ -72,7 +72,7 @@ class Interpreter:
         if e.op in _BINARY:
             return _BINARY[e.op](*(self._both(args)))
         if e.op in _COMPARE:
-            return _COMPARE[e.op](*(self._both(args))).to(self.dtype)
+            return _COMPARE[e.op](*(self._tensor(a) for a in args)).to(self.dtype)
         if e.op in _UNARY:
             return _UNARY[e.op](self._tensor(args[0]))
         return getattr(self, f"_{e.op}")(e, args)

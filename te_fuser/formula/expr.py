@@ -186,7 +186,8 @@ def _join(args: Iterable[Expr]) -> tuple[Axes, int]:
     for a in args:
         if a.axes & Axes.FEATURE:
             if axes & Axes.FEATURE and a.width != width:
-                raise ValueError(f"a formula mixes the feature widths {width} and {a.width}")
+                few, many = sorted((width, a.width))
+                raise ValueError(f"a formula mixes the feature widths {few} and {many}")
             width = a.width
         axes |= a.axes
     return axes, width

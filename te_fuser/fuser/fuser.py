@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.fuser.device import Device, device_of
 from te_fuser.fuser.graph import CallSpecs, GraphBuilder, ListedOp, list_ops, spec_of
-from te_fuser.fuser.kernels import load_kernels, target_for
+from te_fuser.fuser.kernels import load_kernels, target_for, target_on_gpu
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner
 from te_fuser.fuser.program import descriptions
@@ -177,14 +177,18 @@ class Fuser:
         """Plan a call like this one, without running or compiling anything.
 
         Args:
-            device: the roofline to plan for; by default the one of x's device.
+            device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
+                the parameters count as if they were there, so they may be on the meta device.
         """
         if self._revision() != self._revisions:
             self._relist()
-        graph = GraphBuilder(self._listed, self._specs(x, inputs or {}, outputs)).build()
-        absent = device is not None and device.name != "cpu"
-        target = "cuda" if absent else target_for(x.device, x.dtype, self.kernels)
-        options = Options(device or device_of(x.device), target)
+        check_input(x, planning=device is not None)
+        there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
+        graph = GraphBuilder(self._listed, self._specs(x, inputs or {}, outputs, there)).build()
+        if device is not None and device.kind == "cuda":
+            options = Options(device, target_on_gpu(x.dtype, self.kernels), capability=device.capability)
+        else:
+            options = Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
         if isinstance(self.memory, str):
             return Planner(graph, _with(options, memory=self.memory)).plan()
         return self._within_budget(graph, options, self.memory)
@@ -200,11 +204,18 @@ class Fuser:
         note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
         return _with(plan, notes=(*plan.notes, note))
 
-    def _specs(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> CallSpecs:
-        kind = x.device.type
+    def _specs(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        absent: torch.device | None,
+    ) -> CallSpecs:
+        kind = (absent or x.device).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        named = {name: (spec_of(t), t.requires_grad) for name, t in inputs.items()}
-        return CallSpecs(spec_of(x), x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast)
+        named = {name: (spec_of(t, absent), t.requires_grad) for name, t in inputs.items()}
+        x_spec = spec_of(x, absent)
+        return CallSpecs(x_spec, x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast, absent)
 
 
 def _with(record: Any, **changes: Any) -> Any:
@@ -239,8 +250,8 @@ def check_options(memory: str | int, kernels: str) -> None:
         raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
 
 
-def check_input(x: Any) -> None:
-    """Check the main input of a call.
+def check_input(x: Any, planning: bool = False) -> None:
+    """Check the main input of a call; one without values is enough for planning.
 
     Raises:
         TypeError: when x is not a plain tensor.
@@ -253,7 +264,7 @@ def check_input(x: Any) -> None:
             f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
             "or keep this model out of tracing (torch.compiler.disable)"
         )
-    if x.device.type == "meta":
+    if x.device.type == "meta" and not planning:
         raise TypeError("te_fuser got a meta tensor, which has no values; move the model and input to a real device")
     if x.layout != torch.strided or x.is_conj() or x.is_neg():
         raise TypeError("te_fuser takes dense, materialized tensors; call .to_dense() or .resolve_conj() first")

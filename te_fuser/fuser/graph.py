@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,10 +73,32 @@ class Graph:
     output: int
     named_outputs: Mapping[str, int]
 
+    @functools.cached_property
+    def _roots(self) -> list[int]:
+        found: list[int] = []
+        for v in self.values:  # an alias comes after what it is one of
+            found.append(v.index if v.alias_of is None else found[v.alias_of])
+        return found
+
+    @functools.cached_property
+    def _consumers(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.values]
+        for n in self.nodes:
+            for value in {n.input, *n.named_in.values()}:
+                found[value].append(n.index)
+        return found
+
+    @functools.cached_property
+    def _producers(self) -> list[int | None]:
+        found: list[int | None] = [None] * len(self.values)
+        for n in self.nodes:
+            for value in (n.output, *n.named_out):
+                found[value] = n.index
+        return found
+
     def root(self, value: int) -> int:
         """The value whose storage this one shares."""
-        alias = self.values[value].alias_of
-        return value if alias is None else self.root(alias)
+        return self._roots[value]
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""
@@ -83,14 +106,11 @@ class Graph:
 
     def consumers(self, value: int) -> list[int]:
         """The nodes that read this value."""
-        return [n.index for n in self.nodes if n.input == value or value in n.named_in.values()]
+        return self._consumers[value]
 
     def producer(self, value: int) -> int | None:
         """The node that makes this value; None for inputs of the call."""
-        for n in self.nodes:
-            if n.output == value or value in n.named_out:
-                return n.index
-        return None
+        return self._producers[value]
 
     def leaves(self, value: int) -> bool:
         """Whether the caller gets this value."""
@@ -127,6 +147,7 @@ class CallSpecs:
     outputs: tuple[str, ...]
     grad: bool
     autocast: torch.dtype | None
+    absent: torch.device | None = None  # planned for instead of where the tensors are
 
 
 class GraphBuilder:
@@ -151,7 +172,7 @@ class GraphBuilder:
         for listed in self.ops:
             current = self._append(listed, current)
         self._check_names()
-        specs = tuple(_spec(b.get()) for b in self.bindings)
+        specs = tuple(spec_of(b.get(), self.call.absent) for b in self.bindings)
         needs = tuple(self.call.grad and b.get().requires_grad for b in self.bindings)
         return Graph(
             tuple(self.nodes),
@@ -252,7 +273,7 @@ class GraphBuilder:
                     f"{label}: parameter {name} is a {type(tensor).__name__}; te_fuser runs plain tensors, "
                     "call .to_local() or .full_tensor() outside"
                 )
-            if tensor.device != x.device:
+            if spec_of(tensor, self.call.absent).device != x.device:
                 raise ValueError(
                     f"{label}: parameter {name} is on {tensor.device}, its input on {x.device}; move one with .to()"
                 )
@@ -382,13 +403,9 @@ def _check_floating(label: str, spec: Spec) -> None:
         raise TypeError(f"{label}: takes floating-point tensors, got {_dtype(spec.dtype)}; convert with .float()")
 
 
-def _spec(t: torch.Tensor) -> Spec:
-    return Spec(tuple(t.shape), t.dtype, t.device)
-
-
-def spec_of(t: torch.Tensor) -> Spec:
-    """The spec of a tensor."""
-    return _spec(t)
+def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
+    """The spec of a tensor, as if it were on `device` where one is given."""
+    return Spec(tuple(t.shape), t.dtype, device or t.device)
 
 
 def replace_value(graph: Graph, index: int, **changes: object) -> Graph:

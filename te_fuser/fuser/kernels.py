@@ -30,6 +30,11 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
     return "torch"
 
 
+def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
+    """Which target a GPU that is not at hand would run row kernels by."""
+    return "cuda" if kernels != "reference" and dtype in _GENERATED_DTYPES else "torch"
+
+
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in _GENERATED_DTYPES:
         return f"{dtype} runs the reference"

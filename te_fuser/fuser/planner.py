@@ -64,6 +64,7 @@ class Options:
     kernels: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
     memory: str = "balanced"
     weight: float | None = None  # lambda, when a budget sets it
+    capability: tuple[int, int] | None = None  # of a GPU that is not at hand
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Planner:
         nodes = self.nodes[start:stop]
         ops = tuple(MatchedOp(n.op, {k: self.graph.parameters[p] for k, p in n.parameters.items()}) for n in nodes)
         x, y = self.graph.values[nodes[0].input], self.graph.values[nodes[-1].output]
-        return Match(ops, x.spec, y.spec, self.options.kernels, y.needs_grad)
+        return Match(ops, x.spec, y.spec, self.options.kernels, y.needs_grad, self.options.capability)
 
     def _refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
         refusal = Refusal(direction, start, stop, name, reason)

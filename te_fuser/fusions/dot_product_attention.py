@@ -32,7 +32,7 @@ def _declare(provider: Provider) -> Fusion:
             return provider.backward(op.settings(), tensors, dy)
 
     def when(m: Match) -> bool | str:
-        return provider.reason_not(AttentionProblem.of(m[0].op.settings(), m.x)) or True
+        return provider.reason_not(AttentionProblem.of(m[0].op.settings(), m.x, m.capability)) or True
 
     def cost(m: Match) -> Cost:
         size = 2.0 * m.x.rows * (m.x.features + m.y.features)

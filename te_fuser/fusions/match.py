@@ -53,7 +53,8 @@ class Match:
     Attributes:
         ops: the matched ops; `match[k].weight`, `match[k].eps` reach their parameters and attributes.
         x: shape, dtype and device of the input; `y` of the output.
-        kernels: "auto" or "reference".
+        kernels: how row ops run: "cpp", "cuda" (generated) or "torch" (PyTorch operations).
+        capability: the compute capability of a GPU that is planned for and not at hand, else None.
     """
 
     ops: Sequence[MatchedOp]
@@ -61,6 +62,7 @@ class Match:
     y: Spec
     kernels: str = "auto"
     needs_grad: bool = False
+    capability: tuple[int, int] | None = None
 
     def __getitem__(self, index: int) -> MatchedOp:
         return self.ops[index]

@@ -25,6 +25,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Condition = Callable[["AttentionProblem"], "str | None"]
 
 _LARGEST_GRID = 65535
+_RECENT_CUDNN = 91900
 _ALIGNMENT = 16  # bytes: what the CUDA kernels load at a time
 # Added to a masked score on CUDA: it leaves nothing of a probability, float16 holds it, and a row of nothing else stays
 # finite (cuDNN and the memory-efficient kernel differ in what they make of a row of -inf; such rows are zeroed here).
@@ -46,20 +47,25 @@ class AttentionProblem:
     cudnn: int = 0
 
     @classmethod
-    def of(cls, settings: AttentionSettings, x: Spec) -> AttentionProblem:
-        """The problem of packed heads x on the device that they are on, under PyTorch's switches as they are now."""
+    def of(
+        cls, settings: AttentionSettings, x: Spec, capability: tuple[int, int] | None = None
+    ) -> AttentionProblem:
+        """The problem of packed heads x on the device that they are on, under PyTorch's switches as they are now.
+
+        `capability` is that of a GPU which is not at hand; it is then taken to have a recent cuDNN.
+        """
         samples, positions = settings.heads.lengths(x.shape)
         on_cuda = x.device.type == "cuda"
         return cls(
             settings=settings,
             device_type=x.device.type,
-            capability=torch.cuda.get_device_capability(x.device) if on_cuda else (0, 0),
+            capability=capability or (torch.cuda.get_device_capability(x.device) if on_cuda else (0, 0)),
             dtype=x.dtype,
             samples=samples,
             positions=positions,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             switched_off=frozenset(name for name, enabled in _SWITCHES.items() if not enabled()),
-            cudnn=(torch.backends.cudnn.version() or 0) if on_cuda else 0,
+            cudnn=_RECENT_CUDNN if capability else (torch.backends.cudnn.version() or 0) if on_cuda else 0,
         )
 
 
@@ -354,7 +360,7 @@ class CpuFlash(Provider):
         )
         heads = call.settings.heads.heads
         shape = [logsumexp.shape[0] * logsumexp.shape[1] // heads, heads, call.positions]
-        return out, {"logsumexp": torch.ops.aten._unsafe_view.default(logsumexp, shape)}
+        return out, {"logsumexp": torch.ops.aten._unsafe_view.default(logsumexp.contiguous(), shape)}
 
     def _run_backward(self, call: _Call, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         logsumexp = saved["logsumexp"].view(call.q.shape[:3])

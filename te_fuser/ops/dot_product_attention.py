@@ -360,9 +360,11 @@ class DotProductAttention(UnfusedOperation):
         """The output; gives logsumexp [B, H, S], which is 0 for a row with nothing to see."""
         q, k, v = self.packed.split(raised(x))
         scores = self._masked_scores(call, q, k)
-        logsumexp = scores.logsumexp(-1)
-        logsumexp.masked_fill_(logsumexp == -torch.inf, 0.0)
-        probabilities = scores.sub_(logsumexp[..., None]).exp_()
+        logsumexp, probabilities = scores.logsumexp(-1), scores.softmax(-1)
+        if MASKS[self.mask][1]:
+            blind = logsumexp == -torch.inf
+            logsumexp.masked_fill_(blind, 0.0)
+            probabilities.masked_fill_(blind[..., None], 0.0)
         factors = self._kept(call, scores)
         if factors is not None:
             probabilities.mul_(factors)

@@ -111,7 +111,9 @@ def make(heads=4, kv_heads=4, dim=8, seed=0, dtype=torch.float64, **arguments):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_values_and_gradients(layout, packing, kv_heads):
     masks = [("none", None), ("causal", None)]
-    masks += [(name, kind) for name in ("given", "causal_and_given") for kind in ("padding", "some", "square", "column")]
+    masks += [
+        (name, kind) for name in ("given", "causal_and_given") for kind in ("padding", "some", "square", "column")
+    ]
     for (mask, kind), dim in itertools.product(masks, (5, 8, 16, 33)):
         op, parts, x, dy = make(kv_heads=kv_heads, dim=dim, mask=mask, layout=layout, packing=packing)
         given = None if kind is None else boolean_mask(kind)

@@ -42,6 +42,8 @@ TE_DEVICE unsigned as_bits(float value) {
 #endif
 }
 
+TE_DEVICE float infinity() { return as_float(0x7f800000u); }
+
 TE_DEVICE float number(float value) { return value; }
 
 TE_DEVICE float number(bf16 value) { return as_float(static_cast<unsigned>(value.bits) << 16); }
@@ -315,7 +317,6 @@ TE_DEVICE float clamp(float x, float low, float high) { return minimum(maximum(x
   TE_DEVICE float name(float x) { return plain; }
 #endif
 
-constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLog2E = 1.44269504f;
 
 // Full float32 accuracy (at most 2 units in the last place).

@@ -1,0 +1,307 @@
+"""From kernel descriptions to callable kernels on the CPU: the system's C++ compiler, and a cache on disk.
+
+Each library in the cache is called by the digest of all that it depends on: the kernel's text, the headers, the
+compiler and the processor. Kernels that are compiled together share one file under several names (hard links). A
+file ends with a checksum of itself, which is tested before the file is loaded: a torn file is compiled again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from te_fuser.codegen import cpp
+from te_fuser.codegen.cpp import CppKernel
+from te_fuser.codegen.description import KernelDescription
+
+if TYPE_CHECKING:
+    import torch
+
+    from te_fuser._native import CpuKernel
+
+INCLUDE = Path(__file__).parent / "include"
+HEADERS = ("te_cpu.h", "te_kernel_abi.h")
+
+# No -ffast-math: NaN and infinity mean something, and compensated sums would be "simplified" away.
+_FLAGS = (
+    "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast",
+    "-fno-exceptions", "-fno-rtti", "-w", "-shared", "-fPIC",
+)  # fmt: skip
+_TARGET_FLAGS = {"x86_64": ("-march=native",), "AMD64": ("-march=native",), "aarch64": ("-mcpu=native",)}
+
+
+class NoCompiler(RuntimeError):
+    """There is no C++ compiler on this machine; the message says which ones were looked for."""
+
+
+class KernelCompileError(RuntimeError):
+    """The compiler refused a kernel; the message has the generated line and the compiler's words."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler that takes g++'s options."""
+
+    path: str
+    version: str
+    flags: tuple[str, ...]
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """What a library depends on besides its text."""
+        headers = [(INCLUDE / name).read_text() for name in HEADERS]
+        return "\n".join([self.path, self.version, *self.flags, _processor(), *headers])
+
+
+def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None) -> Compiler | None:
+    """The compiler `name`, or the first one on PATH of c++, g++ and clang++; None if there is none.
+
+    Args:
+        flags: the flags that choose the processor, instead of those for the one at hand.
+    """
+    for candidate in (name,) if name else ("c++", "g++", "clang++"):
+        path = shutil.which(candidate)
+        version = _version(path) if path else None
+        if path and version:
+            target = _TARGET_FLAGS.get(platform.machine(), ()) if flags is None else tuple(flags)
+            return Compiler(path, version, (*_FLAGS, *target))
+    return None
+
+
+@functools.cache
+def _version(path: str) -> str | None:
+    """The compiler's first line about itself; None when it cannot be run."""
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.partition("\n")[0]
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's model and abilities, on which native code depends."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+# -------------------------------------------------------------------------------------------------- cache
+
+_MARK = b"te_fuser"
+
+
+def default_cache_dir() -> Path:
+    """Where libraries are kept: `te_fuser/cpu` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "te_fuser" / "cpu"
+
+
+def _checksum(content: bytes) -> bytes:
+    return _MARK + hashlib.blake2b(content, digest_size=24).digest()
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is there, and ends with the checksum of the rest of it."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    size = len(_checksum(b""))
+    return len(content) > size and content[-size:] == _checksum(content[:-size])
+
+
+@functools.cache
+def _folder_of_this_process() -> Path:
+    folder = tempfile.mkdtemp(prefix="te_fuser-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made if it is missing; where that is not allowed, one that ends with this process."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return _folder_of_this_process()
+    return folder if os.access(folder, os.W_OK) else _folder_of_this_process()
+
+
+def _publish(library: Path, names: Sequence[Path]) -> None:
+    """Make the finished file known under each name at once: a reader sees the old file or the whole new one."""
+    for name in names:
+        link = library.with_name(f"{library.name}-{name.stem}")
+        try:
+            os.link(library, link)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(library, link)
+        os.replace(link, name)
+        link.unlink(missing_ok=True)  # renaming a link to the same file leaves both
+
+
+# ------------------------------------------------------------------------------------------------ compiling
+
+
+def _unit(kernels: Sequence[CppKernel]) -> str:
+    """One translation unit; its line numbers count within each kernel, under the kernel's symbol."""
+    return "\n".join(['#include "te_cpu.h"', *(f'#line 1 "{k.symbol}"\n{k.source}' for k in kernels)])
+
+
+def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[Path]) -> None:
+    """Compile the kernels together, into one file with all these names.
+
+    Raises:
+        KernelCompileError: when the compiler refuses one of them.
+    """
+    folder = names[0].parent
+    with tempfile.TemporaryDirectory(prefix="unit-", dir=folder) as work:
+        source, library = Path(work) / "unit.cpp", Path(work) / "unit.so"
+        source.write_text(_unit(kernels))
+        command = [compiler.path, *compiler.flags, "-I", str(INCLUDE), str(source), "-o", str(library)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            raise KernelCompileError(_explain(kernels, compiler, answer.stderr))
+        with library.open("r+b") as file:
+            mark = _checksum(file.read())
+            file.write(mark)
+        _publish(library, names)
+
+
+def _explain(kernels: Sequence[CppKernel], compiler: Compiler, message: str) -> str:
+    """The first place in a kernel that the compiler complains about, and its words."""
+    found = re.search(rf"({'|'.join(re.escape(k.symbol) for k in kernels)}):(\d+)", message)
+    head = f"{compiler.path} ({compiler.version}) refused "
+    if found is None:
+        return f"{head}a kernel of {', '.join(k.symbol for k in kernels)}:\n{message}"
+    kernel, number = next(k for k in kernels if k.symbol == found[1]), int(found[2])
+    lines = kernel.source.splitlines()
+    line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    return f"{head}kernel {kernel.description.name} ({kernel.symbol}), line {number}:\n  {line}\n{message}"
+
+
+# -------------------------------------------------------------------------------------------------- loading
+
+
+class CpuKernelHandle:
+    """A kernel that is ready to run; `run` is the native kernel itself, for callers that count microseconds."""
+
+    __slots__ = ("description", "run", "source")
+
+    def __init__(self, kernel: CppKernel, run: CpuKernel) -> None:
+        self.description = kernel.description
+        self.source = kernel.source
+        self.run = run
+
+    def __call__(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        rows: int,
+        batch_inner: int = 1,
+        batch_size: int = 1,
+        integers: tuple[int, ...] = (),
+    ) -> None:
+        """Compute `rows` rows.
+
+        Args:
+            tensors: the loads, the int64 pair (seed, offset) if there are random streams, the stores, the sums, all
+                contiguous.
+            batch_inner: the sample of row r is (r // batch_inner) % batch_size.
+            batch_size: the number of samples.
+            integers: the numbers of the random streams, in the description's order.
+        """
+        self.run(tensors, rows, batch_inner, batch_size, integers)
+
+    def __repr__(self) -> str:
+        return f"<CpuKernelHandle {cpp.symbol_of(self.description)}>"
+
+
+_loaded: dict[str, CpuKernelHandle] = {}
+_generated: dict[str, CppKernel] = {}
+_lock = threading.RLock()
+
+
+def load(
+    descriptions: Sequence[KernelDescription], *, cache_dir: Path | None = None, compiler: Compiler | None = None
+) -> list[CpuKernelHandle]:
+    """The kernels for these descriptions, in their order.
+
+    What this process has loaded before is used again; what lies in the cache is loaded from there; the rest is
+    compiled in one run of the compiler.
+
+    Raises:
+        NoCompiler: when something must be compiled and there is no compiler.
+        KernelCompileError: when the compiler refuses a kernel.
+        ValueError: for a description that generated kernels do not cover, such as one with float64.
+    """
+    compiler = compiler or find_compiler()
+    if compiler is None:
+        raise NoCompiler("no C++ compiler was found: install g++ or clang++, so that c++, g++ or clang++ is on PATH")
+    with _lock:
+        keyed = [(_key(kernel, compiler), kernel) for kernel in map(_generate, descriptions)]
+        wanted = {key: kernel for key, kernel in keyed if key not in _loaded}
+        if wanted:
+            _load(wanted, compiler, _writable(cache_dir or default_cache_dir()))
+        return [_loaded[key] for key, _ in keyed]
+
+
+def source_of(description: KernelDescription) -> str:
+    """The C++ text of one kernel."""
+    return _generate(description).source
+
+
+def _generate(description: KernelDescription) -> CppKernel:
+    found = _generated.get(description.key)
+    if found is None:
+        found = _generated[description.key] = cpp.generate(description)
+    return found
+
+
+def _key(kernel: CppKernel, compiler: Compiler) -> str:
+    return hashlib.blake2b(f"{kernel.source}\n{compiler.identity}".encode(), digest_size=16).hexdigest()
+
+
+def _load(wanted: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:
+    places = {key: folder / f"{key}.so" for key in wanted}
+    missing = {key: kernel for key, kernel in wanted.items() if not _open(key, kernel, places[key])}
+    if missing:
+        _compile(list(missing.values()), compiler, [places[key] for key in missing])
+    for key, kernel in missing.items():
+        if not _open(key, kernel, places[key]):
+            raise KernelCompileError(f"the library of kernel {kernel.symbol} cannot be loaded from {places[key]}")
+
+
+def _open(key: str, kernel: CppKernel, library: Path) -> bool:
+    """Load one kernel from its library; False when the library is not there, torn, or not for this machine."""
+    from te_fuser._native import CpuKernel
+
+    if not _is_whole(library):
+        return False
+    try:
+        run = CpuKernel(
+            str(library),
+            kernel.symbol,
+            kernel.dtypes,
+            kernel.partial_floats,
+            kernel.partial_floats_per_sample,
+            kernel.scratch_floats,
+            kernel.row_elements,
+        )
+    except RuntimeError:
+        return False
+    _loaded[key] = CpuKernelHandle(kernel, run)
+    return True

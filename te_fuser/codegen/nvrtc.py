@@ -1,0 +1,233 @@
+"""CUDA text to machine code, through NVRTC and the official bindings; no GPU and no CUDA toolkit is needed.
+
+Machine code is kept on disk under a key of everything that it depends on: the text, the headers, the compiler's
+version, its options and the architecture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+INCLUDE = Path(__file__).parent / "include"
+# 177: a constant or an index that a kernel happens not to need.
+_OPTIONS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"], "diag_suppress": [177]}
+_LOADING = threading.Lock()  # the bindings do not survive being imported by two threads at once
+_INSTALL = "pip install 'cuda-core[cu13]' nvidia-cuda-nvrtc nvidia-cuda-runtime, or a PyTorch built for CUDA and cuda-core"
+_MAGIC = b"te_fuser cubin 1\n"
+
+
+class CompilerMissing(RuntimeError):
+    """NVRTC or its bindings cannot be loaded; the message says what to install."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a text; the message names the kernel and shows the line."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes: registers of a thread, bytes of local memory it spills, static shared memory."""
+
+    symbol: str
+    registers: int
+    spilled_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code, and what its kernels take."""
+
+    cubin: bytes
+    resources: tuple[Resources, ...]
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The architecture to compile for: from 9.0 on the one with the features of exactly that GPU."""
+    number = capability[0] * 10 + capability[1]
+    return f"sm_{number}a" if number >= 90 else f"sm_{number}"
+
+
+def compile_cubin(source: str, arch: str) -> bytes:
+    """The machine code of `source` for an architecture such as "sm_90a"; see `compile_source`."""
+    return compile_source(source, arch).cubin
+
+
+def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None = None) -> Compiled:
+    """Compile CUDA C++ text, or take it from the cache.
+
+    Args:
+        name: what errors call it; the first kernel's name if not given.
+        cache: the folder for machine code; `cache_folder()` if not given.
+
+    Raises:
+        CompilerMissing: when NVRTC cannot be loaded.
+        CompileError: when NVRTC reports an error.
+    """
+    name = name or _first_kernel(source)
+    path = (cache or cache_folder()) / f"{key(source, arch)}.cubin"
+    found = _read(path)
+    if found is None:
+        found = _compile(source, arch, name)
+        _write(path, found)
+    return found
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept: `te_fuser/cubin` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "te_fuser" / "cubin"
+
+
+def key(source: str, arch: str) -> str:
+    """A digest of everything that the machine code depends on."""
+    parts = [source, arch, repr(compiler_version()), json.dumps(_OPTIONS, sort_keys=True), _headers_digest()]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's version.
+
+    Raises:
+        CompilerMissing: when it cannot be loaded.
+    """
+    with _needing_compiler():
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    return major, minor
+
+
+@contextlib.contextmanager
+def _needing_compiler() -> Iterator[None]:
+    try:
+        with _LOADING:
+            yield
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CompilerMissing(f"kernels are compiled by NVRTC, which cannot be loaded ({error}); {_INSTALL}") from error
+
+
+@functools.cache
+def _headers_digest() -> str:
+    """Our own headers by content, CUDA's by their version."""
+    digest = hashlib.blake2b(digest_size=16)
+    headers = sorted(p for p in INCLUDE.rglob("*") if p.suffix in (".h", ".cuh"))
+    headers += [folder / "cuda.h" for folder in cuda_include_folders()]
+    for path in headers:
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def cuda_include_folders() -> tuple[Path, ...]:
+    """The folder with CUDA's own headers, from NVIDIA's wheels or a toolkit; none if there is none."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    candidates = [p / inner / "include" for p in wheels for inner in ("cu13", "cuda_runtime")]
+    candidates += [Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
+    return tuple(p for p in candidates if (p / "cuda.h").is_file())[:1]
+
+
+# ------------------------------------------------------------------------------------------------- compiling
+
+
+def _compile(source: str, arch: str, name: str) -> Compiled:
+    program, options = _bindings()
+    folders = [str(p) for p in (INCLUDE, *cuda_include_folders())]
+    log = io.StringIO()
+    try:
+        made = program(source, "c++", options(name=f"{name}.cu", arch=arch, include_path=folders, **_OPTIONS))
+        cubin = bytes(made.compile("cubin", logs=log).code)
+    except Exception as error:
+        raise CompileError(_explained(str(error), source, arch, name)) from error
+    return Compiled(cubin, _resources(log.getvalue()))
+
+
+def _bindings() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    with _needing_compiler():
+        try:
+            from cuda import core
+        except ImportError:
+            from cuda.core import experimental as core
+        return core.Program, core.ProgramOptions
+
+
+def _explained(message: str, source: str, arch: str, name: str) -> str:
+    """NVRTC's message, with the line that it means."""
+    head = f"kernel {name} does not compile for {arch}"
+    where = re.search(r"^(\S+)\((\d+)\): (?:catastrophic )?error: *(.*)", message, re.MULTILINE)
+    if not where:
+        return f"{head}: {message.strip()}"
+    file, number, lines = where[1], int(where[2]), source.splitlines()
+    line = f"\n    {lines[number - 1].strip()}" if file == f"{name}.cu" and number <= len(lines) else ""
+    return f"{head}: {file} line {number}: {where[3].strip()}{line}\n\n{message.strip()}"
+
+
+def _first_kernel(source: str) -> str:
+    found = re.search(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", source)
+    return found[1] if found else "kernel"
+
+
+_NUMBERS = {
+    "registers": r"Used (\d+) registers",
+    "stack_bytes": r"(\d+) bytes stack frame",
+    "shared_bytes": r"(\d+) bytes smem",
+}
+
+
+def _resources(log: str) -> tuple[Resources, ...]:
+    """The assembler's report."""
+    found = []
+    for part in log.split("Compiling entry function")[1:]:
+        symbol = re.search(r"'(\w+)'", part)
+        numbers = {n: int(m[1]) if (m := re.search(p, part)) else 0 for n, p in _NUMBERS.items()}
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", part))
+        found.append(Resources(symbol=symbol[1] if symbol else "", spilled_bytes=spilled, **numbers))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------- the cache
+
+
+def _read(path: Path) -> Compiled | None:
+    """What is kept at `path`; None where there is nothing, or not the whole of it."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    start = len(_MAGIC) + 32
+    if not data.startswith(_MAGIC) or hashlib.sha256(data[start:]).digest() != data[len(_MAGIC) : start]:
+        return None
+    report, _, cubin = data[start:].partition(b"\n")
+    return Compiled(cubin, tuple(Resources(**r) for r in json.loads(report)))
+
+
+def _write(path: Path, compiled: Compiled) -> None:
+    """Keep it; another process sees all of it or nothing. A folder that cannot be written costs only time."""
+    body = json.dumps([asdict(r) for r in compiled.resources]).encode() + b"\n" + compiled.cubin
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".new")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_MAGIC + hashlib.sha256(body).digest() + body)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise

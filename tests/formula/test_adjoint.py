@@ -1,0 +1,296 @@
+"""Derivatives of compositions are autograd's, values that kink or tie included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from te_fuser.formula import (
+    Axes,
+    absolute,
+    clamp,
+    concat,
+    erf,
+    exp,
+    expr,
+    log,
+    maximum,
+    minimum,
+    relu,
+    row_max,
+    row_mean,
+    row_sum,
+    rsqrt,
+    sigmoid,
+    split,
+    sqrt,
+    tanh,
+    where,
+)
+from te_fuser.formula.adjoint import differentiate, is_zero
+from te_fuser.formula.evaluate import Interpreter
+from te_fuser.formula.expr import Expr
+
+ROWS, WIDTH, INNER, SAMPLES = 6, 12, 1, 3
+SHAPES = {
+    Axes.FULL: (ROWS, WIDTH),
+    Axes.ROWS: (ROWS, 1),
+    Axes.FEATURE: (WIDTH,),
+    Axes.SAMPLE_FEATURES: (SAMPLES, WIDTH),
+    Axes.BATCH: (SAMPLES, 1),
+    Axes.NONE: (),
+}
+LEAVES = {
+    "x": Axes.FULL,
+    "z": Axes.FULL,
+    "weight": Axes.FEATURE,
+    "row": Axes.ROWS,
+    "sample": Axes.SAMPLE_FEATURES,
+    "per_sample": Axes.BATCH,
+    "scalar": Axes.NONE,
+}
+SAMPLE_OF_ROW = (torch.arange(ROWS) // INNER) % SAMPLES
+
+Formula = Callable[..., Any]
+
+
+def randoms(axes: Mapping[str, Axes], seed: int = 0) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(SHAPES[a], generator=rng, dtype=torch.float64) for n, a in axes.items()}
+
+
+def spread(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """As a formula sees it: [rows, ...], [width] or a scalar."""
+    return tensor[SAMPLE_OF_ROW] if axes & Axes.BATCH and not axes & Axes.OUTER else tensor
+
+
+def sum_over_rows(adjoint: torch.Tensor, axes: Axes) -> torch.Tensor:
+    adjoint = adjoint.expand(ROWS, WIDTH if axes & Axes.FEATURE else 1)
+    if axes & Axes.OUTER:
+        return adjoint
+    if axes & Axes.BATCH:
+        return torch.zeros(SAMPLES, adjoint.shape[1], dtype=torch.float64).index_add(0, SAMPLE_OF_ROW, adjoint)
+    return adjoint.sum(0)
+
+
+def check(formula: Formula, axes: Mapping[str, Axes], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Value and all gradients of `formula` on symbols against itself on tensors with autograd."""
+    given = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+    y = formula(**{n: spread(t, axes[n]) for n, t in given.items()})
+    y = y.expand(ROWS, y.shape[-1])
+    leaves = {n: expr.leaf(n, a, WIDTH if a & Axes.FEATURE else 1) for n, a in axes.items()}
+    e = expr.lift(formula(**leaves))
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    seed = expr.leaf("dy", Axes.FULL if y.shape[-1] > 1 else Axes.ROWS, y.shape[-1])
+    adjoints = differentiate({e: seed}, leaves.values())
+    runner = Interpreter({**tensors, "dy": dy}, {}, ROWS, dy, (INNER, SAMPLES))
+    (value,) = runner.run([e])
+    same(value.expand_as(y), y.detach())
+    wants = (
+        torch.autograd.grad(y, list(given.values()), dy, allow_unused=True) if y.requires_grad else [None] * len(given)
+    )
+    for (name, leaf), want in zip(leaves.items(), wants, strict=True):
+        if want is None:
+            assert is_zero(adjoints[leaf])
+            continue
+        (got,) = runner.run([adjoints[leaf]])
+        same(sum_over_rows(got, axes[name]).reshape(want.shape), want)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    scale = want[want.isfinite()].abs().max().item() if want.isfinite().any() else 1.0
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11 * max(scale, 1.0))
+
+
+# ----------------------------------------------------------------------------------- random compositions
+
+
+def _swap(a: Any) -> Any:
+    first, second = split(a, 2)
+    return concat([second, first])
+
+
+def _rotate(a: Any) -> Any:
+    first, second, third = split(a, 3)
+    return concat([third * first, first, second])
+
+
+def _gate(a: Any) -> Any:
+    first, second = split(a, 2)
+    return concat([sigmoid(first) * second, second])
+
+
+def _sum_of_half(a: Any) -> Any:
+    first, second = split(a, 2)
+    return concat([first * row_sum(second), first])
+
+
+# Written so that values stay moderate and off poles, whatever they are applied to.
+UNARY: dict[str, Formula] = {
+    "exp": lambda a: exp(tanh(a)),
+    "log": lambda a: log(1.5 + a * a),
+    "tanh": tanh,
+    "erf": erf,
+    "sigmoid": sigmoid,
+    "sqrt": lambda a: sqrt(a * a + 0.5),
+    "rsqrt": lambda a: rsqrt(a * a + 0.5),
+    "reciprocal": lambda a: 1.0 / (2.0 + tanh(a)),
+    "abs": absolute,
+    "relu": relu,
+    "clamp": lambda a: clamp(a, -0.5, 0.75),
+    "negate": lambda a: -a,
+    "double": lambda a: a + a,
+    "square": lambda a: tanh(a) ** 2,
+    "shift": lambda a: a - 0.25,
+    "row_sum": lambda a: 0.25 * row_sum(a),
+    "row_mean": row_mean,
+    "row_max": row_max,
+    "center": lambda a: a - row_mean(a),
+    "normalize": lambda a: a * rsqrt(row_mean(a * a) + 0.1),
+}
+FEATURED: dict[str, Formula] = {"swap": _swap, "rotate": _rotate, "gate": _gate, "sum_of_half": _sum_of_half}
+BINARY: dict[str, Formula] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: tanh(a) * b,
+    "div": lambda a, b: a / (1.5 + tanh(b)),
+    "maximum": maximum,
+    "minimum": minimum,
+    "where": lambda a, b: where(a < b, a * 0.5, tanh(b)),
+    "where_at_least": lambda a, b: where(a >= b, b, relu(a)),
+}
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([*UNARY, *FEATURED, *BINARY, *BINARY]), st.integers(0, 3), st.integers(0, 6 + len(LEAVES))
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+REDUCTIONS = ("row_sum", "row_mean", "row_max")
+
+
+class LostFeatures(Exception):
+    """x - x + row is simplified to row: what reduces over features after that cannot know that it was repeated."""
+
+
+def composed(steps: list[tuple[str, int, int]]) -> Formula:
+    """A formula that applies the steps, each to one of the last values and any earlier one."""
+
+    def formula(**leaves: Any) -> Any:
+        values = [(leaf, bool(LEAVES[name] & Axes.FEATURE)) for name, leaf in leaves.items()]
+        for name, near, far in steps:
+            (a, wide), (b, other_wide) = values[-1 - near], values[far % len(values)]
+            if name in FEATURED and not wide:
+                continue
+            if isinstance(a, Expr) and wide and not a.axes & Axes.FEATURE and name in (*FEATURED, *REDUCTIONS):
+                raise LostFeatures
+            if name in BINARY:
+                values.append((BINARY[name](a, b), wide or other_wide))
+            else:
+                values.append(((UNARY | FEATURED)[name](a), wide and name not in REDUCTIONS))
+        return values[-1][0] + 0.125 * leaves["x"]
+
+    return formula
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(STEPS, st.permutations(sorted(LEAVES)), st.integers(0, 3))
+def test_random_compositions(steps: list[tuple[str, int, int]], order: list[str], seed: int) -> None:
+    axes = {name: LEAVES[name] for name in order}
+    symbols = {n: expr.leaf(n, a, WIDTH if a & Axes.FEATURE else 1) for n, a in axes.items()}
+    try:
+        composed(steps)(**symbols)
+    except LostFeatures:
+        assume(False)
+    check(composed(steps), axes, randoms(axes, seed))
+
+
+# --------------------------------------------------------------------------------------- chosen formulas
+
+FORMULAS: dict[str, tuple[Formula, str]] = {
+    "broadcast_row_below_a_sum": (lambda x, row: row_sum(x + row) * x, "x row"),
+    "broadcast_scalar_below_a_sum": (lambda x, scalar: row_sum(x - scalar) * x, "x scalar"),
+    "where_of_rows_below_a_sum": (lambda x, row, scalar: row_sum(where(row > 0, scalar, x)) * x, "x row scalar"),
+    "sum_of_one_half": (lambda x: row_sum(split(x, 2)[0]) * x, "x"),
+    "sums_of_both_halves": (lambda x: row_sum(split(x, 2)[0]) * row_sum(split(x, 2)[1]) + x, "x"),
+    "only_second_half": (lambda x: concat([split(x, 2)[1], split(x, 2)[1]]), "x"),
+    "halves_and_thirds": (lambda x: concat(split(x, 2)[::-1]) * concat(split(x * x, 3)[::-1]), "x"),
+    "thirds_of_halves": (lambda x: concat(split(concat(split(tanh(x), 2)[::-1]), 3)[::-1]), "x"),
+    "row_beside_features": (lambda x, row: concat([row, split(x, 2)[0]]), "x row"),
+    "weight_in_parts": (
+        lambda x, weight: concat([a * b for a, b in zip(split(x, 3), split(weight, 3)[::-1], strict=True)]),
+        "x weight",
+    ),
+    "sum_of_weight": (lambda x, weight: x * row_sum(weight * weight), "x weight"),
+    "maximum_of_weight": (lambda x, weight: x * row_max(weight), "x weight"),
+    "unused": (lambda x, z: x + 0 * z, "x z"),
+    "softmax": (lambda x: exp(x - row_max(x)) / row_sum(exp(x - row_max(x))), "x"),
+    "sample_scale": (
+        lambda x, sample, per_sample: row_mean(x * sample) * x + per_sample * sample,
+        "x sample per_sample",
+    ),
+    "one_per_row": (lambda x, weight: row_sum(x * weight), "x weight"),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula(name: str) -> None:
+    formula, arguments = FORMULAS[name]
+    axes = {n: LEAVES[n] for n in arguments.split()}
+    check(formula, axes, randoms(axes))
+
+
+def halves() -> torch.Tensor:
+    """Numbers on a coarse grid: many ties, zeros and values that lie on a limit."""
+    rng = torch.Generator().manual_seed(4)
+    return torch.randint(-2, 3, (ROWS, WIDTH), generator=rng).double() / 2
+
+
+TIES: dict[str, Formula] = {
+    "relu": lambda x, z: relu(x),
+    "abs": lambda x, z: absolute(x),
+    "clamp": lambda x, z: clamp(x, -0.5, 0.5),
+    "clamp_above": lambda x, z: clamp(x, high=0.5),
+    "clamp_below": lambda x, z: clamp(x, low=0.5),
+    "maximum": lambda x, z: maximum(x, z),
+    "minimum": lambda x, z: minimum(x, z),
+    "maximum_with_number": lambda x, z: maximum(x, 0.5) * minimum(0.0, z),
+    "row_max": lambda x, z: row_max(x) * z,
+    "row_max_of_concat": lambda x, z: row_max(concat([split(x, 2)[0], split(z, 2)[1]])) * z,
+    "row_max_of_halves": lambda x, z: row_max(split(x, 2)[0]) * z,
+    "where": lambda x, z: where(x > z, x, where(x < z, z, 2 * x)),
+    "comparison_as_number": lambda x, z: (x >= z) * x + (x <= z) * z,
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_subgradients_at_kinks_and_ties(name: str) -> None:
+    axes = {"x": Axes.FULL, "z": Axes.FULL}
+    check(TIES[name], axes, {"x": halves(), "z": halves().flip(0)})
+
+
+def test_several_outputs_add_up() -> None:
+    x, d1, d2 = (expr.leaf(n, Axes.FULL, WIDTH) for n in ("x", "d1", "d2"))
+    inner = expr.value("inner", tanh(x))
+    adjoint = differentiate({inner: d1, inner * inner: d2}, [x])[x]
+    t = {n: torch.randn(ROWS, WIDTH, dtype=torch.float64) for n in ("x", "d1", "d2")}
+    (got,) = Interpreter(t, {}, ROWS, t["x"]).run([adjoint])
+    y = torch.tanh(t["x"])
+    torch.testing.assert_close(got, (t["d1"] + 2 * y * t["d2"]) * (1 - y * y))
+
+
+def test_an_output_that_is_the_input() -> None:
+    x, dy = expr.leaf("x", Axes.FULL, 4), expr.leaf("dy", Axes.FULL, 4)
+    assert differentiate({x: dy}, [x])[x] is dy
+
+
+def test_a_leaf_that_is_not_read_has_adjoint_zero() -> None:
+    x, w, dy = expr.leaf("x", Axes.FULL, 4), expr.leaf("w", Axes.FEATURE, 4), expr.leaf("dy", Axes.FULL, 4)
+    assert is_zero(differentiate({relu(x): dy}, [x, w])[w])

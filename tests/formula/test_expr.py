@@ -1,0 +1,237 @@
+"""Expressions: shared by construction, simplified without changing their value."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser.formula import Axes, absolute, clamp, concat, exp, expr, relu, row_max, row_mean, row_sum, split, where
+from te_fuser.formula.evaluate import Interpreter
+from te_fuser.formula.expr import ONE, ZERO, Expr, const, substitute, topological
+
+ROWS, WIDTH = 4, 12
+
+
+def full(name: str = "x", width: int = WIDTH) -> Expr:
+    return expr.leaf(name, Axes.FULL, width)
+
+
+def per_row(name: str = "m") -> Expr:
+    return expr.leaf(name, Axes.ROWS)
+
+
+def feature(name: str = "w", width: int = WIDTH) -> Expr:
+    return expr.leaf(name, Axes.FEATURE, width)
+
+
+def value_of(e: Expr) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(0)
+    shapes = {"x": (ROWS, WIDTH), "y": (ROWS, WIDTH), "m": (ROWS,), "k": (ROWS,), "w": (WIDTH,)}
+    tensors = {n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()}
+    return Interpreter(tensors, {}, ROWS, tensors["x"]).run([e])[0]
+
+
+def plain_row_sum(e: Expr) -> Expr:
+    """The sum as it is written, not simplified."""
+    return expr.make("row_sum", (e,), (), e.axes & ~Axes.FEATURE, 1)
+
+
+# ------------------------------------------------------------------------------------------- sharing
+
+
+def test_equal_expressions_are_one_object() -> None:
+    x, y = full(), full("y")
+    assert x is full() and (x + y) is (y + x) and (x * y) is (y * x)
+    assert exp(x * y + 1) is exp(1 + y * x)
+    assert (x - y) is not (y - x)
+    assert full("x", 4) is not full("x", 8)
+
+
+def test_nodes_nobody_holds_are_dropped() -> None:
+    e = exp(full() * 17.25 + 3)
+    digest = e.digest
+    assert digest in expr._interned
+    del e
+    gc.collect()
+    assert digest not in expr._interned
+
+
+def test_digest_is_of_the_meaning_alone() -> None:
+    """The same in every process: kernel caches on disk go by it."""
+    assert full("x", 8).digest == expr.leaf("x", Axes.FULL, 8).digest == "2d3a32e16b35c1664ef8"
+
+
+# ------------------------------------------------------------------------------------- simplification
+
+SAME: dict[str, Callable[[], tuple[Expr, Any]]] = {
+    "plus_zero": lambda: (full() + 0, full()),
+    "zero_minus": lambda: (0 - full(), -full()),
+    "times_one": lambda: (full() * 1.0, full()),
+    "times_zero": lambda: (full() * 0, ZERO),
+    "minus_itself": lambda: (full() - full(), ZERO),
+    "minus_itself_scaled": lambda: (2 * full() * 3 - 6 * full(), ZERO),
+    "twice": lambda: (full() + full(), 2 * full()),
+    "numbers_meet": lambda: (2 * (full() * 0.5), full()),
+    "minus_negative": lambda: (full() - (-1 * full("y")), full() + full("y")),
+    "plus_negative": lambda: (full() + (-2 * full("y")), full() - 2 * full("y")),
+    "negative_plus": lambda: (-full() + full("y"), full("y") - full()),
+    "negative_twice": lambda: (-1 * (-full()), full()),
+    "divide_by_number": lambda: (full() / 4, full() * Fraction(1, 4)),
+    "exact_count": lambda: (WIDTH * row_mean(full()), row_sum(full())),
+    "mean_of_what_a_row_shares": lambda: (row_mean(per_row()), per_row()),
+    "mean_of_shared_and_features": lambda: (row_mean(per_row() * full()), per_row() * row_mean(full())),
+    "factor_leaves_a_sum": lambda: (row_sum(full() * per_row()), per_row() * row_sum(full())),
+    "divisor_leaves_a_sum": lambda: (row_sum(full() / per_row()), 1 / per_row() * row_sum(full())),
+    "number_leaves_a_sum": lambda: (row_sum(3 * full()), 3 * row_sum(full())),
+    "centered_sums_to_zero": lambda: (row_sum(full() - row_mean(full())), ZERO),
+    "where_of_equals": lambda: (where(full() > 0, full("y"), full("y")), full("y")),
+    "where_of_constant": lambda: (where(const(1), full(), full("y")), full()),
+    "parts_of_concat": lambda: (split(concat([full(), full("y")]), 2)[1], full("y")),
+    "concat_of_concat": lambda: (concat([concat([full(), full("y")]), full()]), concat([full(), full("y"), full()])),
+    "pointwise_enters_concat": lambda: (exp(concat([full(), full("y")])), concat([exp(full()), exp(full("y"))])),
+    "sum_of_concat": lambda: (row_sum(concat([full(), full("y")])), row_sum(full()) + row_sum(full("y"))),
+    "part_reaches_the_leaf": lambda: (split(exp(full() * 2), 3)[2], exp(split(full(), 3)[2] * 2)),
+    "part_of_a_part": lambda: (split(split(full(), 2)[1], 3)[0], split(full(), 6)[3]),
+    "built_in_abs": lambda: (abs(full()), absolute(full())),
+    "power": lambda: (full() ** 2, full() * full()),
+    "inverse_root": lambda: (full() ** -0.5, expr.unary("rsqrt", full())),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_simplified_to_the_same_object(name: str) -> None:
+    found, wanted = SAME[name]()
+    assert found is wanted, f"{found} is not {wanted}"
+
+
+def test_whole_and_rational_numbers_are_exact() -> None:
+    assert const(3.0) is const(3) and const(True) is ONE
+    assert (const(Fraction(1, 3)) * 3) is ONE
+    assert (full() / 3 * 3) is full()
+
+
+SUMS: dict[str, Callable[[], Expr]] = {
+    "features_minus_row": lambda: full() - row_mean(full("y")),
+    "product_with_centered": lambda: full("y") * (full() - row_mean(full())),
+    "row_plus_features": lambda: per_row() + full(),
+    "rows_below_a_function": lambda: exp(per_row() + full()),
+    "two_factors": lambda: per_row() * (full() * (per_row("k") * full("y"))) / per_row("k"),
+    "difference_of_scaled": lambda: per_row() * full() - per_row("k") * full(),
+    "concatenated": lambda: concat([full() * per_row(), full("y") - row_mean(full())]),
+    "weights_only": lambda: feature() * feature() + 1,
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_simplified_sum_has_the_same_value_and_no_more_stages(name: str) -> None:
+    inner = SUMS[name]()
+    plain, found = plain_row_sum(inner), row_sum(inner)
+    torch.testing.assert_close(value_of(found), value_of(plain), rtol=1e-12, atol=1e-12)
+    assert found.depth <= plain.depth
+
+
+def test_a_sum_is_spread_when_that_saves_a_stage_or_a_term_only() -> None:
+    x, y = full(), full("y")
+    assert row_sum(x + y).op == "row_sum"  # one sum stays one
+    assert row_sum(x * y - y * row_mean(x)).depth == 1  # both sums run together
+    both = row_sum(x) + row_sum(x - row_mean(y))
+    assert sum(n.op == "row_sum" for n in topological([both])) == 2
+
+
+def test_depth_counts_dependent_reductions() -> None:
+    x = full()
+    centered = x - row_mean(x)
+    variance = row_mean(centered * centered)
+    assert (x.depth, row_mean(x).depth, variance.depth, row_max(x * variance).depth) == (0, 1, 2, 3)
+
+
+def test_values_stop_simplification_and_carry_parts() -> None:
+    x = full()
+    marked = expr.value("out", -x)
+    assert (marked + x) is not ZERO
+    part = split(marked, 2)[1]
+    assert part.op == "value" and part.attrs == ("out", WIDTH // 2, WIDTH) and part.args[0] is split(-x, 2)[1]
+    assert expr.value("out", x) is x
+
+
+# --------------------------------------------------------------------------------------------- extents
+
+
+def test_extents_join() -> None:
+    assert (feature() * per_row()).axes == Axes.FULL
+    assert row_sum(full()).axes == Axes.ROWS and row_sum(feature()).axes == Axes.NONE
+    sample = expr.leaf("s", Axes.SAMPLE_FEATURES, WIDTH)
+    assert row_sum(sample).axes == Axes.BATCH and (sample * per_row()).axes == Axes.FULL
+    assert (full() * feature()).width == WIDTH and row_sum(full()).width == 1
+
+
+def test_concat_of_different_part_counts_is_cut_finer() -> None:
+    x, y = full(), full("y")
+    halves, thirds = concat(split(x, 2)[::-1]), concat(split(y, 3)[::-1])
+    e = halves * thirds
+    assert e.op == "concat" and len(e.args) == 6 and e.width == WIDTH
+    a = value_of(x)
+    b = value_of(y)
+    want = a.roll(WIDTH // 2, -1) * torch.cat(b.chunk(3, -1)[::-1], -1)
+    torch.testing.assert_close(value_of(e), want)
+
+
+def test_a_substitution_that_takes_the_features_away_keeps_the_count() -> None:
+    """x replaced by one number a row: the sum over 12 features is 12 times that number."""
+    m = per_row()
+    (found,) = substitute([row_sum(exp(full()))], lambda e: m if e.op == "exp" else None)
+    assert found is WIDTH * m
+    (found,) = substitute([concat([exp(full()), relu(full())])], lambda e: m if e.args else None if e.op != "x" else e)
+    assert found is m
+
+
+def test_parts_of_a_deep_formula_are_made_once_each() -> None:
+    """Every step uses its input four times: without sharing, cutting it would take 4**40 steps."""
+    e = full()
+    for _ in range(40):
+        e = e * relu(e + e * e * 0.5)
+    assert len(topological(split(e, 2))) < 2 * len(topological([e])) + 2
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "branch": (lambda: 1 if full() > 0 else 2, TypeError, "cannot branch"),
+    "equality_with_a_number": (lambda: full() == 0, TypeError, "no =="),
+    "power": (lambda: full() ** 2.5, TypeError, r"exp\(k \* log\(x\)\)"),
+    "foreign": (lambda: full() + "a", TypeError, "not str"),
+    "widths": (lambda: full("x", 4) + full("y", 6), ValueError, "widths 4 and 6"),
+    "uneven_split": (lambda: split(full("x", 7), 2), ValueError, "cannot split 7 features into 2"),
+    "concat_widths": (lambda: concat([full("x", 4), full("y", 6)]), ValueError, r"one feature width, got \[4, 6\]"),
+    "concat_of_rows": (lambda: concat([per_row("a"), per_row("b")]), ValueError, "none with features"),
+    "sum_of_a_constant": (lambda: row_sum(full() - full() + 2), ValueError, "feature count"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_formulas_are_refused_in_words(name: str) -> None:
+    make, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        make()
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def test_text_of_a_short_expression_is_its_formula() -> None:
+    e = exp(full() * feature()) / (1 + per_row())
+    assert str(e) in ("(exp((w * x)) / (1 + m))", "(exp((x * w)) / (1 + m))")
+    assert str(split(full(), 2)[1]) == "x[6:12]"
+    assert str(clamp(full(), -1, 2)) == "clamp(x, -1.0, 2.0)"
+
+
+def test_text_of_a_long_expression_names_what_it_repeats() -> None:
+    e = full()
+    for _ in range(30):
+        e = e * relu(e + e * e)
+    assert "t0 = " in str(e) and len(str(e)) < 3000

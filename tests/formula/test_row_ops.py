@@ -1,0 +1,159 @@
+"""Every row op: its trace computes what compute() does on tensors, and its derived gradient is autograd's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from te_fuser import ops
+from te_fuser.formula import Axes, expr
+from te_fuser.formula.adjoint import differentiate
+from te_fuser.formula.evaluate import Interpreter
+from te_fuser.formula.expr import Expr
+from te_fuser.formula.random import RandomStream
+from te_fuser.ops.base import OpCall, RowOp, batch_layout
+
+SHAPE = (3, 5, 12)  # [samples, tokens, features] with batch_dim 0, [outer, samples, features] with batch_dim 1
+
+OPS: dict[str, RowOp] = {
+    "bias": ops.Bias(1),
+    "scale": ops.Scale(1),
+    "scale_scalar": ops.Scale(()),
+    "scale_constant": ops.Scale(value=-0.3),
+    "gelu_tanh": ops.GELU(),
+    "gelu_erf": ops.GELU("none"),
+    "qgelu": ops.QGELU(),
+    "relu": ops.ReLU(),
+    "srelu": ops.SReLU(),
+    "silu": ops.SiLU(),
+    "glu": ops.GLU(),
+    "geglu": ops.GEGLU(),
+    "qgeglu": ops.QGEGLU(),
+    "reglu": ops.ReGLU(),
+    "sreglu": ops.SReGLU(),
+    "swiglu": ops.SwiGLU(),
+    "swiglu_gate_second": ops.SwiGLU(gate_first=False),
+    "clamped_swiglu": ops.ClampedSwiGLU(limit=1.5),
+    "layer_norm": ops.LayerNorm(1),
+    "layer_norm_zero_centered": ops.LayerNorm(1, zero_centered_gamma=True),
+    "layer_norm_no_bias": ops.LayerNorm(1, bias=False),
+    "rms_norm": ops.RMSNorm(1),
+    "rms_norm_zero_centered": ops.RMSNorm(1, zero_centered_gamma=True),
+    "l2_norm": ops.L2Norm(),
+    "adaptive_per_row": ops.AdaptiveLayerNorm(1, per="row"),
+    "adaptive_per_sample_0": ops.AdaptiveLayerNorm(1, batch_dim=0),
+    "adaptive_per_sample_1": ops.AdaptiveLayerNorm(1, batch_dim=1),
+    "dropout": ops.Dropout(0.4),
+    "dropout_all": ops.Dropout(1.0),
+    "dropout_none": ops.Dropout(0.0),
+    "drop_path_0": ops.DropPath(0.4, batch_dim=0),
+    "drop_path_1": ops.DropPath(0.4, batch_dim=1),
+    "cast": ops.Cast(torch.float64),
+    "fork": ops.Fork("skip"),
+    "add": ops.Add("skip"),
+    "output": ops.Output("name"),
+    "identity": ops.Identity(),
+}
+
+
+@dataclass
+class Setting:
+    """One op with tensors for it, in float64, and the same as leaves."""
+
+    op: RowOp
+    x: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    axes: dict[str, Axes]
+    stream: RandomStream
+
+    @property
+    def rows(self) -> int:
+        return self.x.numel() // self.x.shape[-1]
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        return batch_layout(self.x.shape, self.op.batch_dim())
+
+    def leaves(self) -> dict[str, Expr]:
+        width = self.x.shape[-1]
+        return {name: expr.leaf(name, axes, width if axes & Axes.FEATURE else 1) for name, axes in self.axes.items()}
+
+    def trace(self, leaves: dict[str, Expr]) -> Expr:
+        return expr.lift(self.op.compute(*(leaves.get(name) for name in ("x", *self.op.arguments()))))
+
+    def run(self, e: Expr, **more: torch.Tensor) -> torch.Tensor:
+        width = {name: tensor.shape[-1] if tensor.dim() else 1 for name, tensor in self.tensors.items()}
+        given = {
+            name: t.detach().reshape(-1, width[name]) if self.axes[name] == Axes.FULL else t.detach()
+            for name, t in self.tensors.items()
+        }
+        runner = Interpreter(given | more, {"keep": self.stream}, self.rows, self.x, self.batch)
+        return runner.run([e])[0]
+
+    def summed(self, adjoint: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum over rows that a leaf's extent asks for."""
+        axes, like = self.axes[name], self.tensors[name]
+        adjoint = adjoint.expand(self.rows, like.shape[-1] if axes & Axes.FEATURE else 1)
+        if axes & Axes.OUTER:
+            return adjoint.reshape(like.shape)
+        if axes & Axes.BATCH:
+            inner, samples = self.batch
+            index = (torch.arange(self.rows) // inner) % samples
+            return torch.zeros_like(like).index_add(0, index, adjoint)
+        return adjoint.sum(0).reshape(like.shape)
+
+
+def setting(prototype: RowOp, scale: float = 1.0) -> Setting:
+    rng = torch.Generator().manual_seed(1)
+    op = prototype.example(SHAPE[-1], rng).double()
+    op.train()
+    x = scale * torch.randn(SHAPE, generator=rng, dtype=torch.float64)
+    tensors, axes = {"x": x}, {"x": Axes.FULL}
+    for name, parameter in op.named_parameters():
+        tensors[name], axes[name] = parameter.detach(), Axes.FEATURE if parameter.dim() else Axes.NONE
+    inner, samples = batch_layout(SHAPE, op.batch_dim())
+    for name, given in op.named_inputs().items():
+        assert given.axes is not None
+        shape = SHAPE if given.axes == Axes.FULL else (samples, SHAPE[-1])
+        tensors[name], axes[name] = torch.randn(shape, generator=rng, dtype=torch.float64), given.axes
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    return Setting(op, x, tensors, axes, RandomStream(7, 3, 2, inner, samples))
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def test_the_table_has_every_row_op() -> None:
+    public = {getattr(ops, name) for name in ops.__all__}
+    rows = {kind for kind in public if issubclass(kind, RowOp)} - {RowOp, ops.GatedUnit}
+    assert rows == {type(op) for op in OPS.values()}
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+@pytest.mark.parametrize("name", OPS)
+def test_trace_is_compute_and_adjoint_is_autograd(name: str, scale: float) -> None:
+    s = setting(OPS[name], scale)
+    y = s.op.reference(OpCall(tensors={k: t for k, t in s.tensors.items() if k != "x"}, random=s.stream), s.x)
+    leaves = s.leaves()
+    e = s.trace(leaves)
+    close(s.run(e).reshape(y.shape), y.detach())
+
+    dy = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    wanted = torch.autograd.grad(y, list(s.tensors.values()), dy)
+    adjoints = differentiate({e: expr.leaf("dy", Axes.FULL, y.shape[-1])}, leaves.values())
+    for (leaf_name, leaf), want in zip(leaves.items(), wanted, strict=True):
+        adjoint = s.run(adjoints[leaf], dy=dy.reshape(-1, dy.shape[-1]))
+        close(s.summed(adjoint, leaf_name), want)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_example_is_of_the_given_size_and_repeats(name: str) -> None:
+    first, second = (OPS[name].example(8, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert type(first) is type(OPS[name])
+    for (key, a), (other, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert key == other and a.shape == b.shape and torch.equal(a, b)
+        assert a.dim() == 0 or a.unique().numel() == 8  # random, not a default
