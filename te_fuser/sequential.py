@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, check_input, check_options
+from te_fuser.fuser.fuser import Fuser, check_input, check_options, draw_seed
 from te_fuser.fuser.graph import ListedOp
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.reference import reference_run
@@ -60,6 +60,10 @@ class Sequential(torch.nn.Sequential):
         self.memory, self.kernels, self.verify = memory, kernels, verify
         self._parts: list[_Border | _Group] = []
         self._token: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans hold locks and kernels: a copy and a pickle of the model make their own.
+        return {**self.__dict__, "_parts": [], "_token": None}
 
     # ------------------------------------------------------------------------------ list semantics
 
@@ -278,16 +282,13 @@ class Sequential(torch.nn.Sequential):
         parts = self._prepared()
         qualified = tuple(map(self._qualified, outputs))
         values = dict(inputs)
-        seed = None
         for part in parts:
             if isinstance(part, _Border):
                 x = self._run_border(part, x, values)
                 values.update(dict.fromkeys(part.gives, x))
                 continue
-            if seed is None and any(o.lowered.op.draws() for o in part.listed):
-                from te_fuser.fuser.fuser import draw_seed
-
-                seed = draw_seed()
+            # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
+            seed = draw_seed() if any(o.lowered.op.draws() for o in part.listed) else None
             x = reference_run(part.listed, x, values, seed)
         return (x, *(values[n] for n in qualified)) if qualified else x
 

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+import networkx
 
 from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
 from te_fuser.formula.expr import Axes, Expr, leaf, substitute, topological
@@ -118,6 +121,7 @@ _COST = {
 }  # fmt: skip
 # A byte that waits against an instruction that is computed again: a register costs as much as two instructions.
 _COST_PER_BYTE = 0.5
+_COST_AGAIN = 0.5  # of an instruction
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ def passes(description: KernelDescription, kind: Kind) -> tuple[Pass, ...]:
     found = [Pass((), ())]
     needed = [r for r in description.roots if r.axes & Axes.FEATURE]
     for depth in range(len(stages) - 1, -1, -1):
-        waits = _cut(needed, depth, kind)
+        early = above([r.args[0] for stage in stages[: depth + 1] for r in stage], ())
+        waits = _cut(needed, depth, kind, {id(n) for n in early})
         found.append(Pass(stages[depth], tuple(waits)))
         needed = [*(r.args[0] for r in stages[depth]), *waits]
     return tuple(reversed(found))
@@ -167,43 +172,54 @@ def above(roots: Iterable[Expr], known: Iterable[int]) -> list[Expr]:
     return order
 
 
-def _waiting_bytes(e: Expr, kind: Kind) -> float:
-    """What it costs that this node waits, in bytes per element; infinite where nothing but a tensor can."""
-    if e.op == "input":
-        return 2.0 if kind == Kind.REGISTERS else 0.0
-    return math.inf if kind == Kind.REREAD or e.op in _NEVER_WAIT else 4.0
-
-
 _NEVER_WAIT = {"keep", "lt", "le", "gt", "ge"}
 
 
-def _cut(needed: list[Expr], depth: int, kind: Kind) -> list[Expr]:
-    """The cheapest nodes of at most `depth` from which all of `needed` can be computed, found by local search."""
+def _waiting_cost(e: Expr, kind: Kind, early: set[int]) -> float:
+    """What it costs that this node waits; infinite where nothing but a tensor can.
 
-    def frontier(nodes: Iterable[Expr]) -> Iterator[Expr]:
-        for node in nodes:
-            if is_full(node) and node.depth <= depth:
-                yield node
-            else:
-                yield from frontier(node.args)
+    A node that no reduction needed so far would have to be computed just to wait.
+    """
+    if e.op == "input":
+        return 2 * _COST_PER_BYTE if kind == Kind.REGISTERS else 0.0
+    if kind == Kind.REREAD or e.op in _NEVER_WAIT:
+        return math.inf
+    return 4 * _COST_PER_BYTE + sum(map(_again, above([e], early)))
 
-    def cost(chosen: list[Expr]) -> float:
-        again = [n for n in above(needed, map(id, chosen)) if n.depth <= depth and n.axes & Axes.FEATURE and n.op != "input"]
-        return sum(_waiting_bytes(n, kind) for n in chosen) * _COST_PER_BYTE + 0.5 * sum(_COST.get(n.op, 1) for n in again)
 
-    chosen = _unique(frontier(needed))
-    improved = True
-    while improved:
-        improved = False
-        for node in [n for n in chosen if n.op != "input"]:
-            rest = [n for n in chosen if n is not node]
-            tensors = (n for n in topological([node]) if n.op == "input" and is_full(n))
-            # One step down, or all the way: a step alone may be no gain where the whole way is.
-            other = min((_unique([*rest, *below]) for below in (frontier(node.args), tensors)), key=cost)
-            if _waiting_bytes(node, kind) == math.inf or cost(other) < cost(chosen):
-                chosen, improved = other, True
-                break
-    return chosen
+def _again(e: Expr) -> float:
+    """What it costs to compute this node once more."""
+    return 0.0 if e.op == "input" else _COST_AGAIN * _COST.get(e.op, 1)
+
+
+def _cut(needed: list[Expr], depth: int, kind: Kind, early: set[int]) -> list[Expr]:
+    """The cheapest nodes of at most `depth` from which all of `needed` can be computed.
+
+    A minimum cut: each node is needed or not, and a needed one waits or is computed again from its arguments.
+    """
+    order = topological(needed)
+    number = {id(n): k for k, n in enumerate(order)}
+    graph = networkx.DiGraph()
+    for n in order:
+        wanted, again = ("wanted", number[id(n)]), ("again", number[id(n)])
+        if is_full(n) and n.depth <= depth:
+            cost = _waiting_cost(n, kind, early)
+            graph.add_edge(wanted, again, **({"capacity": cost} if math.isfinite(cost) else {}))
+            graph.add_edge(again, "end", **({} if n.op == "input" else {"capacity": _again(n)}))
+        else:
+            graph.add_edge(wanted, again)
+        for a in n.args:
+            graph.add_edge(again, ("wanted", number[id(a)]))
+    for n in needed:
+        graph.add_edge("begin", ("wanted", number[id(n)]))
+    if "end" not in graph:
+        return []
+    _, (asked, _) = networkx.minimum_cut(graph, "begin", "end")
+    return [
+        n for n in order
+        if is_full(n) and n.depth <= depth
+        and ("wanted", number[id(n)]) in asked and ("again", number[id(n)]) not in asked
+    ]  # fmt: skip
 
 
 def _unique(nodes: Iterable[Expr]) -> list[Expr]:
@@ -263,7 +279,8 @@ _WARP = 32
 _THREADS = 256  # of a block that nothing forces to another size
 _ENOUGH_THREADS = 512  # per multiprocessor, to hide the time of arithmetic and of barriers
 _ENOUGH_BYTES = 48 * 1024  # loads in flight per multiprocessor, to hide the time of memory
-_BASE_REGISTERS = 30  # addresses, loop counters, row values
+_BYTES_AHEAD = 96  # that one thread has on their way while it walks down columns
+_BASE_REGISTERS = 28  # addresses, loop counters, row values
 _SUM_THREADS = 512  # per multiprocessor in a kernel with column sums: more make the partial sums expensive
 _KEPT_REGISTERS = 16  # for parameters
 _REDUCTION_BYTES = 4096  # static shared memory for reductions and for adding slots, at most
@@ -293,7 +310,7 @@ def pick(description: KernelDescription, device: Device, largest_bytes: int = 16
             sums = Sums.NONE
         found = [s for s in _candidates(description, kind, sums, vector, device)]
         if found:
-            return max(found, key=lambda s: _merit(description, s))
+            return max(found, key=functools.partial(_merit, description))
     return None if description.sums else _reread(description, vector, device)
 
 
@@ -308,7 +325,8 @@ _ORDER = (
 def _columns(description: KernelDescription, vector: int, device: Device) -> Schedule:
     vectors = -(-description.width // vector)
     lanes = min(_THREADS, 1 << (vectors - 1).bit_length())
-    ahead = max(1, min(4, 64 // max(1, _loaded_bytes(description) * vector)))
+    bytes_ahead = max(1, _travelling_bytes(description) * vector)
+    ahead = next((n for n in (4, 2) if n * bytes_ahead <= _BYTES_AHEAD), 1)
     sums = Sums.REGISTERS if description.sums else Sums.NONE
     draft = Schedule(Kind.COLUMNS, vector, lanes, _THREADS // lanes, 1, ahead, 1, sums)
     blocks = max(1, min(6 if sums == Sums.NONE else 4, _resident(description, draft, device)))
@@ -341,22 +359,22 @@ def _candidates(
             blocks = _resident(description, draft, device)
             if description.sums:
                 blocks = min(blocks, max(1, _SUM_THREADS // draft.threads))
-            least = _ENOUGH_THREADS if kind == Kind.REGISTERS else draft.threads
-            if blocks * draft.threads >= min(least, _ENOUGH_THREADS):
+            if blocks * draft.threads >= (_ENOUGH_THREADS if kind == Kind.REGISTERS else 1):
                 yield dataclasses.replace(draft, blocks_per_multiprocessor=min(blocks, 16))
 
 
-# Unrolled fully, since an array in registers must be indexed by constants.
-_MOST_CHUNKS = {Kind.REGISTERS: 8, Kind.SHARED: 16, Kind.REREAD: 1 << 20}
+# Vectors of a row per thread. More than 4 take as many registers as the arithmetic of a chunk that runs beside the next.
+_MOST_CHUNKS = {Kind.REGISTERS: 4, Kind.SHARED: 8}
 
 
 def _merit(description: KernelDescription, s: Schedule) -> tuple[float, ...]:
-    """Loads in flight first, as far as they help; then no idle lanes; then small blocks, whose barriers are cheap."""
+    """Loads in flight on busy lanes first, as far as they help; then threads; then small blocks with cheap barriers."""
     row = s.covered * _loaded_bytes(description)
     share = s.ahead if s.kind == Kind.SHARED else 1
     flight = min(1.0, s.blocks_per_multiprocessor * s.slots * row * share / _ENOUGH_BYTES)
     used = description.width / s.covered
-    return round(flight * used, 1), -s.lanes
+    busy = min(_ENOUGH_THREADS, s.blocks_per_multiprocessor * s.threads)
+    return round(flight * used, 1), busy, -s.lanes
 
 
 def _full_loads(description: KernelDescription) -> list[Expr]:
@@ -379,6 +397,14 @@ def kept(description: KernelDescription, s: Schedule) -> tuple[Expr, ...]:
     return features if few else ()
 
 
+def _travelling_bytes(description: KernelDescription) -> int:
+    """Bytes that kind `columns` reads for each feature of a row: not the parameters, which stay with their thread."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    owned = any(t.axes & Axes.BATCH for t in description.sums)
+    stays = Axes.SAMPLE_FEATURES if owned else Axes.FEATURE
+    return sum(sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE and n.axes & ~stays)
+
+
 def _resident(description: KernelDescription, s: Schedule, device: Device) -> int:
     """Blocks of this schedule that fit a multiprocessor at once; 0 where one block is too much."""
     registers = registers_of(description, s)
@@ -393,19 +419,19 @@ def _resident(description: KernelDescription, s: Schedule, device: Device) -> in
 def registers_of(description: KernelDescription, s: Schedule) -> int:
     """An estimate of the registers of a thread."""
     raw = _loaded_bytes(description) / 4
-    values = max((sum(n.op != "input" for n in p.waits) for p in passes(description, s.kind)), default=0)
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    waiting = max((sum(sizes.get(n.attrs[0], 4) / 4 if n.op == "input" else 1 for n in p.waits) for p in passes(description, s.kind)), default=0)
     sums = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE) if s.sums == Sums.REGISTERS else 0
     stores = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
-    working = s.vector * (1 + stores / 2 + (raw if s.kind != Kind.REGISTERS else 0)) + 4
     own = s.vector * s.chunks
     parameters = _features(description) if kept(description, s) else 0
     per_kind = {
-        Kind.COLUMNS: s.vector * (raw * s.ahead + sums + _features(description)),
-        Kind.REGISTERS: own * (raw + values + sums + parameters),
-        Kind.SHARED: own * (sums + parameters),
-        Kind.REREAD: 0,
+        Kind.COLUMNS: s.vector * (_travelling_bytes(description) / 4 * s.ahead + sums + _features(description)),
+        Kind.REGISTERS: own * (max(raw, waiting) + sums + parameters),
+        Kind.SHARED: own * (sums + parameters) + s.vector * raw,
+        Kind.REREAD: s.vector * raw,
     }
-    return math.ceil(_BASE_REGISTERS + working + per_kind[s.kind])
+    return math.ceil(_BASE_REGISTERS + s.vector * (1 + stores / 2) + 4 + per_kind[s.kind])
 
 
 def _features(description: KernelDescription) -> float:

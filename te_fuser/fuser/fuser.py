@@ -33,6 +33,7 @@ class Prepared:
     segments: tuple[Segment, ...]
     with_grad: bool
     draws: bool
+    autocast: bool
     named: tuple[tuple[str, int], ...]
     result: int
     extras: tuple[int, ...]
@@ -88,24 +89,11 @@ class Fuser:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
         prepared = self.prepare(x, inputs, outputs)
-        values: dict[int, torch.Tensor] = {0: x}
-        for name, index in prepared.named:
-            values[index] = inputs[name]
-        seed = draw_seed() if prepared.draws else None
-        for segment in prepared.segments:
-            tensors = [values[v] for v in segment.values_in]
-            tensors += [b.owner._parameters[b.name] for b in segment.parameters]  # type: ignore[misc]
-            if segment.uses_seed:
-                tensors.append(seed)  # type: ignore[arg-type]
-            if segment.backward is not None:
-                made = _apply(segment, *tensors)
-            else:
-                made = segment.results(segment.run_forward(tuple(tensors)))
-            for index, tensor in zip(segment.values_out, made, strict=True):
-                values[index] = tensor
-        if not prepared.extras:
-            return values[prepared.result]
-        return (values[prepared.result], *(values[v] for v in prepared.extras))
+        if not prepared.autocast:
+            return execute(prepared, x, inputs)
+        # The plan has the casts; what runs inside must not cast again.
+        with torch.autocast(x.device.type, enabled=False):
+            return execute(prepared, x, inputs)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
@@ -156,7 +144,9 @@ class Fuser:
             plan,
             segments,
             bool(plan.backward),
-            any(s.uses_seed for s in segments),
+            # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
+            any(n.draws for n in plan.graph.nodes),
+            torch.is_autocast_enabled(x.device.type),
             tuple(plan.graph.named_inputs.items()),
             plan.graph.output,
             tuple(plan.graph.named_outputs[name] for name in outputs),
@@ -216,6 +206,28 @@ class Fuser:
         named = {name: (spec_of(t, absent), t.requires_grad) for name, t in inputs.items()}
         x_spec = spec_of(x, absent)
         return CallSpecs(x_spec, x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast, absent)
+
+
+def execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Run a prepared plan."""
+    values: dict[int, torch.Tensor] = {0: x}
+    for name, index in prepared.named:
+        values[index] = inputs[name]
+    seed = draw_seed() if prepared.draws else None
+    for segment in prepared.segments:
+        tensors = [values[v] for v in segment.values_in]
+        tensors += [b.owner._parameters[b.name] for b in segment.parameters]  # type: ignore[misc]
+        if segment.uses_seed:
+            tensors.append(seed)  # type: ignore[arg-type]
+        if segment.backward is not None:
+            made = _apply(segment, *tensors)
+        else:
+            made = segment.results(segment.run_forward(tuple(tensors)))
+        for index, tensor in zip(segment.values_out, made, strict=True):
+            values[index] = tensor
+    if not prepared.extras:
+        return values[prepared.result]
+    return (values[prepared.result], *(values[v] for v in prepared.extras))
 
 
 def _with(record: Any, **changes: Any) -> Any:

@@ -132,6 +132,15 @@ class Graph:
         return picture
 
 
+def autocast_dtype(op: FusableOperation, x: Spec, target: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that torch.autocast to `target` runs an op in; None where it leaves the op alone."""
+    if target is None or op.autocast is None or x.dtype == torch.float64:
+        return None
+    if op.autocast == "lower":
+        return target
+    return torch.float32 if x.device.type == "cuda" else None
+
+
 def snake(name: str) -> str:
     """LayerNorm -> layer_norm; RMSNorm -> rms_norm; GELU -> gelu."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
@@ -233,13 +242,9 @@ class GraphBuilder:
 
     def _autocast(self, listed: ListedOp, current: int) -> tuple[int, dict[str, torch.dtype]]:
         """Under autocast, put a Cast op before an op that runs in lower precision, and cast its parameters."""
-        op, target = listed.lowered.op, self.call.autocast
-        policy = getattr(op, "autocast", None)
-        if target is None or policy is None or self.values[current].spec.dtype == torch.float64:
-            return current, {}
-        spec = self.values[current].spec
-        wanted = target if policy == "lower" else torch.float32
-        if policy == "float32" and spec.device.type != "cuda":
+        op, spec = listed.lowered.op, self.values[current].spec
+        wanted = autocast_dtype(op, spec, self.call.autocast)
+        if wanted is None:
             return current, {}
         if spec.dtype != wanted:
             from te_fuser.ops.cast import Cast
@@ -247,7 +252,7 @@ class GraphBuilder:
             cast = LoweredOp(Cast(wanted), {})
             current = self._append(ListedOp(cast, f"{listed.path}.cast", {}, ()), current)
         casts = {}
-        if policy == "lower":
+        if op.autocast == "lower":
             casts = {n: wanted for n, b in listed.lowered.bindings.items() if b.get().dtype != wanted}
         return current, casts
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
 import torch
 
 from te_fuser.formula.random import RandomStream
-from te_fuser.fuser.graph import ListedOp
-from te_fuser.ops.base import OpCall, batch_layout
+from te_fuser.fuser.graph import ListedOp, Node, autocast_dtype, spec_of
+from te_fuser.ops.base import FusableOperation, OpCall, batch_layout
 
 
 def reference_run(
@@ -16,30 +16,71 @@ def reference_run(
     x: torch.Tensor,
     values: MutableMapping[str, torch.Tensor],
     seed: torch.Tensor | None = None,
-    parameters: MutableMapping[tuple[int, str], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run a flattened list op by op.
+    """Run a flattened list op by op, under torch.autocast as the plan would.
 
     Args:
         values: named tensors; those that ops bind are added.
         seed: (seed, offset) of the call's random draws.
-        parameters: tensors to use in place of parameters, by (id of the owner, name).
     """
-    for index, item in enumerate(listed):
-        op = item.lowered.op
-        call = OpCall()
-        for name, binding in item.lowered.bindings.items():
-            replacement = parameters.get((id(binding.owner), binding.name)) if parameters is not None else None
-            call.tensors[name] = binding.get() if replacement is None else replacement
-        for argument, name in item.names_in.items():
-            call.tensors[argument] = values.get(name)
-        call.tensors["input"] = x
-        if op.draws():
-            if seed is None:
-                raise RuntimeError(f"op {index} ({op.kind.__name__}) draws random numbers: give the call's seed")
-            value, offset = seed.tolist()
-            call.random = RandomStream(value, offset, index, *batch_layout(x.shape, op.batch_dim()))
-        x = op.reference(call, x)
-        for name in item.names_out:
-            values[name] = x
+    kind = x.device.type
+    target = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # The casts are made here as a plan has them, so that autocast must not make others inside the ops.
+    with torch.autocast(kind, enabled=False):
+        index = 0
+        for item in listed:
+            op = item.lowered.op
+            parameters = {name: binding.get() for name, binding in item.lowered.bindings.items()}
+            wanted = autocast_dtype(op, spec_of(x), target)
+            if wanted is not None:
+                index += x.dtype != wanted  # the plan's Cast counts as an op, and streams are numbered by op
+                x = x.to(wanted)
+                if op.autocast == "lower":
+                    parameters = {name: p.to(wanted) for name, p in parameters.items()}
+            named = {argument: values.get(name) for argument, name in item.names_in.items()}
+            x = run_op(op, index, x, {**parameters, **named}, seed)
+            for name in item.names_out:
+                values[name] = x
+            index += 1
     return x
+
+
+def run_nodes(
+    nodes: Iterable[Node],
+    values: MutableMapping[int, torch.Tensor],
+    parameters: Mapping[int, torch.Tensor],
+    seed: torch.Tensor | None,
+    exact: bool,
+) -> None:
+    """Run some nodes of a graph op by op; what they make is added to `values`.
+
+    Args:
+        values: what enters, by value of the graph.
+        parameters: by number in the graph.
+        exact: everything is float64, and parameters stay so where the plan casts them.
+    """
+    for node in nodes:
+        tensors: dict[str, torch.Tensor | None] = {}
+        for name, number in node.parameters.items():
+            cast = None if exact else node.casts.get(name)
+            tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
+        tensors.update({argument: values[v] for argument, v in node.named_in.items()})
+        y = run_op(node.op, node.index, values[node.input], tensors, seed)
+        values.update(dict.fromkeys((node.output, *node.named_out), y))
+
+
+def run_op(
+    op: FusableOperation,
+    index: int,
+    x: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor | None],
+    seed: torch.Tensor | None,
+) -> torch.Tensor:
+    """One op by its meaning; `index` is its place in the plan, which numbers its random stream."""
+    call = OpCall({**tensors, "input": x})
+    if op.draws():
+        if seed is None:
+            raise RuntimeError(f"op {index} ({op.kind.__name__}) draws random numbers: give the call's seed")
+        value, offset = seed.tolist()
+        call.random = RandomStream(value, offset, index, *batch_layout(x.shape, op.batch_dim()))
+    return op.reference(call, x)

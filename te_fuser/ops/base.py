@@ -6,6 +6,8 @@ Row operations give a formula (`RowOp.compute`); opaque ones give a forward and 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -135,6 +137,17 @@ class LoweredOp:
 
 
 _PLAIN = {"training"}
+_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_rounding", default=True)
+
+
+@contextlib.contextmanager
+def unrounded() -> Iterator[None]:
+    """Inside, references of float64 inputs round nowhere: an op that gives another dtype (Cast) gives float64."""
+    token = _rounding.set(False)
+    try:
+        yield
+    finally:
+        _rounding.reset(token)
 
 
 class FusableOperation(torch.nn.Module):
@@ -163,6 +176,10 @@ class FusableOperation(torch.nn.Module):
         # A changed attribute (eps, p, a replaced parameter) is a changed op: plans made before no longer hold.
         if name not in _PLAIN:
             self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans hold locks and kernels: a copy and a pickle of the op make their own.
+        return {name: item for name, item in self.__dict__.items() if name != "_alone"}
 
     def forward(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan."""
@@ -278,7 +295,8 @@ class RowOp(FusableOperation):
         with random.using(stream):
             y = self.compute(rows.to(wide), *arguments)
         y = y.expand(rows.shape[0], y.shape[-1])
-        return y.to(self.output_dtype(x.dtype)).reshape(*x.shape[:-1], y.shape[-1])
+        exact = x.dtype == torch.float64 and not _rounding.get()
+        return y.to(x.dtype if exact else self.output_dtype(x.dtype)).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> tuple[int, int]:
