@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, check_input, check_options, draw_seed
+from te_fuser.fuser.fuser import Fuser, check_options, draw_seed, named_tensors, outside_tracing
 from te_fuser.fuser.graph import ListedOp
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.reference import reference_run
@@ -19,17 +19,18 @@ from te_fuser.ops.fork import Fork
 
 
 @dataclass(frozen=True)
-class _Border:
-    """A module that runs by its own __call__: a plain nn.Module, or one that carries hooks."""
+class Border:
+    """A module that runs by its own __call__: a plain nn.Module, one that carries hooks or has its own forward."""
 
     module: torch.nn.Module
     path: str
     reads: Mapping[str, str] = field(default_factory=dict)  # keyword -> qualified name
-    gives: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()  # other names of its result
+    outputs: Mapping[str, str] = field(default_factory=dict)  # qualified name -> what the module calls it
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Consecutive ops that are planned together, and the names that cross its ends."""
 
     fuser: Fuser
@@ -58,7 +59,7 @@ class Sequential(torch.nn.Sequential):
         check_options(memory, kernels)
         super().__init__(*ops)
         self.memory, self.kernels, self.verify = memory, kernels, verify
-        self._parts: list[_Border | _Group] = []
+        self._parts: list[Border | Group] = []
         self._token: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,14 +107,23 @@ class Sequential(torch.nn.Sequential):
         Raises:
             TypeError, ValueError: when the input does not fit the list, naming op, position, and what to do.
         """
+        if torch.compiler.is_compiling():
+            return outside_tracing(Sequential._run, self, x, outputs, inputs)
+        return self._run(x, outputs, inputs)
+
+    def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         parts = self._prepared()
-        if len(parts) == 1 and type(parts[0]) is _Group:
-            group = parts[0]
-            check_input(x)
+        wanted = self._wanted(outputs) if outputs else ()
+        if len(parts) == 1 and type(parts[0]) is Group:
             if self.verify:
-                return self._verified(group.fuser, x, inputs, tuple(map(self._qualified, outputs)))
-            return group.fuser.run(x, inputs, tuple(map(self._qualified, outputs)) if outputs else ())
-        return self._run_parts(parts, x, inputs, tuple(map(self._qualified, outputs)))
+                return self._verified(parts[0].fuser, x, inputs, wanted)
+            return parts[0].fuser.run(x, inputs, wanted)
+        return self._run_parts(parts, x, inputs, wanted)
+
+    def _wanted(self, outputs: Sequence[str]) -> tuple[str, ...]:
+        if isinstance(outputs, str):
+            raise TypeError(f"outputs is a sequence of names, got {outputs!r}; write outputs=({outputs!r},)")
+        return tuple(map(self._qualified, outputs))
 
     def _verified(self, fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
         from te_fuser.verify import run_verified
@@ -121,9 +131,9 @@ class Sequential(torch.nn.Sequential):
         return run_verified(fuser, x, inputs, outputs)
 
     def _run_parts(
-        self, parts: list[_Border | _Group], x: Any, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+        self, parts: list[Border | Group], x: Any, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
     ) -> Any:
-        values = dict(inputs)
+        values = named_tensors(inputs)
         read = {name for part in parts for name in _reads(part)}
         unknown = sorted(set(inputs) - read)
         if unknown:
@@ -131,11 +141,9 @@ class Sequential(torch.nn.Sequential):
             raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
         for k, part in enumerate(parts):
             later = {name for p in parts[k + 1 :] for name in _reads(p)} | set(outputs)
-            if isinstance(part, _Border):
-                x = self._run_border(part, x, values)
-                values.update(dict.fromkeys(part.gives, x))
+            if isinstance(part, Border):
+                x = self._run_border(part, x, values, later)
                 continue
-            check_input(x)
             given = {n: values[n] for n in part.reads if n in values}
             wanted = tuple(n for n in part.gives if n in later)
             made = (
@@ -148,45 +156,56 @@ class Sequential(torch.nn.Sequential):
                 x = made
         return (x, *(values[n] for n in outputs)) if outputs else x
 
-    def _run_border(self, part: _Border, x: Any, values: Mapping[str, torch.Tensor]) -> Any:
-        given = {keyword: values[name] for keyword, name in part.reads.items() if name in values}
-        return part.module(x, **given)
+    def _run_border(self, part: Border, x: Any, values: dict[str, torch.Tensor], later: Container[str]) -> Any:
+        given: dict[str, Any] = {keyword: values[name] for keyword, name in part.reads.items() if name in values}
+        wanted = [name for name in part.outputs if name in later]
+        if wanted:
+            y, *extra = part.module(x, outputs=tuple(part.outputs[name] for name in wanted), **given)
+            values.update(zip(wanted, extra, strict=True))
+        else:
+            y = part.module(x, **given)
+        values.update(dict.fromkeys(part.gives, y))
+        return y
 
     def _qualified(self, name: str) -> str:
-        known = [n for part in self._prepared() if isinstance(part, _Group) for n in part.gives]
-        exported = [n for n in known if n.replace("/", ".").lstrip(".") == name]
+        known = [n for part in self._prepared() for n in (*part.gives, *getattr(part, "outputs", ()))]
+        exported = [n for n in known if _exported(n) == name]
         close = exported or [n for n in known if n.rsplit("/", 1)[-1] == name]
         if len(close) == 1:
             return close[0]
         if close:
-            paths = ", ".join(sorted(n.replace("/", ".").lstrip(".") for n in close))
+            paths = ", ".join(sorted(map(_exported, close)))
             raise ValueError(f"several ops give {name!r}; name one by its path: {paths}")
-        listed = ", ".join(sorted(n.replace("/", ".").lstrip(".") for n in known)) or "none"
+        listed = ", ".join(sorted(map(_exported, known))) or "none"
         raise ValueError(f"no Output({name!r}) in this list (outputs: {listed})")
 
     # ----------------------------------------------------------------------------------- structure
 
-    def _prepared(self) -> list[_Border | _Group]:
+    def _prepared(self) -> list[Border | Group]:
         if self._token is None or not self._unchanged():
             self._rebuild()
         return self._parts
 
     def _unchanged(self) -> bool:
-        containers, members, hooks, lengths, options = self._token
+        containers, members, hooks, lengths, ops, revisions, options = self._token
         if [m for c in containers for m in c._modules.values()] != members:
             return False
-        return [len(h) for h in hooks] == lengths and options == (self.memory, self.kernels)
+        if [len(h) for h in hooks] != lengths or [op.revision for op in ops] != revisions:
+            return False
+        return options == (self.memory, self.kernels)
 
     def _rebuild(self) -> None:
         containers = [m for m in self.modules() if isinstance(m, Sequential)]
         members = [m for c in containers for m in c._modules.values()]
         watched = [m for c in containers for m in c._modules.values() if m is not None]
         hooks = [h for m in watched for h in _hook_dicts(m)]
+        ops = [m for m in watched if isinstance(m, FusableOperation)]
+        revisions = [op.revision for op in ops]
         items = _Flattener().run(self)
         self._parts = list(self._grouped(items))
-        self._token = (containers, members, hooks, [len(h) for h in hooks], (self.memory, self.kernels))
+        self._token = (containers, members, hooks, [len(h) for h in hooks], ops, revisions, (self.memory, self.kernels))
 
-    def _grouped(self, items: list[ListedOp | _Border]) -> Iterable[_Border | _Group]:
+    def _grouped(self, items: list[ListedOp | Border]) -> Iterable[Border | Group]:
         run: list[ListedOp] = []
         for item in items:
             if isinstance(item, ListedOp):
@@ -199,7 +218,7 @@ class Sequential(torch.nn.Sequential):
         if run or not items:
             yield self._group(run)
 
-    def _group(self, run: list[ListedOp]) -> _Group:
+    def _group(self, run: list[ListedOp]) -> Group:
         fuser = Fuser(tuple(run), memory=self.memory, kernels=self.kernels)
         reads, bound = {}, set()
         gives: dict[str, None] = {}
@@ -210,7 +229,7 @@ class Sequential(torch.nn.Sequential):
             for name in item.names_out:
                 bound.add(name)
                 gives[name] = None
-        return _Group(fuser, tuple(run), tuple(reads), tuple(gives))
+        return Group(fuser, tuple(run), tuple(reads), tuple(gives))
 
     # ------------------------------------------------------------------------------- looking inside
 
@@ -233,18 +252,17 @@ class Sequential(torch.nn.Sequential):
 
         roofline = device_named(device) if isinstance(device, str) else device
         parts = self._prepared()
-        qualified = tuple(map(self._qualified, outputs))
-        values: dict[str, torch.Tensor] = dict(inputs)
+        qualified = self._wanted(outputs)
+        values = named_tensors(inputs)
         found = []
         current: Any = x
         for k, part in enumerate(parts):
             later = {name for p in parts[k + 1 :] for name in _reads(p)} | set(qualified)
-            if isinstance(part, _Border):
+            if isinstance(part, Border):
                 with torch.no_grad():
-                    current = self._run_border(part, current, values)
-                values.update(dict.fromkeys(part.gives, current))
+                    current = self._run_border(part, current, values, later)
                 continue
-            given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else inputs
+            given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else values
             wanted = tuple(n for n in part.gives if n in later)
             plan = part.fuser.plan(current, given, wanted, roofline)
             found.append(plan)
@@ -280,12 +298,11 @@ class Sequential(torch.nn.Sequential):
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """The same result op by op from their meaning, in plain differentiable PyTorch operations."""
         parts = self._prepared()
-        qualified = tuple(map(self._qualified, outputs))
-        values = dict(inputs)
+        qualified = self._wanted(outputs)
+        values = named_tensors(inputs)
         for part in parts:
-            if isinstance(part, _Border):
-                x = self._run_border(part, x, values)
-                values.update(dict.fromkeys(part.gives, x))
+            if isinstance(part, Border):
+                x = self._run_border(part, x, values, qualified)
                 continue
             # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
             seed = draw_seed() if any(o.lowered.op.draws() for o in part.listed) else None
@@ -306,17 +323,14 @@ class Residual(Sequential):
     Source: He et al., "Deep residual learning for image recognition" (2015).
     """
 
-    def _like(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Sequential:
-        return Sequential(OrderedDict(modules), **self._options())
-
 
 class _Flattener:
     """Turns nested Sequentials into one list; names bound in a Sequential are local to it."""
 
     def __init__(self) -> None:
-        self.items: list[ListedOp | _Border] = []
+        self.items: list[ListedOp | Border] = []
 
-    def run(self, root: Sequential) -> list[ListedOp | _Border]:
+    def run(self, root: Sequential) -> list[ListedOp | Border]:
         self._sequential(root, "", [])
         return self.items
 
@@ -329,7 +343,7 @@ class _Flattener:
             if child is None:
                 continue
             here = f"{path}.{name}" if path else name
-            if _has_hooks(child) or not isinstance(child, (FusableOperation, Sequential)):
+            if _runs_itself(child):
                 self._border(child, here, path, inner)
             elif isinstance(child, Sequential):
                 self._sequential(child, here, inner)
@@ -359,6 +373,7 @@ class _Flattener:
     def _border(self, module: torch.nn.Module, here: str, scope: str, scopes: list[dict[str, str]]) -> None:
         reads: dict[str, str] = {}
         gives: tuple[str, ...] = ()
+        outputs: dict[str, str] = {}
         if isinstance(module, FusableOperation):
             reads = {g.name: _resolve(g.name, scopes) for low in module.lower() for g in low.op.named_inputs().values()}
             gives = tuple(self._bind(module, n, scope, scopes) for n in module.named_outputs())
@@ -366,7 +381,8 @@ class _Flattener:
             inside = _Flattener().run(module)
             free = {n for item in inside for n in _names_read(item) if "/" not in n}
             reads = {n: _resolve(n, scopes) for n in sorted(free)}
-        self.items.append(_Border(module, here, reads, gives))
+            outputs = {_inside(here, n): _exported(n) for item in inside for n in _names_exported(item)}
+        self.items.append(Border(module, here, reads, gives, outputs))
 
 
 def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
@@ -376,20 +392,42 @@ def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
     return name
 
 
-def _names_read(item: ListedOp | _Border) -> Iterable[str]:
+def _names_read(item: ListedOp | Border) -> Iterable[str]:
     return item.names_in.values() if isinstance(item, ListedOp) else item.reads.values()
 
 
-def _reads(part: _Border | _Group) -> Iterable[str]:
-    return part.reads if isinstance(part, _Group) else part.reads.values()
+def _names_exported(item: ListedOp | Border) -> Iterable[str]:
+    if isinstance(item, Border):
+        return item.outputs
+    return item.names_out if item.lowered.op.exports else ()
+
+
+def _inside(here: str, name: str) -> str:
+    """The qualified name that a list at `here` has for what the Sequential there calls `name`."""
+    scope, _, plain = name.rpartition("/")
+    return f"{here}.{scope}/{plain}" if scope else f"{here}/{plain}"
+
+
+def _exported(name: str) -> str:
+    """A qualified name as callers write it: its path and itself, joined by dots."""
+    return name.replace("/", ".").lstrip(".")
+
+
+def _reads(part: Border | Group) -> Iterable[str]:
+    return part.reads if isinstance(part, Group) else part.reads.values()
 
 
 def _hook_dicts(m: torch.nn.Module) -> tuple[Any, ...]:
     return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
 
 
-def _has_hooks(m: torch.nn.Module) -> bool:
-    return any(_hook_dicts(m))
+def _runs_itself(m: torch.nn.Module) -> bool:
+    """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
+    if any(_hook_dicts(m)) or "forward" in m.__dict__:
+        return True
+    if isinstance(m, Sequential):
+        return type(m).forward is not Sequential.forward
+    return not isinstance(m, FusableOperation) or type(m).forward is not FusableOperation.forward
 
 
 def _like_output(plan: Plan, value: int, device: torch.device) -> torch.Tensor:

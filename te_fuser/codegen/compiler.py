@@ -200,11 +200,12 @@ def _explain(kernels: Sequence[CppKernel], compiler: Compiler, message: str) -> 
 class CpuKernelHandle:
     """A kernel that is ready to run; `run` is the native kernel itself, for callers that count microseconds."""
 
-    __slots__ = ("description", "run", "source")
+    __slots__ = ("description", "library", "run", "source")
 
-    def __init__(self, kernel: CppKernel, run: CpuKernel) -> None:
+    def __init__(self, kernel: CppKernel, library: Path, run: CpuKernel) -> None:
         self.description = kernel.description
         self.source = kernel.source
+        self.library = library
         self.run = run
 
     def __call__(
@@ -303,5 +304,5 @@ def _open(key: str, kernel: CppKernel, library: Path) -> bool:
         )
     except RuntimeError:
         return False
-    _loaded[key] = CpuKernelHandle(kernel, run)
+    _loaded[key] = CpuKernelHandle(kernel, library, run)
     return True

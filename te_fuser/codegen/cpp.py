@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, axes_text
+from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, axes_text, item_size
 from te_fuser.formula.expr import Axes, Expr, topological
 
 # ------------------------------------------------------------------------------------------------ result
@@ -75,6 +75,7 @@ _LOAD_COSTS = {"float32": 1, "bfloat16": 2, "float16": 8}
 _BUFFER_ABOVE = 8  # a value this dear is kept for the next loop instead of being computed again
 _UNROLL_BELOW = ((12, 4), (60, 2))  # loop cost, how many accumulators a row reduction gets
 _PADDING = 16  # floats: the widest vector
+_PREFETCH_FROM = 1024  # bytes: the next row of a tensor is fetched early when its rows are at least so long
 
 
 @dataclass
@@ -740,6 +741,7 @@ class _Kernel:
                 self.lines(f"{parts[id(r)]}.add({body.argument(r.args[0])}, at);")
             if loop.last:
                 self._stores_and_sums(body)
+                self._expect_next_row()
         for r in loop.reductions:
             self.lines(f"const float {self.value_name(r)} = {parts[id(r)]}.total();")
             outer.known[id(r)] = _Text(self.value_name(r), _ATOM, False, named=True)
@@ -759,6 +761,13 @@ class _Kernel:
         for s in self.sums:
             if s.has_features:
                 self.lines(f"te::add_to_buffer({s.name}, at, {body.number(s.part).text});")
+
+    def _expect_next_row(self) -> None:
+        tensors: tuple[Load | Store, ...] = (*self.d.loads, *self.d.stores)
+        for t in () if self.long_row else tensors:
+            if t.axes == Axes.FULL and t.width * item_size(t.dtype) >= _PREFETCH_FROM:
+                for offset in range(t.width, 2 * t.width, self.d.width):
+                    self.lines(f"te::expect({_plus(self.row_pointer(t), offset)}, at);")
 
     def _finish_function(self) -> None:
         first = len(self.d.loads) + bool(self.d.streams) + len(self.d.stores)

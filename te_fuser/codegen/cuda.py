@@ -135,14 +135,14 @@ def generate(
     description: KernelDescription,
     arch: str = "sm_90a",
     *,
-    schedule: Schedule | None = None,
+    schedules: Sequence[Schedule] = (),
     alignment: int = 16,
 ) -> CudaKernel:
     """The CUDA text of a description.
 
     Args:
         arch: the architecture whose limits the schedule keeps, such as "sm_90a".
-        schedule: instead of the one that `schedule.pick` finds.
+        schedules: instead of what `schedule.pick` finds: one, or two for stores and column sums in their own kernels.
         alignment: bytes that every tensor is known to be aligned to; less than 16 makes narrower accesses.
 
     Raises:
@@ -156,12 +156,12 @@ def generate(
             )
     rewritten = rewrite(description)
     device = plan.device_of(arch)
-    chosen = schedule or plan.pick(rewritten, device, alignment)
-    kernels: list[tuple[KernelDescription, Schedule]] = []
-    for part in (rewritten,) if chosen else plan.split(rewritten):
-        found = chosen or plan.pick(part, device, alignment)
-        assert found is not None
-        kernels.append((part, found))
+    if not schedules:
+        whole = plan.pick(rewritten, device, alignment)
+        parts = (rewritten,) if whole else plan.split(rewritten)
+        schedules = [s for part in parts if (s := plan.pick(part, device, alignment))]
+    parts = (rewritten,) if len(schedules) == 1 else plan.split(rewritten)
+    kernels = list(zip(parts, schedules, strict=True))
     return _assemble(description, kernels, alignment)
 
 
@@ -520,7 +520,7 @@ class KernelText:
 
     def load(self, e: Expr) -> str:
         """The expression that reads the vector of a leaf."""
-        function = "te::load" if e.axes & Axes.OUTER else "te::load_shared_by_rows"
+        function = "te::load" if e.axes & Axes.OUTER else "te::load_repeated"
         return f"{function}<kVector>({self.address(self.load_pointer(e), e.axes, e.attrs[2], e.attrs[1])})"
 
     def vector_type(self, e: Expr) -> str:

@@ -280,7 +280,8 @@ _THREADS = 256  # of a block that nothing forces to another size
 _ENOUGH_THREADS = 512  # per multiprocessor, to hide the time of arithmetic and of barriers
 _ENOUGH_BYTES = 48 * 1024  # loads in flight per multiprocessor, to hide the time of memory
 _BYTES_AHEAD = 96  # that one thread has on their way while it walks down columns
-_BASE_REGISTERS = 28  # addresses, loop counters, row values
+# Addresses, loop counters, row values.
+_BASE_REGISTERS = {Kind.COLUMNS: 28, Kind.REGISTERS: 20, Kind.SHARED: 32, Kind.REREAD: 32}
 _SUM_THREADS = 512  # per multiprocessor in a kernel with column sums: more make the partial sums expensive
 _KEPT_REGISTERS = 16  # for parameters
 _REDUCTION_BYTES = 4096  # static shared memory for reductions and for adding slots, at most
@@ -306,12 +307,24 @@ def pick(description: KernelDescription, device: Device, largest_bytes: int = 16
     if not description.reductions:
         return _columns(description, vector, device)
     for kind, sums in _ORDER:
-        if not description.sums:
-            sums = Sums.NONE
-        found = [s for s in _candidates(description, kind, sums, vector, device)]
+        found = list(_candidates(description, kind, sums if description.sums else Sums.NONE, vector, device))
         if found:
             return max(found, key=functools.partial(_merit, description))
     return None if description.sums else _reread(description, vector, device)
+
+
+def candidates(description: KernelDescription, device: Device, largest_bytes: int = 16) -> list[Schedule]:
+    """Every schedule that fits, the picked one first: for tuning, and for tests."""
+    vector = vector_of(description, largest_bytes)
+    picked = pick(description, device, largest_bytes)
+    found = [picked] if picked else []
+    if description.reductions:
+        for kind, sums in _ORDER:
+            found += _candidates(description, kind, sums if description.sums else Sums.NONE, vector, device)
+        found += [] if description.sums else [_reread(description, vector, device)]
+    else:
+        found += [dataclasses.replace(found[0], ahead=n) for n in (1, 2, 4)]
+    return list(dict.fromkeys(found))
 
 
 # Tried in this order: nearest to the arithmetic first.
@@ -417,21 +430,30 @@ def _resident(description: KernelDescription, s: Schedule, device: Device) -> in
 
 
 def registers_of(description: KernelDescription, s: Schedule) -> int:
-    """An estimate of the registers of a thread."""
-    raw = _loaded_bytes(description) / 4
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    waiting = max((sum(sizes.get(n.attrs[0], 4) / 4 if n.op == "input" else 1 for n in p.waits) for p in passes(description, s.kind)), default=0)
+    """An estimate of the registers of a thread, fitted to what the assembler needed without spilling.
+
+    A narrow element that waits counts as a whole register: the compiler keeps it converted.
+    """
+    waiting = _in_registers(description) if s.kind == Kind.REGISTERS else 0
     sums = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE) if s.sums == Sums.REGISTERS else 0
-    stores = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
+    stays = len(kept(description, s))
     own = s.vector * s.chunks
-    parameters = _features(description) if kept(description, s) else 0
+    arithmetic = s.vector * sum(bool(n.axes & Axes.FEATURE) for n in description.nodes) / 16
     per_kind = {
-        Kind.COLUMNS: s.vector * (_travelling_bytes(description) / 4 * s.ahead + sums + _features(description)),
-        Kind.REGISTERS: own * (max(raw, waiting) + sums + parameters),
-        Kind.SHARED: own * (sums + parameters) + s.vector * raw,
-        Kind.REREAD: s.vector * raw,
+        Kind.COLUMNS: s.vector * (_travelling_bytes(description) / 4 * s.ahead + sums + _features(description) + 1),
+        Kind.REGISTERS: own * (waiting + sums + stays + 1),
+        Kind.SHARED: own * (1.5 * sums + 0.5 * stays),
+        Kind.REREAD: s.vector * _loaded_bytes(description) / 4,
     }
-    return math.ceil(_BASE_REGISTERS + s.vector * (1 + stores / 2) + 4 + per_kind[s.kind])
+    return math.ceil(_BASE_REGISTERS[s.kind] + arithmetic + per_kind[s.kind])
+
+
+def _in_registers(description: KernelDescription) -> float:
+    """32-bit words per element that a thread holds between its loads and its stores."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    waits = max((p.waits for p in passes(description, Kind.REGISTERS)), key=len)
+    passing = [n for n in _full_loads(description) if all(n is not w for w in waits)]
+    return len(waits) + sum(sizes[n.attrs[0]] for n in passing) / 4
 
 
 def _features(description: KernelDescription) -> float:

@@ -34,36 +34,8 @@ def kernel_cost(description: KernelDescription, rows: int, samples: int, generat
     return Cost(read + 2 * traffic, written + traffic, 0.0, max(len(nodes), 1), operations)
 
 
-def forward_cost(graph: Graph, nodes: Iterable[Node]) -> Cost:
-    """Opaque ops or a fusion: what enters and leaves the range, the parameters, and the products' operations."""
-    nodes = list(nodes)
-    inside = {v for n in nodes for v in (n.output, *n.named_out)}
-    entering = {v for n in nodes for v in (n.input, *n.named_in.values())} - inside
-    read = sum(bytes_of(graph.values[v].spec) for v in entering) + _parameter_bytes(graph, nodes)
-    written = bytes_of(graph.values[nodes[-1].output].spec)
-    scratch = _scratch(graph, nodes)
-    return Cost(read + scratch, written + scratch, _flops(graph, nodes), 1)
-
-
-def backward_cost(graph: Graph, nodes: Iterable[Node], products: int) -> Cost:
-    """The backward of the same: `products` gradients of matrix products, each as costly as the forward one."""
-    nodes = list(nodes)
-    dy = bytes_of(graph.values[nodes[-1].output].spec)
-    dx = bytes_of(graph.values[nodes[0].input].spec)
-    parameters = _parameter_bytes(graph, nodes)
-    scratch = 2 * _scratch(graph, nodes)
-    return Cost(dy + dx + parameters + scratch, dx + parameters + scratch, _flops(graph, nodes) * products, max(products, 1))
-
-
-def _scratch(graph: Graph, nodes: Iterable[Node]) -> int:
-    return sum(n.op.scratch_bytes(graph.values[n.input].spec) for n in nodes)
-
-
-def _parameter_bytes(graph: Graph, nodes: Iterable[Node]) -> int:
-    return sum(bytes_of(graph.parameter_specs[p]) for n in nodes for p in n.parameters.values())
-
-
-def _flops(graph: Graph, nodes: Iterable[Node]) -> float:
+def flops_of(graph: Graph, nodes: Iterable[Node]) -> float:
+    """The products' floating-point operations in forward."""
     total = 0.0
     for n in nodes:
         specs = {name: graph.parameter_specs[p] for name, p in n.parameters.items()}

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from te_fuser.fuser.device import Device, device_of
-from te_fuser.fuser.graph import CallSpecs, GraphBuilder, ListedOp, list_ops, spec_of
+from te_fuser.fuser.graph import CallSpecs, Graph, GraphBuilder, ListedOp, list_ops, spec_of
 from te_fuser.fuser.kernels import load_kernels, target_for, target_on_gpu
 from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.planner import LAMBDA, Options, Planner
+from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
 from te_fuser.fuser.program import descriptions
 from te_fuser.fuser.segment import Segment, SegmentFunction, build_segments
 from te_fuser.fusions import registry
 from te_fuser.ops.base import Binding, FusableOperation
 
 _PLANS_KEPT = 16
+_SHAPES_KEPT = 64
 _MODES = ("auto", "generated", "reference")
 _apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
 
@@ -56,10 +57,18 @@ class Fuser:
         check_options(memory, kernels)
         self.memory, self.kernels = memory, kernels
         self._given = tuple(ops)
-        self._members = tuple(o if isinstance(o, FusableOperation) else o.lowered.op for o in ops)
+        # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
+        self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
+        self._by_shape: OrderedDict[Any, Prepared] = OrderedDict()
         self._plans: OrderedDict[Any, Prepared] = OrderedDict()
         self._lock = threading.Lock()
         self._relist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"ops": self._given, "memory": self.memory, "kernels": self.kernels}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["ops"], memory=state["memory"], kernels=state["kernels"])  # type: ignore[misc]
 
     def _relist(self) -> None:
         listed: list[ListedOp] = []
@@ -76,7 +85,7 @@ class Fuser:
         self._revisions = self._revision()
 
     def _revision(self) -> tuple[int, ...]:
-        return tuple(m.revision for m in self._members)  # type: ignore[misc]
+        return tuple([op.revision for op in self._watched])  # type: ignore[misc]
 
     def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""
@@ -88,59 +97,61 @@ class Fuser:
         Raises:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
-        prepared = self.prepare(x, inputs, outputs)
-        if not prepared.autocast:
-            return execute(prepared, x, inputs)
-        # The plan has the casts; what runs inside must not cast again.
-        with torch.autocast(x.device.type, enabled=False):
-            return execute(prepared, x, inputs)
+        check_input(x)
+        inputs = named_tensors(inputs) if inputs else inputs
+        return execute(self.prepare(x, inputs, outputs), x, inputs)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
-        key = self._signature(x, inputs, outputs)
-        found = self._plans.get(key)
+        signature = self._signature(x, inputs, outputs)
+        found = self._by_shape.get(signature)
         if found is None:
-            found = self._make(key, x, inputs, outputs)
+            found = self._find(signature, x, inputs, outputs)
         return found
 
     def _signature(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
-        if tuple([m.revision for m in self._members]) != self._revisions:
+        """The shapes of a call, and everything else that its plan depends on."""
+        if self._watched and self._revision() != self._revisions:
             self._relist()
         grad = torch.is_grad_enabled()
-        shape = x.shape
-        rows = _rows(shape)
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        named = tuple(
-            [(n, t.dtype, t.device, t.shape[-1:], t.dim(), grad and t.requires_grad) for n, t in sorted(inputs.items())]
-        ) if inputs else ()
+        named = sorted(inputs.items()) if inputs else ()
         parameters = [d[n] for d, n in self._slots]
-        return (
-            type(x),
+        return (x.shape, *[t.shape for _, t in named]), (
             x.dtype,
             x.device,
-            shape[-1:],
-            len(shape),
-            rows & 15,
-            rows.bit_length(),
             grad and x.requires_grad,
             grad,
             autocast,
             outputs,
-            named,
+            tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in named]),
             registry.state(),
             self._revisions,
             tuple([op.training for op in self._ops]),
-            tuple([(p.dtype, p.device, p.requires_grad) for p in parameters]),  # type: ignore[union-attr]
+            tuple([(p.__class__, p.dtype, p.device, p.requires_grad) for p in parameters]),  # type: ignore[union-attr]
         )
 
-    def _make(self, key: Any, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Prepared:
-        check_input(x)
-        plan = self.plan(x, inputs, outputs)
+    def _find(
+        self, signature: Any, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> Prepared:
+        """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
+        graph, options = self._problem(x, inputs, outputs)
+        shapes, rest = signature
+        places = tuple(find_matches(graph, options)[0])
+        key = (tuple(_shape_class(s) for s in shapes), rest, places)
+        prepared = self._plans.get(key) or self._make(graph, options, x, outputs)
+        with self._lock:
+            _remember(self._plans, key, prepared, _PLANS_KEPT)
+            _remember(self._by_shape, signature, prepared, _SHAPES_KEPT)
+        return prepared
+
+    def _make(self, graph: Graph, options: Options, x: torch.Tensor, outputs: tuple[str, ...]) -> Prepared:
+        plan = self._planned(graph, options)
         found = descriptions([*plan.forward, *plan.backward])
         kernels = load_kernels(list(found.values()), plan.kernels)
         segments = build_segments(plan, kernels)
-        prepared = Prepared(
+        return Prepared(
             plan,
             segments,
             bool(plan.backward),
@@ -151,11 +162,6 @@ class Fuser:
             plan.graph.output,
             tuple(plan.graph.named_outputs[name] for name in outputs),
         )
-        with self._lock:
-            self._plans[key] = prepared
-            while len(self._plans) > _PLANS_KEPT:
-                self._plans.popitem(last=False)
-        return prepared
 
     def plan(
         self,
@@ -170,29 +176,27 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
+        return self._planned(*self._problem(x, named_tensors(inputs or {}), outputs, device))
+
+    def _problem(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        device: Device | None = None,
+    ) -> tuple[Graph, Options]:
+        """What is to be planned; every error in the list or in the input is raised here."""
         if self._revision() != self._revisions:
             self._relist()
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        graph = GraphBuilder(self._listed, self._specs(x, inputs or {}, outputs, there)).build()
+        graph = GraphBuilder(self._listed, self._specs(x, inputs, outputs, there)).build()
         if device is not None and device.kind == "cuda":
-            options = Options(device, target_on_gpu(x.dtype, self.kernels), capability=device.capability)
-        else:
-            options = Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
-        if isinstance(self.memory, str):
-            return Planner(graph, _with(options, memory=self.memory)).plan()
-        return self._within_budget(graph, options, self.memory)
+            return graph, Options(device, target_on_gpu(x.dtype, self.kernels), capability=device.capability)
+        return graph, Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
 
-    def _within_budget(self, graph: Any, options: Options, budget: int) -> Plan:
-        """The fastest plan whose kept activations fit; the leanest one, with a note, when none does."""
-        plan = None
-        for weight in (0.0, 1.0, LAMBDA["balanced"], 4.0, LAMBDA["lean"], 1e6):
-            plan = Planner(graph, _with(options, memory=f"budget {budget} bytes", weight=weight)).plan()
-            if plan.kept_bytes() <= budget:
-                return plan
-        assert plan is not None
-        note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
-        return _with(plan, notes=(*plan.notes, note))
+    def _planned(self, graph: Graph, options: Options) -> Plan:
+        return Planner(graph, replace(options, memory=self.memory)).plan()
 
     def _specs(
         self,
@@ -210,6 +214,14 @@ class Fuser:
 
 def execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
     """Run a prepared plan."""
+    if not prepared.autocast:
+        return _execute(prepared, x, inputs)
+    # The plan has the casts; what runs inside must not cast again.
+    with torch.autocast(x.device.type, enabled=False):
+        return _execute(prepared, x, inputs)
+
+
+def _execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
     values: dict[int, torch.Tensor] = {0: x}
     for name, index in prepared.named:
         values[index] = inputs[name]
@@ -230,17 +242,35 @@ def execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tens
     return (values[prepared.result], *(values[v] for v in prepared.extras))
 
 
-def _with(record: Any, **changes: Any) -> Any:
-    import dataclasses
+def _shape_class(shape: torch.Size) -> tuple[Any, ...]:
+    """What plans depend on of a shape: features, dimensions, rows modulo 16, rows by power of two (0: empty)."""
+    rows = shape[:-1].numel()
+    return shape[-1:], len(shape), rows & 15, rows.bit_length()
 
-    return dataclasses.replace(record, **changes)
+
+def _remember(cache: OrderedDict[Any, Prepared], key: Any, prepared: Prepared, most: int) -> None:
+    cache[key] = prepared
+    while len(cache) > most:
+        cache.popitem(last=False)
 
 
-def _rows(shape: torch.Size) -> int:
-    count = 1
-    for size in shape[:-1]:
-        count *= size
-    return count
+def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The named inputs of a call; None counts as not given.
+
+    Raises:
+        TypeError: when one is not a plain tensor.
+    """
+    found = {name: t for name, t in inputs.items() if t is not None}
+    for name, t in found.items():
+        if type(t) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
+    return found
+
+
+@torch.compiler.disable(reason="te_fuser plans and fuses by itself; its models are one opaque call")
+def outside_tracing(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function where torch.compile does not look."""
+    return function(*arguments)
 
 
 def draw_seed() -> torch.Tensor:
@@ -278,6 +308,11 @@ def check_input(x: Any, planning: bool = False) -> None:
         )
     if x.device.type == "meta" and not planning:
         raise TypeError("te_fuser got a meta tensor, which has no values; move the model and input to a real device")
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(
+            "te_fuser does not run inside torch.func transforms or vmap; call the model outside, or transform "
+            "model.reference, which is plain PyTorch"
+        )
     if x.layout != torch.strided or x.is_conj() or x.is_neg():
         raise TypeError("te_fuser takes dense, materialized tensors; call .to_dense() or .resolve_conj() first")
     if x.dim() == 0:
@@ -286,6 +321,8 @@ def check_input(x: Any, planning: bool = False) -> None:
 
 def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
     """Run a single op by a plan cached on it."""
+    if torch.compiler.is_compiling():
+        return outside_tracing(run_alone, op, x, inputs)
     fuser = op.__dict__.get("_alone")
     if fuser is None:
         fuser = Fuser([op])
@@ -295,4 +332,4 @@ def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.
 
 FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]
 
-__all__ = ["Fuser", "Prepared", "check_input", "check_options", "draw_seed"]
+__all__ = ["Fuser", "Prepared", "check_input", "check_options", "draw_seed", "named_tensors", "outside_tracing"]

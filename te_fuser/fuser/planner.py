@@ -8,14 +8,16 @@ plans backward around it; the cheaper total wins. Covers are shortest paths over
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
+import torch
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser import cost as costs
+from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.device import Device
 from te_fuser.fuser.graph import Graph, Node
 from te_fuser.fuser.plan import (
@@ -43,17 +45,37 @@ from te_fuser.fuser.refs import (
     recomputed_ref,
     value_ref,
 )
-from te_fuser.fuser.stretch import KernelPlan, Stretch
+from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost, Match, MatchedOp
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient, UnfusedOperation, batch_layout
 
 # Seconds that a kept byte is worth, in passes over it at copy speed: balanced computes a value again when that costs
-# at most two passes over the bytes it saves.
+# at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone would
+# take all or nothing: balanced then keeps again what is dearest for its bytes, up to half of what it had saved.
 LAMBDA = {"fast": 0.0, "balanced": 2.0, "lean": 8.0}
+_ANY_TIME = 1e6
+_GIVEN_BACK = 0.5
 _SEGMENT_BYTES = 25 * 2**20
 _MAX_SUBSETS = 4
+_SEED_BYTES = 16
+# Explicit math goes over its scratch again for each product of its backward.
+_BACKWARD_SCRATCH = 2.0
+# What a product takes with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
+_EPILOGUE = 1.01
+_TIE = 1e-10  # seconds
+
+# Kind of ref -> whose memory it is; what backward makes itself is not kept.
+_OWNERS = {
+    "value": "activation",
+    "emitted": "activation",
+    "fused": "activation",
+    "cast": "activation",
+    "parameter": "parameter",
+    "statistic": "statistic",
+    "seed": "statistic",
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +84,7 @@ class Options:
 
     device: Device
     kernels: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
-    memory: str = "balanced"
-    weight: float | None = None  # lambda, when a budget sets it
+    memory: str | int = "balanced"  # a name in LAMBDA, or a budget in bytes
     capability: tuple[int, int] | None = None  # of a GPU that is not at hand
 
 
@@ -95,16 +116,42 @@ class Limits:
     silent: set[int] = field(default_factory=set)
 
 
+def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
+    """What a fusion's condition and cost see of the ops start..stop-1."""
+    nodes = graph.nodes[start:stop]
+    ops = tuple(MatchedOp(n.op, {k: graph.parameters[p] for k, p in n.parameters.items()}) for n in nodes)
+    x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
+    return Match(ops, x.spec, y.spec, options.kernels, y.needs_grad, options.capability)
+
+
+def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
+    """Where the fusions in force fit, and where their conditions said no, with the reason."""
+    found, refusals = [], []
+    ops = [n.op for n in graph.nodes]
+    for fusion in registry.active():
+        for start in range(len(ops)):
+            for stop in fusion.stops(ops, start):
+                why = fusion.refusal(match_at(graph, options, start, stop))
+                if why is None:
+                    found.append((fusion, start, stop))
+                else:
+                    refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
+    return found, refusals
+
+
 class Planner:
     """Plans one graph."""
 
     def __init__(self, graph: Graph, options: Options) -> None:
         self.graph, self.options = graph, options
         self.nodes = graph.nodes
-        self.refusals: list[Refusal] = []
-        self.stretches = [Stretch(graph, a, b) for a, b in self._runs()]
-        self.matches = self._find_matches()
+        self.matches, self._conditions = find_matches(graph, options)
+        self.stretches = [DerivedStretch(graph, a, b) for a, b in self._runs()]
         self.hanging_reads = self._hanging_reads()
+        self.refusals: list[Refusal] = []  # of the round that is being planned
+        self._sizes: dict[Ref, int] = {}  # of what ops and fusions emit
+        self._weight = 0.0
+        self._held: frozenset[int] = frozenset()  # values that are kept whatever they cost
 
     # ----------------------------------------------------------------------------------- candidates
 
@@ -112,43 +159,34 @@ class Planner:
         groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
         return [(g[0].index, g[-1].index + 1) for row, nodes in groups if row and (g := list(nodes))]
 
-    def _find_matches(self) -> list[tuple[Fusion, int, int]]:
-        found = []
-        ops = [n.op for n in self.nodes]
-        for fusion in registry.active():
-            for start in range(len(ops)):
-                for stop in fusion.stops(ops, start):
-                    why = fusion.refusal(self._match(start, stop))
-                    if why is None:
-                        found.append((fusion, start, stop))
-                    else:
-                        self._refuse(fusion.direction, start, stop, fusion.name, why)
-        return found
-
     def _match(self, start: int, stop: int) -> Match:
-        nodes = self.nodes[start:stop]
-        ops = tuple(MatchedOp(n.op, {k: self.graph.parameters[p] for k, p in n.parameters.items()}) for n in nodes)
-        x, y = self.graph.values[nodes[0].input], self.graph.values[nodes[-1].output]
-        return Match(ops, x.spec, y.spec, self.options.kernels, y.needs_grad, self.options.capability)
+        return match_at(self.graph, self.options, start, stop)
 
     def _refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
         refusal = Refusal(direction, start, stop, name, reason)
         if refusal not in self.refusals:
             self.refusals.append(refusal)
 
-    def _stretch_of(self, index: int) -> Stretch:
+    def _stretch_of(self, index: int) -> DerivedStretch:
         return next(s for s in self.stretches if s.start <= index < s.stop)
 
-    def _ranges(self, stretch: Stretch) -> list[tuple[int, int]]:
-        """The sub-ranges of a stretch worth a kernel: between its ends and the ends of matched fusions; lone ops."""
-        points = {stretch.start, stretch.stop}
-        for _, start, stop in self.matches:
-            points |= {p for p in (start, stop) if stretch.start < p < stretch.stop}
-        ends = sorted(points)
-        ranges = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
-        if registry.enabled(registry.STRETCH):
-            ranges |= set(itertools.combinations(ends, 2))
-        return sorted(ranges)
+    def _row_edges(self, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
+        """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
+        points = {p for _, start, stop in self.matches for p in (start, stop)}
+        found = []
+        for stretch in self.stretches:
+            lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
+            ranges = set(lone)
+            if registry.enabled(registry.STRETCH):
+                ends = sorted({stretch.start, stretch.stop} | {p for p in points if stretch.start < p < stretch.stop})
+                ranges |= set(itertools.combinations(ends, 2))
+                # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
+                ranges -= lone - set(itertools.pairwise(ends)) if self.options.kernels != "torch" else set()
+            edges = {(a, b): derive(stretch, a, b) for a, b in sorted(ranges)}
+            if None in edges.values():
+                edges |= {(a, b): derive(stretch, a, b) for a, b in sorted(lone - set(edges))}
+            found += [edge for edge in edges.values() if edge is not None]
+        return found
 
     # ---------------------------------------------------------------------------------------- costs
 
@@ -180,18 +218,37 @@ class Planner:
         dtype = self.graph.values[node.input].spec.dtype
         return self.options.device.seconds(c, DTYPE_NAMES[dtype])
 
-    @property
-    def _price(self) -> float:
-        """Seconds a kept byte is worth."""
-        weight = self.options.weight if self.options.weight is not None else LAMBDA[self.options.memory]
-        return weight / self.options.device.bandwidth
+    def _bytes(self, ref: Ref) -> int:
+        kind, number = ref[0], ref[-1] if ref[0] == "seed" else ref[1]
+        if kind in ("value", "recomputed", "gradient"):
+            return costs.bytes_of(self.graph.values[number].spec)
+        if kind in ("parameter", "parameter gradient"):
+            return costs.bytes_of(self.graph.parameter_specs[number])
+        if kind == "cast":
+            return costs.bytes_of(replace(self.graph.parameter_specs[number], dtype=ref[2]))
+        if kind == "statistic":
+            first = self.graph.values[self.nodes[number].input].spec
+            return first.rows * (8 if first.dtype == torch.float64 else 4)
+        if kind == "term":
+            return self._bytes(number)
+        return _SEED_BYTES if kind == "seed" else self._sizes.get(ref, 0)
+
+    def _cost(self, inputs: Iterable[tuple[str, Ref]], outputs: Iterable[tuple[str, Ref]], flops: float) -> Cost:
+        """One launch that reads and writes these tensors once."""
+        read = sum(self._bytes(r) for r in {r for _, r in inputs})
+        return Cost(read, sum(self._bytes(r) for r in {r for _, r in outputs}), flops)
+
+    def _kept_bytes(self, refs: Iterable[Ref]) -> int:
+        """What keeping these for backward takes, the call's own inputs and parameters apart."""
+        return sum(
+            self._bytes(r)
+            for r in set(refs)
+            if r[0] in ("emitted", "fused") or r[0] == "value" and self.graph.producer(r[1]) is not None
+        )
 
     def _kept_price(self, refs: Iterable[Ref]) -> float:
-        """The price of keeping what a backward step reads, the call's own inputs and parameters apart."""
-        roots = {r[1] for r in refs if r[0] == "value"}
-        return self._price * sum(
-            costs.bytes_of(self.graph.values[v].spec) for v in roots if self.graph.producer(v) is not None
-        )
+        """Seconds that keeping these is worth."""
+        return self._kept_bytes(refs) * self._weight / self.options.device.bandwidth
 
     # ------------------------------------------------------------------------------------- backward
 
@@ -260,7 +317,8 @@ class Planner:
             if node.draws:
                 inputs.append(("seed", SEED))
             outputs = tuple((f"d_{p}", self._gradient_target(node, p)) for p in gradient.produces if p in needed)
-            c = costs.backward_cost(self.graph, [node], len(outputs) if costs._flops(self.graph, [node]) else 0)
+            work = len(outputs) if gradient.work is None else gradient.work
+            c = self._opaque_cost(node, inputs, outputs, work, _BACKWARD_SCRATCH)
             name = f"{node.role}.{'whole' if len(gradient.produces) > 2 else '_'.join(p for p in gradient.produces)}_gradient"
             task = OpGradient(node, gradient, needed)
             chain = not self._is_hanging(node, gradient)
@@ -269,7 +327,37 @@ class Planner:
                     name, node.index, node.index + 1, tuple(inputs), outputs, task, c, self._seconds(c, node), chain
                 )
             )
-        return Edge(node.index, node.index + 1, node.role, tuple(steps), sum(s.seconds for s in steps))
+        # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
+        kept = [r for s in steps for r in s.reads() if s.chain or not self._made_by_row_op(r)]
+        weight = sum(s.seconds for s in steps) + self._kept_price(kept)
+        return Edge(node.index, node.index + 1, node.role, tuple(steps), weight)
+
+    def _made_by_row_op(self, ref: Ref) -> bool:
+        producer = self.graph.producer(ref[1]) if ref[0] == "value" else None
+        return producer is not None and self.nodes[producer].is_row
+
+    def _opaque_cost(
+        self,
+        node: Node,
+        inputs: Iterable[tuple[str, Ref]],
+        outputs: Iterable[tuple[str, Ref]],
+        work: float,
+        scratch: float,
+    ) -> Cost:
+        assert isinstance(node.op, UnfusedOperation)
+        if node.op.views:
+            return Cost(launches=0)
+        c = self._cost(inputs, outputs, costs.flops_of(self.graph, [node]) * work)
+        extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
+        return replace(c, read=c.read + extra, written=c.written + extra)
+
+    def _emitted(self, node: Node) -> list[tuple[str, Ref]]:
+        """What an opaque op emits; its size is known from here on."""
+        assert isinstance(node.op, UnfusedOperation)
+        sizes = node.op.emitted_bytes(self.graph.values[node.input].spec)
+        found = [(name, emitted_ref(node.index, name)) for name in node.op.emits]
+        self._sizes |= {ref: sizes.get(name, 0) for name, ref in found}
+        return found
 
     def _gradient_target(self, node: Node, name: str) -> Ref:
         if name == "input":
@@ -278,15 +366,14 @@ class Planner:
             return parameter_gradient_ref(node.parameters[name])
         return gradient_ref(node.named_in[name])
 
-    def _row_backward(self, stretch: Stretch, start: int, stop: int, limits: Limits) -> Edge | None:
+    def _row_backward(self, stretch: DerivedStretch, start: int, stop: int, limits: Limits) -> Edge | None:
         """The cheapest variant of a range's backward kernel: each value that hanging nodes read is kept or made again."""
         readable = frozenset(self.graph.root(v) for v in stretch.values_leaving(stretch.start, stretch.stop))
         readable = (readable | limits.given) - limits.forbidden
         forbidden = frozenset(limits.forbidden - limits.given)
         keep_statistics = not any(start <= k < stop for k in limits.silent)
         wanted = self._recomputable(stretch, start, stop)
-        best: Edge | None = None
-        plain: Edge | None = None
+        variants: dict[frozenset[int], Edge] = {}
         for again in itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1)):
             try:
                 kernel = stretch.backward(start, stop, readable, forbidden, again, keep_statistics)
@@ -294,30 +381,27 @@ class Planner:
                 self._refuse("backward", start, stop, registry.STRETCH, str(why))
                 continue
             steps = (self._kernel_step(kernel, start, stop),) if kernel else ()
-            kept = [r for s in steps for r in s.reads()]
-            kept += [value_ref(self.graph.root(v)) for v in wanted if v not in again]
+            kept = [r for s in steps for r in s.reads()] + [value_ref(v) for v in wanted if v not in again]
             weight = sum(s.seconds for s in steps) + self._kept_price(kept)
             name = steps[0].name if steps else "none"
-            edge = Edge(start, stop, name, steps, weight, recomputes=tuple(self.graph.root(v) for v in again))
-            plain = plain or edge
-            if best is None or edge.weight < best.weight:
-                best = edge
-        if best is None:
+            variants[frozenset(again)] = Edge(start, stop, name, steps, weight, recomputes=again)
+        allowed = [edge for again, edge in variants.items() if not again & self._held]
+        if not allowed:
             return None
-        return replace(best, choices=self._choices(stretch, wanted, best, plain))
+        best = min(allowed, key=lambda edge: edge.weight)
+        return replace(best, choices=self._choices(wanted, best, variants))
 
-    def _choices(
-        self, stretch: Stretch, wanted: list[int], best: Edge, plain: Edge | None
-    ) -> tuple[Choice, ...]:
+    def _choices(self, wanted: list[int], best: Edge, variants: Mapping[frozenset[int], Edge]) -> tuple[Choice, ...]:
         found = []
         for value in wanted:
-            v = self.graph.values[value]
-            size = costs.bytes_of(v.spec)
-            extra = max(best.seconds - plain.seconds, 0.0) if plain and best.recomputes else size / self.options.device.bandwidth
-            found.append(Choice(v.name, self.graph.root(value) in best.recomputes, size, extra))
+            other = variants.get(frozenset(best.recomputes) ^ {value})
+            if other is not None:
+                again = value in best.recomputes
+                seconds = best.seconds - other.seconds if again else other.seconds - best.seconds
+                found.append(Choice(self.graph.values[value].name, again, self._bytes(value_ref(value)), seconds, value))
         return tuple(found)
 
-    def _recomputable(self, stretch: Stretch, start: int, stop: int) -> list[int]:
+    def _recomputable(self, stretch: DerivedStretch, start: int, stop: int) -> list[int]:
         found = []
         for value in stretch.values_leaving(start, stop):
             root = self.graph.root(value)
@@ -340,7 +424,7 @@ class Planner:
         inputs: list[tuple[str, Ref]] = [("dy", gradient_ref(nodes[-1].output))]
         for name in fusion.reads:
             inputs.append((name, self._fusion_ref(fusion, nodes, name)))
-        inputs += [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
+        inputs += self._saved(fusion, start, stop)
         have = {name for name, _ in inputs}
         for k, node in enumerate(nodes):
             # masks and the like are the caller's: backward may read them without saying so
@@ -355,11 +439,27 @@ class Planner:
             return None
         match = self._match(start, stop)
         products = sum(len(self._gradients(n)) for n in nodes if not n.is_row)
-        c = fusion.cost(match) if fusion.cost else costs.backward_cost(self.graph, nodes, products)
+        c = self._fusion_cost(fusion, match, "backward") or self._cost(
+            inputs, outputs, costs.flops_of(self.graph, nodes) * products
+        )
         seconds = self._seconds(c, nodes[0])
         task = FusionTask(fusion, "backward", nodes, frozenset(needed))
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds + self._kept_price(step.reads()), fusion)
+
+    def _saved(self, fusion: Fusion, start: int, stop: int) -> list[tuple[str, Ref]]:
+        """What a joint fusion hands to its own backward; its size is known from here on."""
+        found = [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
+        sizes = fusion.saved_bytes(self._match(start, stop)) if fusion.saved_bytes else {}
+        self._sizes |= {ref: sizes.get(name, 0) for name, ref in found}
+        return found
+
+    def _fusion_cost(self, fusion: Fusion, match: Match, direction: str) -> Cost | None:
+        """What the fusion says that it takes; a joint one may say it for each direction."""
+        if fusion.cost is None:
+            return None
+        c = fusion.cost(match)
+        return c[direction == "backward"] if isinstance(c, tuple) else c
 
     def _read_outside(self, value: int, start: int, stop: int) -> bool:
         outside = any(not start <= c < stop for c in self.graph.consumers(value))
@@ -398,11 +498,7 @@ class Planner:
     def backward_cover(self, limits: Limits) -> list[Edge] | None:
         """The cheapest cover of the list's backward, or None when some op has no edge under these limits."""
         edges: list[Edge] = []
-        for stretch in self.stretches:
-            for start, stop in self._ranges(stretch):
-                edge = self._row_backward(stretch, start, stop, limits)
-                if edge is not None:
-                    edges.append(edge)
+        edges += self._row_edges(lambda stretch, a, b: self._row_backward(stretch, a, b, limits))
         for node in self.nodes:
             if not node.is_row:
                 edge = self._opaque_backward(node, limits)
@@ -417,7 +513,7 @@ class Planner:
 
     # -------------------------------------------------------------------------------------- forward
 
-    def _row_forward(self, stretch: Stretch, start: int, stop: int, demands: set[Ref]) -> Edge | None:
+    def _row_forward(self, stretch: DerivedStretch, start: int, stop: int, demands: set[Ref]) -> Edge | None:
         stores = dict.fromkeys(self.graph.root(v) for v in stretch.values_leaving(start, stop))
         for node in self.nodes[start:stop]:
             if value_ref(self.graph.root(node.output)) in demands:
@@ -440,9 +536,8 @@ class Planner:
         inputs += [(a, value_ref(self.graph.root(v))) for a, v in node.named_in.items()]
         if node.draws:
             inputs.append(("seed", SEED))
-        outputs = [("output", value_ref(node.output))]
-        outputs += [(name, emitted_ref(node.index, name)) for name in getattr(node.op, "emits", ())]
-        c = costs.forward_cost(self.graph, [node])
+        outputs = [("output", value_ref(node.output)), *self._emitted(node)]
+        c = self._opaque_cost(node, inputs, outputs, 1.0, 1.0)
         step = Step(
             node.role, node.index, node.index + 1, tuple(inputs), tuple(outputs), OpForward(node), c, self._seconds(c, node)
         )
@@ -480,9 +575,10 @@ class Planner:
         wanted = [name for name in fusion.emits if emitted.get(name) in owed and emitted[name] != last]
         outputs += [(name, value_ref(emitted[name])) for name in wanted]
         if joint:
-            outputs += [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
+            outputs += self._saved(fusion, start, stop)
         match = self._match(start, stop)
-        c = fusion.cost(match) if fusion.cost else costs.forward_cost(self.graph, nodes)
+        flops = costs.flops_of(self.graph, nodes) * (_EPILOGUE if any(n.is_row for n in nodes) else 1.0)
+        c = self._fusion_cost(fusion, match, "forward") or self._cost(inputs, outputs, flops)
         seconds = self._seconds(c, nodes[0])
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), FusionTask(fusion, "forward", nodes), c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds, fusion)
@@ -501,12 +597,7 @@ class Planner:
     def forward_cover(self, demands: set[Ref], backward: list[Edge]) -> list[Edge] | None:
         """The cheapest forward cover that gives what is demanded; joint fusions chosen in backward are forced."""
         joint = [e for e in backward if e.fusion is not None and e.fusion.direction == "joint"]
-        edges: list[Edge] = []
-        for stretch in self.stretches:
-            for start, stop in self._ranges(stretch):
-                edge = self._row_forward(stretch, start, stop, demands)
-                if edge is not None:
-                    edges.append(edge)
+        edges = self._row_edges(lambda stretch, a, b: self._row_forward(stretch, a, b, demands))
         edges += [self._opaque_forward(n) for n in self.nodes if not n.is_row]
         for fusion, start, stop in self.matches:
             if not fusion.has_forward:
@@ -540,37 +631,82 @@ class Planner:
         except nx.NetworkXNoPath:
             return None
         chosen = [best[a, b] for a, b in itertools.pairwise(path)]
-        self._explain_losers(direction, edges, chosen)
+        losers = [e for e in edges if e.fusion is not None and e not in chosen]
+        if losers:
+            self._explain_losers(direction, losers, chosen, graph)
         return chosen
 
-    def _explain_losers(self, direction: str, edges: list[Edge], chosen: list[Edge]) -> None:
-        taken = {id(e) for e in chosen}
-        for edge in edges:
-            if id(edge) in taken or edge.fusion is None:
-                continue
+    def _explain_losers(self, direction: str, losers: list[Edge], chosen: list[Edge], graph: nx.DiGraph) -> None:
+        """Say of each what the best cover with it in it would cost more than the chosen one."""
+        length = nx.single_source_dijkstra_path_length
+        before, after = length(graph, 0), length(graph.reverse(copy=False), len(self.nodes))
+        best = before[len(self.nodes)]
+        for edge in losers:
             rivals = [c for c in chosen if c.start < edge.stop and edge.start < c.stop]
             names = " + ".join(dict.fromkeys(c.name for c in rivals))
-            cost = sum(c.weight for c in rivals)
-            self._refuse(
-                direction,
-                edge.start,
-                edge.stop,
-                edge.name,
-                f"costs {edge.weight * 1e6:.1f} us; {names} cover it for {cost * 1e6:.1f} us",
-            )
+            if edge.start not in before or edge.stop not in after:
+                reason = f"no other steps fit around it; {names} is taken"
+            else:
+                more = before[edge.start] + edge.weight + after[edge.stop] - best
+                reason = f"{_more(more)} than {names}" if more > _TIE else f"no gain over {names}"
+                if self._weight and more > _TIE:
+                    reason += ", with what is kept for backward weighed in"
+            self._refuse(direction, edge.start, edge.stop, edge.name, reason)
 
     def plan(self) -> Plan:
-        """Both plans."""
-        first = self._round(Limits())
+        """Both plans, for the memory that was asked for."""
+        memory = self.options.memory
+        if isinstance(memory, int):
+            return self._within(memory)
+        plan = self._weighed(LAMBDA[memory])
+        if memory != "balanced":
+            return plan
+        saved = sum(c.bytes for c in plan.choices if c.recomputed)
+        return self._giving_back(plan, saved * _GIVEN_BACK, alike=True)
+
+    def _within(self, budget: int) -> Plan:
+        """The fastest plan whose kept activations fit; the leanest one, with a note, when none does."""
+        plan = self._weighed(0.0)
+        if plan.kept_bytes() <= budget:
+            return plan
+        plan = self._weighed(_ANY_TIME)
+        room = budget - plan.kept_bytes()
+        if room < 0:
+            note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
+            return replace(plan, notes=(*plan.notes, note))
+        return self._giving_back(plan, room, alike=False)
+
+    def _giving_back(self, plan: Plan, room: float, alike: bool) -> Plan:
+        """The plan that keeps, of what `plan` computes again, the dearest for its bytes, as far as there is room.
+
+        Args:
+            alike: whether equal values of several layers are all kept or none.
+        """
+        again = sorted((c for c in plan.choices if c.recomputed), key=lambda c: (-c.dearness, c.bytes, c.value))
+        held: set[int] = set()
+        for _, group in itertools.groupby(again, key=lambda c: (c.value, c.bytes) if alike else c.root):
+            choices = list(group)
+            size = sum(c.bytes for c in choices)
+            if size <= room:
+                room -= size
+                held |= {c.root for c in choices}
+        return self._weighed(self._weight, frozenset(held)) if held else plan
+
+    def _weighed(self, weight: float, held: frozenset[int] = frozenset()) -> Plan:
+        """Both plans, where a kept byte is worth `weight` passes over it, and the values in `held` are kept."""
+        self._weight, self._held = weight, held
+        first, refusals = self._round(Limits()), self.refusals
         assert first is not None
         best = first
         if self._refused_for_demands():
             second = self._second_round()
             if second is not None and self._total(*second) < self._total(*first):
-                best = second
+                best, refusals = second, self.refusals
+        self.refusals = refusals
         return self._finish(*best)
 
     def _round(self, limits: Limits) -> tuple[list[Edge], list[Edge]] | None:
+        self.refusals = []
         backward = self.backward_cover(limits)
         if backward is None:
             return None
@@ -650,20 +786,22 @@ class Planner:
             for ref in shared & set(step.writes()):
                 if len(seen[ref]) == counts[ref]:
                     inputs = tuple((f"term {k}", r) for k, r in enumerate(seen[ref]))
-                    c = Cost(launches=len(inputs) - 1)
-                    result.append(Step("add_gradients", step.start, step.stop, inputs, (("sum", ref),), AddTask(), c, 0.0))
+                    size = self._bytes(ref)
+                    c = Cost(2 * size * (len(inputs) - 1), size * (len(inputs) - 1), 0.0, len(inputs) - 1)
+                    seconds = self._seconds(c, self.nodes[step.start])
+                    outputs = (("sum", ref),)
+                    result.append(Step("add_gradients", step.start, step.stop, inputs, outputs, AddTask(), c, seconds))
         return result
 
     def _finish(self, forward: list[Edge], backward: list[Edge]) -> Plan:
         forward_steps = self._with_casts([s for e in forward for s in e.steps])
         backward_steps = self._backward_steps(backward)
-        for fusion, start, stop in self.matches:
-            _ = fusion, start, stop
         kept = self._kept(backward_steps)
-        segments = self._segments(forward, backward, kept)
+        segments = self._segments(forward, backward)
         choices = tuple(c for e in backward for c in e.choices)
         taken = {(s.name, s.start, s.stop) for s in (*forward_steps, *backward_steps)}
-        refusals = tuple(r for r in self.refusals if (r.name, r.start, r.stop) not in taken)
+        refusals = (*self._conditions, *(r for r in self.refusals if (r.name, r.start, r.stop) not in taken))
+        memory = self.options.memory
         return Plan(
             self.graph,
             tuple(forward_steps),
@@ -672,7 +810,7 @@ class Planner:
             segments,
             self.options.device,
             self.options.kernels,
-            self.options.memory,
+            memory if isinstance(memory, str) else f"at most {memory} bytes",
             refusals,
             choices,
         )
@@ -684,9 +822,8 @@ class Planner:
             for ref in step.reads():
                 if ref[0] == "cast" and ref not in made:
                     made.add(ref)
-                    size = costs.bytes_of(self.graph.parameter_specs[ref[1]])
-                    c = Cost(size, size / 2)
                     source = (("parameter", parameter_ref(ref[1])),)
+                    c = self._cost(source, (("cast", ref),), 0.0)
                     task = CastTask(ref[2])
                     seconds = self._seconds(c, self.nodes[step.start])
                     result.append(Step("cast_parameter", step.start, step.stop, source, (("cast", ref),), task, c, seconds))
@@ -708,38 +845,44 @@ class Planner:
 
     def _kept_entry(self, name: str, ref: Ref, step: Step) -> Kept | None:
         kind = ref[0]
-        if kind == "value":
-            v = self.graph.values[ref[1]]
-            owner = "input" if self.graph.producer(ref[1]) is None else "activation"
-            return Kept(ref, v.name, costs.bytes_of(v.spec), owner)
-        if kind == "statistic":
-            return Kept(ref, f"{step.name}: {name}", self._rows(self.nodes[step.start]) * 4, "statistic")
-        if kind in ("emitted", "fused"):
-            return Kept(ref, f"{step.name}: {name}", 0, "activation")
-        if kind == "parameter":
-            spec = self.graph.parameter_specs[ref[1]]
-            return Kept(ref, self.graph.parameters[ref[1]].name, costs.bytes_of(spec), "parameter")
-        if kind == "cast":
-            spec = self.graph.parameter_specs[ref[1]]
-            return Kept(ref, f"cast {self.graph.parameters[ref[1]].name}", costs.bytes_of(spec) // 2, "activation")
-        if kind == "seed":
-            return Kept(ref, "seed", 16, "statistic")
-        return None
+        if kind not in _OWNERS:
+            return None
+        owner = "input" if kind == "value" and self.graph.producer(ref[1]) is None else _OWNERS[kind]
+        names = {
+            "value": lambda: self.graph.values[ref[1]].name,
+            "parameter": lambda: self.graph.parameters[ref[1]].name,
+            "cast": lambda: f"cast {self.graph.parameters[ref[1]].name}",
+            "seed": lambda: "seed",
+        }
+        text = names[kind]() if kind in names else f"{step.name}: {name}"
+        return Kept(ref, text, self._bytes(ref), owner)
 
-    def _segments(self, forward: list[Edge], backward: list[Edge], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
-        """Cut after an op with parameters where both covers end a step, when a segment's gradients pass 25 MB."""
-        ends = {e.stop for e in forward} & {e.stop for e in backward}
+    def _segments(self, forward: list[Edge], backward: list[Edge]) -> tuple[tuple[int, int], ...]:
+        """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass 25 MB."""
+        ends = {e.stop for e in forward} & {e.stop for e in backward} - self._bound(backward)
         cuts, size, counted = [0], 0, set()
-        for node in self.nodes:
+        for node, following in itertools.pairwise(self.nodes):
             for p in node.parameters.values():
                 if self.graph.parameter_needs[p] and p not in counted:
                     counted.add(p)
                     size += costs.bytes_of(self.graph.parameter_specs[p])
-            at = node.index + 1
-            if size >= _SEGMENT_BYTES and at in ends and not node.is_row and node.parameters and at < len(self.nodes):
-                cuts.append(at)
+            beside = any(not n.is_row and n.parameters for n in (node, following))
+            if size >= _SEGMENT_BYTES and following.index in ends and beside:
+                cuts.append(following.index)
                 size = 0
         return tuple(itertools.pairwise([*cuts, len(self.nodes)]))
+
+    def _bound(self, backward: list[Edge]) -> set[int]:
+        """Where no cut can be: between the step that computes a value again and the product that reads it."""
+        found: set[int] = set()
+        for edge in backward:
+            for value in edge.recomputes:
+                last = max(self.graph.consumers(v.index)[-1] for v in self.graph.values if self._stands_for(v.index, value))
+                found |= set(range(edge.stop, last + 1))
+        return found
+
+    def _stands_for(self, value: int, root: int) -> bool:
+        return self.graph.root(value) == root and bool(self.graph.consumers(value))
 
 
 def _breaks(edge: Edge, joint: Edge) -> bool:
@@ -764,6 +907,10 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
         aliases = tuple((renames.get(a, a), renames.get(b, b)) for a, b in task.aliases)
         task = replace(task, outputs=outs, aliases=aliases)
     return replace(step, outputs=tuple(outputs), task=task)
+
+
+def _more(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us more"
 
 
 def _ref_text(ref: Ref) -> str:

@@ -21,6 +21,8 @@ Slots = list[Any]
 Runner = Callable[[Slots], None]
 # kernel(tensors: loads, seed if it draws, stores, sums; rows; batch_inner; batch_size; stream numbers)
 KernelFunction = Callable[[tuple[torch.Tensor, ...], int, int, int, tuple[int, ...]], None]
+# What runs in a step's place, given it, its runner and the slots of refs; how verify sees every step.
+Wrapper = Callable[[Step, Runner, "SlotMap"], Runner]
 KernelSource = Callable[[Sequence[KernelDescription]], Sequence[KernelFunction]]
 
 
@@ -241,7 +243,11 @@ class Program:
 
 
 def build_program(
-    steps: Sequence[Step], inputs: Iterable[Ref], outputs: Iterable[Ref], kernels: Mapping[str, KernelFunction]
+    steps: Sequence[Step],
+    inputs: Iterable[Ref],
+    outputs: Iterable[Ref],
+    kernels: Mapping[str, KernelFunction],
+    wrap: Wrapper | None = None,
 ) -> tuple[Program, SlotMap]:
     """Steps as a program whose first slots are `inputs`; `outputs` are never dropped.
 
@@ -251,6 +257,8 @@ def build_program(
     slots = SlotMap()
     numbers_in = tuple(slots[r] for r in inputs)
     runners = [_runner(s, slots, kernels) for s in steps]
+    if wrap is not None:
+        runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
     numbers_out = tuple(slots[r] for r in outputs)
     last: dict[int, int] = {}
     for k, step in enumerate(steps):

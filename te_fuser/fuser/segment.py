@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.program import KernelFunction, Program, build_program
+from te_fuser.fuser.program import KernelFunction, Program, Wrapper, build_program
 from te_fuser.fuser.refs import (
     SEED,
     Ref,
@@ -107,12 +107,16 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
     return torch.zeros(meta[0], dtype=meta[1], device=meta[2])
 
 
-def build_segments(plan: Plan, kernels: Mapping[str, KernelFunction]) -> tuple[Segment, ...]:
+def build_segments(
+    plan: Plan, kernels: Mapping[str, KernelFunction], wrap: Wrapper | None = None
+) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
-    return tuple(_build(plan, start, stop, kernels) for start, stop in plan.segments)
+    return tuple(_build(plan, start, stop, kernels, wrap) for start, stop in plan.segments)
 
 
-def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFunction]) -> Segment:
+def _build(
+    plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFunction], wrap: Wrapper | None
+) -> Segment:
     graph = plan.graph
     forward_steps = [s for s in plan.forward if start <= s.start < stop]
     backward_steps = [s for s in plan.backward if start <= s.start < stop]
@@ -126,7 +130,7 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
     inputs += [SEED] if uses_seed else []
     outputs = [value_ref(graph.root(v)) for v in values_out]
     notes_refs = [("notes", n) for n in sorted({r.task.node.index for r in forward_steps if hasattr(r.task, "node")})]
-    forward, forward_slots = build_program(forward_steps, inputs, [*outputs, *kept, *notes_refs], kernels)
+    forward, forward_slots = build_program(forward_steps, inputs, [*outputs, *kept, *notes_refs], kernels, wrap)
     backward, restored, gradients_in, gradients_out = None, (), (), ()  # type: ignore[var-annotated]
     notes: list[tuple[int, int]] = []
     if backward_steps:
@@ -137,7 +141,7 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
         made = {r for s in backward_steps for r in s.writes()} | set(arriving)
         returned = [r if r in made else None for r in returned]
         backward, slots = build_program(
-            backward_steps, [*arriving, *kept], [r for r in returned if r is not None], kernels
+            backward_steps, [*arriving, *kept], [r for r in returned if r is not None], kernels, wrap
         )
         restored = tuple(slots[r] for r in kept)
         gradients_in = tuple(slots[r] for r in arriving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,13 @@ import torch
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion, fusion
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
-from te_fuser.ops.dot_product_attention import DotProductAttention
+from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
+
+
+def _settings(m: FusionCall) -> AttentionSettings:
+    """What was planned: the op may have left training since its forward."""
+    op = m[0].op
+    return replace(op.settings(), dropout=op.dropout if m.draws(0) else 0.0)
 
 
 def _declare(provider: Provider) -> Fusion:
@@ -18,7 +25,7 @@ def _declare(provider: Provider) -> Fusion:
         def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
             op = m[0].op
             mask = m["0.attention_mask"] if op.named_inputs() else None
-            y, saved = provider.forward(op.settings(), x, mask, m.random(0) if op.draws() else None)
+            y, saved = provider.forward(_settings(m), x, mask, m.random(0) if m.draws(0) else None)
             for name, tensor in saved.items():
                 m.emit(name, tensor)
             return y
@@ -29,7 +36,7 @@ def _declare(provider: Provider) -> Fusion:
             tensors: dict[str, Any] = {name: m[name] for name in ("input", "output", *provider.emits)}
             if op.named_inputs():
                 tensors["attention_mask"] = m["0.attention_mask"]
-            return provider.backward(op.settings(), tensors, dy)
+            return provider.backward(_settings(m), tensors, dy)
 
     def when(m: Match) -> bool | str:
         return provider.reason_not(AttentionProblem.of(m[0].op.settings(), m.x, m.capability)) or True

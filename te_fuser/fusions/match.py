@@ -131,6 +131,10 @@ class FusionCall:
         """Give a value that the fusion declared in `emits` or `saves`."""
         self.made[name] = tensor
 
+    def draws(self, index: int) -> bool:
+        """Whether op `index` draws random numbers in this plan, whatever its training flag says by now."""
+        return index in self._streams
+
     def random(self, index: int) -> RandomStream:
         """The random stream of op `index`."""
         return self._streams[index]

@@ -13,4 +13,5 @@ from te_fuser.ops.matmul import MatMul
 @fusion(forward=[MatMul, Bias], when=lambda m: m[0].weight.dtype == m[1].bias.dtype or "weight and bias differ in dtype")
 def matmul_bias(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """The product's epilogue adds the bias; gives its output, not the product before the bias."""
-    return torch.nn.functional.linear(x, m[0].weight, m[1].bias)
+    # Under autocast the weight comes cast; the epilogue takes a bias of its dtype.
+    return torch.nn.functional.linear(x, m[0].weight, m[1].bias.to(x.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Fusion:
         direction: "forward", "backward" or "joint".
         emits: values inside the match that the forward gives beside its output, e.g. "0.output".
         reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
-        saves: names that a joint fusion's forward gives to its own backward.
+        saves: names that a joint fusion's forward gives to its own backward; `saved_bytes` says how large they are.
     """
 
     name: str
@@ -32,11 +32,12 @@ class Fusion:
     run_forward: Callable[..., Any] | None
     run_backward: Callable[..., Any] | None
     when: Condition | None = None
-    cost: Callable[[Match], Cost] | None = None
+    cost: Callable[[Match], Cost | tuple[Cost, Cost]] | None = None
     emits: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     saves: tuple[str, ...] = ()
     doc: str = ""
+    saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
 
     @property
     def has_forward(self) -> bool:
@@ -69,7 +70,7 @@ _lock = threading.Lock()
 _registry: dict[str, Fusion] = {}
 _version = 0
 _disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("te_fuser_disabled", default=frozenset())
-_only: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar("te_fuser_only", default=None)
+_only: contextvars.ContextVar[frozenset[str | Fusion] | None] = contextvars.ContextVar("te_fuser_only", default=None)
 
 STRETCH = "stretch"  # the generated kernel for several row ops; a name like the others, for disabled() and only()
 
@@ -128,10 +129,11 @@ def enabled(name: str) -> bool:
 
 def active() -> list[Fusion]:
     """The fusions that take part in plans made now."""
-    return [f for f in _registry.values() if enabled(f.name)]
+    given = [f for f in _only.get() or () if isinstance(f, Fusion)]
+    return [f for f in _registry.values() if enabled(f.name)] + given
 
 
-def state() -> tuple[int, frozenset[str], frozenset[str] | None]:
+def state() -> tuple[int, frozenset[str], frozenset[str | Fusion] | None]:
     """What plans depend on: a token that changes with the registry and with the scope."""
     return _version, _disabled.get(), _only.get()
 
@@ -154,14 +156,16 @@ def disabled(*off: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only(*on: str) -> Iterator[None]:
-    """Plan with these fusions and no others inside the scope; without names: every op runs alone.
+def only(*on: str | Fusion) -> Iterator[None]:
+    """Plan with these fusions and no others inside the scope; without any: every op runs alone.
+
+    A fusion is given by its name, or as itself, whether it is registered or not.
 
     Raises:
         KeyError: when a name is unknown.
     """
     for name in on:
-        if name != STRETCH:
+        if isinstance(name, str) and name != STRETCH:
             get(name)
     token = _only.set(frozenset(on))
     try:
@@ -177,10 +181,11 @@ def fusion(
     joint: Sequence[PatternPart] | None = None,
     name: str | None = None,
     when: Condition | None = None,
-    cost: Callable[[Match], Cost] | None = None,
+    cost: Callable[[Match], Cost | tuple[Cost, Cost]] | None = None,
     emits: Sequence[str] = (),
     reads: Sequence[str] = (),
     saves: Sequence[str] = (),
+    saved_bytes: Callable[[Match], Mapping[str, int]] | None = None,
     registered: bool = True,
 ) -> Callable[[Any], Fusion]:
     """Declare a fusion; give exactly one of `forward`, `backward`, `joint`, a pattern in the order of the list.
@@ -192,7 +197,9 @@ def fusion(
 
     Args:
         when: f(match) -> True, or False, or the reason for a no in words, which explain() shows.
-        cost: f(match) -> Cost; by default one launch, the bytes that enter and leave, and the products' flops.
+        cost: f(match) -> Cost, or of a joint fusion (forward's, backward's); by default one launch, the bytes that
+            enter and leave, and the products' flops.
+        saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
         registered: whether to register it at once.
 
     Raises:
@@ -215,7 +222,17 @@ def fusion(
         if direction == "joint" and None in runs:
             raise ValueError(f"fusion {own!r}: a joint fusion is a class with static methods forward and backward")
         entry = Fusion(
-            own, direction, pattern, *runs, when, cost, tuple(emits), tuple(reads), tuple(saves), (body.__doc__ or "").strip()
+            own,
+            direction,
+            pattern,
+            *runs,
+            when,
+            cost,
+            tuple(emits),
+            tuple(reads),
+            tuple(saves),
+            (body.__doc__ or "").strip(),
+            saved_bytes,
         )
         return register(entry) if registered else entry
 

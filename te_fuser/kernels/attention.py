@@ -47,9 +47,7 @@ class AttentionProblem:
     cudnn: int = 0
 
     @classmethod
-    def of(
-        cls, settings: AttentionSettings, x: Spec, capability: tuple[int, int] | None = None
-    ) -> AttentionProblem:
+    def of(cls, settings: AttentionSettings, x: Spec, capability: tuple[int, int] | None = None) -> AttentionProblem:
         """The problem of packed heads x on the device that they are on, under PyTorch's switches as they are now.
 
         `capability` is that of a GPU which is not at hand; it is then taken to have a recent cuDNN.

@@ -90,12 +90,14 @@ class Gradient:
 
     `produces` names "input", parameters and the method takes (call, dy) and returns {name: gradient}
     (one that nobody needs may be missing or None). `reads` names "input", "output", parameters,
-    named inputs and names the forward emits; what a forward did not read needs no naming.
+    named inputs and names the forward emits; what a forward did not read needs no naming. `work` is its matrix
+    products' operations over those of forward; None: forward's for each gradient that is needed.
     """
 
     produces: tuple[str, ...]
     reads: tuple[str, ...]
     method: str
+    work: float | None = None
 
 
 @dataclass
@@ -172,9 +174,12 @@ class FusableOperation(torch.nn.Module):
         object.__setattr__(self, "revision", 0)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # What is behind a parameter may change at every call (fully_shard): only its shape belongs to the op.
+        old = self.__dict__.get("_parameters", {}).get(name)
+        same = old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
         super().__setattr__(name, value)
-        # A changed attribute (eps, p, a replaced parameter) is a changed op: plans made before no longer hold.
-        if name not in _PLAIN:
+        # A changed attribute (eps, p, a parameter of another shape) is a changed op: plans made before no longer hold.
+        if name not in _PLAIN and not same:
             self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -333,6 +338,11 @@ class UnfusedOperation(FusableOperation):
 
     reads: ClassVar[tuple[str, ...]] = ("input",)
     emits: ClassVar[tuple[str, ...]] = ()
+    views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
+
+    def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
+        """The bytes of each of `emits`, for the plan; what is missing counts as none."""
+        return {}
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""

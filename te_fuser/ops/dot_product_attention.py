@@ -276,7 +276,12 @@ class DotProductAttention(UnfusedOperation):
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """One node: dx, from x, the mask and the rows' logsumexp."""
-        return (Gradient(("input",), (*self.reads, *self.named_inputs()), "whole_backward"),)
+        return (Gradient(("input",), (*self.reads, *self.named_inputs()), "whole_backward", work=2.5),)
+
+    def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
+        """One float32 for each row of scores."""
+        samples, positions = self.packed.lengths(x.shape)
+        return {"logsumexp": samples * self.heads * positions * 4}
 
     def draws(self) -> bool:
         """Whether probabilities are dropped."""

@@ -21,7 +21,7 @@ def gelu_tanh(x: Any) -> Any:
 
 def gelu_erf(x: Any) -> Any:
     """x Phi(x) = 0.5 x (1 + erf(x / sqrt(2)))."""
-    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+    return x * (0.5 + 0.5 * erf(x * math.sqrt(0.5)))
 
 
 _FORMS = {"tanh": gelu_tanh, "none": gelu_erf}

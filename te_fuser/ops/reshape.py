@@ -23,6 +23,7 @@ class Reshape(UnfusedOperation):
     """
 
     reads: ClassVar[tuple[str, ...]] = ()
+    views: ClassVar[bool] = True
 
     def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ def build(kernels: Sequence[CudaKernel], folder: Path) -> list[Emulated]:
     """Compile several kernels into one library; each gets a namespace, so that equal names do not meet."""
     text = ['#include "te_cuda.cuh"']
     for number, kernel in enumerate(kernels):
-        body = kernel.source.replace('#include "te_cuda.cuh"', "").replace('extern "C" ', "")
+        body = re.sub(r'#include "te_cuda.cuh"|extern "C" |extern __shared__ uint4 shelves\[\];', "", kernel.source)
         text += [f"namespace kernel_{number} {{", body]
         text += [f"EMULATE({number}, {launch.symbol})" for launch in kernel.launches] + ["}"]
     source, library = folder / "kernels.cpp", folder / "kernels.so"

@@ -214,6 +214,17 @@ TE_INLINE void store_buffer(float* to, place at, vec value) { *reinterpret_cast<
 TE_INLINE void add_to_buffer(float* to, place at, vec value) { *reinterpret_cast<vec*>(to + at.index) += value; }
 TE_INLINE void add_to_buffer(float* to, place at, float value) { *reinterpret_cast<vec*>(to + at.index) += value; }
 
+// Fetches what the next row will need while this row is computed: rows begin new pages, which the processor's own
+// prefetching does not foresee.
+template <class Element>
+TE_INLINE void expect(const Element* from, place at) {
+  __builtin_prefetch(from + at.index);
+}
+template <class Element>
+TE_INLINE void expect(Element* to, place at) {
+  __builtin_prefetch(to + at.index, 1);
+}
+
 template <class Element>
 TE_INLINE Element* tensor(const te_launch* launch, int index) {
   return static_cast<Element*>(launch->tensors[index]);

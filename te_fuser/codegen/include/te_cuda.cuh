@@ -142,9 +142,9 @@ TE_DEVICE void stream(unsigned* to, const void* from, Two) {
 #endif
 }
 
-// Narrow accesses stay in L1: the neighbours of the same line come next.
+// Parameters, and the neighbours of a narrow access, stay in L1.
 template <class Piece>
-TE_DEVICE void keep(unsigned* to, const void* from, Piece) {
+TE_DEVICE void repeat(unsigned* to, const void* from, Piece) {
   const Piece piece = *static_cast<const Piece*>(from);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(Piece) / 4); ++i) to[i] = piece.words[i];
@@ -153,10 +153,10 @@ TE_DEVICE void keep(unsigned* to, const void* from, Piece) {
 template <bool kStream, int kWords>
 TE_DEVICE void read(unsigned* to, const unsigned* from) {
   if constexpr (kWords >= 4) {
-    if constexpr (kStream) stream(to, from, Four{}); else keep(to, from, Four{});
+    if constexpr (kStream) stream(to, from, Four{}); else repeat(to, from, Four{});
     if constexpr (kWords > 4) read<kStream, kWords - 4>(to + 4, from + 4);
   } else if constexpr (kWords == 2) {
-    if constexpr (kStream) stream(to, from, Two{}); else keep(to, from, Two{});
+    if constexpr (kStream) stream(to, from, Two{}); else repeat(to, from, Two{});
   } else {
     to[0] = from[0];
   }
@@ -195,7 +195,7 @@ TE_DEVICE Vector<T, kCount> load(const T* from) {
 
 // kCount neighbours of a tensor that other rows read as well.
 template <int kCount, class T>
-TE_DEVICE Vector<T, kCount> load_shared_by_rows(const T* from) {
+TE_DEVICE Vector<T, kCount> load_repeated(const T* from) {
   return access::load<false, kCount>(from);
 }
 

@@ -1,0 +1,169 @@
+"""Kernels of stretches, derived once for all that are equal: in other layers, other models and later plans.
+
+What a stretch's kernels are depends on its formulas, dtypes, feature sizes, and on who reads what, but not on where in
+which list it stands. So a result is kept under that form, with its tensors by their numbers within the stretch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from te_fuser.codegen.description import NotOneKernel
+from te_fuser.fuser.graph import Graph, Node
+from te_fuser.fuser.refs import Ref
+from te_fuser.fuser.stretch import KernelPlan, Stretch
+
+_KEPT = 4096
+_derived: dict[Any, KernelPlan | NotOneKernel | None] = {}
+_MISSING = object()
+
+# What the number in a ref counts.
+_COUNTS = {
+    "value": "values",
+    "recomputed": "values",
+    "gradient": "values",
+    "parameter": "parameters",
+    "cast": "parameters",
+    "parameter gradient": "parameters",
+    "statistic": "stretch",
+}
+
+
+class DerivedStretch:
+    """A stretch whose kernels are shared with all equal ones; its methods are those of `Stretch`."""
+
+    def __init__(self, graph: Graph, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.exact = Stretch(graph, start, stop)
+        self._graph = graph
+        nodes = graph.nodes[start:stop]
+        values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
+        self._values = tuple(dict.fromkeys([*values, *map(graph.root, values)]))
+        self._parameters = tuple(dict.fromkeys(p for n in nodes for p in n.parameters.values()))
+        outward = {"values": self._values, "parameters": self._parameters, "stretch": (start,)}
+        self._outward = {kind: outward[count] for kind, count in _COUNTS.items()}
+        self._inward = {kind: {g: k for k, g in enumerate(numbers)} for kind, numbers in self._outward.items()}
+        self._form = self._describe(nodes)
+
+    def _describe(self, nodes: Sequence[Node]) -> Any:
+        """Everything that the kernels depend on."""
+        number = self._inward["value"]
+        parameter = self._inward["parameter"]
+        ops = tuple(
+            (
+                n.role,
+                self.exact.env[n.output].digest,
+                number[n.input],
+                number[n.output],
+                tuple(sorted((name, number[v]) for name, v in n.named_in.items())),
+                tuple(number[v] for v in n.named_out),
+                tuple(sorted((name, parameter[p], n.casts.get(name)) for name, p in n.parameters.items())),
+                n.draws,
+                n.op.batch_dim(),
+            )
+            for n in nodes
+        )
+        specs = [self._graph.parameter_specs[p] for p in self._parameters]
+        needs = [self._graph.parameter_needs[p] for p in self._parameters]
+        owned = tuple((s.shape, s.dtype, need) for s, need in zip(specs, needs, strict=True))
+        return ops, owned, tuple(map(self._describe_value, self._values))
+
+    def _describe_value(self, value: int) -> Any:
+        v = self._graph.values[value]
+        readers = self._graph.consumers(value)
+        inside = tuple(c - self.start for c in readers if self.start <= c < self.stop)
+        leaves = len(inside) < len(readers) or self._graph.leaves(value)
+        producer = self._graph.producer(value)
+        made = producer - self.start if producer is not None and self.start <= producer < self.stop else None
+        # Only what is given for each sample has its whole shape in a kernel's plan.
+        shape = v.spec.shape if made is None and v.axes is not None and not v.axes & 1 else v.spec.features
+        root = self._inward["value"][self._graph.root(value)]
+        return shape, v.spec.dtype, v.axes, v.needs_grad, inside, leaves, made, root
+
+    # -------------------------------------------------------------------------------------- the kernels
+
+    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelPlan | None:
+        """See `Stretch.forward`."""
+        stores, statistics = tuple(stores), tuple(statistics)
+        key = ("forward", self._place(start, stop), self._numbers(stores), statistics)
+        return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics))
+
+    def backward(
+        self,
+        start: int,
+        stop: int,
+        readable: frozenset[int],
+        forbidden: frozenset[int],
+        recompute: Sequence[int] = (),
+        keep_statistics: bool = True,
+    ) -> KernelPlan | None:
+        """See `Stretch.backward`."""
+        known = frozenset(self._values)
+        readable, forbidden = readable & known, forbidden & known
+        sets = frozenset(self._numbers(readable)), frozenset(self._numbers(forbidden))
+        key = ("backward", self._place(start, stop), *sets, self._numbers(recompute), keep_statistics)
+        return self._once(
+            key, lambda: self.exact.backward(start, stop, readable, forbidden, recompute, keep_statistics)
+        )
+
+    def values_leaving(self, start: int, stop: int) -> list[int]:
+        """See `Stretch.values_leaving`."""
+        return self.exact.values_leaving(start, stop)
+
+    def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
+        """See `Stretch.statistics_of`."""
+        return self.exact.statistics_of(start, stop, digests)
+
+    # ------------------------------------------------------------------------------------------ sharing
+
+    def _place(self, start: int, stop: int) -> tuple[int, int]:
+        return start - self.start, stop - self.start
+
+    def _numbers(self, values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._inward["value"][v] for v in values)
+
+    def _once(self, key: Any, derive: Callable[[], KernelPlan | None]) -> KernelPlan | None:
+        whole = (self._form, key)
+        found: Any = _derived.get(whole, _MISSING)
+        if found is _MISSING:
+            try:
+                made = derive()
+                found = made and self._moved(made, self._numbered, -self.start)
+            except NotOneKernel as why:
+                found = why
+            if len(_derived) >= _KEPT:
+                _derived.clear()
+            _derived[whole] = found
+        if isinstance(found, NotOneKernel):
+            raise NotOneKernel(str(found))
+        return found and self._moved(found, self._placed, self.start)
+
+    def _numbered(self, ref: Ref) -> Ref:
+        kind, number, *rest = ref
+        return (kind, self._inward[kind][number], *rest)
+
+    def _placed(self, ref: Ref) -> Ref:
+        kind, number, *rest = ref
+        return (kind, self._outward[kind][number], *rest)
+
+    @staticmethod
+    def _moved(plan: KernelPlan, move: Callable[[Ref], Ref], distance: int) -> KernelPlan:
+        return KernelPlan(
+            plan.description,
+            tuple(map(move, plan.inputs)),
+            tuple(dataclasses.replace(o, ref=move(o.ref)) for o in plan.outputs),
+            tuple(s + distance for s in plan.streams),
+            plan.batch_dim,
+            tuple((move(new), move(old)) for new, old in plan.aliases),
+            move(plan.lead),
+        )
+
+
+def forget() -> None:
+    """Drop every derived kernel, for tests and timing."""
+    _derived.clear()
+
+
+__all__ = ["DerivedStretch", "forget"]

@@ -1,0 +1,114 @@
+"""In what ways a model is run: shapes, dtypes, strides, which gradients are needed, training or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+# Rows around the multiples that kernels work in, and an outer and a batch dimension.
+LEADING = ((1,), (7,), (16,), (33,), (3, 11), (1, 16))
+VARIANT_LEADING = ((17,), (5, 4))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a model.
+
+    Attributes:
+        leading: the dimensions before the features of an example input; None for a given one.
+        layout: how the input lies in memory, a key of LAYOUTS; `upstream` how the output's gradient does.
+        frozen: which gradients are not needed: "none", "input", "parameters", "all", or "all but NAME".
+        calls: how often the model is called before one backward.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    leading: tuple[int, ...] | None = None
+    layout: str = "contiguous"
+    upstream: str = "contiguous"
+    frozen: str = "none"
+    calls: int = 1
+    other_mode: bool = False
+
+
+def _transposed(t: torch.Tensor) -> torch.Tensor:
+    return t.mT.contiguous().mT if t.dim() > 1 else _every_other(t)
+
+
+def _every_other(t: torch.Tensor) -> torch.Tensor:
+    wide = t.new_zeros(*t.shape[:-1], 2 * t.shape[-1])
+    wide[..., ::2] = t
+    return wide[..., ::2]
+
+
+def _misaligned(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous, but not at an address that 16 divides."""
+    shifted = t.new_zeros(t.numel() + 1)[1:].view(t.shape)
+    return shifted.copy_(t)
+
+
+def _same_rows(t: torch.Tensor) -> torch.Tensor:
+    """Every row the first one, by stride 0."""
+    return t[:1].expand(t.shape) if t.dim() > 1 and t.shape[0] else t
+
+
+def _ones(t: torch.Tensor) -> torch.Tensor:
+    """What y.sum().backward() brings: one 1 by stride 0."""
+    return t.new_ones(()).expand(t.shape)
+
+
+# Name of a layout -> a tensor that lies so, with the same numbers where that is possible.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "transposed": _transposed,
+    "every other column": _every_other,
+    "misaligned": _misaligned,
+    "same rows": _same_rows,
+    "ones": _ones,
+}
+
+# Name of a variant -> what it changes.
+VARIANTS: dict[str, dict[str, object]] = {
+    "transposed input": {"layout": "transposed"},
+    "strided input": {"layout": "every other column"},
+    "misaligned input": {"layout": "misaligned"},
+    "input of stride 0": {"layout": "same rows"},
+    "gradient of stride 0": {"upstream": "ones"},
+    "transposed gradient": {"upstream": "transposed"},
+    "misaligned gradient": {"upstream": "misaligned"},
+    "input frozen": {"frozen": "input"},
+    "parameters frozen": {"frozen": "parameters"},
+    "no gradients": {"frozen": "all"},
+    "two calls, one backward": {"calls": 2},
+    "train and eval swapped": {"other_mode": True},
+}
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def example_cases(dtypes: Sequence[torch.dtype], parameters: Sequence[str], draws: bool) -> Iterator[Case]:
+    """Every shape in every dtype, and every variant in every dtype at one shape of each rank."""
+    for dtype in dtypes:
+        for leading in LEADING:
+            yield Case(f"{dtype_name(dtype)} {_dims(leading)}", dtype, leading)
+        for leading in VARIANT_LEADING:
+            yield from variants(Case(f"{dtype_name(dtype)} {_dims(leading)}", dtype, leading), parameters, draws)
+
+
+def variants(case: Case, parameters: Sequence[str], draws: bool) -> Iterator[Case]:
+    """The variants of a case; each of up to 8 parameters is also the only one to need a gradient."""
+    for name, changes in VARIANTS.items():
+        if changes.get("other_mode") and not draws:
+            continue
+        yield replace(case, name=f"{case.name}, {name}", **changes)  # type: ignore[arg-type]
+    for name in parameters[:8]:
+        yield replace(case, name=f"{case.name}, gradient of {name} alone", frozen=f"all but {name}")
+
+
+def _dims(leading: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, leading))}, features]"

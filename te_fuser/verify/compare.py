@@ -1,0 +1,175 @@
+"""How far a result may lie from float64: at most twice as far as plain PyTorch in the same dtype, plus one ulp.
+
+What plain PyTorch errs by is itself a matter of luck on few elements. So where the data at hand would fail a result,
+plain PyTorch is asked again on neighbouring data, moved by at most an ulp, and its largest error counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+# (data, exact) -> results by name: plain PyTorch in the data's dtypes; exact: on float64 data, rounding nowhere.
+Evaluate = Callable[[Tensors, bool], Tensors]
+
+_TIMES_PLAIN = 2.0
+_NEIGHBOURS = 24
+# What float64 may err by is not seen in float64: float32's error, scaled, is the yardstick.
+_NARROWED = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Between two tensors: of the elements farthest apart, and the root of the mean square."""
+
+    largest: float = 0.0
+    rms: float = 0.0
+
+    def __mul__(self, factor: float) -> Distance:
+        return Distance(self.largest * factor, self.rms * factor)
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(self.largest + other.largest, self.rms + other.rms)
+
+    def or_more(self, other: Distance) -> Distance:
+        """The larger of each."""
+        return Distance(max(self.largest, other.largest), max(self.rms, other.rms))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one tensor erred by in one case, as a share of the tensor's scale.
+
+    Attributes:
+        case: what was run.
+        tensor: which result: "output", "gradient of input", "gradient of 0.weight", ...
+        error, allowed: the largest error, over the largest magnitude of the exact result.
+        rms_error, rms_allowed: the root of the mean square error, over that of the exact result.
+        note: what is wrong where it is not a matter of accuracy.
+    """
+
+    case: str
+    tensor: str
+    error: float = 0.0
+    allowed: float = 0.0
+    rms_error: float = 0.0
+    rms_allowed: float = 0.0
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both errors are allowed and nothing else is wrong."""
+        return not self.note and self.error <= self.allowed and self.rms_error <= self.rms_allowed
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed was used; above 1 it failed."""
+        if self.note:
+            return float("inf")
+        return max(_share(self.error, self.allowed), _share(self.rms_error, self.rms_allowed))
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{self.case}: {self.tensor}: {self.note}"
+        name, error, allowed = "error", self.error, self.allowed
+        if error <= allowed:
+            name, error, allowed = "root-mean-square error", self.rms_error, self.rms_allowed
+        return f"{self.case}: {self.tensor}: {name} {error:.2e} of its scale, allowed {allowed:.2e}"
+
+
+def _share(error: float, allowed: float) -> float:
+    if error <= 0.0:
+        return 0.0
+    return error / allowed if allowed > 0.0 else float("inf")
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
+    """How far apart two tensors are; equal infinities and NaN in the same place are no distance."""
+    if not exact.numel():
+        return Distance()
+    found, exact = found.detach().double(), exact.detach().double()
+    same = (found == exact) | (found.isnan() & exact.isnan())
+    apart = torch.where(same, 0.0, (found - exact).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return Distance(apart.max().item(), apart.square().mean().sqrt().item())
+
+
+def judge(case: str, found: Tensors, data: Tensors, evaluate: Evaluate) -> list[Row]:
+    """One row for each result of a fused run on `data`."""
+    exact = evaluate(doubled(data), True)
+    plain: dict[str, Distance] = dict.fromkeys(exact, Distance())
+    rows: list[Row] = []
+    for sample in _samples(data):
+        shown, erred = _plain(sample, evaluate)
+        plain = {name: d.or_more(erred[name]) for name, d in plain.items()}
+        rows = [_row(case, name, found[name], exact[name], shown[name], plain[name]) for name in exact]
+        if all(row.passed or row.note for row in rows):
+            break
+    return rows
+
+
+def _samples(data: Tensors) -> Iterator[Tensors]:
+    yield data
+    for number in range(_NEIGHBOURS):
+        yield neighbour(data, number)
+
+
+def _plain(data: Tensors, evaluate: Evaluate) -> tuple[Tensors, dict[str, Distance]]:
+    """The results of plain PyTorch, and how far they are from exact."""
+    shown, exact = evaluate(data, False), evaluate(doubled(data), True)
+    erred = {name: distance(t, exact[name]) for name, t in shown.items()}
+    if any(t.dtype == torch.float64 for t in data.values()):
+        narrow = {name: t.float() if t.dtype == torch.float64 else t for name, t in data.items()}
+        shorter, exact = evaluate(narrow, False), evaluate(doubled(narrow), True)
+        erred = {name: d + distance(shorter[name], exact[name]) * _NARROWED for name, d in erred.items()}
+    return shown, erred
+
+
+def _row(case: str, name: str, found: torch.Tensor, exact: torch.Tensor, shown: torch.Tensor, plain: Distance) -> Row:
+    if (found.shape, found.dtype) != (shown.shape, shown.dtype):
+        return Row(case, name, note=f"is {_kind(found)}, plain PyTorch gives {_kind(shown)}")
+    error, scale = distance(found, exact), distance(exact, torch.zeros_like(exact))
+    ulp = torch.finfo(found.dtype).eps
+    allowed = plain * _TIMES_PLAIN + Distance(_finite(scale.largest), _finite(scale.rms)) * ulp
+    largest, rms = _finite(scale.largest) or 1.0, _finite(scale.rms) or 1.0
+    return Row(
+        case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms
+    )  # fmt: skip
+
+
+def _finite(number: float) -> float:
+    return number if number < float("inf") else 0.0
+
+
+def _kind(t: torch.Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+
+
+def doubled(data: Tensors) -> dict[str, torch.Tensor]:
+    """The same numbers in float64."""
+    return {name: t.double() if t.is_floating_point() else t for name, t in data.items()}
+
+
+def neighbour(data: Tensors, number: int) -> dict[str, torch.Tensor]:
+    """The same data with every number moved up or down by an ulp, or left as it is."""
+    rng = torch.Generator().manual_seed(number)
+    return {name: _moved(t, rng) if t.is_floating_point() else t for name, t in data.items()}
+
+
+def _moved(t: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+    steps = torch.randint(-1, 2, t.shape, generator=rng).to(t.device)
+    eps = torch.finfo(t.dtype).eps
+    return (t.double() * (1.0 + steps * eps)).to(t.dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().contiguous().view(-1).view(torch.uint8) if t.numel() else t.new_empty(0)

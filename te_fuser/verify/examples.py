@@ -1,0 +1,162 @@
+"""Lists of ops that a fusion's pattern matches."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.fusions import Fusion, OneOf, Optional, Repeat
+from te_fuser.fusions.pattern import PatternPart
+from te_fuser.ops import GELU, MatMul
+from te_fuser.ops.base import FusableOperation, RowOp, Spec, UnfusedOperation
+
+Kinds = tuple[type[FusableOperation], ...]
+
+_MOST_LISTS = 12
+_MOST_VARIANTS = 16
+# What stands for a pattern part that takes any op.
+_STANDS_FOR: dict[type[FusableOperation], type[FusableOperation]] = {
+    FusableOperation: GELU,
+    RowOp: GELU,
+    UnfusedOperation: MatMul,
+}
+# Argument of an op's constructor -> its value, for `features` input features and a free name.
+_ARGUMENTS: dict[str, Callable[[int, str], Any]] = {
+    "features": lambda features, name: features,
+    "in_features": lambda features, name: features,
+    "out_features": lambda features, name: features,
+    "name": lambda features, name: name,
+    "scale": lambda features, name: f"{name}_scale",
+    "shift": lambda features, name: f"{name}_shift",
+    "p": lambda features, name: 0.25,
+    "batch_dim": lambda features, name: 0,
+    "dtype": lambda features, name: torch.bfloat16,
+    "heads": lambda features, name: 2,
+    "head_dim": lambda features, name: 8,
+    "shape": lambda features, name: (-1, features),
+}
+# The same arguments as something else where they configure the parameters or the arithmetic.
+_KEEP_DEFAULT = {("scale", float), ("scale", type(None)), ("dtype", type(None))}
+# Argument -> another value that a fusion might forget to look at; of any bool and float argument one is made up.
+_OTHER_CHOICES: dict[str, Any] = {"approximate": "none", "mask": "causal", "layout": "batch_first", "packing": "blocked"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A list of ops; `changed` when an argument of one is not its default."""
+
+    label: str
+    ops: tuple[FusableOperation, ...]
+    changed: bool = False
+
+
+def expand(pattern: Sequence[PatternPart]) -> list[Kinds]:
+    """The kinds of ops in lists that match: every alternative, optional parts there and not, repeats at their least
+    number and one more; the first ones, if they are many."""
+    return list(itertools.islice(dict.fromkeys(_expansions(tuple(pattern))), _MOST_LISTS))
+
+
+def _expansions(pattern: tuple[PatternPart, ...]) -> Iterator[Kinds]:
+    if not pattern:
+        yield ()
+        return
+    for rest in _expansions(pattern[1:]):
+        for head in _heads(pattern[0]):
+            yield (*head, *rest)
+
+
+def _heads(part: PatternPart) -> Iterator[Kinds]:
+    if isinstance(part, Optional):
+        yield from _heads(part.part)
+        yield ()
+    elif isinstance(part, Repeat):
+        for count in (max(part.at_least, 1), part.at_least + 1):
+            yield from _expansions((part.part,) * count)
+    else:
+        for kind in part.kinds if isinstance(part, OneOf) else (part,):
+            yield (_STANDS_FOR.get(kind, kind),)
+
+
+def examples(fusion: Fusion, features: int, rng: torch.Generator) -> Iterator[Example]:
+    """Op lists that the fusion's pattern matches, and variants of them with one argument changed.
+
+    Raises:
+        ValueError: when an op cannot be made; the message says which, and what to give instead.
+    """
+    for kinds in expand(fusion.pattern):
+        label = ", ".join(kind.__name__ for kind in kinds)
+        yield Example(label, tuple(_chain(kinds, features, rng, None)))
+        for place, argument, other in itertools.islice(_changes(kinds), _MOST_VARIANTS):
+            try:
+                ops = tuple(_chain(kinds, features, rng, (place, argument, other)))
+            except (ValueError, TypeError):
+                continue  # not every made-up number is one that the op takes
+            yield Example(f"{label} with {argument}={other!r}", ops, True)
+
+
+def _chain(
+    kinds: Kinds, features: int, rng: torch.Generator, change: tuple[int, str, Any] | None
+) -> Iterator[FusableOperation]:
+    """Ops that take one another's output; forks and what closes them share their names."""
+    opened: list[str] = []
+    x = Spec((2, 4, features), torch.float32, torch.device("cpu"))
+    for place, kind in enumerate(kinds):
+        reads = not _binds(kind)
+        name = opened.pop() if opened and reads and _takes_name(kind) else f"value{place}"
+        arguments = _arguments(kind, x.features, name)
+        if change is not None and change[0] == place:
+            arguments[change[1]] = change[2]
+        op = _made(kind, arguments, x.features, rng)
+        if op.named_outputs() and not op.exports:
+            opened.append(name)
+        yield op
+        x = op.infer(x)
+
+
+def _binds(kind: type[FusableOperation]) -> bool:
+    return kind.named_outputs is not FusableOperation.named_outputs
+
+
+def _takes_name(kind: type[FusableOperation]) -> bool:
+    return "name" in inspect.signature(kind).parameters
+
+
+def _arguments(kind: type[FusableOperation], features: int, name: str) -> dict[str, Any]:
+    found = {}
+    for argument, parameter in inspect.signature(kind).parameters.items():
+        default = parameter.default
+        if argument in _ARGUMENTS and (argument, type(default)) not in _KEEP_DEFAULT:
+            found[argument] = _ARGUMENTS[argument](features, name)
+    return found
+
+
+def _made(kind: type[FusableOperation], arguments: dict[str, Any], features: int, rng: torch.Generator) -> FusableOperation:
+    try:
+        places = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_POSITIONAL]
+        positional = [arguments[p] for p in places if p in arguments]
+        named = {k: v for k, v in arguments.items() if k not in places}
+        return kind(*positional, **named).example(features, rng)
+    except TypeError as error:
+        raise ValueError(
+            f"verify cannot make a {kind.__name__} by itself ({error}): give the ops to verify with, "
+            "verify(fusion, ops=[[...], ...])"
+        ) from error
+
+
+def _changes(kinds: Kinds) -> Iterator[tuple[int, str, Any]]:
+    for place, kind in enumerate(kinds):
+        for argument, parameter in inspect.signature(kind).parameters.items():
+            default = parameter.default
+            if isinstance(default, bool):
+                yield place, argument, not default
+            elif isinstance(default, float):
+                yield place, argument, default * 2.0 + 0.125
+            elif isinstance(default, str) and argument in _OTHER_CHOICES:
+                yield place, argument, _OTHER_CHOICES[argument]
+
+

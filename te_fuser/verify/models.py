@@ -1,0 +1,299 @@
+"""Running one model in one case, fused and as its reference, and comparing all that comes out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph import ListedOp, spec_of
+from te_fuser.fuser.plan import Plan
+from te_fuser.ops.base import NamedInput, Spec, unrounded
+from te_fuser.sequential import Group, Sequential
+from te_fuser.verify.cases import LAYOUTS, Case
+from te_fuser.verify.compare import Row, Tensors, judge, same_bits
+
+_INPUT, _PARAMETER, _BUFFER, _UPSTREAM = "input", "parameter ", "buffer ", "upstream "
+
+
+@dataclass
+class Call:
+    """What a model is called with.
+
+    Attributes:
+        inputs: named tensors; `differentiable` are the names of those whose gradient is compared.
+    """
+
+    x: torch.Tensor
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    differentiable: frozenset[str] = frozenset()
+
+    def to(self, dtype: torch.dtype | None) -> Call:
+        """The same call with every floating-point tensor in `dtype`, if one is given."""
+        if dtype is None:
+            return self
+
+        def cast(t: torch.Tensor) -> torch.Tensor:
+            return t.to(dtype) if t.is_floating_point() else t
+
+        return replace(self, x=cast(self.x), inputs={name: cast(t) for name, t in self.inputs.items()})
+
+
+class Subject:
+    """A model under verification: a copy that runs fused, and one that runs its reference in any dtype."""
+
+    def __init__(self, model: Sequential, dtype: torch.dtype | None, device: torch.device | None = None) -> None:
+        self.fused = copy.deepcopy(model).to(device, dtype)
+        self.fused.verify = False
+        self.meaning = copy.deepcopy(self.fused)
+        self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+        self.modes = {name: m.training for name, m in model.named_modules()}
+
+    def check(self, case: Case, call: Call) -> list[Row]:
+        """One row for each result of the case, and for each promise that is not about accuracy."""
+        return _Run(self, case, call).rows()
+
+    def plan(self, case: Case, call: Call) -> Plan:
+        """The plan that the case runs by, of a model without plain modules.
+
+        Raises:
+            ValueError, TypeError: when the model does not take the call.
+        """
+        return _Run(self, case, call).plan()
+
+
+class _Run:
+    """One case of one subject."""
+
+    def __init__(self, subject: Subject, case: Case, call: Call) -> None:
+        self.subject, self.case, self.call = subject, case, call
+        self.wanted = self._wanted()
+        self.data = self._data()
+        self.upstream: dict[str, torch.Tensor] = {}
+
+    def _wanted(self) -> list[str]:
+        """The data whose gradients are compared."""
+        parameters = [_PARAMETER + name for name in self.subject.trainable]
+        named = [f"{_INPUT} {name}" for name in self.call.inputs if name in self.call.differentiable]
+        floating = [_INPUT] if self.call.x.is_floating_point() else []
+        groups = {
+            "none": [*floating, *named, *parameters],
+            "input": [*named, *parameters],
+            "parameters": [*floating, *named],
+            "all": [],
+        }
+        alone = _PARAMETER + self.case.frozen.removeprefix("all but ")
+        return groups.get(self.case.frozen, [alone])
+
+    def _data(self) -> dict[str, torch.Tensor]:
+        layout = LAYOUTS[self.case.layout]
+        data = {_INPUT: layout(self.call.x.detach())}
+        data |= {f"{_INPUT} {name}": t.detach() for name, t in self.call.inputs.items()}
+        data |= {_PARAMETER + name: p.detach().clone() for name, p in self.subject.fused.named_parameters()}
+        return data | {_BUFFER + name: b.detach().clone() for name, b in self.subject.fused.named_buffers()}
+
+    def plan(self) -> Plan:
+        model = self.subject.fused
+        self._set_modes()
+        leaves = self._fused_leaves()
+        (group,) = model._prepared()
+        names = tuple(map(model._qualified, self.call.outputs))
+        assert isinstance(group, Group)
+        return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names).plan
+
+    def rows(self) -> list[Row]:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return self._checked()
+        except Exception as error:
+            return [Row(self.case.name, "the run", note=f"raises {type(error).__name__}: {error}")]
+
+    def _checked(self) -> list[Row]:
+        self._set_modes()
+        before = {name: t.clone() for name, t in self.data.items()}
+        found, again = self._fused()
+        rows = [self._promise(name, same_bits(t, found[name]), "is not repeated bit for bit") for name, t in again]
+        for name, t in before.items():
+            if not name.startswith(_BUFFER):
+                rows.append(self._promise(name, same_bits(t, self._now(name)), "was changed by the run"))
+        data = {**before, **self.upstream}
+        rows += judge(self.case.name, found, data, self._reference)
+        return [row for row in rows if row is not None]
+
+    def _promise(self, name: str, kept: bool, otherwise: str) -> Any:
+        return None if kept else Row(self.case.name, name, note=otherwise)
+
+    def _now(self, name: str) -> torch.Tensor:
+        parameters = dict(self.subject.fused.named_parameters())
+        kind = name.removeprefix(_PARAMETER)
+        return parameters[kind] if name.startswith(_PARAMETER) else self.data[name]
+
+    def _set_modes(self) -> None:
+        for model in (self.subject.fused, self.subject.meaning):
+            for name, module in model.named_modules():
+                module.training = self.subject.modes[name] != self.case.other_mode
+
+    # ------------------------------------------------------------------------------------- running
+
+    def _fused(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
+        """The results of the fused run; and of a second backward and a second run, which must be the same."""
+        leaves = self._fused_leaves()
+        results, backward = self._results(self.subject.fused, leaves)
+        again = list(backward().items())
+        repeated, _ = self._results(self.subject.fused, leaves)
+        return results, [*again, *repeated.items()]
+
+    def _fused_leaves(self) -> dict[str, torch.Tensor]:
+        model = self.subject.fused
+        for name, p in model.named_parameters():
+            p.requires_grad_(_PARAMETER + name in self.wanted)
+        leaves = self._leaves(self.data)
+        return leaves | {_PARAMETER + name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def _leaves(self, data: Tensors) -> dict[str, torch.Tensor]:
+        return {
+            name: t.detach().requires_grad_(name in self.wanted)
+            for name, t in data.items()
+            if name.startswith(_INPUT)
+        }
+
+    def _reference(self, data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
+        """The results of the reference on other data."""
+        model = self.subject.meaning
+        for name, p in model.named_parameters():
+            p.data = data[_PARAMETER + name]
+            p.requires_grad_(_PARAMETER + name in self.wanted)
+        for name, b in model.named_buffers():
+            b.data = data[_BUFFER + name].clone()
+        leaves = self._leaves(data)
+        leaves |= {_PARAMETER + name: p for name, p in model.named_parameters() if p.requires_grad}
+        saved, self.upstream = self.upstream, {n: t for n, t in data.items() if n.startswith(_UPSTREAM)}
+        try:
+            if not exact:
+                return self._results(model.reference, leaves)[0]
+            with unrounded():
+                return self._results(model.reference, leaves)[0]
+        finally:
+            self.upstream = saved
+
+    def _results(
+        self, function: Callable[..., Any], leaves: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], Callable[[], dict[str, torch.Tensor]]]:
+        """Outputs and gradients by name, and a function that runs backward once more."""
+        torch.manual_seed(1)
+        x = leaves[_INPUT]
+        named = {name: leaves[f"{_INPUT} {name}"] for name in self.call.inputs}
+        outputs: dict[str, torch.Tensor] = {}
+        for number in range(self.case.calls):
+            made = function(x if number == 0 else x * 0.5, outputs=self.call.outputs, **named)
+            whole = made if isinstance(made, tuple) else (made,)
+            mark = f" of call {number + 1}" if number else ""
+            names = ("output", *(f"output {n!r}" for n in self.call.outputs))
+            outputs |= {name + mark: y for name, y in zip(names, whole, strict=True)}
+        arriving = {name: self._arriving(name, y) for name, y in outputs.items()}
+        with_grad = [name for name, y in outputs.items() if y.requires_grad]
+
+        def backward() -> dict[str, torch.Tensor]:
+            wanted = {name: leaves[name] for name in self.wanted}
+            gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            if wanted and with_grad:
+                ends, grads = [outputs[n] for n in with_grad], [arriving[n] for n in with_grad]
+                gradients = torch.autograd.grad(ends, list(wanted.values()), grads, True, allow_unused=True)
+            return {
+                f"gradient of {name.removeprefix(_PARAMETER)}": torch.zeros_like(leaf) if g is None else g
+                for (name, leaf), g in zip(wanted.items(), gradients, strict=True)
+            }
+
+        return {name: y.detach() for name, y in outputs.items()} | backward(), backward
+
+    def _arriving(self, name: str, y: torch.Tensor) -> torch.Tensor:
+        """The gradient of an output: drawn once, then the same numbers whatever the dtype."""
+        key = _UPSTREAM + name
+        if key not in self.upstream:
+            rng = torch.Generator().manual_seed(len(self.upstream) + 7)
+            drawn = torch.randn(y.shape, generator=rng).to(y)
+            self.upstream[key] = LAYOUTS[self.case.upstream](drawn)
+        return self.upstream[key].to(y.dtype)
+
+
+# ------------------------------------------------------------------------------------------ example inputs
+
+
+def listed_ops(model: Sequential) -> list[ListedOp]:
+    """The model's ops in order, flattened; plain modules are left out."""
+    return [item for part in model._prepared() for item in getattr(part, "listed", ())]
+
+
+def example_call(
+    model: Sequential, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rng: torch.Generator
+) -> Call:
+    """An input of this shape, every named input that the ops read, and every output they name.
+
+    Raises:
+        ValueError, TypeError: when an op does not take it, or reads something whose shape cannot be known.
+    """
+    x = torch.randn(shape, generator=rng).to(device, dtype)
+    inputs: dict[str, torch.Tensor] = {}
+    differentiable: set[str] = set()
+    outputs: dict[str, None] = {}
+    spec, bound, read = spec_of(x), set(), set()  # type: ignore[var-annotated]
+    for item in listed_ops(model):
+        op = item.lowered.op
+        for argument, given in op.named_inputs().items():
+            name = item.names_in[argument]
+            read.add(name)
+            if name in bound or name in inputs or given.optional:
+                continue
+            inputs[name] = torch.randn(_shape(given, spec, op.batch_dim()), generator=rng).to(device, dtype)
+            differentiable |= {name} if given.gradient else set()
+        spec = op.infer(spec)
+        bound |= set(item.names_out)
+        outputs |= dict.fromkeys(item.names_out)
+    # Forks that nobody closes are handed to the caller, as outputs are.
+    exported = {n for i in listed_ops(model) if i.lowered.op.exports for n in i.names_out}
+    asked = [n for n in outputs if n in exported or n not in read]
+    return Call(x, inputs, tuple(_plain(n) for n in asked), frozenset(differentiable))
+
+
+def _plain(qualified: str) -> str:
+    return qualified.replace("/", ".").lstrip(".")
+
+
+def _shape(given: NamedInput, x: Spec, batch_dim: int | None) -> tuple[int, ...]:
+    samples = x.shape[batch_dim] if batch_dim is not None else 1
+    shapes = {
+        Axes.FULL: x.shape,
+        Axes.ROWS: (*x.shape[:-1], 1),
+        Axes.SAMPLE_FEATURES: (samples, x.shape[-1]),
+        Axes.BATCH: (samples,),
+    }
+    if given.axes not in shapes:
+        raise ValueError(f"verify cannot make up the input {given.name!r}: call verify(model, x, {given.name}=...)")
+    return shapes[given.axes]
+
+
+def gradient_names(model: Sequential, inputs: Iterable[str]) -> frozenset[str]:
+    """The named inputs to which a gradient may flow."""
+    found: set[str] = set()
+    for item in listed_ops(model):
+        found |= {item.names_in[a] for a, g in item.lowered.op.named_inputs().items() if g.gradient}
+    return frozenset(found) & frozenset(inputs)
+
+
+def first_features(model: Sequential, default: int) -> int:
+    """The feature size that the first op which says one takes."""
+    for item in listed_ops(model):
+        op = item.lowered.op
+        packed = getattr(op, "packed", None)
+        for size in (getattr(op, "in_features", None), getattr(op, "features", None), getattr(packed, "features", None)):
+            if isinstance(size, int):
+                return size
+    return default
+
+
+__all__: Sequence[str] = ("Call", "Subject", "example_call", "first_features", "gradient_names", "listed_ops")

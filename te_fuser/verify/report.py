@@ -1,0 +1,75 @@
+"""What a verification found: rows, as a table and as an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from te_fuser.verify.compare import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class VerificationError(AssertionError):
+    """Something fused differs from the operations it stands for; the message says where and by how much."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The rows of one verification.
+
+    Attributes:
+        title: the fusion or model.
+        rows: one for each tensor of each case.
+        skipped: (case, why it was not run).
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row did."""
+        return all(row.passed for row in self.rows)
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The rows that did not pass."""
+        return tuple(row for row in self.rows if not row.passed)
+
+    def error(self) -> VerificationError:
+        """The worst failure in words, and how many more there are."""
+        failures = sorted(self.failures, key=lambda row: -row.share)
+        more = f" (and {len(failures) - 1} more of {len(self.rows)} checks)" if len(failures) > 1 else ""
+        return VerificationError(f"{self.title}: {failures[0]}{more}")
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=self.title, title_justify="left")
+        for heading, side in (("case", "left"), ("worst tensor", "left"), ("error", "right"), ("allowed", "right")):
+            table.add_column(heading, justify=side)  # type: ignore[arg-type]
+        table.add_column("", justify="left")
+        for case in dict.fromkeys(row.case for row in self.rows):
+            worst = max((row for row in self.rows if row.case == case), key=lambda row: row.share)
+            verdict = "ok" if worst.passed else worst.note or "failed"
+            table.add_row(case, worst.tensor, f"{worst.error:.1e}", f"{worst.allowed:.1e}", verdict)
+        for case, why in self.skipped:
+            table.add_row(case, "", "", "", f"not run: {why}")
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=140, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+
+def summary(title: str, rows: Sequence[Row], skipped: Sequence[tuple[str, str]] = ()) -> VerifyReport:
+    """A report of these rows."""
+    return VerifyReport(title, tuple(rows), tuple(skipped))

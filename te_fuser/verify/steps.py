@@ -1,0 +1,195 @@
+"""Sequential(verify=True): every step of both plans is checked on the data it sees, when it has run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.fuser import Fuser, execute
+from te_fuser.fuser.graph import Node
+from te_fuser.fuser.kernels import load_kernels
+from te_fuser.fuser.plan import AddTask, CastTask, Plan, Step
+from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions
+from te_fuser.fuser.reference import run_nodes
+from te_fuser.fuser.refs import SEED, Ref, gradient_ref
+from te_fuser.fuser.segment import build_segments
+from te_fuser.ops.base import unrounded
+from te_fuser.verify.compare import Tensors, judge, same_bits
+from te_fuser.verify.report import VerificationError
+
+_VALUE, _PARAMETER, _UPSTREAM = "value ", "parameter ", "upstream "
+
+
+def run_verified(
+    fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
+) -> Any:
+    """Run the plan for x as `fuser.run` does, and check each step against float64, in forward and in backward.
+
+    Raises:
+        VerificationError: naming the step that erred, from this call or from the backward of its result.
+    """
+    prepared = fuser.prepare(x, inputs, outputs)
+    watch = _Watch(prepared.plan, {0: x, **{index: inputs[name] for name, index in prepared.named}})
+    kernels = load_kernels(list(descriptions([*prepared.plan.forward, *prepared.plan.backward]).values()), prepared.plan.kernels)
+    # Segments of this call's own: what backward is checked against is what this forward saw.
+    segments = build_segments(prepared.plan, kernels, watch.wrap)
+    return execute(dataclasses.replace(prepared, segments=segments), x, inputs)
+
+
+class _Watch:
+    """What one call has computed so far, and the checks of its steps."""
+
+    def __init__(self, plan: Plan, entering: Mapping[int, torch.Tensor]) -> None:
+        self.graph = plan.graph
+        self.values = {value: t.detach() for value, t in entering.items()}
+        self.seed = torch.zeros(2, dtype=torch.int64)
+        self.forward_steps = {id(step) for step in plan.forward}
+
+    def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
+        """`runner`, checked; steps that are a single PyTorch operation run as they are."""
+        if isinstance(step.task, (AddTask, CastTask)):
+            return runner
+        direction = "forward" if id(step) in self.forward_steps else "backward"
+        return _CheckedRunner(self, step, direction, runner, slots)
+
+    # --------------------------------------------------------------------------------------- data
+
+    def entering(self, nodes: Iterable[Node]) -> list[int]:
+        """The values that nodes read and do not make."""
+        found: dict[int, None] = {}
+        made: set[int] = set()
+        for node in nodes:
+            found |= dict.fromkeys(v for v in (node.input, *node.named_in.values()) if v not in made)
+            made |= {node.output, *node.named_out}
+        return list(found)
+
+    def data(self, nodes: Iterable[Node]) -> dict[str, torch.Tensor]:
+        """What nodes read, as it was in forward."""
+        nodes = list(nodes)
+        found = {f"{_VALUE}{v}": self.values[v] for v in self.entering(nodes)}
+        numbers = {p for node in nodes for p in node.parameters.values()}
+        return found | {f"{_PARAMETER}{p}": self.graph.parameters[p].get().detach() for p in sorted(numbers)}
+
+    def run(self, nodes: Iterable[Node], data: Tensors, exact: bool) -> dict[int, torch.Tensor]:
+        """Every value that nodes make from `data`, by plain PyTorch."""
+        values = {int(k.removeprefix(_VALUE)): t for k, t in data.items() if k.startswith(_VALUE)}
+        parameters = {int(k.removeprefix(_PARAMETER)): t for k, t in data.items() if k.startswith(_PARAMETER)}
+        with unrounded() if exact else contextlib.nullcontext():
+            run_nodes(nodes, values, parameters, self.seed, exact)
+        return values
+
+    def record(self, nodes: Iterable[Node], stored: Mapping[int, torch.Tensor]) -> None:
+        """Keep the values that a forward step made: as stored, or, if they were not, as they are exactly."""
+        nodes = list(nodes)
+        with torch.no_grad():
+            exact = self.run(nodes, {k: t.double() for k, t in self.data(nodes).items()}, True)
+        for value, t in exact.items():
+            root = self.graph.root(value)
+            kept = stored.get(root, self.values.get(root))
+            self.values.setdefault(value, t.to(self.graph.values[value].spec.dtype) if kept is None else kept.detach())
+
+    def name(self, ref: Ref) -> str:
+        """A tensor of a step in words."""
+        if ref[0] == "term":
+            return self.name(ref[1])
+        if ref[0] == "parameter gradient":
+            return f"gradient of {self.graph.parameters[ref[1]].name}"
+        value = self.graph.values[ref[1]].name
+        return f"gradient of {value}" if ref[0] == "gradient" else value
+
+
+class _CheckedRunner:
+    """Runs one step and checks what it made."""
+
+    def __init__(self, watch: _Watch, step: Step, direction: str, runner: Runner, slots: SlotMap) -> None:
+        self.watch, self.step, self.direction, self.runner = watch, step, direction, runner
+        self.nodes = watch.graph.nodes[step.start : step.stop]
+        self.inputs = [(name, ref, slots[ref]) for name, ref in step.inputs]
+        self.outputs = [(ref, slots[ref]) for ref in step.writes()]
+        covered = ", ".join(node.label for node in self.nodes)
+        self.label = f"{direction} step {step.name!r} over {covered}"
+
+    def __call__(self, slots: Slots) -> None:
+        before = {name: slots[k].clone() for name, _, k in self.inputs if isinstance(slots[k], torch.Tensor)}
+        self.runner(slots)
+        for name, _, k in self.inputs:
+            if name in before and not same_bits(before[name], slots[k]):
+                raise VerificationError(f"{self.label}: it changed its input {name!r}")
+        given = {ref: slots[k].detach() for _, ref, k in self.inputs if isinstance(slots[k], torch.Tensor)}
+        self.watch.seed = given.get(SEED, self.watch.seed)
+        with torch.enable_grad(), torch.autocast(self._device(slots), enabled=False):
+            if self.direction == "forward":
+                self._check_forward(slots)
+            else:
+                self._check_backward(slots, given)
+
+    def _device(self, slots: Slots) -> str:
+        return next(slots[k].device.type for _, k in self.outputs)
+
+    def _check_forward(self, slots: Slots) -> None:
+        stored = {ref[1]: slots[k].detach() for ref, k in self.outputs if ref[0] == "value"}
+
+        def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
+            with torch.no_grad():
+                values = self.watch.run(self.nodes, data, exact)
+            return {self._name(("value", v)): values[v] for v in stored}
+
+        self._judge({self._name(("value", v)): t for v, t in stored.items()}, self.watch.data(self.nodes), evaluate)
+        self.watch.record(self.nodes, stored)
+
+    def _check_backward(self, slots: Slots, given: Mapping[Ref, torch.Tensor]) -> None:
+        graph = self.watch.graph
+        made = [v for node in self.nodes for v in (node.output, *node.named_out)]
+        outside = [v for v in made if any(not self.step.start <= c < self.step.stop for c in graph.consumers(v))]
+        leaving = [v for v in made if (v in outside or graph.leaves(v)) and gradient_ref(v) in given]
+        data = self.watch.data(self.nodes)
+        data |= {f"{_UPSTREAM}{v}": given[gradient_ref(v)] for v in leaving}
+        found = {self._name(ref): slots[k] for ref, k in self.outputs if ref[0] in _CHECKED}
+
+        def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
+            return self._gradients(data, exact, leaving)
+
+        self._judge(found, data, evaluate)
+
+    def _gradients(self, data: Tensors, exact: bool, leaving: list[int]) -> dict[str, torch.Tensor]:
+        """What the step is to make, by autograd over the reference."""
+        refs = [ref for ref, _ in self.outputs if ref[0] in _CHECKED]
+        sources = {ref: _source(ref) for ref in refs if ref[0] != "recomputed"}
+        wanted = set(sources.values())
+        leaves = {k: t.detach().requires_grad_(k in wanted) for k, t in data.items() if not k.startswith(_UPSTREAM)}
+        values = self.watch.run(self.nodes, leaves, exact)
+        found = {self._name(ref): values[ref[1]].detach() for ref in refs if ref[0] == "recomputed"}
+        ends = [v for v in leaving if values[v].requires_grad]
+        order = [k for k in leaves if k in wanted]
+        gradients: Iterable[torch.Tensor | None] = [None] * len(order)
+        if ends and order:
+            grads = [data[f"{_UPSTREAM}{v}"].to(values[v].dtype) for v in ends]
+            gradients = torch.autograd.grad([values[v] for v in ends], [leaves[k] for k in order], grads, allow_unused=True)
+        by_leaf = dict(zip(order, gradients, strict=True))
+        for ref, source in sources.items():
+            g = by_leaf[source]
+            found[self._name(ref)] = torch.zeros_like(leaves[source]) if g is None else g
+        return found
+
+    def _name(self, ref: Ref) -> str:
+        return self.watch.name(ref)
+
+    def _judge(self, found: Tensors, data: Tensors, evaluate: Any) -> None:
+        failed = [row for row in judge(self.label, found, data, evaluate) if not row.passed]
+        if failed:
+            raise VerificationError(str(max(failed, key=lambda row: row.share)))
+
+
+# What a backward step makes that can be checked by itself; wrong statistics show in what is made of them.
+_CHECKED = ("gradient", "parameter gradient", "term", "recomputed")
+
+
+def _source(ref: Ref) -> str:
+    """The datum whose gradient it is."""
+    if ref[0] == "term":
+        return _source(ref[1])
+    return f"{_VALUE if ref[0] == 'gradient' else _PARAMETER}{ref[1]}"

@@ -1,0 +1,95 @@
+"""Activations and gated units beside torch's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from te_fuser import ops
+from te_fuser.ops.base import OpCall, RowOp, Spec
+from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
+
+Form = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: dict[str, tuple[RowOp, Form]] = {
+    "gelu": (ops.GELU(), lambda x: F.gelu(x, approximate="tanh")),
+    "gelu_none": (ops.GELU("none"), F.gelu),
+    "qgelu": (ops.QGELU(), lambda x: x * torch.sigmoid(1.702 * x)),
+    "relu": (ops.ReLU(), F.relu),
+    "srelu": (ops.SReLU(), lambda x: F.relu(x) ** 2),
+    "silu": (ops.SiLU(), F.silu),
+}
+
+
+def gated(activation: Form) -> Form:
+    return lambda x: activation(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+
+
+def gpt_oss(x: torch.Tensor) -> torch.Tensor:
+    gate, linear = x.chunk(2, -1)
+    gate, linear = gate.clamp(max=7.0), linear.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (linear + 1)
+
+
+GATED: dict[str, tuple[RowOp, Form]] = {
+    "glu": (ops.GLU(), gated(torch.sigmoid)),
+    "geglu": (ops.GEGLU(), gated(lambda x: F.gelu(x, approximate="tanh"))),
+    "qgeglu": (ops.QGEGLU(), gated(lambda x: x * torch.sigmoid(1.702 * x))),
+    "reglu": (ops.ReGLU(), gated(F.relu)),
+    "sreglu": (ops.SReGLU(), gated(lambda x: F.relu(x) ** 2)),
+    "swiglu": (ops.SwiGLU(), gated(F.silu)),
+    "clamped_swiglu": (ops.ClampedSwiGLU(), gpt_oss),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS | GATED)
+def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
+    op, torch_form = (ACTIVATIONS | GATED)[name]
+    assert_as_good_as_torch(op, lambda x: torch_form(x), {"x": normal(40, 50, scale=3.0)}, dtype)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gate_second_is_the_halves_exchanged(name: str) -> None:
+    op = type(GATED[name][0])(gate_first=False)  # type: ignore[call-arg]
+    x = normal(6, 10)
+    want = GATED[name][1](torch.cat(x.chunk(2, -1)[::-1], -1))
+    torch.testing.assert_close(op.reference(OpCall(), x), want)
+
+
+def test_torchs_glu_has_its_gate_second() -> None:
+    x = normal(6, 10)
+    torch.testing.assert_close(ops.GLU(gate_first=False).reference(OpCall(), x), F.glu(x))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_no_nan_at_large_inputs(name: str) -> None:
+    """Where the sigmoid or erf saturates, value and gradient are those of x or 0, not infinity times 0."""
+    op = ACTIVATIONS[name][0]
+    large = torch.logspace(0, 18, 60)
+    x = torch.cat([large, -large]).requires_grad_()
+    y = op.reference(OpCall(), x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y.isfinite().all() and dx.isfinite().all()
+    assert torch.equal(y[60:][large > 100], torch.zeros_like(y[60:][large > 100]))
+    if name != "srelu":
+        assert torch.equal(y[:60][large > 100], large[large > 100])
+        assert torch.equal(dx[:60][large > 100], torch.ones_like(dx[:60][large > 100]))
+
+
+def test_clamped_swiglu_passes_gradients_at_its_limits_only() -> None:
+    op = ops.ClampedSwiGLU(limit=2.0, alpha=1.0)
+    x = torch.tensor([[2.0, 2.5, -9.0, 2.0, -2.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    y = op.reference(OpCall(), x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    gate, linear = dx.chunk(2, -1)
+    assert gate[0, 0] != 0 and gate[0, 1] == 0 and gate[0, 2] != 0
+    assert linear[0, 0] != 0 and linear[0, 1] != 0 and linear[0, 2] == 0
+
+
+def test_gated_units_halve_the_features() -> None:
+    spec = ops.SwiGLU().infer(Spec((3, 4, 10), torch.bfloat16, torch.device("cpu")))
+    assert (spec.shape, spec.dtype) == ((3, 4, 5), torch.bfloat16)

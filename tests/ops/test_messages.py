@@ -1,0 +1,106 @@
+"""What an op says when it is made wrong, or given what it cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from te_fuser import ops
+from te_fuser.ops.base import FusableOperation, Spec
+
+CPU = torch.device("cpu")
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> Spec:
+    return Spec(shape, dtype, CPU)
+
+
+ALL: dict[str, FusableOperation] = {
+    "bias": ops.Bias(8),
+    "scale": ops.Scale(8),
+    "scale_constant": ops.Scale(value=2.0),
+    "gelu": ops.GELU(),
+    "relu": ops.ReLU(),
+    "swiglu": ops.SwiGLU(),
+    "layer_norm": ops.LayerNorm(8),
+    "rms_norm": ops.RMSNorm(8),
+    "l2_norm": ops.L2Norm(),
+    "adaptive": ops.AdaptiveLayerNorm(8, batch_dim=0),
+    "dropout": ops.Dropout(),
+    "drop_path": ops.DropPath(0.1, batch_dim=0),
+    "cast": ops.Cast(torch.bfloat16),
+    "fork": ops.Fork("a"),
+    "add": ops.Add("a"),
+    "matmul": ops.MatMul(8, 4),
+    "linear": ops.Linear(8, 4),
+    "reshape": ops.Reshape(-1, 8),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize("name", ALL)
+def test_integers(name: str, dtype: torch.dtype) -> None:
+    got = str(dtype).removeprefix("torch.")
+    words = rf"te_fuser ops take floating-point tensors, got {got}: convert with \.float\(\)"
+    with pytest.raises(TypeError, match=words):
+        ALL[name].infer(spec(3, 2, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["bias", "scale", "layer_norm", "rms_norm", "adaptive", "matmul", "linear"])
+def test_wrong_feature_size(name: str) -> None:
+    words = r"was made for 8 features, got 7 \(input shape \[3, 2, 7\]\): give it \[\.\.\., 8\] or make it with 7"
+    with pytest.raises(ValueError, match=words):
+        ALL[name].infer(spec(3, 2, 7))
+    with pytest.raises(ValueError, match="got a scalar"):
+        ALL[name].infer(spec())
+
+
+@pytest.mark.parametrize("kind", [ops.GLU, ops.GEGLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU, ops.ClampedSwiGLU])
+def test_odd_feature_size(kind: type[ops.GatedUnit]) -> None:
+    with pytest.raises(ValueError, match=rf"{kind.__name__} takes an even number of features.*got 7.*twice as wide"):
+        kind().infer(spec(3, 7))
+
+
+@pytest.mark.parametrize("batch_dim", [2, -1, 5, -4])
+def test_batch_dim(batch_dim: int) -> None:
+    for op in (ops.DropPath(0.1, batch_dim=batch_dim), ops.AdaptiveLayerNorm(8, batch_dim=batch_dim)):
+        with pytest.raises(
+            ValueError, match=rf"along dimension {batch_dim}, which is no dimension before .*\[3, 2, 8\]"
+        ):
+            op.infer(spec(3, 2, 8))
+
+
+def test_adaptive_inputs_of_another_shape() -> None:
+    op = ops.AdaptiveLayerNorm(8, scale="gamma", batch_dim=1)
+    op.check_inputs(spec(3, 2, 8), {"scale": spec(2, 8), "shift": spec(2, 8)})
+    with pytest.raises(ValueError, match=r"'gamma' of shape \[2, 8\].*along dimension 1 of \[3, 2, 8\].*got \[3, 8\]"):
+        op.check_inputs(spec(3, 2, 8), {"scale": spec(3, 8), "shift": spec(2, 8)})
+
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "gelu_form": (lambda: ops.GELU("fast"), ValueError, "'tanh' and 'none', got 'fast'"),
+    "limit": (lambda: ops.ClampedSwiGLU(limit=0.0), ValueError, "positive limit, got 0.0"),
+    "per": (lambda: ops.AdaptiveLayerNorm(8, per="batch"), ValueError, "'sample' or per 'row', got per='batch'"),
+    "no_batch_dim": (lambda: ops.AdaptiveLayerNorm(8), ValueError, "needs batch_dim"),
+    "two_dimensions": (lambda: ops.LayerNorm((4, 8)), ValueError, r"last dimension alone, got \[4, 8\]: flatten"),
+    "negative": (lambda: ops.Linear(-1, 4), ValueError, "in_features is a size, got -1"),
+    "fraction": (lambda: ops.MatMul(4, (2.5,)), TypeError, "out_features is a whole number"),  # type: ignore[arg-type]
+    "two_unknown_sizes": (lambda: ops.Reshape(-1, -1), ValueError, r"one may be -1, got \[-1, -1\]"),
+    "reshape": (lambda: ops.Reshape(5, 5).infer(spec(3, 8)), ValueError, r"\[3, 8\].*holds 25 elements, got 24"),
+    "reshape_rest": (lambda: ops.Reshape(-1, 5).infer(spec(3, 8)), ValueError, r"no size in place of -1.*24 elements"),
+    "reshape_nothing": (lambda: ops.Reshape(-1, 0).infer(spec(0, 8)), ValueError, "no size in place of -1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    make, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def test_drop_path_has_no_default_batch_dim() -> None:
+    with pytest.raises(TypeError, match="batch_dim"):
+        ops.DropPath(0.1)  # type: ignore[call-arg]

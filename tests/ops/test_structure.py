@@ -1,0 +1,136 @@
+"""Ops that name, add, cast, scale, drop or reshape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_fuser import ops
+from te_fuser.formula import Axes
+from te_fuser.formula.random import RandomStream
+from te_fuser.ops.base import NamedInput, OpCall, Spec
+from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bias_scale_add(dtype: torch.dtype) -> None:
+    x, row = normal(4, 3, 8), normal(8, seed=1)
+    assert_as_good_as_torch(ops.Bias(8), lambda x, bias: x + bias, {"x": x, "bias": row}, dtype)
+    assert_as_good_as_torch(ops.Scale(8), lambda x, weight: x * weight, {"x": x, "weight": row}, dtype)
+    assert_as_good_as_torch(ops.Scale(()), lambda x, weight: x * weight, {"x": x, "weight": row[0]}, dtype)
+    assert_as_good_as_torch(ops.Scale(value=-0.7), lambda x: x * -0.7, {"x": x}, dtype)
+    assert_as_good_as_torch(
+        ops.Add("skip"), lambda x, other: x + other, {"x": x, "other": normal(4, 3, 8, seed=2)}, dtype
+    )
+
+
+def test_scale_starts_at_its_value() -> None:
+    assert torch.equal(ops.Scale(4, value=1e-5).weight, torch.full((4,), 1e-5))  # type: ignore[arg-type]
+    assert ops.Scale((), value=0.0).weight.shape == ()  # type: ignore[union-attr]
+    assert ops.Scale(value=2.0).weight is None and not list(ops.Scale(value=2.0).parameters())
+
+
+def test_names() -> None:
+    assert ops.Fork("skip").named_outputs() == ("skip",) == ops.Output("skip").named_outputs()
+    assert ops.Output("skip").exports and not ops.Fork("skip").exports
+    assert dict(ops.Add("skip").named_inputs()) == {"other": NamedInput("skip", Axes.FULL)}
+    x = normal(3, 4)
+    for op in (ops.Fork("a"), ops.Output("a"), ops.Identity()):
+        assert torch.equal(op.reference(OpCall(), x), x)
+
+
+@pytest.mark.parametrize("kind", [ops.Fork, ops.Output, ops.Add])
+@pytest.mark.parametrize("name", ["", "a/b", "1st", "two words", 3])
+def test_a_name_must_be_a_keyword(kind: type, name: str) -> None:
+    with pytest.raises(ValueError, match="usable as a keyword argument"):
+        kind(name)
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32])
+def test_cast_and_the_way_back(target: torch.dtype) -> None:
+    op = ops.Cast(target)
+    x = normal(3, 4).float().requires_grad_()
+    y = op.reference(OpCall(), x)
+    assert y.dtype == target and torch.equal(y, x.to(target))
+    assert op.infer(Spec((3, 4), torch.float32, CPU)) == Spec((3, 4), target, CPU)
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 0.1))
+    assert dx.dtype == torch.float32 and torch.equal(dx, torch.full_like(y, 0.1).float())
+    assert str(target) in repr(op)
+
+
+def test_cast_refuses_integers() -> None:
+    with pytest.raises(TypeError, match=r"floating-point dtype such as torch.bfloat16, got torch.int32"):
+        ops.Cast(torch.int32)
+
+
+# ---------------------------------------------------------------------------------------------- dropping
+
+STREAM = RandomStream(3, 0, 1)
+
+
+def test_dropout_scales_what_it_keeps() -> None:
+    op, x = ops.Dropout(0.25), normal(64, 100)
+    y = op.reference(OpCall(random=STREAM), x)
+    kept = y != 0
+    torch.testing.assert_close(y[kept], x[kept] / 0.75, rtol=1e-15, atol=0)
+    assert abs(kept.double().mean().item() - 0.75) < 0.03
+    assert torch.equal(y, op.reference(OpCall(random=STREAM), x))
+    assert not torch.equal(y, op.reference(OpCall(random=RandomStream(4, 0, 1)), x))
+
+
+def test_dropout_gradient_uses_the_same_mask() -> None:
+    x = normal(8, 16).requires_grad_()
+    y = ops.Dropout(0.5).reference(OpCall(random=STREAM), x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx, torch.where(y != 0, 2.0, 0.0).double())
+
+
+def test_dropout_at_its_ends_and_in_eval() -> None:
+    x = normal(8, 16)
+    assert torch.equal(ops.Dropout(1.0).reference(OpCall(random=STREAM), x), torch.zeros_like(x))
+    for op in (ops.Dropout(0.0), ops.Dropout(0.9).eval(), ops.DropPath(0.9, batch_dim=0).eval()):
+        assert not op.draws() and torch.equal(op.reference(OpCall(), x), x)
+    assert ops.Dropout().p == torch.nn.Dropout().p and ops.Dropout().draws()
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1, -2])
+def test_drop_path_drops_whole_samples(batch_dim: int) -> None:
+    op, x = ops.DropPath(0.5, batch_dim=batch_dim), torch.ones(64, 48, 3, dtype=torch.float64)
+    y = op.reference(OpCall(), x)
+    by_sample = y.movedim(batch_dim, 0).flatten(1)
+    assert torch.equal(by_sample, by_sample[:, :1].expand_as(by_sample))
+    assert set(by_sample[:, 0].tolist()) == {0.0, 2.0}
+    assert op.batch_dim() == batch_dim and op.eval().batch_dim() is None
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+def test_probabilities(p: float) -> None:
+    for make in (lambda: ops.Dropout(p), lambda: ops.DropPath(p, batch_dim=0)):
+        with pytest.raises(ValueError, match=r"lies in \[0, 1\], got"):
+            make()
+
+
+# --------------------------------------------------------------------------------------------- reshaping
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (-1, 4), (2, -1, 2), (48,), (-1,), (2, 3, 4, 2)])
+def test_reshape_and_back(shape: tuple[int, ...]) -> None:
+    x = normal(2, 3, 8).requires_grad_()
+    op = ops.Reshape(*shape)
+    call = OpCall()
+    y = op.op_forward(call, x)
+    assert torch.equal(y, x.reshape(shape)) and y.data_ptr() == x.data_ptr()
+    assert op.infer(Spec((2, 3, 8), torch.float32, CPU)).shape == tuple(y.shape)
+    dy = normal(*y.shape, seed=1)
+    (want,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(op.op_backward(OpCall(notes=call.notes), dy), want)  # reads no tensor
+    assert op.gradients(())[0].reads == ()
+
+
+def test_reshape_takes_a_sequence_and_strides_and_nothing() -> None:
+    assert ops.Reshape((2, -1)).shape == ops.Reshape(2, -1).shape == ops.Reshape(torch.Size([2, -1])).shape
+    x = normal(4, 6).t()
+    assert torch.equal(ops.Reshape(-1, 8).op_forward(OpCall(), x), x.reshape(-1, 8))
+    assert ops.Reshape(-1, 8).op_forward(OpCall(), normal(0, 4)).shape == (0, 8)
