@@ -4,7 +4,6 @@
 #include <structmember.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -14,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "kernel_call.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
 #include "threads.h"
@@ -55,20 +55,6 @@ struct KernelObject {
   PyObject_HEAD
   vectorcallfunc call;
   Kernel* kernel;
-};
-
-// An array on the stack while it is short.
-template <class T>
-class Array {
- public:
-  explicit Array(size_t size) : heap_(size > short_size ? new T[size] : nullptr) {}
-  T* data() { return heap_ ? heap_.get() : stack_.data(); }
-  T& operator[](size_t index) { return data()[index]; }
-
- private:
-  static constexpr size_t short_size = 24;
-  std::array<T, short_size> stack_;
-  std::unique_ptr<T[]> heap_;
 };
 
 // Memory for the workers' blocks, kept by each calling thread: no call can meet another one's.
@@ -170,85 +156,6 @@ bool run_without_gil(const Kernel& kernel, const te_launch& launch) {
 
 // ---- the call from Python --------------------------------------------------------------------------------------
 
-constexpr size_t argument_count = 5;
-constexpr const char* argument_names[argument_count] = {"tensors", "rows", "batch_inner", "batch_size", "integers"};
-using Arguments = std::array<PyObject*, argument_count>;
-
-bool place_keyword(const Kernel& kernel, PyObject* name, PyObject* value, Arguments& arguments) {
-  for (size_t i = 0; i < argument_count; ++i) {
-    if (PyUnicode_CompareWithASCIIString(name, argument_names[i]) != 0) continue;
-    if (arguments[i] != nullptr) {
-      PyErr_Format(PyExc_TypeError, "kernel '%s': argument '%s' was given twice", kernel.symbol.c_str(),
-                   argument_names[i]);
-      return false;
-    }
-    arguments[i] = value;
-    return true;
-  }
-  PyErr_Format(PyExc_TypeError, "kernel '%s': unknown argument '%U'", kernel.symbol.c_str(), name);
-  return false;
-}
-
-bool bind_arguments(const Kernel& kernel, PyObject* const* values, size_t positional, PyObject* names,
-                    Arguments& arguments) {
-  if (positional > argument_count) {
-    PyErr_Format(PyExc_TypeError, "kernel '%s' takes %zu arguments, got %zu", kernel.symbol.c_str(), argument_count,
-                 positional);
-    return false;
-  }
-  arguments.fill(nullptr);
-  std::copy_n(values, positional, arguments.begin());
-  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
-  for (Py_ssize_t i = 0; i < named; ++i) {
-    if (!place_keyword(kernel, PyTuple_GET_ITEM(names, i), values[positional + static_cast<size_t>(i)], arguments)) {
-      return false;
-    }
-  }
-  for (size_t i = 0; i < argument_count; ++i) {
-    if (arguments[i] != nullptr) continue;
-    PyErr_Format(PyExc_TypeError, "kernel '%s': argument '%s' is missing", kernel.symbol.c_str(), argument_names[i]);
-    return false;
-  }
-  return true;
-}
-
-bool require_tuple(const Kernel& kernel, PyObject* value, const char* name) {
-  if (PyTuple_Check(value)) return true;
-  PyErr_Format(PyExc_TypeError, "kernel '%s': argument '%s' must be a tuple, got %s", kernel.symbol.c_str(), name,
-               Py_TYPE(value)->tp_name);
-  return false;
-}
-
-bool read_integer(const Kernel& kernel, PyObject* value, const char* name, int64_t* out) {
-  *out = PyLong_AsLongLong(value);
-  if (*out != -1 || PyErr_Occurred() == nullptr) return true;
-  const bool wrong_type = PyErr_ExceptionMatches(PyExc_TypeError);
-  const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
-  if (!wrong_type && !too_large) return false;
-  PyErr_Clear();
-  if (wrong_type) {
-    PyErr_Format(PyExc_TypeError, "kernel '%s': argument '%s' must be an integer, got %s", kernel.symbol.c_str(), name,
-                 Py_TYPE(value)->tp_name);
-  } else {
-    PyErr_Format(PyExc_ValueError, "kernel '%s': argument '%s' does not fit into 64 bits", kernel.symbol.c_str(), name);
-  }
-  return false;
-}
-
-bool read_sizes(const Kernel& kernel, const Arguments& arguments, te_launch& launch) {
-  if (!read_integer(kernel, arguments[1], "rows", &launch.rows)) return false;
-  if (!read_integer(kernel, arguments[2], "batch_inner", &launch.batch_inner)) return false;
-  if (!read_integer(kernel, arguments[3], "batch_size", &launch.batch_size)) return false;
-  const int64_t least = launch.rows > 0 ? 1 : 0;  // an empty batch has no rows, and rows / batch_inner is never asked
-  if (launch.rows >= 0 && launch.batch_inner >= least && launch.batch_size >= least) return true;
-  PyErr_Format(PyExc_ValueError,
-               "kernel '%s': rows must not be negative, batch_inner and batch_size must be positive, "
-               "got %lld, %lld and %lld",
-               kernel.symbol.c_str(), static_cast<long long>(launch.rows), static_cast<long long>(launch.batch_inner),
-               static_cast<long long>(launch.batch_size));
-  return false;
-}
-
 bool read_tensors(const Kernel& kernel, PyObject* tensors, void** pointers) {
   for (size_t i = 0; i < kernel.dtypes.size(); ++i) {
     const auto index = static_cast<Py_ssize_t>(i);
@@ -259,27 +166,19 @@ bool read_tensors(const Kernel& kernel, PyObject* tensors, void** pointers) {
 }
 
 PyObject* call_kernel(const Kernel& kernel, const Arguments& arguments) {
-  PyObject *tensors = arguments[0], *integers = arguments[4];
-  if (!require_tuple(kernel, tensors, "tensors") || !require_tuple(kernel, integers, "integers")) return nullptr;
-  const auto given = static_cast<size_t>(PyTuple_GET_SIZE(tensors));
-  if (given != kernel.dtypes.size()) {
-    PyErr_Format(PyExc_ValueError, "kernel '%s' takes %zu tensors, got %zu", kernel.symbol.c_str(),
-                 kernel.dtypes.size(), given);
-    return nullptr;
-  }
-  te_launch launch{};
-  if (!read_sizes(kernel, arguments, launch)) return nullptr;
-  const auto integer_count = static_cast<size_t>(PyTuple_GET_SIZE(integers));
-  Array<int64_t> integer_values(integer_count);
-  for (size_t i = 0; i < integer_count; ++i) {
-    PyObject* value = PyTuple_GET_ITEM(integers, static_cast<Py_ssize_t>(i));
-    if (!read_integer(kernel, value, "integers", &integer_values[i])) return nullptr;
-  }
+  CallSizes sizes;
+  if (!read_sizes(kernel.symbol.c_str(), arguments, sizes)) return nullptr;
+  Array<int64_t> integers(integer_count(arguments));
+  if (!read_integers(kernel.symbol.c_str(), arguments, integers.data())) return nullptr;
   // The tensors come last: an integer's __index__ may run Python code, which could still change them.
-  Array<void*> pointers(given);
-  if (!read_tensors(kernel, tensors, pointers.data())) return nullptr;
+  Array<void*> pointers(kernel.dtypes.size());
+  if (!read_tensors(kernel, arguments.tensors, pointers.data())) return nullptr;
+  te_launch launch{};
+  launch.rows = sizes.rows;
+  launch.batch_inner = sizes.batch_inner;
+  launch.batch_size = sizes.batch_size;
   launch.tensors = pointers.data();
-  launch.integers = integer_values.data();
+  launch.integers = integers.data();
   if (!run_without_gil(kernel, launch)) return nullptr;
   Py_RETURN_NONE;
 }
@@ -287,7 +186,8 @@ PyObject* call_kernel(const Kernel& kernel, const Arguments& arguments) {
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject* names) {
   const Kernel& kernel = *reinterpret_cast<KernelObject*>(self)->kernel;
   Arguments arguments;
-  if (!bind_arguments(kernel, values, static_cast<size_t>(PyVectorcall_NARGS(flags)), names, arguments)) {
+  if (!bind_arguments(kernel.symbol.c_str(), kernel.dtypes.size(), values,
+                      static_cast<size_t>(PyVectorcall_NARGS(flags)), names, arguments)) {
     return nullptr;
   }
   try {
@@ -298,21 +198,6 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyOb
 }
 
 // ---- construction ----------------------------------------------------------------------------------------------
-
-bool read_dtypes(Kernel& kernel, PyObject* names) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
-    const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
-    if (name == nullptr) return false;
-    const DType* dtype = find_dtype(name);
-    if (dtype == nullptr) {
-      PyErr_Format(PyExc_ValueError, "kernel '%s': tensor %zd has the unknown dtype '%s' (known: %s)",
-                   kernel.symbol.c_str(), i, name, known_dtypes().c_str());
-      return false;
-    }
-    kernel.dtypes.push_back(*dtype);
-  }
-  return true;
-}
 
 bool check_counts(const Kernel& kernel) {
   if (kernel.partial_floats >= 0 && kernel.partial_floats_per_sample >= 0 && kernel.scratch_floats >= 0 &&
@@ -366,7 +251,7 @@ bool build_kernel(Kernel& kernel, PyObject* args, PyObject* keywords) {
   kernel.partial_floats_per_sample = per_sample;
   kernel.scratch_floats = scratch;
   kernel.row_elements = elements;
-  return check_counts(kernel) && read_dtypes(kernel, dtypes) && load_library(kernel);
+  return check_counts(kernel) && read_dtypes(symbol, dtypes, kernel.dtypes) && load_library(kernel);
 }
 
 PyObject* new_kernel(PyTypeObject* type, PyObject* args, PyObject* keywords) {

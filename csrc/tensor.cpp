@@ -8,6 +8,7 @@ namespace dlpack {
 
 constexpr uint32_t major_version = 1;
 constexpr int32_t cpu = 1;
+constexpr int32_t cuda = 2;
 
 enum Code : uint8_t {
   kInt = 0,
@@ -34,6 +35,18 @@ struct Tensor {
 };
 static_assert(sizeof(Tensor) == 48, "layout of DLTensor");
 
+// A tensor that owns its memory until `deleter` is called on it.
+struct ManagedTensor {
+  uint32_t major;
+  uint32_t minor;
+  void* context;
+  void (*deleter)(ManagedTensor* self);
+  uint64_t flags;
+  Tensor tensor;
+};
+
+using SetError = void (*)(void* context, const char* kind, const char* message);
+
 struct ExchangeHeader {
   uint32_t major;
   uint32_t minor;
@@ -42,11 +55,11 @@ struct ExchangeHeader {
 
 struct ExchangeApi {
   ExchangeHeader header;
-  void* managed_tensor_allocator;
+  int (*managed_tensor_allocator)(Tensor* like, ManagedTensor** out, void* error_context, SetError set_error);
   void* managed_tensor_from_object;
   void* managed_tensor_to_object;
   int (*tensor_from_object)(void* object, Tensor* out);  // borrows: valid while the object lives
-  void* current_work_stream;
+  int (*current_work_stream)(int32_t device_type, int32_t device_index, void** out);
 };
 
 }  // namespace dlpack
@@ -68,7 +81,8 @@ constexpr DType dtypes[] = {
 struct TorchApi {
   PyTypeObject* tensor = nullptr;
   PyTypeObject* parameter = nullptr;
-  int (*tensor_from_object)(void*, dlpack::Tensor*) = nullptr;
+  const dlpack::ExchangeApi* exchange = nullptr;
+  bool cpu_stands_for_cuda = false;  // tests only
 };
 TorchApi torch_api;
 
@@ -97,7 +111,10 @@ bool load_exchange_table() {
   const dlpack::ExchangeApi* table = supported_table(newest);
   if (table == nullptr) return refuse_torch("its DLPack C exchange API has no version 1");
   if (table->tensor_from_object == nullptr) return refuse_torch("its DLPack C exchange API cannot borrow tensors");
-  torch_api.tensor_from_object = table->tensor_from_object;
+  if (table->current_work_stream == nullptr || table->managed_tensor_allocator == nullptr) {
+    return refuse_torch("its DLPack C exchange API has no streams or no allocator");
+  }
+  torch_api.exchange = table;
   return true;
 }
 
@@ -116,18 +133,17 @@ const char* dtype_name(uint8_t code, uint8_t bits) {
   return nullptr;
 }
 
-bool is_row_major(const dlpack::Tensor& tensor, bool* empty) {
-  int64_t expected = 1;
+// Whether the elements lie in order without gaps; `count` is how many there are.
+bool is_row_major(const dlpack::Tensor& tensor, int64_t* count) {
   bool dense = true;
-  *empty = false;
+  *count = 1;
   for (int32_t axis = tensor.ndim - 1; axis >= 0; --axis) {
     const int64_t size = tensor.shape[axis];
-    if (size == 0) *empty = true;
     if (size == 1) continue;
-    if (tensor.strides[axis] != expected) dense = false;
-    expected *= size;
+    if (tensor.strides[axis] != *count) dense = false;
+    *count *= size;
   }
-  return dense || *empty;
+  return dense || *count == 0;
 }
 
 // The pending exception, taken out of the interpreter.
@@ -159,8 +175,8 @@ void put_error(PyObject* error) {
 void refuse_unreadable(const ArgumentSite& site) {
   PyObject* cause = take_error();
   PyErr_Format(PyExc_TypeError,
-               "kernel '%s': tensor %zd has no memory of its own on the CPU (a meta, sparse, nested, quantized or "
-               "transformed tensor)",
+               "kernel '%s': tensor %zd has no memory of its own (a meta, sparse, nested, quantized or transformed "
+               "tensor)",
                site.kernel, site.index);
   PyObject* error = take_error();
   PyException_SetCause(error, cause);  // steals the cause
@@ -187,6 +203,55 @@ void refuse_value(const char* problem, const ArgumentSite& site) {
   PyErr_Format(PyExc_ValueError, "kernel '%s': tensor %zd %s", site.kernel, site.index, problem);
 }
 
+// What torch shows of an object that is a plain tensor.
+bool borrow(PyObject* object, const ArgumentSite& site, dlpack::Tensor* tensor) {
+  // Subclasses (FakeTensor, DTensor, ...) pass torch's export but mean something else than the memory it shows.
+  if (Py_TYPE(object) != torch_api.tensor && Py_TYPE(object) != torch_api.parameter) {
+    refuse_type(object, site);
+    return false;
+  }
+  if (torch_api.exchange->tensor_from_object(object, tensor) == 0) return true;
+  refuse_unreadable(site);
+  return false;
+}
+
+bool read_memory(const dlpack::Tensor& tensor, const DType& expected, const ArgumentSite& site, Memory* memory) {
+  if (tensor.code != expected.code || tensor.bits != expected.bits || tensor.lanes != 1) {
+    refuse_dtype(tensor, expected, site);
+    return false;
+  }
+  int64_t count = 0;
+  if (!is_row_major(tensor, &count)) {
+    refuse_value("must be contiguous (row-major)", site);
+    return false;
+  }
+  // Freed storages (FSDP), zero tensors and functionalized tensors show a shape without memory behind it.
+  if (tensor.data == nullptr && count > 0) {
+    refuse_value("has a shape but no memory (its storage was freed, or it is a transformed tensor)", site);
+    return false;
+  }
+  *memory = {static_cast<char*>(tensor.data) + tensor.byte_offset, count * (expected.bits / 8)};
+  return true;
+}
+
+// Whether a tensor is on the device of the call; the first one says which that is.
+bool check_device(const dlpack::Tensor& tensor, const ArgumentSite& site, int32_t* device) {
+  const bool stands_in = torch_api.cpu_stands_for_cuda && tensor.device_type == dlpack::cpu;
+  if (tensor.device_type != dlpack::cuda && !stands_in) {
+    refuse_value("must be on a CUDA device", site);
+    return false;
+  }
+  if (*device < 0) *device = tensor.device_index;
+  if (*device == tensor.device_index) return true;
+  PyErr_Format(PyExc_ValueError, "kernel '%s': tensor %zd is on cuda:%d, and the first tensor is on cuda:%d",
+               site.kernel, site.index, static_cast<int>(tensor.device_index), static_cast<int>(*device));
+  return false;
+}
+
+void keep_error(void* context, const char* kind, const char* message) {
+  *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
+}
+
 }  // namespace
 
 const DType* find_dtype(const char* name) {
@@ -211,36 +276,48 @@ bool init_tensor_api() {
 }
 
 bool read_cpu_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, void** data) {
-  // Subclasses (FakeTensor, DTensor, ...) pass torch's export but mean something else than the memory it shows.
-  if (Py_TYPE(object) != torch_api.tensor && Py_TYPE(object) != torch_api.parameter) {
-    refuse_type(object, site);
-    return false;
-  }
   dlpack::Tensor tensor;
-  if (torch_api.tensor_from_object(object, &tensor) != 0) {
-    refuse_unreadable(site);
-    return false;
-  }
+  if (!borrow(object, site, &tensor)) return false;
   if (tensor.device_type != dlpack::cpu) {
     refuse_value("must be on the CPU", site);
     return false;
   }
-  if (tensor.code != expected.code || tensor.bits != expected.bits || tensor.lanes != 1) {
-    refuse_dtype(tensor, expected, site);
-    return false;
-  }
-  bool empty = false;
-  if (!is_row_major(tensor, &empty)) {
-    refuse_value("must be contiguous (row-major)", site);
-    return false;
-  }
-  // Freed storages (FSDP), zero tensors and functionalized tensors show a shape without memory behind it.
-  if (tensor.data == nullptr && !empty) {
-    refuse_value("has a shape but no memory (its storage was freed, or it is a transformed tensor)", site);
-    return false;
-  }
-  *data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  Memory memory;
+  if (!read_memory(tensor, expected, site, &memory)) return false;
+  *data = memory.data;
   return true;
 }
+
+bool read_cuda_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, int32_t* device,
+                      Memory* memory) {
+  dlpack::Tensor tensor;
+  return borrow(object, site, &tensor) && check_device(tensor, site, device) &&
+         read_memory(tensor, expected, site, memory);
+}
+
+bool current_cuda_stream(int32_t device, void** stream) {
+  if (torch_api.cpu_stands_for_cuda) {
+    *stream = nullptr;
+    return true;
+  }
+  return torch_api.exchange->current_work_stream(dlpack::cuda, device, stream) == 0;
+}
+
+bool DeviceMemory::allocate(int32_t device, int64_t bytes, std::string& why) {
+  const int32_t type = torch_api.cpu_stands_for_cuda ? dlpack::cpu : dlpack::cuda;
+  dlpack::Tensor like{nullptr, type, device, 1, dlpack::kUInt, 8, 1, &bytes, nullptr, 0};
+  dlpack::ManagedTensor* made = nullptr;
+  if (torch_api.exchange->managed_tensor_allocator(&like, &made, &why, keep_error) != 0) return false;
+  owner_ = made;
+  data_ = static_cast<char*>(made->tensor.data) + made->tensor.byte_offset;
+  return true;
+}
+
+DeviceMemory::~DeviceMemory() {
+  auto* made = static_cast<dlpack::ManagedTensor*>(owner_);
+  if (made != nullptr && made->deleter != nullptr) made->deleter(made);
+}
+
+void let_cpu_stand_for_cuda(bool on) { torch_api.cpu_stands_for_cuda = on; }
 
 }  // namespace te

@@ -1,4 +1,5 @@
-// Reads torch tensors through torch's DLPack C exchange API, without a torch header.
+// Reads torch tensors, asks torch for its streams and for memory: through torch's DLPack C exchange API, without a
+// torch header.
 #pragma once
 
 #include <Python.h>
@@ -33,5 +34,40 @@ struct ArgumentSite {
 // The data pointer of a dense, row-major CPU tensor of dtype `expected`; a tensor without elements may give nullptr.
 // Returns false with a Python error set when the object is anything else.
 bool read_cpu_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, void** data);
+
+// A tensor's memory.
+struct Memory {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// The same for a tensor on a CUDA device. `device` is -1 for the first tensor of a call and is then the device on which
+// the others must be, too.
+bool read_cuda_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, int32_t* device,
+                      Memory* memory);
+
+// PyTorch's current stream of a CUDA device; false with a Python error set.
+bool current_cuda_stream(int32_t device, void** stream);
+
+// Memory on a CUDA device from PyTorch's allocator, for the work of one call on the current stream: it goes back when
+// the object ends, and the allocator gives it only to later work of the same stream. Needs no interpreter lock.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  ~DeviceMemory();
+
+  // At least 16 bytes of alignment, uninitialised; false with PyTorch's words in `why`.
+  bool allocate(int32_t device, int64_t bytes, std::string& why);
+  char* data() const { return data_; }
+
+ private:
+  void* owner_ = nullptr;
+  char* data_ = nullptr;
+};
+
+// For tests on machines without a GPU: tensors on the CPU count as being on CUDA device 0.
+void let_cpu_stand_for_cuda(bool on);
 
 }  // namespace te

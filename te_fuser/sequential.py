@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, check_options, draw_seed, named_tensors, outside_tracing
+from te_fuser.fuser.fuser import Fuser, check_input, check_options, draw_seed, named_tensors, outside_tracing
 from te_fuser.fuser.graph import ListedOp
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.reference import reference_run
@@ -168,7 +168,8 @@ class Sequential(torch.nn.Sequential):
         return y
 
     def _qualified(self, name: str) -> str:
-        known = [n for part in self._prepared() for n in (*part.gives, *getattr(part, "outputs", ()))]
+        given = [n for part in self._prepared() for n in (*part.gives, *getattr(part, "outputs", ()))]
+        known = [n for n in given if "//" not in n]
         exported = [n for n in known if _exported(n) == name]
         close = exported or [n for n in known if n.rsplit("/", 1)[-1] == name]
         if len(close) == 1:
@@ -276,24 +277,57 @@ class Sequential(torch.nn.Sequential):
         *,
         device: str | None = None,
         source: bool = False,
+        measure: bool = False,
         outputs: Sequence[str] = (),
         **inputs: torch.Tensor,
     ) -> Any:
         """Both plans as tables: what is fused, what is not and why, bytes, predicted time, what is kept.
 
         Args:
-            x: an input like those of the calls to explain (a zero tensor of the right shape will do).
+            x: an input like those of the calls to explain; torch.empty of its shape will do, on the meta device too
+                where `device` is given.
             device: a named device to predict for, e.g. "h200"; by default the one at hand.
             source: show the generated code too.
+            measure: run the call a few times, forward and backward, and show measured beside predicted times.
 
         Returns:
             An object that prints as text (`print(model.explain(x))`); `.plans` holds the data.
+
+        Raises:
+            ValueError: for `measure` on a device that is only named.
         """
         from te_fuser.fuser.explain import Explanation
 
         if x is None:
             raise TypeError("explain(x) needs an input like those of your calls; torch.empty of its shape will do")
-        return Explanation(self.plans(x, outputs=outputs, device=device, **inputs), source)
+        if not measure:
+            return Explanation(self.plans(x, outputs=outputs, device=device, **inputs), source)
+        if device is not None:
+            raise ValueError(f"measure=True runs on the device at hand; leave out device={device!r}")
+        found = self._measured(x, outputs, inputs)
+        return Explanation([plan for plan, _ in found], source, [times for _, times in found])
+
+    def _measured(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        """(plan, times) for each group of ops between plain modules."""
+        from te_fuser.fuser.measure import measured_run
+
+        parts = self._prepared()
+        qualified = self._wanted(outputs)
+        values = named_tensors(inputs)
+        found = []
+        for k, part in enumerate(parts):
+            later = {name for p in parts[k + 1 :] for name in _reads(p)} | set(qualified)
+            if isinstance(part, Border):
+                x = self._run_border(part, x, values, later)
+                continue
+            check_input(x)
+            given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else values
+            wanted = tuple(n for n in part.gives if n in later)
+            plan, times, made = measured_run(part.fuser, x, given, wanted)
+            found.append((plan, times))
+            x, *extra = made if wanted else (made,)
+            values.update(zip(wanted, extra, strict=True))
+        return found
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """The same result op by op from their meaning, in plain differentiable PyTorch operations."""
@@ -336,9 +370,9 @@ class _Flattener:
 
     def _sequential(self, module: Sequential, path: str, scopes: list[dict[str, str]]) -> None:
         inner = [*scopes, {}]
-        residual = isinstance(module, Residual)
-        if residual:
-            self._op(Fork("residual"), path, path, inner)
+        residual = f"{path}//residual"  # no name that an op inside could mean
+        if isinstance(module, Residual):
+            self._structure(Fork("residual"), path, {}, (residual,))
         for name, child in module._modules.items():
             if child is None:
                 continue
@@ -349,14 +383,19 @@ class _Flattener:
                 self._sequential(child, here, inner)
             else:
                 self._op(child, here, path, inner)
-        if residual:
-            self._op(Add("residual"), path, path, inner)
+        if isinstance(module, Residual):
+            self._structure(Add("residual"), path, {"other": residual}, ())
+
+    def _structure(
+        self, op: FusableOperation, path: str, names_in: Mapping[str, str], names_out: tuple[str, ...]
+    ) -> None:
+        for low in op.lower():
+            self.items.append(ListedOp(low, path, names_in, names_out, path))
 
     def _op(self, op: FusableOperation, here: str, scope: str, scopes: list[dict[str, str]]) -> None:
         for low in op.lower():
             names_in, names_out = self._names(low, scope, scopes)
-            where = f"{here}.{low.suffix}" if low.suffix else here
-            self.items.append(ListedOp(low, where, names_in, names_out, scope))
+            self.items.append(ListedOp(low, here + low.suffix, names_in, names_out, scope))
 
     def _names(
         self, low: LoweredOp, scope: str, scopes: list[dict[str, str]]

@@ -25,7 +25,9 @@ INCLUDE = Path(__file__).parent / "include"
 # 177: a constant or an index that a kernel happens not to need.
 _OPTIONS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"], "diag_suppress": [177]}
 _LOADING = threading.Lock()  # the bindings do not survive being imported by two threads at once
-_INSTALL = "pip install 'cuda-core[cu13]' nvidia-cuda-nvrtc nvidia-cuda-runtime, or a PyTorch built for CUDA and cuda-core"
+_INSTALL = (
+    "pip install 'cuda-core[cu13]' nvidia-cuda-nvrtc nvidia-cuda-runtime, or a PyTorch built for CUDA and cuda-core"
+)
 _MAGIC = b"te_fuser cubin 1\n"
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -103,7 +104,9 @@ class Schedule:
 
     def __str__(self) -> str:
         if self.kind == Kind.COLUMNS:
-            text = f"{self.lanes} threads x {self.vector} columns, {self.slots} rows at once, {self.ahead} in flight each"
+            text = (
+                f"{self.lanes} threads x {self.vector} columns, {self.slots} rows at once, {self.ahead} in flight each"
+            )
         else:
             row = {Kind.REGISTERS: "registers", Kind.SHARED: f"shared memory ({self.ahead} at once)", Kind.REREAD: "L2"}
             text = f"row in {row[self.kind]}: {self.lanes} threads x {self.chunks} x {self.vector} columns"
@@ -122,6 +125,15 @@ _COST = {
 # A byte that waits against an instruction that is computed again: a register costs as much as two instructions.
 _COST_PER_BYTE = 0.5
 _COST_AGAIN = 0.5  # of an instruction
+
+
+def instructions(description: KernelDescription) -> float:
+    """About how many instructions one element takes: a product that one sum alone uses comes with the addition."""
+    nodes = [n for n in description.nodes if n.axes & Axes.FEATURE and n.op != "input"]
+    uses = Counter(id(a) for n in description.nodes for a in n.args)
+    uses.update(id(r) for r in description.roots)
+    fused = sum(any(a.op == "mul" and uses[id(a)] == 1 for a in n.args) for n in nodes if n.op in ("add", "sub"))
+    return sum(_COST.get(n.op, 1) for n in nodes) - fused
 
 
 @dataclass(frozen=True)
@@ -155,7 +167,7 @@ def is_full(e: Expr) -> bool:
 
 
 def above(roots: Iterable[Expr], known: Iterable[int]) -> list[Expr]:
-    """The nodes below `roots` that are still to be computed when those with the ids `known` are there, arguments first."""
+    """The nodes below `roots` that those with the ids `known` leave to be computed, arguments first."""
     have = set(known)
     order: list[Expr] = []
 
@@ -284,7 +296,6 @@ _BYTES_AHEAD = 96  # that one thread has on their way while it walks down column
 _BASE_REGISTERS = {Kind.COLUMNS: 28, Kind.REGISTERS: 20, Kind.SHARED: 32, Kind.REREAD: 32}
 _SUM_THREADS = 512  # per multiprocessor in a kernel with column sums: more make the partial sums expensive
 _KEPT_REGISTERS = 16  # for parameters
-_REDUCTION_BYTES = 4096  # static shared memory for reductions and for adding slots, at most
 
 
 def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
@@ -292,10 +303,12 @@ def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
 
     With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
     """
-    tensors = [*description.loads, *description.stores]
-    sizes = [item_size(t.dtype) for t in tensors if t.axes & Axes.FEATURE and t.axes & Axes.OUTER] or [4]
+    tensors: list[Load | Store] = [t for t in (*description.loads, *description.stores) if t.axes & Axes.FEATURE]
+    full = [item_size(t.dtype) for t in tensors if t.axes & Axes.OUTER] or [4]
     draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
-    vector = 8 if draws and largest_bytes >= 16 else max(1, largest_bytes // min(sizes))
+    vector = 8 if draws else 16 // min(full)
+    if largest_bytes < 16:  # what is wider than 16 bytes is several accesses, what is wider than less is not
+        vector = max(1, largest_bytes // max((item_size(t.dtype) for t in tensors), default=4))
     while description.width % vector:
         vector //= 2
     return vector
@@ -349,7 +362,8 @@ def _columns(description: KernelDescription, vector: int, device: Device) -> Sch
 def _reread(description: KernelDescription, vector: int, device: Device) -> Schedule:
     lanes = min(1024, max(_WARP, _power_below(description.width // vector)))
     chunks = -(-description.width // (lanes * vector))
-    draft = Schedule(Kind.REREAD, vector, lanes, max(1, _THREADS // lanes), chunks, 1, 1, Sums.NONE)
+    slots = _THREADS // lanes if lanes <= _WARP else 1
+    draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE)
     return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, _resident(description, draft, device))))
 
 
@@ -376,7 +390,7 @@ def _candidates(
                 yield dataclasses.replace(draft, blocks_per_multiprocessor=min(blocks, 16))
 
 
-# Vectors of a row per thread. More than 4 take as many registers as the arithmetic of a chunk that runs beside the next.
+# Vectors of a row per thread: with more, the compiler takes more registers than it is given.
 _MOST_CHUNKS = {Kind.REGISTERS: 4, Kind.SHARED: 8}
 
 
@@ -415,13 +429,15 @@ def _travelling_bytes(description: KernelDescription) -> int:
     sizes = {t.name: item_size(t.dtype) for t in description.loads}
     owned = any(t.axes & Axes.BATCH for t in description.sums)
     stays = Axes.SAMPLE_FEATURES if owned else Axes.FEATURE
-    return sum(sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE and n.axes & ~stays)
+    return sum(
+        sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE and n.axes & ~stays
+    )
 
 
 def _resident(description: KernelDescription, s: Schedule, device: Device) -> int:
     """Blocks of this schedule that fit a multiprocessor at once; 0 where one block is too much."""
     registers = registers_of(description, s)
-    shared = shared_bytes(description, s) + _REDUCTION_BYTES
+    shared = shared_bytes(description, s) + static_bytes(description, s)
     if registers > 255 or shared > device.shared_bytes:
         return 0
     by_registers = device.registers // (-(-registers // 8) * 8 * s.threads)
@@ -445,7 +461,8 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
         Kind.SHARED: own * (1.5 * sums + 0.5 * stays),
         Kind.REREAD: s.vector * _loaded_bytes(description) / 4,
     }
-    return math.ceil(_BASE_REGISTERS[s.kind] + arithmetic + per_kind[s.kind])
+    draws = 8 if description.streams else 0
+    return math.ceil(_BASE_REGISTERS[s.kind] + draws + arithmetic + per_kind[s.kind])
 
 
 def _in_registers(description: KernelDescription) -> float:
@@ -465,6 +482,12 @@ def _features(description: KernelDescription) -> float:
 def shared_bytes(description: KernelDescription, s: Schedule) -> int:
     """Dynamic shared memory of a block."""
     return sum(size for _, size in shelves(description, s))
+
+
+def static_bytes(description: KernelDescription, s: Schedule) -> int:
+    """Static shared memory of a block: for row reductions, and for adding up what its slots summed."""
+    exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > _WARP else 0
+    return exchanges + (4 * s.threads * s.vector if s.slots > 1 and description.sums else 0)
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:

@@ -19,7 +19,6 @@ class Device:
         matrix_rate: floating-point operations per second of matrix products, by dtype name.
         vector_rate: float32 operations per second outside them.
         launch: seconds that one kernel costs beyond its work.
-        host: seconds of host time that one PyTorch operation costs.
         capability: a GPU's compute capability; None: the CPU.
     """
 
@@ -28,7 +27,6 @@ class Device:
     matrix_rate: Mapping[str, float]
     vector_rate: float
     launch: float
-    host: float = 5e-6
     capability: tuple[int, int] | None = None
 
     @property
@@ -36,39 +34,40 @@ class Device:
         """PyTorch's name of the kind of device."""
         return "cpu" if self.capability is None else "cuda"
 
-    @property
-    def arch(self) -> str:
-        """The architecture that kernels are compiled for, such as "sm_90a"."""
-        assert self.capability is not None
-        major, minor = self.capability
-        # From Hopper on, the instructions of one architecture alone have an "a" in its name.
-        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-
     def seconds(self, cost: Cost, dtype: str) -> float:
         """The predicted time: the larger of bytes over bandwidth and operations over rate, plus launches."""
         if cost.seconds is not None:
             return cost.seconds
-        memory = (cost.read + cost.written) / self.bandwidth
-        matrix = cost.flops / self.matrix_rate.get(dtype, self.matrix_rate["float32"])
-        vector = cost.vector_operations / self.vector_rate
-        return max(memory, matrix, vector) + cost.launches * self.launch
+        limits = self.limits(cost, dtype)
+        limits["products"] /= cost.efficiency
+        return limits.pop("launch") + max(limits.values())
+
+    def limits(self, cost: Cost, dtype: str) -> dict[str, float]:
+        """The least time for each resource at its full rate: "memory", "products", "arithmetic", "launch"."""
+        return {
+            "memory": (cost.read + cost.written) / self.bandwidth,
+            "products": cost.flops / self.matrix_rate.get(dtype, self.matrix_rate["float32"]),
+            "arithmetic": cost.vector_operations / self.vector_rate,
+            "launch": cost.launches * self.launch,
+        }
+
+
+def _rates(float32: float, half: float, float64: float, float16: float | None = None) -> dict[str, float]:
+    """By dtype, from 10**12 operations per second."""
+    rates = {"float32": float32, "bfloat16": half, "float16": half if float16 is None else float16, "float64": float64}
+    return {dtype: rate * 1e12 for dtype, rate in rates.items()}
 
 
 # Bandwidth is that of a copy, matrix rates are those of large products on random data.
 DEVICES: dict[str, Device] = {
-    "cpu": Device("cpu", 12e9, {"float32": 260e9, "bfloat16": 150e9, "float16": 60e9, "float64": 90e9}, 60e9, 6e-6, 4e-6),
-    "h200": Device(
-        "h200", 4.2e12, {"float32": 400e12, "bfloat16": 790e12, "float16": 790e12, "float64": 60e12}, 30e12, 4e-6, 10e-6, (9, 0)
-    ),
-    "h100": Device(
-        "h100", 2.9e12, {"float32": 400e12, "bfloat16": 760e12, "float16": 760e12, "float64": 60e12}, 30e12, 4e-6, 10e-6, (9, 0)
-    ),
-    "a100": Device(
-        "a100", 1.7e12, {"float32": 140e12, "bfloat16": 270e12, "float16": 270e12, "float64": 19e12}, 12e12, 4e-6, 10e-6, (8, 0)
-    ),
-    "b200": Device(
-        "b200", 6.8e12, {"float32": 900e12, "bfloat16": 1700e12, "float16": 1700e12, "float64": 37e12}, 45e12, 4e-6, 10e-6, (10, 0)
-    ),
+    d.name: d
+    for d in (
+        Device("cpu", 12e9, _rates(0.26, 0.15, 0.09, 0.06), 60e9, 6e-6),
+        Device("h200", 4.2e12, _rates(400, 790, 60), 30e12, 4e-6, (9, 0)),
+        Device("h100", 2.9e12, _rates(400, 760, 60), 30e12, 4e-6, (9, 0)),
+        Device("a100", 1.7e12, _rates(140, 270, 19), 12e12, 4e-6, (8, 0)),
+        Device("b200", 6.8e12, _rates(900, 1700, 37), 45e12, 4e-6, (10, 0)),
+    )
 }
 
 

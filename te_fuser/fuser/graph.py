@@ -12,7 +12,7 @@ import networkx as nx
 import torch
 
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, RowOp, Spec
+from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, RowOp, Spec, UnfusedOperation
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Node:
     named_out: tuple[int, ...]
     draws: bool
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+    path: str = ""  # in the module tree
 
     @property
     def is_row(self) -> bool:
@@ -173,7 +174,7 @@ class GraphBuilder:
         self.closed: dict[str, str] = {}
         self.opened: dict[str, str] = {}
         self.named_inputs: dict[str, int] = {}
-        self.exported: dict[str, int] = {}
+        self.exported: dict[str, list[tuple[str, int]]] = {}
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
@@ -201,6 +202,7 @@ class GraphBuilder:
     def _append(self, listed: ListedOp, current: int) -> int:
         op = listed.lowered.op
         label = f"op {len(self.nodes)} ({op.kind.__name__}{_where(listed)})"
+        _check_kind(label, op, listed.lowered.bindings)
         _check_floating(label, self.values[current].spec)
         current, casts = self._autocast(listed, current)
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
@@ -236,6 +238,7 @@ class GraphBuilder:
                 tuple(named_out),
                 op.draws(),
                 casts,
+                listed.path,
             )
         )
         return output
@@ -247,9 +250,7 @@ class GraphBuilder:
         if wanted is None:
             return current, {}
         if spec.dtype != wanted:
-            from te_fuser.ops.cast import Cast
-
-            cast = LoweredOp(Cast(wanted), {})
+            cast = LoweredOp(FusableOperation.make_cast(wanted), {})
             current = self._append(ListedOp(cast, f"{listed.path}.cast", {}, ()), current)
         casts = {}
         if op.autocast == "lower":
@@ -271,12 +272,20 @@ class GraphBuilder:
     def _check_parameters(
         self, label: str, op: FusableOperation, x: Spec, bindings: Mapping[str, Binding], casts: Mapping[str, torch.dtype]
     ) -> None:
+        shapes = op.parameter_shapes()
         for name, binding in bindings.items():
             tensor = binding.get()
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(tensor, torch.nn.Parameter):
+            # isinstance() would call a parameter made of a DTensor a plain one too.
+            if type(tensor) is not torch.Tensor and torch.nn.Parameter not in type(tensor).__mro__:
                 raise TypeError(
                     f"{label}: parameter {name} is a {type(tensor).__name__}; te_fuser runs plain tensors, "
                     "call .to_local() or .full_tensor() outside"
+                )
+            shape = shapes.get(name, tensor.shape)
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{label}: parameter {name} has shape {list(tensor.shape)}, the op was made for {list(shape)}; "
+                    "make a new op for another size"
                 )
             if spec_of(tensor, self.call.absent).device != x.device:
                 raise ValueError(
@@ -306,7 +315,7 @@ class GraphBuilder:
                 continue
             else:
                 raise ValueError(self._missing(label, name))
-            self._check_named(label, name, given, x, self.values[value].spec)
+            self._check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
             found[argument] = value
         return found
 
@@ -322,7 +331,9 @@ class GraphBuilder:
             self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
         return self.named_inputs[name]
 
-    def _check_named(self, label: str, name: str, given: NamedInput, x: Spec, spec: Spec) -> None:
+    def _check_named(
+        self, label: str, name: str, given: NamedInput, x: Spec, spec: Spec, batch_dim: int | None
+    ) -> None:
         if spec.device != x.device:
             raise ValueError(f"{label}: {_plain(name)!r} is on {spec.device}, the main input on {x.device}")
         if given.axes is None:
@@ -332,8 +343,24 @@ class GraphBuilder:
             raise ValueError(
                 f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; they must be equal"
             )
-        if given.axes == Axes.ROWS and spec.shape != (*x.shape[:-1], 1):
-            raise ValueError(f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, needs {[*x.shape[:-1], 1]}")
+        if given.axes == Axes.FULL:
+            return
+        if given.axes & Axes.BATCH and not given.axes & Axes.OUTER and batch_dim is None:
+            raise ValueError(f"{label}: {_plain(name)!r} is given per sample; the op must say batch_dim()")
+        samples = x.shape[batch_dim] if batch_dim is not None else 1
+        features = spec.shape[-1] if spec.shape else 1
+        wanted = {
+            Axes.ROWS: (*x.shape[:-1], 1),
+            Axes.SAMPLE_FEATURES: (samples, features),
+            Axes.BATCH: (samples,),
+            Axes.FEATURE: (features,),
+            Axes.NONE: (),
+        }[given.axes]
+        if spec.shape != wanted:
+            raise ValueError(
+                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, needs {list(wanted)} for an input of shape "
+                f"{list(x.shape)}"
+            )
 
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
         try:
@@ -343,8 +370,8 @@ class GraphBuilder:
             raise type(error)(f"{label}: {error}") from error
 
     def _bind(self, label: str, name: str, op: FusableOperation, value: int) -> None:
-        if getattr(op, "exports", False):
-            self.exported[name] = value
+        if op.exports:
+            self.exported.setdefault(name, []).append((label, value))
             return
         if name in self.bound and name not in self.closed:
             raise ValueError(f"{label} opens {_plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
@@ -352,19 +379,21 @@ class GraphBuilder:
         self.bound[name], self.opened[name] = value, label
 
     def _exported(self, name: str) -> int:
-        if name in self.exported:
-            return self.exported[name]
+        close = [n for n in self.exported if _plain(n) == name]
+        found = self.exported.get(name) or (self.exported[close[0]] if len(close) == 1 else [])
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(label for label, _ in found)} both give {_plain(name)!r}; rename one of them")
+        if found:
+            return found[0][1]
         if name in self.bound:
             return self.bound[name]
-        close = [n for n in self.exported if _plain(n) == name]
-        if len(close) == 1:
-            return self.exported[close[0]]
         known = ", ".join(sorted(self.exported)) or "none"
         raise ValueError(f"no Output({name!r}) in the list (outputs: {known})" + (": name one by its path" if close else ""))
 
     def _check_names(self) -> None:
         for name, label in self.opened.items():
-            if name not in self.closed and name not in self.call.outputs:
+            # An op that runs alone opens nothing for others.
+            if name not in self.closed and name not in self.call.outputs and len(self.ops) > 1:
                 raise ValueError(
                     f"{label} opens {_plain(name)!r}, but no Add({_plain(name)!r}) after it closes it; "
                     "add one, or use Output to hand the value to the caller"
@@ -401,6 +430,23 @@ def _where(listed: ListedOp) -> str:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
+    if isinstance(op, RowOp):
+        return
+    if not isinstance(op, UnfusedOperation):
+        raise TypeError(
+            f"{label}: an op is a RowOp (it has a formula) or an UnfusedOperation (it has its own forward and "
+            "backward), or lower() gives such ops; this one is neither"
+        )
+    own = {"input", *op._parameters, *bindings, *op.named_inputs()}
+    for gradient in op.gradients((*bindings, *op.named_inputs())):
+        known = {"reads": own | {"output", *op.emits}, "produces": own}
+        for what, names in known.items():
+            wrong = [name for name in getattr(gradient, what) if name not in names]
+            if wrong:
+                raise ValueError(f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}")
 
 
 def _check_floating(label: str, spec: Spec) -> None:

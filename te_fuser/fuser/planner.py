@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import networkx as nx
 import torch
 
-from te_fuser.codegen.description import NotOneKernel
+from te_fuser.codegen.description import KernelDescription, NotOneKernel
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser import cost as costs
 from te_fuser.fuser.derivation import DerivedStretch
@@ -62,9 +62,10 @@ _MAX_SUBSETS = 4
 _SEED_BYTES = 16
 # Explicit math goes over its scratch again for each product of its backward.
 _BACKWARD_SCRATCH = 2.0
-# What a product takes with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
-_EPILOGUE = 1.01
+# The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
+_EPILOGUE = 0.99
 _TIE = 1e-10  # seconds
+_NO_TENSOR = "its last op makes no tensor of its own"
 
 # Kind of ref -> whose memory it is; what backward makes itself is not kept.
 _OWNERS = {
@@ -150,7 +151,9 @@ class Planner:
         self.hanging_reads = self._hanging_reads()
         self.refusals: list[Refusal] = []  # of the round that is being planned
         self._sizes: dict[Ref, int] = {}  # of what ops and fusions emit
+        self._costs: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
         self._weight = 0.0
+        self._demand_unmet = False
         self._held: frozenset[int] = frozenset()  # values that are kept whatever they cost
 
     # ----------------------------------------------------------------------------------- candidates
@@ -169,6 +172,11 @@ class Planner:
 
     def _stretch_of(self, index: int) -> DerivedStretch:
         return next(s for s in self.stretches if s.start <= index < s.stop)
+
+    def _refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
+        """A no that another backward plan could turn into a yes."""
+        self._demand_unmet = True
+        self._refuse(fusion.direction, start, stop, fusion.name, reason)
 
     def _row_edges(self, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
         """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
@@ -198,7 +206,7 @@ class Planner:
         first = self.nodes[start]
         shape = self.graph.values[first.input].spec.shape
         samples = batch_layout(shape, kernel.batch_dim)[1]
-        c = costs.kernel_cost(description, self._rows(first), samples, self.options.kernels != "torch")
+        c = self._kernel_cost(description, self._rows(first), samples)
         names = [load.name for load in description.loads]
         outs = [t.name for t in (*description.stores, *description.sums)]
         inputs = list(zip(names, kernel.inputs, strict=True))
@@ -213,6 +221,16 @@ class Planner:
         name = "alias" if empty else description.name
         c = Cost(launches=0) if empty else c
         return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, self._seconds(c, first))
+
+    def _kernel_cost(self, description: KernelDescription, rows: int, samples: int) -> Cost:
+        key = (id(description), rows, samples)
+        if key not in self._costs:
+            # The description is kept too, so that its id is not given to another one.
+            self._costs[key] = (
+                costs.kernel_cost(description, rows, samples, self.options.kernels != "torch"),
+                description,
+            )
+        return self._costs[key][0]
 
     def _seconds(self, c: Cost, node: Node) -> float:
         dtype = self.graph.values[node.input].spec.dtype
@@ -416,6 +434,9 @@ class Planner:
         if not self.graph.needs_grad(nodes[-1].output):
             return None
         leaving = [v for n in nodes[:-1] for v in (n.output, *n.named_out) if self._read_outside(v, start, stop)]
+        if fusion.has_forward and not self._ends_in_a_tensor(nodes):
+            self._refuse(fusion.direction, start, stop, fusion.name, _NO_TENSOR)
+            return None
         if leaving or nodes[-1].named_out:
             inner = ", ".join(self.graph.values[v].name for v in (*leaving, *nodes[-1].named_out))
             self._refuse(fusion.direction, start, stop, fusion.name, f"{inner} is also read outside the pattern")
@@ -550,19 +571,22 @@ class Planner:
         last = self.graph.root(nodes[-1].output)
         emitted = {f"{k}.output": self.graph.root(n.output) for k, n in enumerate(nodes)}
         gives = {emitted[name] for name in fusion.emits if name in emitted} | {last, entering}
-        if last not in {n.output for n in nodes}:
-            self._refuse("forward", start, stop, fusion.name, "its last op makes no tensor of its own")
+        if not self._ends_in_a_tensor(nodes):
+            self._refuse(fusion.direction, start, stop, fusion.name, _NO_TENSOR)
             return None
-        owed = {r[1] for r in demands if r[0] == "value" and r[1] in inside}
-        owed |= {self.graph.root(v) for n in nodes for v in (n.output, *n.named_out) if self._read_outside(v, start, stop)}
+        kept = {r[1] for r in demands if r[0] == "value" and r[1] in inside}
+        made = [v for n in nodes for v in (n.output, *n.named_out)]
+        owed = kept | {self.graph.root(v) for v in made if self._read_outside(v, start, stop)}
         missing = owed - gives
         if missing:
             wants = ", ".join(sorted(self.graph.values[v].name for v in missing))
-            has = ", ".join(("output", *fusion.emits))
-            self._refuse(fusion.direction, start, stop, fusion.name, f"{wants} must be given for later steps or backward; it gives only {has}")
+            reader = "backward" if missing <= kept else "a later op"
+            has = ", ".join(("its output", *fusion.emits))
+            self._refuse_for_demand(fusion, start, stop, f"{reader} reads {wants}, and it gives only {has}")
             return None
         if not joint and self._statistics_owed(start, stop, demands):
-            self._refuse(fusion.direction, start, stop, fusion.name, "backward reads per-row statistics or op results that it does not give")
+            why = "backward reads per-row statistics or op results that it does not give"
+            self._refuse_for_demand(fusion, start, stop, why)
             return None
         inputs: list[tuple[str, Ref]] = [("input", value_ref(entering))]
         for k, node in enumerate(nodes):
@@ -577,11 +601,16 @@ class Planner:
         if joint:
             outputs += self._saved(fusion, start, stop)
         match = self._match(start, stop)
-        flops = costs.flops_of(self.graph, nodes) * (_EPILOGUE if any(n.is_row for n in nodes) else 1.0)
-        c = self._fusion_cost(fusion, match, "forward") or self._cost(inputs, outputs, flops)
+        c = self._fusion_cost(fusion, match, "forward")
+        if c is None:
+            efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
+            c = replace(self._cost(inputs, outputs, costs.flops_of(self.graph, nodes)), efficiency=efficiency)
         seconds = self._seconds(c, nodes[0])
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), FusionTask(fusion, "forward", nodes), c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds, fusion)
+
+    def _ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:
+        return self.graph.root(nodes[-1].output) in {n.output for n in nodes}
 
     def _statistics_owed(self, start: int, stop: int, demands: set[Ref]) -> bool:
         for r in demands:
@@ -631,7 +660,8 @@ class Planner:
         except nx.NetworkXNoPath:
             return None
         chosen = [best[a, b] for a, b in itertools.pairwise(path)]
-        losers = [e for e in edges if e.fusion is not None and e not in chosen]
+        taken = {id(e) for e in chosen}
+        losers = [e for e in edges if e.fusion is not None and id(e) not in taken]
         if losers:
             self._explain_losers(direction, losers, chosen, graph)
         return chosen
@@ -648,8 +678,8 @@ class Planner:
                 reason = f"no other steps fit around it; {names} is taken"
             else:
                 more = before[edge.start] + edge.weight + after[edge.stop] - best
-                reason = f"{_more(more)} than {names}" if more > _TIE else f"no gain over {names}"
-                if self._weight and more > _TIE:
+                reason = f"predicted {more * 1e6:.1f} us more than {names}" if more > _TIE else f"no gain over {names}"
+                if self._weight and more > _TIE and direction == "backward":
                     reason += ", with what is kept for backward weighed in"
             self._refuse(direction, edge.start, edge.stop, edge.name, reason)
 
@@ -674,7 +704,8 @@ class Planner:
         if room < 0:
             note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
             return replace(plan, notes=(*plan.notes, note))
-        return self._giving_back(plan, room, alike=False)
+        more = self._giving_back(plan, room, alike=False)
+        return more if more.kept_bytes() <= budget else plan
 
     def _giving_back(self, plan: Plan, room: float, alike: bool) -> Plan:
         """The plan that keeps, of what `plan` computes again, the dearest for its bytes, as far as there is room.
@@ -695,10 +726,11 @@ class Planner:
     def _weighed(self, weight: float, held: frozenset[int] = frozenset()) -> Plan:
         """Both plans, where a kept byte is worth `weight` passes over it, and the values in `held` are kept."""
         self._weight, self._held = weight, held
+        self._demand_unmet = False
         first, refusals = self._round(Limits()), self.refusals
         assert first is not None
         best = first
-        if self._refused_for_demands():
+        if self._demand_unmet:
             second = self._second_round()
             if second is not None and self._total(*second) < self._total(*first):
                 best, refusals = second, self.refusals
@@ -713,10 +745,8 @@ class Planner:
         forward = self.forward_cover(self._demands(self._backward_steps(backward)), backward)
         return None if forward is None else (forward, backward)
 
-    def _refused_for_demands(self) -> bool:
-        return any(r.reason.startswith("backward reads") or "must be given" in r.reason for r in self.refusals)
-
     def _second_round(self) -> tuple[list[Edge], list[Edge]] | None:
+        self.refusals = []
         free = self.forward_cover(set(), [])
         if free is None:
             return None
@@ -762,7 +792,7 @@ class Planner:
             waiting = [s for s in waiting if s not in ready]
             order += ready
         assert not waiting, [s.name for s in waiting]
-        return self._summed(order)
+        return order
 
     def _use_recomputed(self, step: Step, recomputed: frozenset[int]) -> Step:
         if not isinstance(step.task, OpGradient) or step.chain:
@@ -794,10 +824,11 @@ class Planner:
         return result
 
     def _finish(self, forward: list[Edge], backward: list[Edge]) -> Plan:
-        forward_steps = self._with_casts([s for e in forward for s in e.steps])
-        backward_steps = self._backward_steps(backward)
-        kept = self._kept(backward_steps)
         segments = self._segments(forward, backward)
+        # Each segment makes its own casts and sums: what comes from several of them autograd adds up.
+        forward_steps = _by_segment(self._with_casts, [s for e in forward for s in e.steps], segments)
+        backward_steps = _by_segment(self._summed, self._backward_steps(backward), segments[::-1])
+        kept = self._kept(backward_steps)
         choices = tuple(c for e in backward for c in e.choices)
         taken = {(s.name, s.start, s.stop) for s in (*forward_steps, *backward_steps)}
         refusals = (*self._conditions, *(r for r in self.refusals if (r.name, r.start, r.stop) not in taken))
@@ -891,6 +922,12 @@ def _breaks(edge: Edge, joint: Edge) -> bool:
     return overlaps and edge.fusion is not joint.fusion
 
 
+def _by_segment(
+    change: Callable[[list[Step]], list[Step]], steps: list[Step], segments: Iterable[tuple[int, int]]
+) -> list[Step]:
+    return [s for start, stop in segments for s in change([s for s in steps if start <= s.start < stop])]
+
+
 def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
     renames: dict[Ref, Ref] = {}
     outputs = []
@@ -907,10 +944,6 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
         aliases = tuple((renames.get(a, a), renames.get(b, b)) for a, b in task.aliases)
         task = replace(task, outputs=outs, aliases=aliases)
     return replace(step, outputs=tuple(outputs), task=task)
-
-
-def _more(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us more"
 
 
 def _ref_text(ref: Ref) -> str:

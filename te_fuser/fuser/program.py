@@ -75,7 +75,7 @@ class KernelRunner:
                 tensors.append(t if t.is_contiguous() else t.contiguous())
             device = lead.device
             for k, rule, width, fixed, dtype in self._outputs:
-                size = (*shape, width) if rule == 0 else fixed if rule == 1 else (samples, width)
+                size = (*shape, width) if rule == 0 else fixed if rule == 1 else (samples, width)[: rule - 1]
                 t = slots[k] = torch.empty(size, dtype=dtype, device=device)
                 tensors.append(t)
             self._kernel(tuple(tensors), shape.numel(), inner, samples, self._streams)
@@ -84,10 +84,12 @@ class KernelRunner:
 
 
 def _shape_rule(output: Output) -> int:
-    """0: leading dimensions and width; 1: a fixed shape; 2: samples and width."""
+    """0: leading dimensions and width; 1: a fixed shape; 2: samples; 3: samples and width."""
     if output.axes & Axes.OUTER:
         return 0
-    return 2 if output.axes & Axes.BATCH else 1
+    if output.axes & Axes.BATCH:
+        return 3 if output.axes & Axes.FEATURE else 2
+    return 1
 
 
 class OpRunner:

@@ -34,6 +34,8 @@ class Segment:
         forward, backward: the programs; backward is None where nobody needs a gradient.
         kept: forward slots that are saved, `restored` the backward slots they go to.
         notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
+        gradients_in: the slots of the results' gradients; None for a result that takes none.
+        gradients_out: the slots of the gradients of what comes in; None for what needs none.
     """
 
     values_in: tuple[int, ...]
@@ -45,7 +47,7 @@ class Segment:
     kept: tuple[int, ...]
     restored: tuple[int, ...]
     notes: tuple[tuple[int, int], ...]
-    gradients_in: tuple[int, ...]
+    gradients_in: tuple[int | None, ...]
     gradients_out: tuple[int | None, ...]
     aliased: tuple[bool, ...]  # outputs whose storage is an input's or an earlier output's
 
@@ -75,6 +77,7 @@ class SegmentFunction(torch.autograd.Function):
         outs = segment.results(slots)
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
+            ctx.mark_non_differentiable(*[t for t, k in zip(outs, segment.gradients_in, strict=True) if k is None])
         ctx.save_for_backward(*[slots[k] for k in segment.kept])
         return tuple(outs)
 
@@ -88,6 +91,8 @@ class SegmentFunction(torch.autograd.Function):
         segment: Segment = ctx.segment
         program = segment.backward
         assert program is not None
+        if all(g is None for g in grads):
+            return (None,) * (1 + len(segment.gradients_out))
         slots: list[Any] = [None] * program.size
         saved = list(ctx.saved_tensors)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -97,7 +102,8 @@ class SegmentFunction(torch.autograd.Function):
         for (_, k), note in zip(segment.notes, ctx.notes, strict=True):
             slots[k] = note
         for number, (k, g) in enumerate(zip(segment.gradients_in, grads, strict=True)):
-            slots[k] = g if g is not None else _zeros(ctx.meta[number])
+            if k is not None:
+                slots[k] = g if g is not None else _zeros(ctx.meta[number])
         del grads, g
         program.run(slots)
         return (None, *(None if k is None else slots[k] for k in segment.gradients_out))
@@ -134,7 +140,7 @@ def _build(
     backward, restored, gradients_in, gradients_out = None, (), (), ()  # type: ignore[var-annotated]
     notes: list[tuple[int, int]] = []
     if backward_steps:
-        arriving = [gradient_ref(v) for v in values_out]
+        arriving = [gradient_ref(v) for v in values_out if graph.needs_grad(v)]
         returned = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_in]
         returned += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in parameters]
         returned += [None] if uses_seed else []
@@ -144,7 +150,7 @@ def _build(
             backward_steps, [*arriving, *kept], [r for r in returned if r is not None], kernels, wrap
         )
         restored = tuple(slots[r] for r in kept)
-        gradients_in = tuple(slots[r] for r in arriving)
+        gradients_in = tuple(slots[gradient_ref(v)] if graph.needs_grad(v) else None for v in values_out)
         gradients_out = tuple(None if r is None else slots[r] for r in returned)
         notes = [(forward_slots[r], slots[r]) for r in notes_refs if r in slots]
     return Segment(

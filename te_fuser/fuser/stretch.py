@@ -6,6 +6,7 @@ and another reads has one name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +106,10 @@ class Stretch:
         op = node.op
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]
-        y = expr.lift(op.compute(self.env[node.input], *arguments))
+        try:
+            y = expr.lift(op.compute(self.env[node.input], *arguments))
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{node.label}: {error}") from error
         if node.draws:
             y = self._name_stream(y, role, node.index)
         features = self.graph.values[node.output].spec.features
@@ -241,12 +245,16 @@ class Stretch:
 
     def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
         """Those of `digests` that ops of the range compute."""
-        inside: set[str] = set()
-        before = {id(e) for v, e in self.env.items() if (p := self.graph.producer(v)) is None or p < start}
-        known = {e.digest for e in topological([e for e in self.env.values() if id(e) in before])}
-        for node in self.graph.nodes[start:stop]:
-            inside |= {e.digest for e in topological([self.env[node.output]])}
-        return [d for d in digests if d in inside and d not in known]
+        return [d for d in digests if start <= self._first_made.get(d, -1) < stop]
+
+    @functools.cached_property
+    def _first_made(self) -> dict[str, int]:
+        """Digest -> the first op whose output has that expression in it."""
+        found: dict[str, int] = {}
+        for node in self.graph.nodes[self.start : self.stop]:
+            for e in topological([self.env[node.output]]):
+                found.setdefault(e.digest, node.index)
+        return found
 
     def backward(
         self, start: int, stop: int, readable: frozenset[int], forbidden: frozenset[int], recompute: Sequence[int] = (),
@@ -268,10 +276,10 @@ class Stretch:
         wanted = self._wanted(start, stop, cut)
         if not wanted and not recompute:
             return None
-        adjoints = differentiate(seeds, [w for w, _ in wanted.values()])
+        adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])
         again = [cut.of(self.env[v]) for v in recompute]
         avoid = {self.graph.root(v) for v in recompute}
-        roots = [adjoints[w] for w, _ in wanted.values()] + again
+        roots = [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()] + again
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         reduced, used = self._reduce(roots, cut, readable_marks, keep_statistics)
         targets, sums, outputs, sum_outputs, aliases = [], [], [], [], []
@@ -294,7 +302,8 @@ class Stretch:
             ref, dtype = recomputed_ref(self.graph.root(value)), DTYPE_NAMES[v.spec.dtype]
             targets.append(Target(self._output_name(value), e, Axes.FULL, v.spec.features, dtype))
             outputs.append(Output(ref, Axes.FULL, v.spec.features, dtype))
-        bad = [self.graph.values[v].name for v in forbidden if value_ref(v) in {l.ref for l in used.used_leaves(targets, sums)}]
+        read = {leaf.ref for leaf in used.used_leaves(targets, sums)}
+        bad = [self.graph.values[v].name for v in forbidden if value_ref(v) in read]
         if bad:
             raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
         return self._kernel(start, stop, "bwd", used, targets, [*outputs], sums, aliases, sum_outputs)
@@ -321,9 +330,12 @@ class Stretch:
         node = self.graph.nodes[producer]
         return f"{role}.output" if value == node.output else f"{role}.branch"
 
-    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr, Output]]:
-        """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient."""
-        wanted: dict[str, tuple[Expr, Output]] = {}
+    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr | None, Output]]:
+        """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient.
+
+        Where both ends of a fork enter, they are one leaf: one gets its whole adjoint, the other none, which is 0.
+        """
+        wanted: dict[str, tuple[Expr | None, Output]] = {}
         entering: dict[int, None] = {}
         parameters: dict[int, None] = {}
         inside: set[int] = set()
@@ -341,7 +353,9 @@ class Stretch:
             axes = leaf.axes
             dtype = DTYPE_NAMES[v.spec.dtype]
             shape = None if axes & Axes.OUTER else v.spec.shape
-            wanted[leaf.attrs[0]] = (leaf, Output(gradient_ref(value), axes, leaf.width, dtype, shape))
+            output = Output(gradient_ref(value), axes, leaf.width, dtype, shape)
+            name = leaf.attrs[0]
+            wanted[name if name not in wanted else f"{name}_{value}"] = (leaf if name not in wanted else None, output)
         for index in parameters:
             if not self.graph.parameter_needs[index]:
                 continue

@@ -41,9 +41,16 @@ def _declare(provider: Provider) -> Fusion:
     def when(m: Match) -> bool | str:
         return provider.reason_not(AttentionProblem.of(m[0].op.settings(), m.x, m.capability)) or True
 
-    def cost(m: Match) -> Cost:
-        size = 2.0 * m.x.rows * (m.x.features + m.y.features)
-        return Cost(size, size, m[0].op.flops(m.x, {}), 1)
+    def cost(m: Match) -> tuple[Cost, Cost]:
+        x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
+        flops = m[0].op.flops(m.x, {})
+        forward, backward = provider.speed
+        # Backward has five products to forward's two: it makes the scores again.
+        return Cost(x, y, flops, efficiency=forward), Cost(x + 2 * y, x, 2.5 * flops, efficiency=backward)
+
+    def saved_bytes(m: Match) -> dict[str, int]:
+        rows = m.x.rows * m[0].op.heads
+        return {name: 4 * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
 
     Body.__doc__ = f"{type(provider).__doc__ or ''}".strip()
     return fusion(
@@ -53,6 +60,7 @@ def _declare(provider: Provider) -> Fusion:
         cost=cost,
         reads=("input", "output"),
         saves=provider.emits,
+        saved_bytes=saved_bytes,
     )(Body)
 
 

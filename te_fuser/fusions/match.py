@@ -14,7 +14,16 @@ from te_fuser.ops.base import Binding, FusableOperation, Spec
 
 @dataclass(frozen=True)
 class Cost:
-    """What running something takes: bytes read and written, floating-point operations, launches, or plain seconds."""
+    """What running something takes: bytes, operations, launches; or plain seconds.
+
+    Attributes:
+        read, written: bytes.
+        flops: floating-point operations of matrix products.
+        launches: kernels.
+        vector_operations: float32 operations outside products.
+        seconds: the time, where it is known; then nothing else counts for it.
+        efficiency: the share of the rate of large matrix products that its products reach.
+    """
 
     read: float = 0.0
     written: float = 0.0
@@ -22,6 +31,7 @@ class Cost:
     launches: int = 1
     vector_operations: float = 0.0
     seconds: float | None = None
+    efficiency: float = 1.0
 
     def __add__(self, other: Cost) -> Cost:
         known = self.seconds is not None or other.seconds is not None
@@ -32,6 +42,7 @@ class Cost:
             self.launches + other.launches,
             self.vector_operations + other.vector_operations,
             (self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
+            min(self.efficiency, other.efficiency),
         )
 
 

@@ -50,9 +50,15 @@ def check(pattern: Sequence[PatternPart], fusion: str) -> tuple[PatternPart, ...
         raise ValueError(f"fusion {fusion!r}: its pattern is empty and can never match")
     for part in parts:
         _check_part(part, fusion)
-    if all(isinstance(p, Optional) for p in parts):
+    if not any(map(_needs_an_op, parts)):
         raise ValueError(f"fusion {fusion!r}: every part of its pattern is optional; it would match nothing at all")
     return parts
+
+
+def _needs_an_op(part: PatternPart) -> bool:
+    if isinstance(part, Repeat):
+        return part.at_least > 0 and _needs_an_op(part.part)
+    return not isinstance(part, Optional)
 
 
 def _check_part(part: Any, fusion: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,10 +54,13 @@ class Fusion:
         """Why this fusion does not take the match, in words; None when it does."""
         if self.when is None:
             return None
-        answer = self.when(match)
-        if answer is True or answer is None:
-            return None
-        return answer if isinstance(answer, str) else "its condition `when` said no"
+        try:
+            answer = self.when(match)
+        except Exception as error:
+            raise RuntimeError(f"fusion {self.name!r}: its condition `when` failed, {error!r}") from error
+        if isinstance(answer, str):
+            return answer
+        return None if answer is None or answer else "its condition `when` said no"
 
     def stops(self, ops: Sequence[Any], start: int) -> Iterator[int]:
         """Where matches that begin at `start` end."""
@@ -174,6 +178,22 @@ def only(*on: str | Fusion) -> Iterator[None]:
         _only.reset(token)
 
 
+# What a fusion declares -> the directions that have it.
+_DECLARED = {"emits": ("forward", "joint"), "reads": ("backward", "joint"), "saves": ("joint",)}
+
+
+def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequence[str]]) -> None:
+    label = f"fusion {fusion!r}" if fusion else "fusion"
+    for what, names in declared.items():
+        if isinstance(names, str):
+            raise TypeError(f"{label}: {what} is a sequence of names, got {names!r}; write ({names!r},)")
+        if names and direction not in _DECLARED[what]:
+            raise ValueError(f"{label}: a {direction} fusion has no {what}; that is for {', '.join(_DECLARED[what])}")
+    for name in declared["emits"]:
+        if not re.fullmatch(r"\d+\.output", name):
+            raise ValueError(f'{label}: emits names values inside the match, "0.output" for the first op\'s, got {name!r}')
+
+
 def fusion(
     *,
     forward: Sequence[PatternPart] | None = None,
@@ -210,6 +230,7 @@ def fusion(
     if len(chosen) != 1:
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
+    _check_names(direction, name, {"emits": emits, "reads": reads, "saves": saves})
 
     def declare(body: Any) -> Fusion:
         own = name or body.__name__

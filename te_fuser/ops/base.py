@@ -38,6 +38,7 @@ class NamedInput:
     """An extra input of an op: the name it has in the call or in a Fork, and the axes it extends over.
 
     `axes` FULL: the shape of x; ROWS: [..., 1]; SAMPLE_FEATURES: [samples, features]; BATCH: [samples];
+    FEATURE: [features]; NONE: [];
     None: whatever the tensor is, handed over as it is (opaque ops only). `gradient` says whether one may flow to it.
     """
 
@@ -57,8 +58,8 @@ class Spec:
 
     @property
     def features(self) -> int:
-        """The size of the last dimension."""
-        return self.shape[-1]
+        """The size of the last dimension; 1 for a scalar."""
+        return self.shape[-1] if self.shape else 1
 
     @property
     def rows(self) -> int:
@@ -162,6 +163,7 @@ class FusableOperation(torch.nn.Module):
     kind: ClassVar[type[FusableOperation]]
     run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
     autocast: ClassVar[str | None] = None  # under torch.autocast: "lower" casts x and parameters down, "float32" x up
+    make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -216,6 +218,10 @@ class FusableOperation(torch.nn.Module):
         Raises:
             TypeError, ValueError: when one is missing or cannot be taken; the message names it and says what to do.
         """
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes that parameters must have, where no formula says it."""
+        return {}
 
     def draws(self) -> bool:
         """Whether this op draws random numbers as it is now (training or not)."""
@@ -318,7 +324,7 @@ def _as_rows(
     tensor: torch.Tensor, given: NamedInput | None, rows: torch.Tensor, stream: random.RandomStream
 ) -> torch.Tensor:
     """An argument of compute as it broadcasts against [rows, features]."""
-    if given is None:
+    if given is None or given.axes is None or not given.axes & (Axes.OUTER | Axes.BATCH):
         return tensor
     if given.axes == Axes.FULL:
         return tensor.reshape(rows.shape[0], tensor.shape[-1])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.base import FusableOperation, RowOp
 
 
 class Cast(RowOp):
@@ -33,3 +33,6 @@ class Cast(RowOp):
 
     def extra_repr(self) -> str:
         return str(self.dtype)
+
+
+FusableOperation.make_cast = Cast

@@ -57,6 +57,9 @@ class MatMul(UnfusedOperation):
         check_features(self, x, self.in_features)
         return x.with_features(self.out_features)
 
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"weight": (self.out_features, self.in_features)}
+
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         return 2.0 * x.rows * self.in_features * self.out_features
 

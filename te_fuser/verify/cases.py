@@ -9,7 +9,8 @@ import torch
 
 # Rows around the multiples that kernels work in, and an outer and a batch dimension.
 LEADING = ((1,), (7,), (16,), (33,), (3, 11), (1, 16))
-VARIANT_LEADING = ((17,), (5, 4))
+VARIANT_LEADING = (17,)
+LAYOUT_LEADING = (5, 4)  # strides mean more with one dimension more
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Case:
     Attributes:
         leading: the dimensions before the features of an example input; None for a given one.
         layout: how the input lies in memory, a key of LAYOUTS; `upstream` how the output's gradient does.
-        frozen: which gradients are not needed: "none", "input", "parameters", "all", or "all but NAME".
+        frozen: which gradients are not needed: "none", "input", "parameters", "all", "all but NAME", or a set of
+            names ("input", "input NAME", parameters by their path).
         calls: how often the model is called before one backward.
     """
 
@@ -28,7 +30,7 @@ class Case:
     leading: tuple[int, ...] | None = None
     layout: str = "contiguous"
     upstream: str = "contiguous"
-    frozen: str = "none"
+    frozen: str | frozenset[str] = "none"
     calls: int = 1
     other_mode: bool = False
 
@@ -92,12 +94,14 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def example_cases(dtypes: Sequence[torch.dtype], parameters: Sequence[str], draws: bool) -> Iterator[Case]:
-    """Every shape in every dtype, and every variant in every dtype at one shape of each rank."""
+    """Every shape and every variant in every dtype."""
     for dtype in dtypes:
         for leading in LEADING:
-            yield Case(f"{dtype_name(dtype)} {_dims(leading)}", dtype, leading)
-        for leading in VARIANT_LEADING:
-            yield from variants(Case(f"{dtype_name(dtype)} {_dims(leading)}", dtype, leading), parameters, draws)
+            yield _case(dtype, leading)
+        yield from variants(_case(dtype, VARIANT_LEADING), parameters, draws)
+        for case in variants(_case(dtype, LAYOUT_LEADING), (), False):
+            if case.layout != "contiguous" or case.upstream != "contiguous":
+                yield case
 
 
 def variants(case: Case, parameters: Sequence[str], draws: bool) -> Iterator[Case]:
@@ -110,5 +114,5 @@ def variants(case: Case, parameters: Sequence[str], draws: bool) -> Iterator[Cas
         yield replace(case, name=f"{case.name}, gradient of {name} alone", frozen=f"all but {name}")
 
 
-def _dims(leading: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, leading))}, features]"
+def _case(dtype: torch.dtype, leading: tuple[int, ...]) -> Case:
+    return Case(f"{dtype_name(dtype)} [{', '.join(map(str, leading))}, features]", dtype, leading)

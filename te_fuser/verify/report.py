@@ -42,7 +42,7 @@ class VerifyReport:
 
     def error(self) -> VerificationError:
         """The worst failure in words, and how many more there are."""
-        failures = sorted(self.failures, key=lambda row: -row.share)
+        failures = sorted(self.failures, key=lambda row: (not row.note, -max(row.error, row.rms_error)))
         more = f" (and {len(failures) - 1} more of {len(self.rows)} checks)" if len(failures) > 1 else ""
         return VerificationError(f"{self.title}: {failures[0]}{more}")
 

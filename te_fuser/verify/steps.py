@@ -148,7 +148,7 @@ class _CheckedRunner:
         leaving = [v for v in made if (v in outside or graph.leaves(v)) and gradient_ref(v) in given]
         data = self.watch.data(self.nodes)
         data |= {f"{_UPSTREAM}{v}": given[gradient_ref(v)] for v in leaving}
-        found = {self._name(ref): slots[k] for ref, k in self.outputs if ref[0] in _CHECKED}
+        found = {self._name(ref): self._as_returned(ref, slots[k]) for ref, k in self.outputs if ref[0] in _CHECKED}
 
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
             return self._gradients(data, exact, leaving)
@@ -175,11 +175,16 @@ class _CheckedRunner:
             found[self._name(ref)] = torch.zeros_like(leaves[source]) if g is None else g
         return found
 
+    def _as_returned(self, ref: Ref, t: torch.Tensor) -> torch.Tensor:
+        """Under autocast a gradient comes in the dtype of the cast parameter, and autograd gives it the parameter's."""
+        base = ref[1] if ref[0] == "term" else ref
+        return t.to(self.watch.graph.parameter_specs[base[1]].dtype) if base[0] == "parameter gradient" else t
+
     def _name(self, ref: Ref) -> str:
         return self.watch.name(ref)
 
     def _judge(self, found: Tensors, data: Tensors, evaluate: Any) -> None:
-        failed = [row for row in judge(self.label, found, data, evaluate) if not row.passed]
+        failed = [row for row in judge(self.label, found, data, evaluate, rounded=True) if not row.passed]
         if failed:
             raise VerificationError(str(max(failed, key=lambda row: row.share)))
 

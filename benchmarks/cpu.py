@@ -1,0 +1,295 @@
+"""te_fuser against eager torch.nn on a CPU: layers, chains between products, norms, and what a call itself costs.
+
+    python benchmarks/cpu.py                      # everything, some ten minutes; writes results/cpu.json
+    python benchmarks/cpu.py --case host --quick  # one family, fewer rounds, nothing is written
+    python benchmarks/cpu.py --write-docs         # everything, and the table in docs/performance.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from common import ROOT, Effort, Outcome, as_data, compete, markdown_table, replace_between, write_record
+from models import Builder, Pair
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+LAYERS = ((512, 512), (2048, 1024))  # tokens, hidden
+CHAINS = ((2048, 1024), (2048, 4096))
+BOTH = (torch.float32, torch.bfloat16)
+NEVER_SLOWER = 1.02  # beyond noise
+
+
+@dataclass(frozen=True)
+class Family:
+    """Cases of one kind.
+
+    Attributes:
+        goal: the largest ratio of te_fuser's time to eager's that is good enough.
+    """
+
+    name: str
+    build: Builder
+    sizes: tuple[tuple[int, int], ...]
+    goal: float
+    dtypes: tuple[torch.dtype, ...] = BOTH
+
+
+FAMILIES = (
+    Family("mlp", models.mlp, LAYERS, NEVER_SLOWER),
+    Family("gpt", models.gpt(0.0), LAYERS, NEVER_SLOWER),
+    Family("gpt-dropout", models.gpt(0.1), LAYERS, NEVER_SLOWER),
+    Family("chain", models.chain, CHAINS, 0.4),
+    Family("layer_norm", models.layer_norm, CHAINS, NEVER_SLOWER),
+    Family("rms_norm", models.rms_norm, CHAINS, NEVER_SLOWER),
+    Family("swiglu", models.swiglu, CHAINS, NEVER_SLOWER),
+    Family("host", models.four_ops, ((16, 256),), 0.8, (torch.float32,)),
+)
+DIRECTIONS = ("forward", "forward+backward")  # forward: under no_grad
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    family: Family
+    tokens: int
+    hidden: int
+    dtype: torch.dtype
+    direction: str
+
+    @property
+    def name(self) -> str:
+        """How it is called in tables and records."""
+        return f"{self.family.name} {self.tokens}x{self.hidden} {_short(self.dtype)} {self.direction}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+
+def cases(families: Sequence[Family], sizes: Sequence[tuple[int, int]] = ()) -> list[Case]:
+    """All cases of some families, in other sizes than their own if these are given."""
+    return [
+        Case(family, tokens, hidden, dtype, direction)
+        for family in families
+        for tokens, hidden in sizes or family.sizes
+        for dtype in family.dtypes
+        for direction in DIRECTIONS
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ one case
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A model ready to be called."""
+
+    model: torch.nn.Module
+    x: torch.Tensor
+    named: dict[str, torch.Tensor]
+    dy: torch.Tensor
+    leaves: tuple[torch.Tensor, ...] = field(default=())
+
+    def forward(self) -> torch.Tensor:
+        """The output, without a thought of gradients."""
+        with torch.no_grad():
+            return self.model(self.x, **self.named)
+
+    def forward_and_backward(self) -> torch.Tensor:
+        """The output; the gradients are new ones each time, as after optimizer.zero_grad()."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        y = self.model(self.x, **self.named)
+        y.backward(self.dy)
+        return y
+
+    def runner(self, direction: str) -> Any:
+        """What a direction calls."""
+        return {"forward": self.forward, "forward+backward": self.forward_and_backward}[direction]
+
+
+def rivals(case: Case, options: dict[str, Any]) -> dict[str, Rival]:
+    """Both models of a case with the same parameters and the same inputs."""
+    torch.manual_seed(0)
+    pair = case.family.build(case.tokens, case.hidden, **options)
+    for ours, theirs in zip(pair.fused.parameters(), pair.eager.parameters(), strict=True):
+        ours.data.copy_(theirs.data)
+    x = _input(pair.shape, case.dtype)
+    named = {name: _input(shape, case.dtype) for name, shape in pair.named.items()}
+    with torch.no_grad():
+        dy = torch.randn_like(pair.eager.to(case.dtype)(x, **named))
+    pair.fused.to(case.dtype)
+    found = {
+        name: Rival(model, x, named, dy, (x, *named.values(), *model.parameters()))
+        for name, model in (("eager", pair.eager), ("te_fuser", pair.fused))
+    }
+    if pair.exact:
+        check_alike(case, pair, found)
+    return found
+
+
+def _input(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype).requires_grad_()
+
+
+def check_alike(case: Case, pair: Pair, found: dict[str, Rival]) -> None:
+    """A fast wrong answer is no answer.
+
+    Raises:
+        RuntimeError: when the two differ in their output or in the input's gradient.
+    """
+    results = []
+    for rival in found.values():
+        y = rival.forward_and_backward()
+        assert rival.x.grad is not None
+        results.append((y.detach().float(), rival.x.grad.float()))
+    tolerance = 0.05 if case.dtype == torch.bfloat16 else 1e-3
+    for what, theirs, ours in zip(("output", "input gradient"), *results, strict=True):
+        error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        if not error < tolerance:
+            raise RuntimeError(f"{case.name}: the {what} of te_fuser differs from eager's by {error:.1e} of the largest")
+
+
+def run_case(case: Case, effort: Effort, options: dict[str, Any]) -> Outcome:
+    """Measure one case."""
+    found = rivals(case, options)
+    return compete({name: rival.runner(case.direction) for name, rival in found.items()}, effort)
+
+
+# ------------------------------------------------------------------------------------------------- results
+
+
+def as_record(case: Case, outcome: Outcome) -> dict[str, Any]:
+    """A case and its outcome for the record."""
+    return {
+        "case": case.name,
+        "family": case.family.name,
+        "tokens": case.tokens,
+        "hidden": case.hidden,
+        "dtype": _short(case.dtype),
+        "direction": case.direction,
+        "goal": case.family.goal,
+        "met": outcome.ratio <= case.family.goal,
+        **as_data(outcome),
+    }
+
+
+HEADER = ("case", "eager ms", "te_fuser ms", "ratio", "+-", "goal", "met")
+
+
+def table_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    """One line of the table."""
+    eager, ours = (entry["timings"][name]["seconds"] * 1e3 for name in ("eager", "te_fuser"))
+    return (
+        entry["case"],
+        f"{eager:.3f}",
+        f"{ours:.3f}",
+        f"{entry['ratio']:.2f}",
+        f"{entry['ratio_spread'] / 2:.2f}",
+        f"{entry['goal']:.2f}",
+        "yes" if entry["met"] else "no",
+    )
+
+
+def rich_table(entries: Sequence[dict[str, Any]]) -> Table:
+    """The results for a terminal."""
+    table = Table(title="medians of one call, te_fuser against eager torch.nn", title_justify="left")
+    for k, head in enumerate(HEADER):
+        table.add_column(head, justify="right" if k else "left", no_wrap=True)
+    for entry in entries:
+        table.add_row(*table_row(entry), style="" if entry["met"] else "red")
+    return table
+
+
+def write_docs(record: dict[str, Any], path: Path) -> None:
+    """Put the table and what it was measured on into the document."""
+    at = record["machine"]
+    head = (
+        f"{at['processor']}, {at['abilities']}, {at['threads']} threads; torch {record['versions']['torch']}, "
+        f"Python {record['versions']['python']}; commit {record['commit']}, {record['written'][:10]}; "
+        f"`{record['command']}`."
+    )
+    replace_between(path, "cpu table", f"{head}\n\n{markdown_table(HEADER, list(map(table_row, record['cases'])))}")
+
+
+# ------------------------------------------------------------------------------------------------- command
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a size is TOKENSxHIDDEN, such as 512x512, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def _memory(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    names = [f.name for f in FAMILIES]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
+    parser.add_argument("--size", nargs="+", type=_size, default=(), metavar="TxH", help="tokens x hidden instead")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
+    parser.add_argument("--threads", type=int, help="PyTorch's threads")
+    parser.add_argument("--memory", type=_memory, default="balanced", help="te_fuser.Sequential's memory=")
+    parser.add_argument("--record", type=Path, help="where to write (default: results/cpu.json after a full run)")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    found = parser.parse_args(arguments)
+    found.is_full = not (found.case or found.size or found.quick)
+    if found.write_docs and not found.is_full:
+        parser.error("--write-docs needs a full run: without --case, --size and --quick")
+    return found
+
+
+def measured(todo: Sequence[Case], effort: Effort, options: dict[str, Any], console: Console) -> Iterator[dict[str, Any]]:
+    """Measure cases one after the other, with a progress bar."""
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("", total=len(todo))
+        for case in todo:
+            progress.update(bar, description=case.name)
+            yield as_record(case, run_case(case, effort, options))
+            progress.advance(bar)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    chosen = parse(arguments)
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    families = [f for f in FAMILIES if not chosen.case or f.name in chosen.case]
+    effort = Effort(rounds=3, turn=0.02) if chosen.quick else Effort()
+    console = Console()
+    entries = list(measured(cases(families, chosen.size), effort, {"memory": chosen.memory}, console))
+    console.print(rich_table(entries))
+    _warn_of_noise(entries, console)
+    path = chosen.record or (ROOT / "benchmarks/results/cpu.json" if chosen.is_full else None)
+    if path is not None:
+        record = write_record(path, entries, {"memory": chosen.memory, "rounds": effort.rounds})
+        console.print(f"record: {path}")
+        if chosen.write_docs:
+            write_docs(record, ROOT / "docs/performance.md")
+    return 0
+
+
+def _warn_of_noise(entries: Sequence[dict[str, Any]], console: Console) -> None:
+    waited = max((e["waited"] or 0.0 for e in entries), default=0.0)
+    if waited > 0.02:
+        console.print(f"other processes had the cores for up to {waited:.0%} of a round: repeat on a quieter machine")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

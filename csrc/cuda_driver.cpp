@@ -1,0 +1,129 @@
+#include "cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace te {
+namespace {
+
+struct State {
+  std::mutex mutex;
+  std::string library = "libcuda.so.1";
+  bool tried = false;
+  std::string why;
+  std::atomic<const CudaDriver*> ready{nullptr};
+};
+
+// Never destroyed: kernels may run until the very end of the process.
+State& state() {
+  static State* const the_state = new State;
+  return *the_state;
+}
+
+// Collects the functions of a library; remembers the first one that is not there.
+class Binder {
+ public:
+  explicit Binder(void* library) : library_(library) {}
+
+  template <class Function>
+  void operator()(Function& target, const char* symbol) {
+    target = reinterpret_cast<Function>(dlsym(library_, symbol));
+    if (target == nullptr && missing_.empty()) missing_ = symbol;
+  }
+
+  const std::string& missing() const { return missing_; }
+
+ private:
+  void* library_;
+  std::string missing_;
+};
+
+// The name in the library is that of the newest form of each function, as cuda.h maps it.
+std::string bind_functions(void* library, CudaDriver& driver) {
+  Binder bind(library);
+  bind(driver.init, "cuInit");
+  bind(driver.get_error_name, "cuGetErrorName");
+  bind(driver.get_error_string, "cuGetErrorString");
+  bind(driver.device_get, "cuDeviceGet");
+  bind(driver.device_get_attribute, "cuDeviceGetAttribute");
+  bind(driver.primary_context_retain, "cuDevicePrimaryCtxRetain");
+  bind(driver.context_get_current, "cuCtxGetCurrent");
+  bind(driver.context_push_current, "cuCtxPushCurrent_v2");
+  bind(driver.context_pop_current, "cuCtxPopCurrent_v2");
+  bind(driver.module_load_data, "cuModuleLoadData");
+  bind(driver.module_get_function, "cuModuleGetFunction");
+  bind(driver.function_set_attribute, "cuFuncSetAttribute");
+  bind(driver.stream_is_capturing, "cuStreamIsCapturing");
+  bind(driver.copy_on_device, "cuMemcpyDtoDAsync_v2");
+  bind(driver.launch_kernel, "cuLaunchKernel");
+  return bind.missing();
+}
+
+// The driver, or nullptr with the reason in `why`. The library stays open for good.
+const CudaDriver* open_driver(const std::string& name, std::string& why) {
+  void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* reason = dlerror();
+    why = "the CUDA driver cannot be loaded: " + std::string(reason != nullptr ? reason : name.c_str()) +
+          " (it comes with NVIDIA's GPU driver, not with PyTorch)";
+    return nullptr;
+  }
+  auto* driver = new CudaDriver{};
+  const std::string missing = bind_functions(library, *driver);
+  if (!missing.empty()) {
+    why = "the CUDA driver " + name + " has no " + missing + ": it is too old";
+    return nullptr;
+  }
+  const CudaDriver::Result error = driver->init(0);
+  if (error == CudaDriver::success) return driver;
+  why = "the CUDA driver " + name + " cannot be initialized: " + cuda_error_text(*driver, error);
+  return nullptr;
+}
+
+}  // namespace
+
+const CudaDriver* cuda_driver(std::string& why) {
+  State& s = state();
+  if (const CudaDriver* driver = s.ready.load(std::memory_order_acquire)) return driver;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (!s.tried) {
+    s.tried = true;
+    s.ready.store(open_driver(s.library, s.why), std::memory_order_release);
+  }
+  why = s.why;
+  return s.ready.load(std::memory_order_acquire);
+}
+
+std::string cuda_error_text(const CudaDriver& driver, CudaDriver::Result error) {
+  const char *name = nullptr, *text = nullptr;
+  const bool known = driver.get_error_name(error, &name) == CudaDriver::success && name != nullptr;
+  const bool explained = driver.get_error_string(error, &text) == CudaDriver::success && text != nullptr;
+  if (!known) return "error " + std::to_string(error);
+  return explained ? std::string(text) + " (" + name + ")" : name;
+}
+
+void set_cuda_driver(const std::string& library) {
+  State& s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.library = library;
+  s.tried = false;
+  s.why.clear();
+  s.ready.store(nullptr, std::memory_order_release);
+}
+
+CurrentContext::CurrentContext(const CudaDriver& driver, CudaDriver::Context context) : driver_(driver) {
+  CudaDriver::Context now = nullptr;
+  error_ = driver.context_get_current(&now);
+  if (error_ != CudaDriver::success || now == context) return;
+  error_ = driver.context_push_current(context);
+  pushed_ = error_ == CudaDriver::success;
+}
+
+CurrentContext::~CurrentContext() {
+  CudaDriver::Context mine = nullptr;
+  if (pushed_) driver_.context_pop_current(&mine);
+}
+
+}  // namespace te

@@ -1,0 +1,77 @@
+// The CUDA driver, opened when it is first needed: no toolkit to build, no driver to import. The few functions that
+// kernels need are declared here by hand; names of types are the driver's own, as `struct`s that nobody looks into.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+struct CUctx_st;
+struct CUmod_st;
+struct CUfunc_st;
+struct CUstream_st;
+
+namespace te {
+
+struct CudaDriver {
+  using Result = int;
+  using Device = int;
+  using Pointer = unsigned long long;
+  using Context = CUctx_st*;
+  using Module = CUmod_st*;
+  using Function = CUfunc_st*;
+  using Stream = CUstream_st*;
+
+  // Numbers of the driver's enumerations.
+  static constexpr int success = 0;
+  static constexpr int multiprocessor_count = 16;             // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+  static constexpr int max_dynamic_shared_size_bytes = 8;     // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+  static constexpr int capture_status_none = 0;               // CU_STREAM_CAPTURE_STATUS_NONE
+
+  Result (*init)(unsigned flags);
+  Result (*get_error_name)(Result error, const char** text);
+  Result (*get_error_string)(Result error, const char** text);
+  Result (*device_get)(Device* device, int ordinal);
+  Result (*device_get_attribute)(int* value, int attribute, Device device);
+  Result (*primary_context_retain)(Context* context, Device device);
+  Result (*context_get_current)(Context* context);
+  Result (*context_push_current)(Context context);
+  Result (*context_pop_current)(Context* context);
+  Result (*module_load_data)(Module* module, const void* image);
+  Result (*module_get_function)(Function* function, Module module, const char* name);
+  Result (*function_set_attribute)(Function function, int attribute, int value);
+  Result (*stream_is_capturing)(Stream stream, int* status);
+  Result (*copy_on_device)(Pointer to, Pointer from, size_t bytes, Stream stream);
+  Result (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                          unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters,
+                          void** extra);
+};
+
+// The driver, opened and initialized by the first call; nullptr when it cannot be used, and `why` says what is missing.
+// Needs no interpreter lock.
+const CudaDriver* cuda_driver(std::string& why);
+
+// The driver's words for an error: "out of memory (CUDA_ERROR_OUT_OF_MEMORY)".
+std::string cuda_error_text(const CudaDriver& driver, CudaDriver::Result error);
+
+// Another library than libcuda.so.1, for tests; what is loaded already keeps the driver that it was loaded by.
+void set_cuda_driver(const std::string& library);
+
+// Makes a context current on this thread and gives the earlier one back at the end: threads of the autograd engine may
+// have none, and PyTorch on this thread may work on another device.
+class CurrentContext {
+ public:
+  CurrentContext(const CudaDriver& driver, CudaDriver::Context context);
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+  ~CurrentContext();
+
+  CudaDriver::Result error() const { return error_; }
+
+ private:
+  const CudaDriver& driver_;
+  bool pushed_ = false;
+  CudaDriver::Result error_;
+};
+
+}  // namespace te

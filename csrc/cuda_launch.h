@@ -1,0 +1,123 @@
+// What a generated CUDA kernel is made of, and how it is loaded and launched. Knows nothing of Python.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "cuda_driver.h"
+#include "kernel_call.h"
+#include "tensor.h"
+
+namespace te {
+
+// How many blocks walk over the rows: `tiles` side by side, times groups of rows with partial sums of their own.
+struct RowGrid {
+  int64_t tiles;
+  int64_t rows_per_block;
+  int64_t blocks_per_multiprocessor;
+  bool per_sample;
+  bool sums;
+
+  // As many groups as the GPU holds at once; a multiple of `samples` where sums belong to samples.
+  int64_t groups(int64_t rows, int64_t samples, int64_t multiprocessors) const;
+};
+
+// How many blocks add up partial sums.
+struct SumGrid {
+  int64_t fixed;
+  int64_t per_sample;
+};
+
+// Where an argument of a kernel comes from; the first four have an index.
+enum class Source : uint8_t { tensor, partial, row_value, integer, rows, batch_inner, batch_size, groups };
+
+struct LaunchArgument {
+  Source source;
+  uint32_t index;
+};
+
+struct CudaLaunch {
+  std::string symbol;
+  unsigned threads;
+  unsigned shared_bytes;
+  std::variant<RowGrid, SumGrid> grid;
+  std::vector<LaunchArgument> arguments;
+};
+
+// A tensor that a kernel takes: its first element must lie at a multiple of `alignment` bytes.
+struct TensorParameter {
+  DType dtype;
+  int64_t alignment;
+};
+
+// The grid of each launch, and the groups of rows that have partial sums.
+struct CudaSizes {
+  std::vector<int64_t> blocks;
+  int64_t groups = 0;
+};
+
+// What went wrong, to be raised when the interpreter is there again.
+struct Failure {
+  enum class Kind : uint8_t { runtime, value, memory };
+  Kind kind = Kind::runtime;
+  std::string text;
+};
+
+// One call: what is on the device, and where it runs.
+struct CudaCall {
+  int32_t device;
+  CudaDriver::Stream stream;
+  const Memory* tensors;
+  CallSizes sizes;
+  const int64_t* integers;
+  int64_t repeats;
+};
+
+// A kernel: machine code and the launches in it, in order. It never changes after construction but for the devices it
+// has been loaded on, so any number of threads may use it at once. What is loaded stays loaded: a CUDA graph may hold it.
+class CudaProgram {
+ public:
+  CudaProgram() = default;
+  CudaProgram(const CudaProgram&) = delete;
+  CudaProgram& operator=(const CudaProgram&) = delete;
+
+  std::string name;
+  std::string cubin;
+  std::vector<TensorParameter> tensors;
+  size_t inputs = 0;  // so many of the tensors are read, the others are written
+  std::vector<CudaLaunch> launches;
+  std::vector<int64_t> partial_widths;  // partial sums: float32 [groups, width] each
+  size_t row_values = 0;                // float32 [rows] each, from one launch to the next
+  size_t integers = 0;
+
+  CudaSizes sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const;
+
+  // These two need no interpreter lock, must not be called under one that others wait for, and throw std::bad_alloc.
+  bool load(int32_t device, Failure& failure);
+  bool run(const CudaCall& call, Failure& failure);
+
+ private:
+  struct Loaded {
+    const CudaDriver* driver;
+    CudaDriver::Context context;
+    int64_t multiprocessors;
+    std::vector<CudaDriver::Function> functions;
+  };
+  static constexpr size_t most_devices = 64;
+
+  const Loaded* loaded_on(const CudaCall& call, Failure& failure);
+  bool load_module(const CudaDriver& driver, int32_t device, Loaded& loaded, Failure& failure) const;
+  bool find_functions(const CudaDriver& driver, CudaDriver::Module module, Loaded& loaded, Failure& failure) const;
+  bool launch_all(const Loaded& loaded, const CudaCall& call, class LaunchFrame& frame, Failure& failure) const;
+  bool refuse(const CudaDriver& driver, const std::string& what, CudaDriver::Result error, Failure& failure) const;
+
+  std::mutex loading_;
+  std::array<std::atomic<const Loaded*>, most_devices> loaded_{};
+};
+
+}  // namespace te

@@ -1,0 +1,189 @@
+"""The command te-fuser: named devices, the kernel cache, and what this installation can do.
+
+Everything heavy is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.device import Device
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after te-fuser: what it does, and which options it takes."""
+
+    name: str
+    help: str
+    run: Callable[[argparse.Namespace], int]
+    options: Callable[[argparse.ArgumentParser], None] | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="te-fuser", description="Look into te_fuser: devices, kernel cache, version.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = commands.add_parser(command.name, help=command.help, description=command.help)
+        sub.set_defaults(run=command.run)
+        if command.options is not None:
+            command.options(sub)
+    chosen = parser.parse_args(arguments)
+    status: int = chosen.run(chosen)
+    return status
+
+
+# ------------------------------------------------------------------------------------------------------ devices
+
+
+def _devices(_: argparse.Namespace) -> int:
+    from te_fuser.fuser.device import DEVICES
+
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    heading = ["device", "copy", *dtypes, "other float32", "launch", "capability"]
+    _print_table([heading, *(_device_row(d, dtypes) for d in DEVICES.values())])
+    print("copy: bytes/s; dtypes: operations/s of large matrix products. Use one by model.explain(x, device=NAME).")
+    return 0
+
+
+def _device_row(device: Device, dtypes: Sequence[str]) -> list[str]:
+    rates = [_rate(device.matrix_rate[d]) for d in dtypes]
+    capability = "-" if device.capability is None else ".".join(map(str, device.capability))
+    launch = f"{device.launch * 1e6:g} us"
+    return [device.name, _rate(device.bandwidth), *rates, _rate(device.vector_rate), launch, capability]
+
+
+def _rate(number: float) -> str:
+    unit, size = ("T", 1e12) if number >= 1e12 else ("G", 1e9)
+    return f"{number / size:g} {unit}"
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+# -------------------------------------------------------------------------------------------------------- cache
+
+
+def _cache_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clear", action="store_true", help="delete the compiled kernels; they are made again when needed")
+
+
+def _cache(chosen: argparse.Namespace) -> int:
+    kernels = 0
+    size = 0
+    for what, folder, pattern in _cache_folders():
+        files = sorted(folder.glob(pattern)) if folder.is_dir() else []
+        taken = _bytes_on_disk(files)
+        print(f"{what}: {len(files)} in {folder} ({_size(taken)})")
+        kernels, size = kernels + len(files), size + taken
+        if chosen.clear:
+            for path in files:
+                path.unlink(missing_ok=True)
+    print(f"{'deleted' if chosen.clear else 'together'}: {kernels} compiled kernels, {_size(size)}")
+    return 0
+
+
+def _cache_folders() -> Iterator[tuple[str, Path, str]]:
+    from te_fuser.codegen import compiler, nvrtc
+    from te_fuser.config import config
+
+    yield "CPU kernels", config.cache_dir or compiler.default_cache_dir(), "*.so"
+    yield "GPU kernels", nvrtc.cache_folder(), "*.cubin"
+
+
+def _bytes_on_disk(files: Sequence[Path]) -> int:
+    """Kernels that were compiled together are one file under several names: it counts once."""
+    found = {}
+    for path in files:
+        status = path.stat()
+        found[status.st_dev, status.st_ino] = status.st_size
+    return sum(found.values())
+
+
+def _size(count: int) -> str:
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+# ------------------------------------------------------------------------------------------------------ version
+
+
+def _version(_: argparse.Namespace) -> int:
+    from te_fuser import __version__
+
+    print(f"te_fuser {__version__}, Python {sys.version.split()[0]}")
+    for name, look in _PARTS:
+        print(f"{name + ':':15}{look()}")
+    return 0
+
+
+def _torch_part() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))
+        return f"{torch.__version__}, GPU: {names}"
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return f"{torch.__version__} ({built}), no GPU at hand: models run on the CPU"
+
+
+def _compiler_part() -> str:
+    from te_fuser.codegen.compiler import find_compiler
+    from te_fuser.config import config
+
+    found = find_compiler(config.compiler)
+    if found is None:
+        return "missing: on the CPU row ops run as PyTorch operations; install g++ or clang++ for generated kernels"
+    return f"{found.path} ({found.version})"
+
+
+def _native_part() -> str:
+    try:
+        from te_fuser import _native
+    except ImportError as error:
+        return f"missing ({error}): generated CPU kernels cannot run; install te_fuser again, with a C++ compiler"
+    return f"version {_native.version}, kernels run on {_native.num_threads()} threads ({_native.thread_backend()})"
+
+
+def _nvrtc_part() -> str:
+    from te_fuser.codegen import nvrtc
+
+    try:
+        major, minor = nvrtc.compiler_version()
+    except nvrtc.CompilerMissing as error:
+        return f"missing: {error}"
+    headers = nvrtc.cuda_include_folders()
+    if not headers:
+        return f"{major}.{minor}, but CUDA's headers are missing: pip install nvidia-cuda-runtime"
+    return f"{major}.{minor}, headers in {headers[0]}"
+
+
+_PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
+    ("torch", _torch_part),
+    ("C++ compiler", _compiler_part),
+    ("native module", _native_part),
+    ("NVRTC", _nvrtc_part),
+)
+
+COMMANDS = (
+    Command("devices", "list the devices that plans can be made for by name", _devices),
+    Command("cache", "show or clear the folders of compiled kernels", _cache, _cache_options),
+    Command("version", "show versions, and what is missing here", _version),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Formulas as a GPU likes them: the same kernel with fewer instructions, and without cancellation in tanh's tails.
+
+Every step is a table of rules on nodes. Rules that only move factors are kept where they make the kernel cheaper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.schedule import instructions
+from te_fuser.formula import expr
+from te_fuser.formula.expr import Axes, Expr
+
+Rule = Callable[[Expr], "Expr | None"]
+Item = TypeVar("Item", Store, Sum)
+
+
+def rewrite(description: KernelDescription) -> KernelDescription:
+    """The same kernel in cheaper and more accurate terms."""
+    for rules in (_RULES, () if is_precise(description) else _FAST_RULES):
+        description = _everywhere(description, rules)
+    return _everywhere(_cheaper(description), _LAST_RULES)
+
+
+def is_precise(description: KernelDescription) -> bool:
+    """Whether a reader could see the last bits of float32."""
+    stored = [t.dtype for t in description.stores if t.axes & Axes.FEATURE]
+    read = [t.dtype for t in description.loads if t.axes & Axes.FEATURE and t.axes & Axes.OUTER]
+    return "float32" in (stored or read or ["float32"])
+
+
+def is_boolean(e: Expr) -> bool:
+    """Whether a node is a condition rather than a number."""
+    return e.op in ("lt", "le", "gt", "ge", "keep")
+
+
+def _everywhere(description: KernelDescription, rules: Sequence[Rule]) -> KernelDescription:
+    """The description with the first rule that answers applied to each node, arguments first."""
+    done: dict[int, Expr] = {}
+    for node in description.nodes:
+        args = tuple(done[id(a)] for a in node.args)
+        same = all(x is y for x, y in zip(args, node.args, strict=True))
+        new = node if same else _again(node, args)
+        done[id(node)] = next((found for rule in rules if (found := rule(new)) is not None), new)
+
+    def renewed(items: tuple[Item, ...]) -> tuple[Item, ...]:
+        return tuple(dataclasses.replace(t, parts=tuple(done[id(p)] for p in t.parts)) for t in items)
+
+    return dataclasses.replace(description, stores=renewed(description.stores), sums=renewed(description.sums))
+
+
+def _again(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The node over other arguments; reductions stay what they are, because stages were planned around them."""
+    if node.op in ("row_sum", "row_max"):
+        return expr.make(node.op, args, node.attrs, node.axes, node.width) if args[0].axes & Axes.FEATURE else args[0]
+    return expr.rebuild(node.op, args, node.attrs)
+
+
+# ------------------------------------------------------------------------------------------- functions
+
+
+def _plus_tanh(e: Expr) -> Expr | None:
+    """1 + tanh(u) = 2 sigmoid(2u), 1 - tanh(u) = 2 sigmoid(-2u): nothing cancels in the negative tail."""
+    if e.op not in ("add", "sub") or not expr.is_const(e.args[0], 1) or e.args[1].op != "tanh":
+        return None
+    sign = 2 if e.op == "add" else -2
+    return 2 * expr.unary("sigmoid", sign * e.args[1].args[0])
+
+
+def _square_tanh(e: Expr) -> Expr | None:
+    """1 - tanh(u)^2 = 4 s (1 - s) with s = sigmoid(2u), which the value itself needs too."""
+    if e.op != "sub" or not expr.is_const(e.args[0], 1) or e.args[1].op != "mul":
+        return None
+    a, b = e.args[1].args
+    if a is not b or a.op != "tanh":
+        return None
+    s = expr.unary("sigmoid", 2 * a.args[0])
+    return 4 * (s * (1 - s))
+
+
+def _base_two(e: Expr) -> Expr | None:
+    """exp and sigmoid of u in base two, where log2(e) joins the factor that u has already."""
+    names = {"exp": "exp2", "sigmoid": "sigmoid2"}
+    return expr.unary(names[e.op], math.log2(math.e) * e.args[0]) if e.op in names else None
+
+
+def _masked(e: Expr) -> Expr | None:
+    """c (mask x) = x (mask ? c : 0): one multiplication less."""
+    if e.op != "mul" or e.args[0].op != "const" or e.args[1].op != "mul":
+        return None
+    a, b = e.args[1].args
+    mask, rest = (a, b) if is_boolean(a) else (b, a)
+    return expr.pointwise("masked", rest, mask, attrs=e.args[0].attrs) if is_boolean(mask) else None
+
+
+def _row_scale(e: Expr) -> Expr | None:
+    """c (r x) = (c r) x where r is one number a row: that product is not one for each element."""
+    if e.op != "mul" or e.args[0].op != "const" or e.args[1].op != "mul":
+        return None
+    a, b = e.args[1].args
+    row, rest = (a, b) if not a.axes & Axes.FEATURE else (b, a)
+    if row.axes & Axes.FEATURE or not rest.axes & Axes.FEATURE or is_boolean(row):
+        return None
+    return expr.pointwise("mul", e.args[0] * row, rest)
+
+
+_RULES: tuple[Rule, ...] = (_plus_tanh, _square_tanh)
+_FAST_RULES: tuple[Rule, ...] = (_base_two,)
+_LAST_RULES: tuple[Rule, ...] = (_masked, _row_scale)
+
+# ---------------------------------------------------------------------------------- sums of products
+
+
+def _cheaper(description: KernelDescription) -> KernelDescription:
+    """Factor sums out where that saves instructions, one sum after the other."""
+    cost = instructions(description)
+    tried: set[int] = set()
+    while True:
+        node = next((n for n in description.nodes if id(n) not in tried and _is_sum(n)), None)
+        if node is None:
+            return description
+        tried.add(id(node))
+        uses = Counter(id(a) for n in description.nodes for a in n.args)
+        once = {i for i, count in uses.items() if count == 1}
+        for form in (_factored(node, once), _scaled_inside(node, once)):
+            if form is None or form is node:
+                continue
+            other = _everywhere(description, (functools.partial(_swapped, node, form),))
+            if instructions(other) < cost:
+                description, cost = other, instructions(other)
+                break
+
+
+def _swapped(old: Expr, new: Expr, e: Expr) -> Expr | None:
+    return new if e is old else None
+
+
+def _is_sum(e: Expr) -> bool:
+    return bool(e.axes & Axes.FEATURE) and (e.op in ("add", "sub") or (e.op == "mul" and e.args[0].op == "const"))
+
+
+@dataclass(frozen=True)
+class Term:
+    """scale * product of factors: the scale is one number a row (or a constant), the factors are one each element."""
+
+    scale: Expr
+    factors: tuple[Expr, ...]
+
+    def without(self, factor: Expr) -> Term:
+        """The term divided by one of its factors."""
+        at = next(k for k, f in enumerate(self.factors) if f is factor)
+        return Term(self.scale, (*self.factors[:at], *self.factors[at + 1 :]))
+
+
+def _factored(e: Expr, once: set[int]) -> Expr | None:
+    """A sum with equal products added up and common factors pulled out; `once` are the nodes that one other uses."""
+    return _joined(_merged(_terms(e, expr.ONE, {*once, id(e)}))) if e.op in ("add", "sub") else None
+
+
+def _scaled_inside(e: Expr, once: set[int]) -> Expr | None:
+    """c f (1 + k g) = f (c + c k g): a constant that the sum takes in for nothing."""
+    if e.op != "mul" or e.args[0].op != "const":
+        return None
+    factors = list(_factors(e.args[1]))
+    for at, f in enumerate(factors):
+        if f.op in ("add", "sub") and id(f) in once:
+            inside = _joined(_merged(_terms(f, e.args[0], once)))
+            return _product(Term(expr.ONE, (*factors[:at], *factors[at + 1 :], inside)))
+    return None
+
+
+def _terms(e: Expr, scale: Expr, once: set[int]) -> Iterator[Term]:
+    """The sum `scale * e` as products; a sum that others use as well stays whole."""
+    if not e.axes & Axes.FEATURE:
+        yield Term(scale * e, ())
+    elif e.op in ("add", "sub") and id(e) in once:
+        yield from _terms(e.args[0], scale, once)
+        yield from _terms(e.args[1], scale if e.op == "add" else -scale, once)
+    elif e.op == "mul" and e.args[0].op == "const" and e.args[1].op in ("add", "sub") and id(e) in once:
+        yield from _terms(e.args[1], scale * e.args[0], once)
+    else:
+        rows = [f for f in _factors(e) if not f.axes & Axes.FEATURE]
+        for f in rows:
+            scale = scale * f
+        yield Term(scale, tuple(f for f in _factors(e) if f.axes & Axes.FEATURE))
+
+
+def _factors(e: Expr) -> Iterator[Expr]:
+    if e.op == "mul":
+        for a in e.args:
+            yield from _factors(a)
+    else:
+        yield e
+
+
+def _merged(terms: Iterable[Term]) -> list[Term]:
+    """Equal products added up."""
+    found: dict[tuple[str, ...], Term] = {}
+    for t in terms:
+        key = tuple(sorted(f.digest for f in t.factors))
+        found[key] = Term(found[key].scale + t.scale, found[key].factors) if key in found else t
+    return [t for t in found.values() if not expr.is_const(t.scale, 0)]
+
+
+def _joined(terms: Sequence[Term]) -> Expr:
+    """The sum of the terms, with the factor that most of them share pulled out, and so on."""
+    shared = Counter(f.digest for t in terms for f in {f.digest: f for f in t.factors}.values())
+    factor = next((f for t in terms for f in t.factors if shared[f.digest] == max(shared.values())), None)
+    if factor is None or shared[factor.digest] < 2:
+        total = expr.ZERO
+        for t in terms:
+            total = total + _product(t)
+        return total
+    having = [t for t in terms if any(f is factor for f in t.factors)]
+    rest = [t for t in terms if all(f is not factor for f in t.factors)]
+    return factor * _joined([t.without(factor) for t in having]) + _joined(rest)
+
+
+def _product(t: Term) -> Expr:
+    """The product, equal factors first, so that a square is computed once."""
+    counts = Counter(f.digest for f in t.factors)
+    total = expr.ONE
+    for f in sorted(t.factors, key=lambda f: -counts[f.digest]):
+        total = total * f
+    return t.scale * total

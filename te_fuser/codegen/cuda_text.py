@@ -1,0 +1,186 @@
+"""How CUDA text is written: lines, names that are roles, and expressions as statements."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from te_fuser.codegen import schedule as plan
+from te_fuser.codegen.cuda_formulas import is_boolean
+from te_fuser.formula import expr
+from te_fuser.formula.expr import Axes, Expr
+
+CTYPES = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::fp16"}
+
+
+class Text:
+    """Lines with indentation."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._depth = 0
+
+    def __call__(self, line: str = "") -> None:
+        self.lines.append("  " * self._depth + line if line else "")
+
+    @contextlib.contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """`head { ... }`; without a head, the lines as they are."""
+        if head:
+            self(f"{head} {{")
+            self._depth += 1
+        yield
+        if head:
+            self._depth -= 1
+            self("}")
+
+    def loop(
+        self, variable: str, count: str, unroll: str = "#pragma unroll"
+    ) -> contextlib.AbstractContextManager[None]:
+        """A counted loop, unrolled so that arrays in registers are indexed by constants."""
+        self(unroll)
+        return self.block(f"for (int {variable} = 0; {variable} < {count}; ++{variable})")
+
+
+# What the text itself calls something, and what the language does.
+_RESERVED = frozenset(
+    """
+    te rows row base wanted mine count first step lane slot column chunk i tile group groups split splits sample index
+    ahead phase exchange turn shelves fetch_row shared_sums found block seed batch_inner batch_size
+    threadIdx blockIdx gridDim blockDim
+    alignas and asm auto bool break case catch char class const constexpr continue default delete do double else enum
+    explicit extern false float for friend goto if inline int long mutable namespace new not nullptr operator or
+    private protected public register return short signed sizeof static struct switch template this throw true try
+    typedef typename union unsigned using virtual void volatile while xor
+    """.split()  # noqa: SIM905
+)
+
+
+class Names:
+    """Identifiers made from roles, each given out once."""
+
+    def __init__(self) -> None:
+        self._taken = set(_RESERVED)
+
+    def fresh(self, role: str) -> str:
+        base = re.sub(r"\W+", "_", role).strip("_") or "value"
+        base = f"v_{base}" if base[0].isdigit() else base
+        name, number = base, 2
+        while name in self._taken:
+            name, number = f"{base}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Names given out inside are free again afterwards."""
+        before = set(self._taken)
+        yield
+        self._taken = before
+
+
+def literal(number: float | Fraction) -> str:
+    value = float(number)
+    if math.isinf(value):
+        return "te::infinity()" if value > 0 else "-te::infinity()"
+    single = torch.tensor(value, dtype=torch.float32).item()
+    text = next(t for t in (f"{single:.{digits}g}" for digits in range(1, 18)) if _single(t) == single)
+    return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
+
+
+def _single(text: str) -> float:
+    return torch.tensor(float(text), dtype=torch.float32).item()
+
+
+# ------------------------------------------------------------------------------------------ expressions
+
+_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", **_COMPARE}
+_FUNCTIONS = {"maximum": "te::maximum", "minimum": "te::minimum", "relu": "te::relu", "abs": "fabsf"}
+# In te::precise or te::fast.
+_NAMES = {name: name for name in ("exp", "log", "tanh", "erf", "sigmoid", "sqrt", "rsqrt", "exp2", "sigmoid2")}
+_NAMES["div"] = "divide"
+_LONGEST = 72  # characters of an expression before it gets a name of its own
+
+
+@dataclass
+class Formulas:
+    """Writes nodes as statements; a value that is used once stands inside the expression that uses it."""
+
+    names: Names
+    space: str  # "te::fast" or "te::precise"
+
+    def write(self, text: Text, targets: Sequence[Expr], known: dict[int, str], leaf: Callable[[Expr], str]) -> None:
+        """Emit what `targets` need and is not in `known` (node id -> text), and add their texts to `known`."""
+        order = plan.above(targets, known)
+        uses = Counter(id(a) for n in order for a in n.args)
+        uses.update(id(t) for t in targets)
+        for node in order:
+            if node.op == "const":
+                known[id(node)] = literal(node.attrs[0])
+                continue
+            body = self._operation(node, known) if node.args else leaf(node)
+            if node.args and uses[id(node)] == 1 and len(body) <= _LONGEST:
+                known[id(node)] = f"({body})" if _is_open(node) else body
+            else:
+                known[id(node)] = self.names.fresh(_role(node))
+                text(f"const {'bool' if is_boolean(node) else 'float'} {known[id(node)]} = {body};")
+
+    def _operation(self, node: Expr, known: Mapping[int, str]) -> str:
+        args = [number(a, known) for a in node.args]
+        listed = ", ".join(map(bare, args))
+        if node.op in _INFIX:
+            sign = "-" if node.op == "mul" and expr.is_const(node.args[0], -1) else f"{args[0]} {_INFIX[node.op]} "
+            return sign + args[1]
+        if node.op == "masked":
+            return f"{args[0]} * {number(node.args[1], known, literal(node.attrs[0]))}"
+        if node.op == "where":
+            condition = known[id(node.args[0])] if is_boolean(node.args[0]) else f"{args[0]} != 0.0f"
+            return f"{condition} ? {args[1]} : {args[2]}"
+        if node.op == "clamp":
+            return f"te::clamp({listed}, {literal(node.attrs[0])}, {literal(node.attrs[1])})"
+        return (
+            f"{_FUNCTIONS[node.op]}({listed})"
+            if node.op in _FUNCTIONS
+            else f"{self.space}::{_NAMES[node.op]}({listed})"
+        )
+
+
+def number(node: Expr, known: Mapping[int, str], one: str = "1.0f") -> str:
+    """The node as a float, where a condition counts as `one` or zero."""
+    return f"({known[id(node)]} ? {one} : 0.0f)" if is_boolean(node) else known[id(node)]
+
+
+def _is_open(node: Expr) -> bool:
+    """Whether the text of a node needs parentheses inside another expression."""
+    return node.op in _INFIX or node.op in ("where", "masked")
+
+
+def bare(text: str) -> str:
+    """Without the parentheses around the whole, if there are any."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[1:-1] if at > 0 and at == len(text) - 1 and text[0] == "(" else text
+    return text
+
+
+def _role(e: Expr) -> str:
+    """What a node is called: a tensor by its name, its elements with _i; anything else is just a term."""
+    if e.op not in ("input", "keep"):
+        return "t"
+    return f"{part_role(e)}_i" if e.axes & Axes.FEATURE else f"{e.attrs[0]}_value"
+
+
+def part_role(e: Expr) -> str:
+    """The name of a tensor, with the number of the part where only a part of it is meant."""
+    name, offset, full = e.attrs[0], e.attrs[-2], e.attrs[-1]
+    return name if e.width == full or not e.axes & Axes.FEATURE else f"{name}_{offset // e.width}"

@@ -1,0 +1,97 @@
+"""What a call of a generated CUDA kernel passes, and how its results are judged: for the CPU and for GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from te_fuser.codegen.cuda import CudaKernel
+from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.formula.random import RandomStream
+from tests.codegen.corpus import reference
+
+SEED, OFFSET, FIRST_STREAM = -0x123456789ABCDEF, 7, 2**31 + 5
+HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+Values = Mapping[tuple[str, str], torch.Tensor | int]
+
+
+def streams(description: KernelDescription) -> dict[str, RandomStream]:
+    """A random stream for each name."""
+    return {name: RandomStream(SEED, OFFSET, FIRST_STREAM + k) for k, name in enumerate(description.streams)}
+
+
+def arguments(
+    kernel: CudaKernel,
+    description: KernelDescription,
+    tensors: Mapping[str, torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    rows: int,
+    batch: tuple[int, int],
+    multiprocessors: int,
+    device: str = "cpu",
+) -> dict[tuple[str, str], torch.Tensor | int]:
+    """Every argument by (kind, name); scratch is poisoned with NaN."""
+    sizes = kernel.sizes(rows, batch[1], multiprocessors)
+    found: dict[tuple[str, str], torch.Tensor | int] = {
+        ("rows", "rows"): rows,
+        ("batch_inner", "batch_inner"): batch[0],
+        ("batch_size", "batch_size"): batch[1],
+        ("groups", "groups"): sizes.groups,
+        ("seed", "seed"): torch.tensor([SEED, OFFSET], dtype=torch.int64, device=device),
+    }
+    found |= {("load", name): tensor for name, tensor in tensors.items()}
+    found |= {("stream", name): FIRST_STREAM + k for k, name in enumerate(description.streams)}
+    items = [*(("store", t.name) for t in description.stores), *(("sum", t.name) for t in description.sums)]
+    found |= dict(zip(items, outputs, strict=True))
+    for partial, size in zip(kernel.partials, sizes.partials, strict=True):
+        found["partial", partial.name] = torch.full((size,), math.nan, device=device)
+    for name in kernel.row_values:
+        found["row_value", name] = torch.full((sizes.row_value,), math.nan, device=device)
+    return found
+
+
+def complaints(
+    description: KernelDescription,
+    tensors: Mapping[str, torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    rows: int,
+    batch: tuple[int, int] = (1, 1),
+) -> list[str]:
+    """What is wrong with the outputs: each may err twice what PyTorch errs in float32, plus one unit in the last place.
+
+    Errors are over the output's scale, the largest and the root of the mean square; where the reference is infinite or
+    not a number, the output must be the same.
+    """
+    exact = reference(description, tensors, rows, batch=batch, streams=streams(description))
+    plain = reference(description, tensors, rows, batch=batch, streams=streams(description), dtype=torch.float32)
+    items: list[Store | Sum] = [*description.stores, *description.sums]
+    found = (_complaint(t, *each) for t, *each in zip(items, outputs, exact, plain, strict=True))
+    return [text for text in found if text]
+
+
+def _complaint(target: Store | Sum, out: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> str:
+    dtype = getattr(torch, target.dtype)
+    wanted, got, usual = exact.to(dtype).double(), out.cpu().double(), plain.to(dtype).double()
+    finite = wanted.isfinite()
+    if not torch.equal(got[~finite], wanted[~finite]) and not torch.equal(got[~finite].isnan(), wanted[~finite].isnan()):
+        return f"{target.name}: {got[~finite][:4].tolist()} where {wanted[~finite][:4].tolist()} is right"
+    if not finite.any():
+        return ""
+    if not got[finite].isfinite().all():
+        return f"{target.name}: {int((~got[finite].isfinite()).sum())} values are not finite"
+    scale = exact[finite].abs().max().clamp_min(2.0**-24).item()
+    for name, size in (("largest", _largest), ("typical", _typical)):
+        error, allowed = size(got[finite] - exact[finite]), 2 * size(usual[finite] - exact[finite])
+        if error > allowed + 2 * HALF_ULP[target.dtype] * scale:
+            return f"{target.name} ({target.dtype}): {name} error {error / scale:.2e}, PyTorch's is {allowed / 2 / scale:.2e}"
+    return ""
+
+
+def _largest(x: torch.Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _typical(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()

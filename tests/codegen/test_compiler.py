@@ -1,0 +1,249 @@
+"""The system's compiler and the cache of its libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import compiler, cpp
+from te_fuser.codegen.compiler import CpuKernelHandle, KernelCompileError, NoCompiler, find_compiler, load
+from te_fuser.codegen.description import KernelDescription
+from tests.codegen.corpus import Kit
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+
+def scaled(factor: float, name: str = "scale_fwd") -> KernelDescription:
+    """A kernel that multiplies by a number."""
+    kit = Kit()
+    return kit.forward(name, {"y": (kit.full("x", 4) * factor, 4)})
+
+
+def works(handle: CpuKernelHandle, factor: float) -> bool:
+    x, y = torch.arange(8.0).reshape(2, 4), torch.empty(2, 4)
+    handle((x, y), 2)
+    return torch.equal(y, x * factor)
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines of every run of the compiler, except questions for its version."""
+    commands: list[list[str]] = []
+    real = subprocess.run
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        if "--version" not in command:
+            commands.append(command)
+        return real(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(compiler.subprocess, "run", run)
+    return commands
+
+
+@pytest.fixture(autouse=True)
+def fresh_process() -> Iterator[None]:
+    """What other tests have loaded is forgotten, and comes back afterwards."""
+    before = dict(compiler._loaded)
+    compiler._loaded.clear()
+    yield
+    compiler._loaded.clear()
+    compiler._loaded.update(before)
+
+
+def forget() -> None:
+    """As in a new process."""
+    compiler._loaded.clear()
+
+
+# ------------------------------------------------------------------------------------------- loading
+
+
+def test_kernels_are_compiled_together_and_once(tmp_path: Path, compilations: list[list[str]]) -> None:
+    factors = (2.0, 3.0, 4.0)
+    handles = load([scaled(k) for k in factors], cache_dir=tmp_path)
+    assert all(works(h, k) for h, k in zip(handles, factors, strict=True))
+    assert len(compilations) == 1
+    assert len({os.stat(p).st_ino for p in tmp_path.glob("*.so")}) == 1
+    assert len(list(tmp_path.iterdir())) == 3
+
+    again = load([scaled(4.0), scaled(2.0)], cache_dir=tmp_path)
+    assert again[0] is handles[2] and again[1] is handles[0]
+    forget()
+    found = load([scaled(3.0)], cache_dir=tmp_path)[0]
+    assert found is not handles[1] and works(found, 3.0)
+    assert len(compilations) == 1
+
+
+def test_only_what_is_missing_is_compiled(tmp_path: Path, compilations: list[list[str]]) -> None:
+    load([scaled(2.0)], cache_dir=tmp_path)
+    forget()
+    handles = load([scaled(2.0), scaled(5.0)], cache_dir=tmp_path)
+    assert works(handles[0], 2.0) and works(handles[1], 5.0)
+    assert len(compilations) == 2
+    assert len({os.stat(p).st_ino for p in tmp_path.glob("*.so")}) == 2
+
+
+def test_the_same_description_twice_in_one_call(tmp_path: Path, compilations: list[list[str]]) -> None:
+    a, b = load([scaled(2.0), scaled(2.0)], cache_dir=tmp_path)
+    assert a is b and len(compilations) == 1
+    assert load([], cache_dir=tmp_path) == []
+
+
+def test_a_handle_shows_what_it_runs(tmp_path: Path) -> None:
+    d = scaled(2.0)
+    (handle,) = load([d], cache_dir=tmp_path)
+    assert handle.description.key == d.key
+    assert handle.source == compiler.source_of(d) == cpp.generate(d).source
+    assert handle.library.parent == tmp_path
+    assert cpp.symbol_of(d) in repr(handle)
+
+
+def test_another_compiler_flag_or_header_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    include = tmp_path / "include"
+    shutil.copytree(compiler.INCLUDE, include)
+    cache = tmp_path / "cache"
+
+    def compiled() -> int:
+        forget()
+        found = find_compiler()
+        assert found is not None
+        load([scaled(2.0)], cache_dir=cache, compiler=found)
+        return len(list(cache.iterdir()))
+
+    assert compiled() == compiled() == 1
+    monkeypatch.setattr(compiler, "INCLUDE", include)
+    assert compiled() == 1
+    header = include / "te_cpu.h"
+    header.write_text(header.read_text() + "\n")
+    assert compiled() == 2
+    forget()
+    load([scaled(2.0)], cache_dir=cache, compiler=find_compiler(flags=()))
+    assert len(list(cache.iterdir())) == 3
+
+
+# ------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("harm", ["empty", "cut", "flip", "text", "folder link"])
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, compilations: list[list[str]], harm: str) -> None:
+    load([scaled(2.0)], cache_dir=tmp_path)
+    (library,) = tmp_path.glob("*.so")
+    content = library.read_bytes()
+    library.unlink()  # this process has the old file in use
+    if harm == "folder link":
+        library.symlink_to(tmp_path / "nowhere")
+    else:
+        flipped = bytes([*content[:5000], content[5000] ^ 1, *content[5001:]])
+        library.write_bytes({"empty": b"", "cut": content[:-4096], "flip": flipped, "text": b"hello"}[harm])
+    forget()
+    (handle,) = load([scaled(2.0)], cache_dir=tmp_path)
+    assert works(handle, 2.0)
+    assert len(compilations) == 2
+    forget()
+    assert works(load([scaled(2.0)], cache_dir=tmp_path)[0], 2.0)
+    assert len(compilations) == 2
+
+
+def test_a_whole_file_without_the_kernel_is_compiled_again(tmp_path: Path, compilations: list[list[str]]) -> None:
+    two = load([scaled(2.0)], cache_dir=tmp_path)[0].library
+    three = load([scaled(3.0)], cache_dir=tmp_path)[0].library
+    os.replace(three, two)
+    forget()
+    assert works(load([scaled(2.0)], cache_dir=tmp_path)[0], 2.0)
+    assert len(compilations) == 3
+
+
+def test_processes_that_compile_at_once_do_not_meet(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from te_fuser.codegen.compiler import load\n"
+        "from tests.codegen.test_compiler import scaled, works\n"
+        "input()\n"
+        "handles = load([scaled(float(k)) for k in range(2, 9)], cache_dir=Path(sys.argv[2]))\n"
+        "assert all(works(h, float(k)) for k, h in enumerate(handles, 2))\n"
+        "print('done')"
+    )
+    command = [sys.executable, "-c", script, str(ROOT), str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    for p in processes:
+        p.stdin.write("go\n")
+        p.stdin.flush()
+    answers = [p.communicate(timeout=120) for p in processes]
+    assert [out for out, _ in answers] == ["done\n"] * 2, answers
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_a_refused_kernel_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cpp.generate
+
+    def generate(d: KernelDescription) -> cpp.CppKernel:
+        kernel = real(d)
+        wrong = kernel.source.replace("te::store(", "te::stoer(") if d.name == "wrong" else kernel.source
+        return dataclasses.replace(kernel, source=wrong)
+
+    monkeypatch.setattr(compiler.cpp, "generate", generate)
+    with pytest.raises(KernelCompileError) as caught:
+        load([scaled(11.0, "right"), scaled(12.0, "wrong")], cache_dir=tmp_path)
+    compiler._generated.clear()
+    message = str(caught.value)
+    head, line, rest = message.split("\n", 2)
+    assert "refused kernel wrong (wrong_" in head
+    assert line.strip().startswith("te::stoer(y_tensor, at, ")
+    assert "stoer" in rest and "error" in rest
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_compiler("no-such-compiler") is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler() is None
+    with pytest.raises(NoCompiler, match="install g"):
+        load([scaled(2.0)], cache_dir=tmp_path)
+
+
+def test_something_that_is_no_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find_compiler()
+    assert found is not None
+    broken, working = tmp_path / "c++", tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    working.symlink_to(found.path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    chosen = find_compiler()
+    assert chosen is not None and chosen.path == str(working)
+
+
+def test_a_folder_that_cannot_be_made_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    (handle,) = load([scaled(2.0)], cache_dir=file / "cache")
+    assert works(handle, 2.0)
+    assert tmp_path not in handle.library.parents
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(compiler.os, "link", link)
+    handles = load([scaled(2.0), scaled(3.0)], cache_dir=tmp_path)
+    assert works(handles[0], 2.0) and works(handles[1], 3.0)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_default_folder_follows_the_platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.default_cache_dir() == tmp_path / "te_fuser" / "cpu"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert compiler.default_cache_dir() == Path.home() / ".cache" / "te_fuser" / "cpu"

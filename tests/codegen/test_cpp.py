@@ -1,0 +1,452 @@
+"""Generated C++ kernels against the interpreter in float64."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser._native import CpuKernel
+from te_fuser.codegen import cpp
+from te_fuser.codegen.compiler import Compiler, CpuKernelHandle, find_compiler, load
+from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.formula import expr, random
+from te_fuser.formula import functions as f
+from te_fuser.formula.evaluate import Interpreter
+from te_fuser.formula.expr import Axes
+from te_fuser.formula.random import RandomStream
+from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+CORPUS = descriptions()
+SEED, OFFSET, FIRST_STREAM = -0x123456789ABCDEF, 7, 2**31 + 5
+HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
+def kernels(cache: Path) -> dict[str, CpuKernelHandle]:
+    return dict(zip(CORPUS, load(list(CORPUS.values()), cache_dir=cache), strict=True))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_all_threads(handle: CpuKernelHandle) -> CpuKernel:
+    """The kernel, so eager to be shared out that two rows are enough."""
+    k = cpp.generate(handle.description)
+    sizes = (k.partial_floats, k.partial_floats_per_sample, k.scratch_floats)
+    return CpuKernel(str(handle.library), k.symbol, k.dtypes, *sizes, 1 << 30)
+
+
+def run(
+    kernel: CpuKernel | CpuKernelHandle,
+    d: KernelDescription,
+    tensors: dict[str, torch.Tensor],
+    rows: int,
+    batch: tuple[int, int] = (1, 1),
+) -> list[torch.Tensor]:
+    made = outputs(d, rows, batch[1])
+    seed = (torch.tensor([SEED, OFFSET]),) if d.streams else ()
+    numbers = tuple(range(FIRST_STREAM, FIRST_STREAM + len(d.streams)))
+    kernel((*tensors.values(), *seed, *made), rows, *batch, numbers)
+    return made
+
+
+def streams(d: KernelDescription) -> dict[str, RandomStream]:
+    return {name: RandomStream(SEED, OFFSET, FIRST_STREAM + k) for k, name in enumerate(d.streams)}
+
+
+def magnitude(d: KernelDescription, item: Store | Sum, tensors: dict, rows: int, batch: tuple[int, int]) -> float:
+    """What errors are measured against: the largest value, or for a sum the sum of the magnitudes."""
+    machine = Interpreter(tensors, streams(d), rows, torch.empty(0, dtype=torch.float64), batch)
+    values = torch.cat([v.expand(rows, d.width) for v in machine.run(item.parts)], -1).abs()
+    values = values[values.isfinite().all(-1)]
+    return max(1.0, (values.sum(0) if isinstance(item, Sum) else values).max().item()) if values.numel() else 1.0
+
+
+def assert_as_meant(
+    d: KernelDescription, got: list[torch.Tensor], tensors: dict, rows: int, batch: tuple[int, int] = (1, 1)
+) -> None:
+    """At most twice the error of the interpreter in float32, and the rounding of the stored dtype."""
+    exact = reference(d, tensors, rows, batch=batch, streams=streams(d))
+    plain = reference(d, tensors, rows, batch=batch, streams=streams(d), dtype=torch.float32)
+    for item, value, want, single in zip((*d.stores, *d.sums), got, exact, plain, strict=True):
+        if want.numel() == 0:
+            continue
+        scale = magnitude(d, item, tensors, rows, batch)
+        finite = want.isfinite()
+        arithmetic = (single.double() - want)[finite].abs().max() if finite.any() else 0.0
+        bound = 2 * arithmetic + scale * 2.0**-21 + HALF_ULP[item.dtype] * want.abs()
+        error = (value.double() - want).abs()
+        assert (error <= bound)[finite].all(), f"{item.name}: {error[finite].max():.3g} of {scale:.3g}"
+        torch.testing.assert_close(value.double()[~finite], want[~finite], equal_nan=True, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------------------- the corpus
+
+
+@pytest.mark.parametrize("batch", [(1, 1), (3, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("name", CORPUS)
+def test_stores_what_the_description_means(
+    kernels: dict[str, CpuKernelHandle], name: str, batch: tuple[int, int]
+) -> None:
+    d = CORPUS[name]
+    for rows in (0, 1, 7, 64) if batch == (1, 1) else (7,):
+        tensors = inputs(d, rows, batch[1], seed=rows)
+        assert_as_meant(d, run(kernels[name], d, tensors, rows, batch), tensors, rows, batch)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_is_the_same_on_two_threads(kernels: dict[str, CpuKernelHandle], name: str, two_threads: None) -> None:
+    """Rows do not depend on the number of threads; sums only in their rounding; and every result repeats."""
+    d, rows, batch = CORPUS[name], 67, (5, 3)
+    tensors = inputs(d, rows, batch[1])
+    shared = on_all_threads(kernels[name])
+    first, second = (run(shared, d, tensors, rows, batch) for _ in range(2))
+    assert_as_meant(d, first, tensors, rows, batch)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(bits(a), bits(b))
+    torch.set_num_threads(1)
+    alone = run(shared, d, tensors, rows, batch)
+    for a, b in list(zip(first, alone, strict=True))[: len(d.stores)]:
+        assert torch.equal(bits(a), bits(b))
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.int32 if t.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("name", [n for n in CORPUS if CORPUS[n].sums])
+def test_without_rows_sums_are_zero(kernels: dict[str, CpuKernelHandle], name: str) -> None:
+    d = CORPUS[name]
+    made = run(kernels[name], d, inputs(d, 0, 2), 0, (1, 2))
+    assert all((t == 0).all() for t in made[len(d.stores) :])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_X86, reason="flags of x86 processors")
+@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ("-msse2",)], ids=str)
+def test_narrower_vectors_mean_the_same(cache: Path, flags: tuple[str, ...]) -> None:
+    compiler = find_compiler(flags=flags)
+    for handle in load(list(CORPUS.values()), cache_dir=cache, compiler=compiler):
+        d, rows, batch = handle.description, 7, (3, 2)
+        tensors = inputs(d, rows, batch[1])
+        assert_as_meant(d, run(handle, d, tensors, rows, batch), tensors, rows, batch)
+
+
+def test_touches_nothing_outside_its_tensors(kernels: dict[str, CpuKernelHandle], cache: Path) -> None:
+    """Every tensor ends where unmapped memory begins; in a process of its own, which would die of a wrong access."""
+    script = textwrap.dedent(
+        """
+        import ctypes, mmap, sys
+        from pathlib import Path
+        import torch
+        sys.path.insert(0, sys.argv[1])
+        from tests.codegen import corpus
+        from te_fuser.codegen.compiler import load
+
+        libc, kept = ctypes.CDLL(None, use_errno=True), []
+        libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+        def guarded(t):
+            size = t.numel() * t.element_size()
+            if not size:
+                return t
+            span = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            memory = mmap.mmap(-1, span + mmap.PAGESIZE)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            assert libc.mprotect(start + span, mmap.PAGESIZE, 0) == 0
+            kept.append(memory)
+            return torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=span - size).view(t.shape).copy_(t)
+
+        names = corpus.descriptions()
+        for d, kernel in zip(names.values(), load(list(names.values()), cache_dir=Path(sys.argv[2]))):
+            for rows in (1, 3):
+                tensors = [*corpus.inputs(d, rows, 2).values()]
+                tensors += [torch.tensor([1, 2])] if d.streams else []
+                tensors += corpus.outputs(d, rows, 2)
+                kernel(tuple(map(guarded, tensors)), rows, 1, 2, tuple(range(len(d.streams))))
+        print("done")
+        """
+    )
+    command = [sys.executable, "-c", script, str(ROOT), str(cache)]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    assert answer.stdout == "done\n", f"{answer.returncode}: {answer.stderr}"
+
+
+# ------------------------------------------------------------------------------------------ functions
+
+
+def only(kernel_of: KernelDescription, cache: Path, compiler: Compiler | None = None) -> CpuKernelHandle:
+    return load([kernel_of], cache_dir=cache, compiler=compiler)[0]
+
+
+def grid(width: int) -> torch.Tensor:
+    """Rows of numbers of every magnitude, denormal ones too, and a dense grid where functions bend."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randint(-(2**31), 2**31, (1 << 18,), generator=generator).to(torch.int32).view(torch.float32)
+    dense = torch.linspace(-105, 105, 1 << 18)
+    near_one = 1 + torch.linspace(-0.5, 0.5, 1 << 16)
+    found = torch.cat([every[every.isfinite()], dense, dense / 16, near_one])
+    return found[: len(found) // width * width].reshape(-1, width)
+
+
+@pytest.mark.parametrize("flags", [None, ("-mavx2", "-mfma"), ("-msse2",)], ids=str)
+def test_functions_are_accurate(cache: Path, flags: tuple[str, ...] | None) -> None:
+    if flags and not ON_X86:
+        pytest.skip("flags of x86 processors")
+    d = CORPUS["every_function-40-f32"]
+    tensors = {"x": grid(40)}
+    got = run(only(d, cache, find_compiler(flags=flags)), d, tensors, len(tensors["x"]))
+    exact = reference(d, tensors, len(tensors["x"]))
+    for store, value, want in zip(d.stores, got, exact, strict=True):
+        rounded = want.float()
+        finite = rounded.isfinite()
+        _, exponent = torch.frexp(want)
+        last_place = torch.ldexp(torch.ones_like(want), exponent.clamp_min(-125) - 24)
+        error = ((value.double() - want).abs() / last_place)[finite].max()
+        assert error < 2.7, f"{store.name}: {error:.2f} units in the last place"
+        torch.testing.assert_close(value[~finite], rounded[~finite], equal_nan=True, rtol=0, atol=0)
+
+
+RARE = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-38, 3e38, -3e38, 0.5, -2.0, 88.8, -103.9)
+
+
+@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "choices_fwd-40-f32"])
+def test_rare_values_are_as_in_torch(kernels: dict[str, CpuKernelHandle], name: str) -> None:
+    d = CORPUS[name]
+    x = torch.tensor(RARE).repeat(3)[: d.width].repeat(len(RARE), 1)
+    other = torch.tensor(RARE)[:, None].expand(-1, d.width).contiguous()
+    tensors = {"x": x, "other": other, "limit": x[0].flip(0)}
+    tensors = {load.name: tensors[load.name] for load in d.loads}
+    got = run(kernels[name], d, tensors, len(x))
+    want = reference(d, tensors, len(x), dtype=torch.float32)
+    for store, a, b in zip(d.stores, got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-7, atol=2e-45, equal_nan=True, msg=lambda m, s=store: f"{s.name}: {m}")
+
+
+def test_row_reductions_pass_nan_on(kernels: dict[str, CpuKernelHandle]) -> None:
+    d = CORPUS["softmax_fwd-40-f32"]
+    x = torch.zeros(3, 40)
+    x[0, 39], x[1, 3], x[2] = math.nan, math.inf, -math.inf
+    (y,) = run(kernels["softmax_fwd-40-f32"], d, {"x": x}, 3)
+    torch.testing.assert_close(y, torch.softmax(x, -1), equal_nan=True)
+    assert y.isnan().all(-1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("flags", [None, ("-mavx2", "-mfma"), ("-msse2",)], ids=str)
+def test_conversions_are_torchs(cache: Path, dtype: torch.dtype, flags: tuple[str, ...] | None) -> None:
+    if flags and not ON_X86:
+        pytest.skip("flags of x86 processors")
+    compiler = find_compiler(flags=flags)
+    name = str(dtype).removeprefix("torch.")
+
+    def convert(t: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+        kit = Kit()
+        x = kit.leaf("x", Axes.FULL, 16, str(t.dtype).removeprefix("torch."))
+        kit.main = str(to).removeprefix("torch.")
+        handle = only(kit.forward(f"cast_{name}", {"y": (x, 16)}), cache, compiler)
+        return run(handle, handle.description, {"x": t}, len(t))[0]
+
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 16)
+    torch.testing.assert_close(convert(every, torch.float32), every.float(), equal_nan=True, rtol=0, atol=0)
+    middles = every.float().view(torch.int32)
+    step = 1 << (15 if dtype == torch.bfloat16 else 12)
+    near = torch.cat([middles + step + k for k in (-1, 0, 1)]).view(torch.float32)
+    near = torch.cat([near, near * 2.0**-13, grid(16), torch.tensor(RARE)[None]])
+    torch.testing.assert_close(convert(near, dtype), near.to(dtype), equal_nan=True, rtol=0, atol=0)
+
+
+# --------------------------------------------------------------------------------------- random draws
+
+
+def mask_kernel(width: int, parts: int, drop: float) -> KernelDescription:
+    kit = Kit()
+    keep = expr.keep_leaf("dropout", random.threshold(drop), Axes.FULL, width * parts)
+    pieces = f.split(keep, parts)
+    return kit.forward("mask", {f"y{k}": (piece, width) for k, piece in enumerate(pieces)})
+
+
+@pytest.mark.parametrize(("width", "parts"), [(1, 1), (3, 1), (8, 1), (257, 1), (3, 2), (40, 3), (128, 2)], ids=str)
+@pytest.mark.parametrize("flags", [None, ("-msse2",)], ids=str)
+def test_dropout_bits_are_those_of_the_reference(
+    cache: Path, width: int, parts: int, flags: tuple[str, ...] | None
+) -> None:
+    if flags and not ON_X86:
+        pytest.skip("flags of x86 processors")
+    d = mask_kernel(width, parts, 0.3)
+    rows = 21
+    got = run(only(d, cache, find_compiler(flags=flags)), d, {}, rows)
+    drawn = random.keep_bits(torch.arange(rows), width * parts, SEED, OFFSET, FIRST_STREAM)
+    want = (drawn >= random.threshold(0.3)).float()
+    assert torch.equal(torch.cat(got, -1), want)
+
+
+@pytest.mark.parametrize("drop", [0.0, 1.0])
+def test_dropout_of_nothing_and_of_everything(cache: Path, drop: float) -> None:
+    d = mask_kernel(40, 1, drop)
+    (got,) = run(only(d, cache), d, {}, 9)
+    assert (got == 1 - drop).all()
+
+
+def test_draws_per_sample(cache: Path) -> None:
+    kit = Kit()
+    keep = expr.keep_leaf("drop_path", random.threshold(0.5), Axes.BATCH, 1)
+    d = kit.forward("draws", {"y": (keep, 3)})
+    (got,) = run(only(d, cache), d, {}, 96, (2, 16))
+    drawn = random.keep_bits(torch.arange(16), 1, SEED, OFFSET, FIRST_STREAM) >= random.threshold(0.5)
+    samples = (torch.arange(96) // 2) % 16
+    assert torch.equal(got, drawn[samples].float().expand(96, 3))
+    assert 0 < got.mean() < 1
+
+
+# ------------------------------------------------------------------------------------- sums over rows
+
+
+def column_sums() -> KernelDescription:
+    kit = Kit()
+    x, bias = kit.full("x", 16), kit.feature("bias", 16)
+    scale, gain, slope = kit.leaf("scale", Axes.SAMPLE_FEATURES, 16), kit.leaf("gain", Axes.BATCH), kit.leaf("slope", 0)
+    return kit.backward("sums_bwd", {"y": (x * slope + bias + scale + x * gain, 16)}, [bias, scale, gain, slope])
+
+
+@pytest.mark.parametrize("batch", [(1, 1), (25000, 4), (1, 100)], ids=str)
+def test_sums_over_many_rows_stay_accurate(cache: Path, batch: tuple[int, int]) -> None:
+    """100,000 rows: added one by one in float32 they would be off by about 1e-3."""
+    d, rows = column_sums(), 100_000
+    tensors = inputs(d, rows, batch[1])
+    for name in ("x", "dy"):
+        tensors[name] = tensors[name] * 0.1 + 1.0
+    got = run(only(d, cache), d, tensors, rows, batch)
+    for item, value, want in zip(d.sums, got, reference(d, tensors, rows, batch=batch), strict=True):
+        torch.testing.assert_close(value.double(), want, rtol=4e-7, atol=0, msg=lambda m, s=item: f"{s.name}: {m}")
+
+
+# --------------------------------------------------------------------------------------------- text
+
+
+def test_names_are_roles() -> None:
+    text = cpp.generate(CORPUS["layer_norm_fwd-1024-bf16-f32"]).source
+    assert text.startswith("// layer_norm_fwd, 1024 features\n//   load  x: full x 1024 bfloat16\n")
+    assert "const float rstd = te::rsqrt(" in text
+    assert "layer_norm_weight" in text
+
+
+def test_words_of_the_language_can_be_roles(cache: Path) -> None:
+    kit = Kit()
+    roles = ("class", "row", "te", "at", "x_row", "x", "sum_1", "2nd", "a.b", "a_b", "float", "größe")
+    total = expr.ZERO
+    for role in roles:
+        total = total + f.exp(kit.full(role, 3)) * kit.feature(f"{role}.weight", 3)
+    d = kit.forward("default", {"int": (total, 3), "double": (total * 2, 3)})
+    tensors = inputs(d, 5)
+    assert_as_meant(d, run(only(d, cache), d, tensors, 5), tensors, 5)
+
+
+def test_dear_values_are_computed_once_and_cheap_ones_again() -> None:
+    softmax = cpp.generate(CORPUS["softmax_fwd-40-f32"]).source
+    assert softmax.count("te::exp(") == 1
+    assert softmax.count("te::load_buffer(") == 1
+    layer_norm = cpp.generate(CORPUS["layer_norm_fwd-257-f32"])
+    assert layer_norm.scratch_floats == 0
+    chain = cpp.generate(CORPUS["geglu_chain_bwd-257-f32"]).source
+    assert chain.count("te::tanh(") == 1
+
+
+def test_sums_that_no_loop_needs_share_the_last_loop() -> None:
+    for name in ("prelu_bwd-257-f32", "gains_bwd-40-f32"):
+        assert cpp.generate(CORPUS[name]).source.count("te::features<") == 1
+
+
+def test_plain_elements_are_one_long_row() -> None:
+    assert "te::elements(row_begin * 257, row_end * 257" in cpp.generate(CORPUS["cast-257-f32"]).source
+    assert "te::elements(" not in cpp.generate(CORPUS["bias_gelu_fwd-16-f32"]).source
+
+
+def test_one_long_row_ends_anywhere(kernels: dict[str, CpuKernelHandle], two_threads: None) -> None:
+    d = CORPUS["gelu_erf_fwd-3-bf16"]
+    for rows in (1, 5, 6, 11, 1001):
+        tensors = inputs(d, rows)
+        for kernel in (kernels["gelu_erf_fwd-3-bf16"], on_all_threads(kernels["gelu_erf_fwd-3-bf16"])):
+            assert_as_meant(d, run(kernel, d, tensors, rows), tensors, rows)
+
+
+def test_the_text_is_the_same_in_every_process() -> None:
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from te_fuser.codegen import cpp\n"
+        "from tests.codegen import corpus\n"
+        "print(''.join(cpp.generate(d).source for d in corpus.descriptions().values()), end='')"
+    )
+    command = [sys.executable, "-c", script, str(ROOT)]
+    other = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"}).stdout
+    assert other == "".join(cpp.generate(d).source for d in CORPUS.values())
+
+
+def test_a_long_chain_of_operations(cache: Path) -> None:
+    kit = Kit()
+    x = y = kit.full("x", 24)
+    for step in range(150):
+        y = f.where(y > 0, y * 0.75 + x, y - x * (1 + step / 100))
+    d = kit.forward("chain", {"y": (y, 24)})
+    tensors = inputs(d, 5)
+    got = run(only(d, cache), d, tensors, 5)
+    torch.testing.assert_close(got[0].double(), reference(d, tensors, 5)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_scalars_of_the_whole_call_and_of_parameters(cache: Path) -> None:
+    """Numbers that no row changes: an expression of scalars, a row sum of a parameter, a broadcast store."""
+    kit = Kit()
+    x, weight, slope = kit.full("x", 17), kit.feature("weight", 17), kit.leaf("slope", Axes.NONE)
+    factor = f.exp(slope) / (1 + slope * slope)
+    norm = f.rsqrt(f.row_sum(weight * weight))
+    chosen = f.where(slope > 0, x, -x)
+    out = {"y": (chosen * factor + weight * norm, 17), "norm": (norm + 0 * weight, 17), "flat": (weight * factor, 17)}
+    d = kit.forward("scalars", out)
+    tensors = inputs(d, 5)
+    assert_as_meant(d, run(only(d, cache), d, tensors, 5), tensors, 5)
+
+
+def test_float64_is_refused() -> None:
+    kit = Kit(main="float64")
+    d = kit.forward("cast", {"y": (kit.full("x", 4), 4)})
+    with pytest.raises(ValueError, match=r"kernel cast: x is float64; generated kernels know float32"):
+        cpp.generate(d)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Fraction(1, 2), "0.5f"), (40, "40.0f"), (1e-5, "1e-05f"), (Fraction(1, 3), "0.33333334f"), (-1, "-1.0f"),
+        (math.inf, "te::infinity"), (-math.inf, "-te::infinity"), (1e300, "te::infinity"), (2.0**24, "16777216.0f"),
+    ],
+)  # fmt: skip
+def test_literals(value: float, text: str) -> None:
+    assert cpp.literal(float(value)) == text
+
+
+def test_symbols_are_identifiers() -> None:
+    assert all(re.fullmatch(r"[a-z]\w+", cpp.symbol_of(d)) for d in CORPUS.values())

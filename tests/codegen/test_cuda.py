@@ -1,0 +1,446 @@
+"""Generated CUDA kernels without a GPU: their text, their schedules, their machine code, their values on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import cuda, nvrtc
+from te_fuser.codegen import schedule as plan
+from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.description import KernelDescription, Store, Target, describe
+from te_fuser.codegen.schedule import Kind, Schedule, Sums
+from te_fuser.formula import expr
+from te_fuser.formula import functions as f
+from te_fuser.formula.expr import Axes
+from tests.codegen import corpus
+from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
+from tests.codegen.cuda_calls import complaints
+from tests.codegen.cuda_on_cpu import Emulated, build
+
+ROOT = Path(__file__).parents[2]
+CORPUS = descriptions()
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+H200 = plan.device_of("sm_90a")
+BF16 = ("bfloat16", "bfloat16")
+
+
+def has_nvrtc() -> bool:
+    try:
+        nvrtc.compiler_version()
+    except nvrtc.CompilerMissing:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cubins")
+
+
+# ------------------------------------------------------------------------------------------------ machine code
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("arch", "every"), [("sm_80", 4), ("sm_90a", 1), ("sm_100a", 4)])
+def test_kernels_compile_without_spilling(arch: str, every: int, cache: Path) -> None:
+    names = list(CORPUS)[::every]
+
+    def complaint(name: str) -> str:
+        kernel = cuda.generate(CORPUS[name], arch)
+        made = nvrtc.compile_source(kernel.source, arch, cache=cache)
+        assert sorted(r.symbol for r in made.resources) == sorted(launch.symbol for launch in kernel.launches)
+        spills = [r for r in made.resources if r.spilled_bytes or r.stack_bytes]
+        return f"{name}: {spills}" if spills else ""
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [text for text in pool.map(complaint, names) if text]
+    assert not found
+
+
+LARGE = [
+    (corpus.layer_norm, 4096), (corpus.layer_norm, 8192), (corpus.layer_norm, 16384), (corpus.layer_norm, 65536),
+    (corpus.rms_norm, 4096), (corpus.bias_gelu, 16384), (corpus.swiglu, 14336), (corpus.dropout_add_layer_norm, 4096),
+    (corpus.softmax, 2048),
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("family", "width"), LARGE, ids=lambda v: str(getattr(v, "__name__", v)))
+def test_large_kernels_keep_their_registers(family: corpus.Family, width: int, cache: Path) -> None:
+    for description in family(Kit(*BF16), width):
+        kernel = cuda.generate(description)
+        made = nvrtc.compile_source(kernel.source, "sm_90a", cache=cache)
+        assert not [r for r in made.resources if r.spilled_bytes > 0], kernel.schedules
+        for launch in kernel.launches:
+            resources = next(r for r in made.resources if r.symbol == launch.symbol)
+            assert resources.shared_bytes + launch.shared_bytes <= H200.shared_bytes
+
+
+# ------------------------------------------------------------------------------------------------------ values
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
+    kernels = [cuda.generate(d) for d in CORPUS.values()]
+    return dict(zip(CORPUS, build(str(COMPILER), kernels, tmp_path_factory.mktemp("emulated")), strict=True))
+
+
+def check(kernel: Emulated, d: KernelDescription, rows: int, batch: tuple[int, int] = (1, 1)) -> list[torch.Tensor]:
+    tensors, made = inputs(d, rows, batch[1], seed=rows), outputs(d, rows, batch[1])
+    kernel(d, tensors, made, rows, batch)
+    assert not complaints(d, tensors, made, rows, batch)
+    return made
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CORPUS)
+def test_values_are_the_interpreters(name: str, emulated: dict[str, Emulated]) -> None:
+    for rows, batch in ((0, (1, 1)), (1, (1, 1)), (13, (1, 1)), (24, (2, 3)), (7, (2, 3))):
+        check(emulated[name], CORPUS[name], rows, batch)
+
+
+@needs_compiler
+def test_rows_of_no_sample(emulated: dict[str, Emulated]) -> None:
+    name = "scale_shift_bwd-17-f32"
+    made = outputs(CORPUS[name], 0, 0)
+    emulated[name](CORPUS[name], inputs(CORPUS[name], 0, 0), made, 0, (1, 0))
+    assert all(t.numel() == 0 for t in made)
+
+
+@needs_compiler
+def test_many_blocks_add_up_the_same_sums_as_one(emulated: dict[str, Emulated]) -> None:
+    d = CORPUS["layer_norm_bwd-40-bf16"]
+    tensors = inputs(d, 300)
+    for multiprocessors in (1, 3, 50):
+        made, again = outputs(d, 300), outputs(d, 300)
+        for out in (made, again):
+            emulated["layer_norm_bwd-40-bf16"](d, tensors, out, 300, multiprocessors=multiprocessors)
+        assert not complaints(d, tensors, made, 300)
+        assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
+
+
+VARIED = [
+    "layer_norm_fwd-40-bf16", "layer_norm_bwd-257-f32", "rms_norm_recomputed_bwd-257-f32", "rms_norm_bwd-1024-bf16",
+    "layer_norm_swiglu_bwd-40-f32", "dropout_add_layer_norm_fwd-1024-bf16-f32",
+    "dropout_add_layer_norm_bwd-1024-bf16-f32", "softmax_bwd-1024-bf16", "gains_bwd-40-f32", "two_operands-16-f32",
+    "geglu_chain_bwd-257-f32", "scale_shift_bwd-1024-bf16-f32", "bias_gelu_bwd-257-f16",
+]  # fmt: skip
+
+
+def variants(d: KernelDescription) -> list[tuple[Schedule, ...]]:
+    """One schedule of each kind, whatever would be picked, and the stores and sums in two kernels."""
+    d = rewrite(d)
+    fitting = plan.candidates(d, H200)
+    first: dict[object, Schedule] = {}
+    for s in fitting:
+        first.setdefault((s.kind, s.ahead, s.sums, s.lanes > 32), s)
+    found = [(s,) for s in first.values()]
+    if d.sums and d.reductions:
+        shared = next(s for s in fitting if s.kind != Kind.COLUMNS)
+        found.append((dataclasses.replace(shared, kind=Kind.SHARED, sums=Sums.SHARED),))
+        rows, columns = (plan.pick(part, H200) for part in plan.split(d))
+        assert rows and columns
+        found += [(rows, columns), (dataclasses.replace(rows, kind=Kind.REREAD), columns)]
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", VARIED)
+def test_every_kind_of_schedule_gives_the_same(name: str, tmp_path: Path) -> None:
+    d = CORPUS[name]
+    kernels = build(str(COMPILER), [cuda.generate(d, schedules=s) for s in variants(d)], tmp_path)
+    for kernel in kernels:
+        check(kernel, d, 0)
+        check(kernel, d, 11)
+        check(kernel, d, 24, (4, 3))
+
+
+@needs_compiler
+@pytest.mark.parametrize("alignment", [2, 4, 8])
+def test_badly_aligned_tensors_get_narrower_accesses(alignment: int, tmp_path: Path) -> None:
+    names = ["layer_norm_bwd-1024-bf16-f32", "dropout_swiglu_bwd-40-f16"]
+    kernels = [cuda.generate(CORPUS[n], alignment=alignment) for n in names]
+    assert all(k.schedules[0].vector * 2 <= alignment for k in kernels)
+    for name, kernel in zip(names, build(str(COMPILER), kernels, tmp_path), strict=True):
+        check(kernel, CORPUS[name], 5)
+
+
+@needs_compiler
+def test_tanh_gelu_keeps_its_negative_tail(tmp_path: Path) -> None:
+    fwd, bwd = corpus.bias_gelu(Kit(), 32)
+    x = torch.linspace(-12, -4, 32)[None].contiguous()
+    tensors = {"x": x, "bias": torch.zeros(32), "dy": torch.ones(1, 32)}
+    for kernel, d in zip(build(str(COMPILER), [cuda.generate(fwd), cuda.generate(bwd)], tmp_path), (fwd, bwd), strict=True):
+        used = {t.name: tensors[t.name] for t in d.loads}
+        made = outputs(d, 1)
+        kernel(d, used, made, 1)
+        exact = _gelu_tail(x.double())[d is bwd]
+        assert ((made[0].double() - exact).abs() <= 1e-4 * exact.abs() + 1e-37).all()
+
+
+def _gelu_tail(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """GELU and its derivative through the sigmoid, which float64 does not lose in the tail."""
+    c = 2 * math.sqrt(2 / math.pi)
+    s = torch.sigmoid(c * (x + 0.044715 * x**3))
+    return x * s, s + x * s * (1 - s) * c * (1 + 3 * 0.044715 * x**2)
+
+
+@needs_compiler
+def test_constants_rows_and_broadcasts_are_stored(tmp_path: Path) -> None:
+    x = expr.leaf("x", Axes.FULL, 24)
+    total = f.row_sum(x)
+    targets = [
+        Target("seven", expr.const(7), Axes.FULL, 24, "bfloat16"),
+        Target("minus", expr.const(-0.1), Axes.ROWS, 1, "float32"),
+        Target("total", total, Axes.FULL, 24, "float32"),
+    ]
+    sums = [Target("everything", total, Axes.NONE, 1, "float32"), Target("spread", total, Axes.FEATURE, 24, "float32")]
+    d = describe("odds and ends", targets, sums, {"x": (Axes.FULL, 24, "float32")})
+    (kernel,) = build(str(COMPILER), [cuda.generate(d)], tmp_path)
+    check(kernel, d, 5)
+
+
+# --------------------------------------------------------------------------------------------------- schedules
+
+# family, width, forward or backward -> kinds, threads that share a row, column sums
+PICKED = [
+    (corpus.layer_norm, 64, 0, [(Kind.REGISTERS, 8, Sums.NONE)]),
+    (corpus.layer_norm, 1024, 0, [(Kind.REGISTERS, 32, Sums.NONE)]),
+    (corpus.layer_norm, 4096, 0, [(Kind.REGISTERS, 128, Sums.NONE)]),
+    (corpus.layer_norm, 4096, 1, [(Kind.REGISTERS, 256, Sums.REGISTERS)]),
+    (corpus.layer_norm, 8192, 1, [(Kind.REGISTERS, 512, Sums.REGISTERS)]),
+    (corpus.layer_norm, 16384, 0, [(Kind.REGISTERS, 512, Sums.NONE)]),
+    (corpus.layer_norm, 16384, 1, [(Kind.SHARED, 256, Sums.REGISTERS)]),
+    (corpus.layer_norm, 65536, 0, [(Kind.SHARED, 1024, Sums.NONE)]),
+    (corpus.layer_norm, 65536, 1, [(Kind.REREAD, 1024, Sums.NONE), (Kind.COLUMNS, 256, Sums.REGISTERS)]),
+    (corpus.layer_norm, 4097, 1, [(Kind.REGISTERS, 1024, Sums.REGISTERS)]),
+    (corpus.bias_gelu, 16384, 0, [(Kind.COLUMNS, 256, Sums.NONE)]),
+    (corpus.bias_gelu, 16384, 1, [(Kind.COLUMNS, 256, Sums.REGISTERS)]),
+    (corpus.bias_gelu, 64, 1, [(Kind.COLUMNS, 8, Sums.REGISTERS)]),
+    (corpus.bias_gelu, 1, 1, [(Kind.COLUMNS, 1, Sums.REGISTERS)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "which", "wanted"), PICKED, ids=[f"{c[0].__name__}-{c[1]}-{c[2]}" for c in PICKED]
+)
+def test_picked_schedule(
+    family: corpus.Family, width: int, which: int, wanted: list[tuple[Kind, int, Sums]]
+) -> None:
+    kernel = cuda.generate(family(Kit(*BF16), width)[which])
+    assert [(s.kind, s.lanes, s.sums) for s in kernel.schedules] == wanted
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 31, 100, 1000, 1022, 4095, 30000, 65535, 65536])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_every_width_has_a_schedule_within_the_limits(width: int, arch: str) -> None:
+    device = plan.device_of(arch)
+    for family in (corpus.layer_norm, corpus.bias_gelu):
+        for dtypes in (BF16, ("float32", "float32")):
+            for d in family(Kit(*dtypes), width):
+                kernel = cuda.generate(d, arch)
+                for launch in kernel.launches:
+                    assert launch.threads <= 1024 and launch.shared_bytes <= device.shared_bytes
+                for s in kernel.schedules:
+                    assert s.tiles(width) * s.covered >= width and width % s.vector == 0
+                    assert s.threads * s.blocks_per_multiprocessor <= device.resident_threads
+
+
+def test_what_waits_is_cheap() -> None:
+    """A raw tensor waits rather than what costs little to compute from it; an expensive value waits itself."""
+    cases = {
+        "layer_norm_fwd-1024-bf16-f32": [["x"], ["x"], []],
+        "rms_norm_bwd-1024-bf16": [["dy", "x"], []],
+        "dropout_add_layer_norm_fwd-1024-bf16-f32": [["add"], ["add"], []],
+        "geglu_chain_fwd-257-f32": [["mul"], []],
+    }
+    for name, wanted in cases.items():
+        found = [
+            sorted(str(n.attrs[0]) if n.op == "input" else n.op for n in p.waits)
+            for p in plan.passes(rewrite(CORPUS[name]), Kind.REGISTERS)
+        ]
+        assert found == wanted, name
+
+
+def test_the_grid_fills_the_gpu_and_no_more() -> None:
+    kernel = cuda.generate(corpus.layer_norm(Kit(*BF16), 4096)[1])
+    per_gpu = 132 * kernel.schedules[0].blocks_per_multiprocessor
+    for rows, groups in ((0, 1), (1, 1), (100, 100), (10**6, per_gpu)):
+        sizes = kernel.sizes(rows, 1, 132)
+        assert sizes.groups == groups and sizes.blocks == (groups, 2 * 4096 // 32)
+        assert sizes.partials == (groups * 4096,) * 2
+    owned = cuda.generate(CORPUS["scale_shift_bwd-1024-bf16-f32"])
+    assert owned.sizes(4096, 8, 132).groups % 8 == 0
+    assert owned.sizes(4096, 1000, 132).groups == 1000
+    plain = cuda.generate(CORPUS["bias_gelu_fwd-16-f32"])
+    assert plain.sizes(0, 1, 132).blocks == (0,)
+
+
+# -------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_text_says_what_it_is(name: str) -> None:
+    d = CORPUS[name]
+    kernel = cuda.generate(d)
+    assert kernel.source.startswith("".join(f"// {line}\n" for line in str(d).splitlines()))
+    assert "atomic" not in kernel.source and "tanh.approx" not in kernel.source
+    assert all(len(launch.parameters) == len({(p.kind, p.name) for p in launch.parameters}) for launch in kernel.launches)
+    kinds = [p.kind for p in kernel.launches[0].parameters]
+    order = ["load", "seed", "store", "row_value", "partial", "rows", "batch_inner", "batch_size", "stream"]
+    assert kinds == sorted(kinds, key=order.index)
+    assert kinds.count("load") == len(d.loads) and kinds.count("stream") == len(d.streams)
+
+
+def test_names_are_roles_and_cannot_clash() -> None:
+    x, w = expr.leaf("row", Axes.FULL, 8), expr.leaf("layer_norm.weight", Axes.FEATURE, 8)
+    same = expr.leaf("layer_norm_weight", Axes.FEATURE, 8)
+    tensors = {"row": (Axes.FULL, 8, "float32")} | {n: (Axes.FEATURE, 8, "float32") for n in (w.attrs[0], same.attrs[0])}
+    d = describe("2 in one", [Target("float", x * w + same, Axes.FULL, 8, "float32")], [], tensors)
+    source = cuda.generate(d).source
+    for text in ("v_2_in_one(", "row_2,", "layer_norm_weight,", "layer_norm_weight_2,", "float_2,"):
+        assert text in source
+
+
+def test_text_is_the_same_in_every_process() -> None:
+    script = textwrap.dedent("""
+        import hashlib
+        from te_fuser.codegen import cuda
+        from tests.codegen.corpus import descriptions
+        text = "".join(cuda.generate(d, a).source for d in descriptions().values() for a in ("sm_80", "sm_90a"))
+        print(hashlib.sha256(text.encode()).hexdigest())
+    """)
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True,
+            env={"PYTHONPATH": ":".join([str(ROOT), *sys.path]), "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("0", "77")
+    }  # fmt: skip
+    assert len(found) == 1
+
+
+def test_formulas_lose_instructions_and_keep_their_meaning() -> None:
+    for name in ("bias_gelu_bwd-16-f32", "swiglu_bwd-1024-bf16", "layer_norm_bwd-257-f32"):
+        d = CORPUS[name]
+        new = rewrite(d)
+        assert plan.instructions(new) < plan.instructions(d)
+        assert len(new.reductions) == len(d.reductions)
+    tensors = inputs(d, 9)
+    for a, b in zip(reference(new, tensors, 9), reference(d, tensors, 9), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_float64_is_refused_by_name() -> None:
+    x = expr.leaf("x", Axes.FULL, 8)
+    d = describe("double", [Target("y", x, Axes.FULL, 8, "float64")], [], {"x": (Axes.FULL, 8, "float32")})
+    with pytest.raises(ValueError, match="kernel double: y is float64; generated kernels store float32"):
+        cuda.generate(d)
+
+
+# ------------------------------------------------------------------------------------------ compiler and cache
+
+TINY = 'extern "C" __global__ void tiny(float* y) { y[threadIdx.x] = 1.0f; }\n'
+
+
+@needs_nvrtc
+def test_cubins_are_kept_and_truncated_ones_made_again(tmp_path: Path) -> None:
+    made = nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path)
+    assert made.cubin[:4] == b"\x7fELF" and made.resources[0].symbol == "tiny"
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    assert nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path) == made
+    for damaged in (b"", whole[:100], whole[:-1], whole[:-5] + b"wrong"):
+        file.write_bytes(damaged)
+        assert nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path) == made
+        assert file.read_bytes() == whole
+    assert [p.name for p in tmp_path.iterdir()] == [file.name]
+
+
+@needs_nvrtc
+def test_a_kept_cubin_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path)
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path) == made
+
+
+@needs_nvrtc
+def test_the_key_covers_text_architecture_version_options_and_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {nvrtc.key(TINY, "sm_90a"), nvrtc.key(TINY, "sm_80"), nvrtc.key(TINY + " ", "sm_90a")}
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "compiler_version", lambda: (99, 0))
+        keys.add(nvrtc.key(TINY, "sm_90a"))
+    with monkeypatch.context() as patch:
+        patch.setitem(nvrtc._OPTIONS, "lineinfo", True)
+        keys.add(nvrtc.key(TINY, "sm_90a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "_headers_digest", lambda: "other headers")
+        keys.add(nvrtc.key(TINY, "sm_90a"))
+    assert len(keys) == 6
+
+
+def test_headers_count_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "te_cuda.cuh").write_text("1")
+    monkeypatch.setattr(nvrtc, "INCLUDE", tmp_path)
+    before = nvrtc._headers_digest.__wrapped__()
+    (tmp_path / "te_cuda.cuh").write_text("2")
+    assert nvrtc._headers_digest.__wrapped__() != before
+
+
+@needs_nvrtc
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path / "file" / "below").cubin[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_errors_name_the_kernel_and_show_the_line(tmp_path: Path) -> None:
+    wrong = TINY + 'extern "C" __global__ void two(float* y) {\n  y[0] = missing_name;\n}\n'
+    with pytest.raises(nvrtc.CompileError, match="kernel tiny does not compile for sm_90a: tiny.cu line 3") as caught:
+        nvrtc.compile_source(wrong, "sm_90a", cache=tmp_path)
+    assert "y[0] = missing_name;" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    nvrtc.compiler_version.cache_clear()
+    with pytest.raises(nvrtc.CompilerMissing, match="pip install 'cuda-core"):
+        nvrtc.compiler_version()
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a")]
+)
+def test_architectures(capability: tuple[int, int], arch: str) -> None:
+    assert nvrtc.arch_of(capability) == arch
+
+
+def test_split_kernels_pass_one_number_a_row() -> None:
+    kernel = cuda.generate(corpus.layer_norm(Kit(*BF16), 65536)[1])
+    assert [launch.symbol for launch in kernel.launches] == [
+        "layer_norm_bwd", "layer_norm_bwd_columns", "layer_norm_bwd_finish"
+    ]  # fmt: skip
+    passed = [p.name for p in kernel.launches[0].parameters if p.kind == "row_value"]
+    assert passed == [p.name for p in kernel.launches[1].parameters if p.kind == "row_value"] == list(kernel.row_values)
+
+
+def test_a_store_of_nothing_but_sums() -> None:
+    """Column sums that need row reductions, beyond what fits one kernel, without any other store."""
+    d = dataclasses.replace(corpus.layer_norm(Kit(*BF16), 65536)[1], stores=())
+    kernel = cuda.generate(d)
+    assert not any(isinstance(s, Store) for s in d.stores) and kernel.launches[-1].symbol == "layer_norm_bwd_finish"

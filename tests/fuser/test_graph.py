@@ -1,0 +1,199 @@
+"""The graph of a list: what reads what, what shares storage, what needs a gradient, and which casts autocast puts in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.formula import Axes
+from te_fuser.fuser.graph import snake
+from tests.twins import assert_as_meant, sequential, tensor
+
+X = tensor(5, 8)
+
+
+def graph_of(model, x=X, **arguments):
+    return model.plan(x, **arguments).graph
+
+
+def names(graph):
+    return [n.op.kind.__name__ for n in graph.nodes]
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm"), ("GELU", "gelu"), ("SwiGLU", "swi_glu"), ("Bias", "bias")],
+)
+def test_snake(name, want):
+    assert snake(name) == want
+
+
+def test_edges():
+    model = sequential(ops.Fork("a"), ops.Linear(8, 8), ops.Output("o"), ops.Add("a"), ops.Add("c"))
+    graph = graph_of(model, c=tensor(5, 8, seed=1), outputs=("o",))
+    assert names(graph) == ["Fork", "MatMul", "Bias", "Output", "Add", "Add"]
+    fork, matmul, bias, output, add, add_call = graph.nodes
+    assert matmul.input == fork.output and bias.input == matmul.output and graph.output == add_call.output
+    assert graph.consumers(fork.named_out[0]) == [add.index] and graph.producer(fork.named_out[0]) == 0
+    assert graph.named_outputs == {"/o": output.named_out[0]} and graph.leaves(output.named_out[0])
+    assert graph.producer(graph.named_inputs["c"]) is None and graph.consumers(graph.named_inputs["c"]) == [5]
+    assert [n.label for n in (matmul, bias)] == ["op 1 (MatMul '1.matmul')", "op 2 (Bias '1.bias')"]
+
+
+def test_what_shares_storage():
+    model = sequential(ops.Fork("a"), ops.Identity(), ops.Dropout(0.5), ops.GELU(), ops.Output("o"), ops.Add("a")).eval()
+    graph = graph_of(model, outputs=("o",))
+    fork, identity, dropout, gelu, output, add = graph.nodes
+    assert {graph.root(v) for v in (fork.output, *fork.named_out, identity.output, dropout.output)} == {0}
+    assert {graph.root(v) for v in (gelu.output, output.output, *output.named_out)} == {gelu.output}
+    assert graph.root(add.output) == add.output
+    assert graph_of(model.train(), outputs=("o",)).root(dropout.output) == dropout.output
+
+
+def test_networkx():
+    picture = graph_of(sequential(ops.Fork("a"), ops.GELU(), ops.Add("a"))).networkx()
+    assert list(picture.nodes) == [0, 1, 2, "call", "result"]
+    edges = {(a, b, d["name"]) for a, b, d in picture.edges(data=True)}
+    assert edges == {
+        ("call", 0, "input"),
+        (0, 1, "fork.output"),
+        (0, 2, "/a"),
+        (1, 2, "gelu.output"),
+        (2, "result", "add.output"),
+    }
+
+
+def needs(model, x, **inputs):
+    graph = graph_of(model, x, **inputs)
+    return [graph.needs_grad(n.output) for n in graph.nodes]
+
+
+def test_needs_a_gradient_exactly_where_somebody_upstream_does():
+    model = sequential(ops.Bias(8), ops.GELU(), ops.Linear(8, 8), ops.Add("c"), ops.Bias(8))
+    frozen, fixed = X.detach(), tensor(5, 8, grad=False)
+    assert needs(model, X, c=fixed) == [True] * 6
+    with torch.no_grad():
+        assert needs(model, X, c=fixed) == [False] * 6
+    model.requires_grad_(False)
+    assert needs(model, frozen, c=fixed) == [False] * 6
+    model[4].bias.requires_grad_(True)
+    assert needs(model, frozen, c=fixed) == [False] * 5 + [True]
+    assert needs(model, frozen, c=tensor(5, 8)) == [False] * 4 + [True] * 2
+    model[2].weight.requires_grad_(True)
+    assert needs(model, frozen, c=fixed) == [False, False, True, True, True, True]
+    assert graph_of(model, frozen, c=fixed).parameter_needs == (False, True, False, True)
+
+
+def test_a_mask_takes_no_gradient():
+    model = sequential(ops.DotProductAttention(1, 8, mask="given", layout="batch_first"))
+    mask = torch.zeros(2, 1, 3, 3, dtype=torch.bool)
+    graph = graph_of(model, tensor(2, 3, 24, grad=False), attention_mask=mask)
+    assert not graph.needs_grad(graph.output)
+
+
+# ---------------------------------------------------------------------------------------- axes of named inputs
+
+
+def reader(axes, batch_dim=None):
+    class Times(ops.RowOp):
+        inputs = {"g": ops.NamedInput("factor", axes)}
+
+        def batch_dim(self):
+            return batch_dim
+
+        def compute(self, x, g):
+            return x * g
+
+    return sequential(ops.GELU(), Times(), ops.SiLU())
+
+
+# axes -> (the dimension that counts samples, a shape that fits [3, 4, 8], one that does not, the wanted one in words)
+EXTENTS = {
+    "full": (Axes.FULL, None, (3, 4, 8), (3, 1, 8), r"the main input \[3, 4, 8\]; they must be equal"),
+    "rows": (Axes.ROWS, None, (3, 4, 1), (3, 4), r"needs \[3, 4, 1\]"),
+    "samples_0": (Axes.SAMPLE_FEATURES, 0, (3, 8), (4, 8), r"needs \[3, 8\]"),
+    "samples_1": (Axes.SAMPLE_FEATURES, 1, (4, 8), (3, 8), r"needs \[4, 8\]"),
+    "batch": (Axes.BATCH, 1, (4,), (4, 1), r"needs \[4\]"),
+    "feature": (Axes.FEATURE, None, (8,), (1, 8), r"needs \[8\]"),
+    "none": (Axes.NONE, None, (), (1,), r"needs \[\]"),
+}
+
+
+@pytest.mark.parametrize("name", EXTENTS)
+def test_named_inputs_of_every_extent(name):
+    axes, batch_dim, fits, wrong, words = EXTENTS[name]
+    model, x = reader(axes, batch_dim), tensor(3, 4, 8)
+    assert_as_meant(model, x, factor=tensor(*fits, seed=1))
+    with pytest.raises(ValueError, match=rf"op 1 \(Times '1'\): 'factor' has shape .*{words}"):
+        model(x, factor=tensor(*wrong))
+
+
+def test_an_op_per_sample_must_say_where_samples_are():
+    with pytest.raises(ValueError, match=r"op 1 \(Times '1'\): 'factor' is given per sample; the op must say batch_dim"):
+        reader(Axes.BATCH)(tensor(3, 4, 8), factor=tensor(3))
+
+
+# ---------------------------------------------------------------------------------------- autocast
+
+
+def kinds_under_autocast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = graph_of(model, x)
+    return [(n.op.kind.__name__, graph.values[n.output].spec.dtype) for n in graph.nodes], graph
+
+
+def test_autocast_casts_the_input_of_a_product_once():
+    model = sequential(ops.LayerNorm(8), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8), dtype=torch.float32)
+    found, graph = kinds_under_autocast(model, tensor(5, 8, dtype=torch.float32))
+    low = torch.bfloat16
+    assert found == [
+        ("LayerNorm", torch.float32),
+        ("Cast", low),
+        ("MatMul", low),
+        ("Bias", low),
+        ("GELU", low),
+        ("MatMul", low),
+        ("Bias", low),
+    ]
+    assert [dict(n.casts) for n in graph.nodes if n.op.kind is ops.MatMul] == [{"weight": low}] * 2
+
+
+def test_autocast_leaves_float64_and_bfloat16_alone():
+    for dtype in (torch.float64, torch.bfloat16):
+        model = sequential(ops.LayerNorm(8), ops.Linear(8, 8), dtype=dtype)
+        found, graph = kinds_under_autocast(model, tensor(5, 8, dtype=dtype))
+        assert found == [("LayerNorm", dtype), ("MatMul", dtype), ("Bias", dtype)]
+        assert not any(n.casts for n in graph.nodes)
+
+
+# ---------------------------------------------------------------------------------------- ops that are no ops
+
+
+def test_an_op_without_a_meaning():
+    class Nothing(te_fuser.FusableOperation):
+        pass
+
+    with pytest.raises(TypeError, match=r"op 1 \(Nothing '1'\): an op is a RowOp .* this one is neither"):
+        sequential(ops.GELU(), Nothing())(X)
+
+
+@pytest.mark.parametrize(
+    ("what", "declared", "words"),
+    [
+        ("reads", {"reads": ("inptu",)}, "its backward reads 'inptu', which is none of extra, input, output"),
+        ("emits", {"reads": ("extra",), "emits": ()}, "its backward reads 'extra', which is none of input, output"),
+        ("produces", {"gradients": lambda self, names: (ops.base.Gradient(("wight",), (), "f"),)}, "its backward produces 'wight'"),
+    ],
+)
+def test_an_opaque_op_that_misspells_a_name(what, declared, words):
+    body = {
+        "op_forward": lambda self, call, x: x,
+        "op_backward": lambda self, call, dy: dy,
+        "emits": ("extra",),
+        **declared,
+    }
+    kind = type("Odd", (ops.UnfusedOperation,), body)
+    with pytest.raises(ValueError, match=rf"op 0 \(Odd '0'\): {words}"):
+        sequential(kind())(X)

@@ -1,0 +1,510 @@
+"""Sequential as a list, as a module with names and hooks, and as something that is saved, copied and compiled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import te_fuser
+from te_fuser import ops
+from tests.twins import assert_as_meant, randomize, sequential, tensor
+
+X = tensor(5, 8)
+OPTIONS = {"memory": "lean", "kernels": "reference", "verify": False}
+
+
+def mlp(**options):
+    return sequential(ops.LayerNorm(8), ops.Linear(8, 16), ops.GELU("none"), ops.Linear(16, 8), **options)
+
+
+def torch_mlp():
+    return randomize(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double())
+
+
+def scales(*values, **options):
+    """Factors that tell ops apart: the product of those that ran is the result for an input of ones."""
+    return sequential(*(ops.Scale(value=v) for v in values), **{**OPTIONS, **options})
+
+
+def factor(model):
+    """What a list of scales multiplies with, run in full."""
+    return model(torch.ones(2, 3)).unique().item()
+
+
+def values(model):
+    return [op.value for op in model]
+
+
+# --------------------------------------------------------------------------------------------------- a list
+
+
+def changed(model, change):
+    change(model)
+    return model
+
+
+EDITS = {
+    "append": (lambda m: m.append(ops.Scale(value=11.0)), [2, 3, 5, 7, 11]),
+    "extend": (lambda m: m.extend([ops.Scale(value=11.0), ops.Scale(value=13.0)]), [2, 3, 5, 7, 11, 13]),
+    "insert": (lambda m: m.insert(1, ops.Scale(value=11.0)), [2, 11, 3, 5, 7]),
+    "insert_first": (lambda m: m.insert(0, ops.Scale(value=11.0)), [11, 2, 3, 5, 7]),
+    "pop": (lambda m: m.pop(1), [2, 5, 7]),
+    "pop_last": (lambda m: m.pop(-1), [2, 3, 5]),
+    "delete": (lambda m: m.__delitem__(0), [3, 5, 7]),
+    "delete_slice": (lambda m: m.__delitem__(slice(1, 3)), [2, 7]),
+    "set": (lambda m: m.__setitem__(2, ops.Scale(value=11.0)), [2, 3, 11, 7]),
+    "set_negative": (lambda m: m.__setitem__(-1, ops.Scale(value=11.0)), [2, 3, 5, 11]),
+    "extend_in_place": (lambda m: m.__iadd__(scales(11.0)), [2, 3, 5, 7, 11]),
+    "repeat_in_place": (lambda m: m.__imul__(2), [2, 3, 5, 7, 2, 3, 5, 7]),
+    "add_module": (lambda m: m.add_module("4", ops.Scale(value=11.0)), [2, 3, 5, 7, 11]),
+    "set_attribute": (lambda m: setattr(m, "0", ops.Scale(value=11.0)), [11, 3, 5, 7]),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_after_the_first_call_take_effect(name):
+    change, want = EDITS[name]
+    model = scales(2.0, 3.0, 5.0, 7.0)
+    assert factor(model) == 210
+    change(model)
+    assert values(model) == want
+    assert len(model) == len(want)
+    assert factor(model) == torch.tensor(want).prod()
+    assert [int(name) for name in model._modules] == list(range(len(want)))
+
+
+MADE = {
+    "slice": (lambda m: m[1:], [3, 5, 7]),
+    "slice_from_end": (lambda m: m[:-2], [2, 3]),
+    "slice_step": (lambda m: m[::2], [2, 5]),
+    "slice_empty": (lambda m: m[4:], []),
+    "sum": (lambda m: m + scales(11.0, memory="fast"), [2, 3, 5, 7, 11]),
+    "sum_torch": (lambda m: m + nn.Sequential(ops.Scale(value=11.0)), [2, 3, 5, 7, 11]),
+    "times": (lambda m: m * 2, [2, 3, 5, 7, 2, 3, 5, 7]),
+    "times_from_left": (lambda m: 2 * m, [2, 3, 5, 7, 2, 3, 5, 7]),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_new_lists_carry_the_options(name):
+    make, want = MADE[name]
+    model = scales(2.0, 3.0, 5.0, 7.0)
+    made = make(model)
+    assert type(made) is te_fuser.Sequential and made is not model
+    assert values(made) == want
+    assert (made.memory, made.kernels, made.verify) == ("lean", "reference", False)
+    assert factor(made) == torch.tensor(want or [1]).prod()
+    assert values(model) == [2, 3, 5, 7]
+
+
+def test_index_and_iteration():
+    model = scales(2.0, 3.0, 5.0)
+    assert [model[k].value for k in (0, 1, 2, -1, -3)] == [2, 3, 5, 5, 2]
+    assert list(model) == [model[0], model[1], model[2]]
+    assert bool(model) and model[2] in list(model)
+    for wrong in (3, -4):
+        with pytest.raises(IndexError, match="out of range"):
+            model[wrong]
+
+
+def test_slices_share_their_ops_and_keep_their_names():
+    model = mlp()
+    part = model[1:3]
+    assert part[0] is model[1]
+    assert list(part.state_dict()) == ["1.weight", "1.bias"]
+    torch.testing.assert_close(model[3](model[1:3](model[0](X))), model(X))
+
+
+def test_ordered_dict():
+    model = sequential(OrderedDict(norm=ops.LayerNorm(8), up=ops.Linear(8, 16), act=ops.GELU()))
+    assert model.up is model[1]
+    assert list(model.state_dict()) == ["norm.weight", "norm.bias", "up.weight", "up.bias"]
+    assert list(model[:2].state_dict()) == list(model.state_dict())
+    assert_as_meant(model, X)
+
+
+def test_wrong_list_operations():
+    model = scales(2.0)
+    with pytest.raises(TypeError, match="adds another Sequential, got list"):
+        model + [ops.GELU()]
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"repeated 1 or more times, got {wrong}"):
+            model * wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": "tiny"}, "memory is one of fast, balanced, lean or a budget in bytes, got 'tiny'"),
+        ({"memory": -1}, "got -1"),
+        ({"memory": True}, "got True"),
+        ({"kernels": "cuda"}, "kernels is one of auto, generated, reference, got 'cuda'"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        te_fuser.Sequential(ops.GELU(), **options)
+
+
+def test_options_may_change():
+    model = mlp(memory="fast")
+    assert model.plan(X).memory == "fast"
+    model.memory = "lean"
+    assert model.plan(X).memory == "lean"
+    model.memory = "tiny"
+    with pytest.raises(ValueError, match="got 'tiny'"):
+        model(X)
+
+
+def test_the_empty_list_hands_its_input_through():
+    model = sequential()
+    torch.testing.assert_close(model(X), X)
+    assert_as_meant(model, X)
+
+
+def test_a_shared_op_runs_twice_and_its_gradients_add_up():
+    shared = ops.Linear(8, 8)
+    model = sequential(shared, ops.GELU(), shared, ops.LayerNorm(8))
+    assert len(list(model.parameters())) == 4
+    assert_as_meant(model, X)
+
+
+def test_residual():
+    branch = [ops.LayerNorm(8), ops.Linear(8, 8), ops.GELU()]
+    model = sequential(te_fuser.Residual(*branch))
+    torch.testing.assert_close(model(X), X + sequential(*branch)(X))
+    assert_as_meant(model, X)
+    with pytest.raises(ValueError, match=r"Add '0'.*shape \[5, 8\], the main input \[5, 4\]"):
+        sequential(te_fuser.Residual(ops.Linear(8, 4)))(X)
+
+
+# --------------------------------------------------------------------------------------------------- nesting
+
+
+def nested():
+    return sequential(
+        ops.LayerNorm(8),
+        te_fuser.Sequential(ops.Linear(8, 16), te_fuser.Sequential(ops.GELU(), ops.Linear(16, 8))),
+        te_fuser.Residual(ops.Linear(8, 8)),
+    )
+
+
+def test_nested_lists_are_one_plan_with_their_own_names():
+    model = nested()
+    plan = model.plan(X)  # an error if there were several
+    assert [n.op.kind.__name__ for n in plan.graph.nodes] == (
+        "LayerNorm MatMul Bias GELU MatMul Bias Fork MatMul Bias Add".split()
+    )
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    assert {"1.0.weight", "1.1.1.bias", "2.0.weight"} <= set(model.state_dict())
+    assert_as_meant(model, X)
+
+
+def test_a_change_deep_inside_takes_effect():
+    model = nested()
+    model(X)
+    model[1][1][0] = ops.ReLU()
+    assert "ReLU" in [n.op.kind.__name__ for n in model.plan(X).graph.nodes]
+    assert_as_meant(model, X)
+    model[1][1].append(ops.SiLU())
+    assert_as_meant(model, X)
+    assert model.plan(X).graph.nodes[6].op.kind is ops.SiLU
+
+
+class Doubled(te_fuser.Sequential):
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+class DoubledGELU(ops.GELU):
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(ops.GELU()), DoubledGELU])
+def test_a_forward_of_ones_own_is_run(make):
+    model = sequential(ops.Bias(8), make(), ops.Bias(8))
+    bias = model[0].bias + model[2].bias
+    torch.testing.assert_close(model(X), 2.0 * ops.GELU()(X + model[0].bias) + bias - model[0].bias)
+
+
+def test_a_forward_put_on_an_op_is_run():
+    model = sequential(ops.GELU(), ops.ReLU())
+    model(X)
+    model[0].forward = lambda x: -x
+    torch.testing.assert_close(model(X), (-X).relu())
+
+
+def test_plain_modules_in_between():
+    model = sequential(ops.Linear(8, 8), nn.Tanh(), ops.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), ops.GELU())
+    want = model[4](model[3](model[2](torch.tanh(model[0](X)))))
+    torch.testing.assert_close(model(X), want)
+    assert_as_meant(model, X)
+    assert len(model.plans(X)) == 3
+    with pytest.raises(ValueError, match=r"split this list into 3 plans; use plans\(x\)"):
+        model.plan(X)
+
+
+def test_names_cross_plain_modules():
+    model = sequential(
+        ops.Fork("skip"), ops.Linear(8, 8), nn.Tanh(), ops.Output("inner"), nn.Sigmoid(), ops.Add("skip"), ops.Add("extra")
+    )
+    extra = tensor(5, 8, seed=3)
+    y, inner = assert_as_meant(model, X, ("inner",), extra=extra)
+    torch.testing.assert_close(inner, torch.tanh(model[1](X)))
+    torch.testing.assert_close(y, torch.sigmoid(inner) + X + extra)
+
+
+# --------------------------------------------------------------------------------------------------- names
+
+
+def test_inner_names_are_local():
+    """Both scopes say "skip"; each Add takes the one of its own, and outer names are seen inside."""
+    inner = te_fuser.Sequential(ops.Fork("skip"), ops.GELU(), ops.Add("skip"), ops.Add("outer"))
+    model = sequential(ops.Fork("skip"), ops.Fork("outer"), ops.Linear(8, 8), inner, ops.Add("skip"))
+    middle = model[2](X)
+    torch.testing.assert_close(model(X), ops.GELU()(middle) + middle + X + X)
+    assert_as_meant(model, X)
+
+
+def test_names_bound_in_a_scope_are_not_seen_outside():
+    model = sequential(te_fuser.Sequential(ops.Fork("a"), ops.GELU(), ops.Add("a")), ops.Add("a"))
+    with pytest.raises(ValueError, match=r"reads 'a', which no Fork before it binds"):
+        model(X)
+    assert_as_meant(model, X, a=tensor(5, 8, seed=4))
+
+
+def test_unbound_names_are_arguments_of_the_call():
+    model = sequential(te_fuser.Sequential(te_fuser.Sequential(ops.Add("deep"))), ops.Add("flat"))
+    deep, flat = tensor(5, 8, seed=1), tensor(5, 8, seed=2)
+    y, = assert_as_meant(model, X, deep=deep, flat=flat)
+    torch.testing.assert_close(y, X + deep + flat)
+
+
+def test_an_input_read_by_several_ops_gets_the_sum_of_its_gradients():
+    model = sequential(
+        ops.Add("c"), ops.Linear(8, 8), ops.AdaptiveLayerNorm(8, scale="c", shift="c", per="row"), ops.Linear(8, 8), ops.Add("c")
+    )
+    assert_as_meant(model, X, c=tensor(5, 8, seed=7))
+
+
+def test_the_name_of_a_residual_is_not_taken_from_the_ops_inside():
+    model = sequential(te_fuser.Residual(ops.Linear(8, 8), ops.Add("residual"), te_fuser.Residual(ops.GELU())))
+    assert_as_meant(model, X, residual=tensor(5, 8, seed=5))
+    with pytest.raises(ValueError, match=r"no Output\('residual'\) in this list \(outputs: none\)"):
+        model(X, residual=X, outputs=("residual",))
+
+
+def test_none_is_not_given():
+    model = sequential(ops.GELU())
+    torch.testing.assert_close(model(X, mask=None), model(X))
+
+
+def many_outputs():
+    return sequential(
+        ops.Output("first"),
+        te_fuser.Sequential(ops.Linear(8, 8), ops.Output("same"), ops.GELU(), ops.Output("deep")),
+        te_fuser.Residual(ops.Linear(8, 8), ops.Output("same")),
+        ops.Fork("fork"),
+        ops.Add("fork"),
+    )
+
+
+def test_outputs():
+    model = many_outputs()
+    same1 = model[1][0](X)
+    deep = ops.GELU()(same1)
+    same2 = model[2][0](deep)
+    want = {"first": X, "1.same": same1, "deep": deep, "1.deep": deep, "2.same": same2, "fork": deep + same2}
+    y = model(X)
+    for names in (("first",), ("deep", "1.same"), ("1.same", "deep"), ("1.deep", "2.same", "first", "fork")):
+        got, *extra = assert_as_meant(model, X, names)
+        torch.testing.assert_close(got, y.detach())
+        torch.testing.assert_close(tuple(extra), tuple(want[n].detach() for n in names))
+
+
+def test_an_output_that_nobody_asks_for_costs_nothing():
+    with_outputs, without = sequential(ops.Linear(8, 8), ops.Output("a"), ops.GELU()), sequential(ops.Linear(8, 8), ops.GELU())
+    assert [s.name for s in with_outputs.plan(X).forward] == [s.name for s in without.plan(X).forward]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "words"),
+    [
+        (("same",), ValueError, "several ops give 'same'; name one by its path: 1.same, 2.same"),
+        (("none",), ValueError, r"no Output\('none'\) in this list \(outputs: 1.deep, 1.same, 2.same, first, fork\)"),
+        ("first", TypeError, r"outputs is a sequence of names, got 'first'; write outputs=\('first',\)"),
+    ],
+)
+def test_wrong_outputs(outputs, error, words):
+    with pytest.raises(error, match=words):
+        many_outputs()(X, outputs=outputs)
+
+
+def test_two_outputs_of_one_name_in_one_list():
+    model = sequential(ops.Output("a"), ops.GELU(), ops.Output("a"))
+    model(X)
+    with pytest.raises(ValueError, match=r"op 0 \(Output '0'\) and op 2 \(Output '2'\) both give 'a'; rename one"):
+        model(X, outputs=("a",))
+
+
+# --------------------------------------------------------------------------------------------------- hooks
+
+
+def hooked(model, module, events):
+    """Every kind of hook on a module, noting when it fires."""
+    module.register_forward_pre_hook(lambda m, args: events.append("before"))
+    module.register_forward_hook(lambda m, args, y: events.append("after"))
+    module.register_full_backward_pre_hook(lambda m, dy: events.append("before backward"))
+    module.register_full_backward_hook(lambda m, dx, dy: events.append("after backward"))
+    return model
+
+
+@pytest.mark.parametrize("where", [(1,), (2,), (2, 1), (3,), ()])
+def test_hooks_fire_in_order_and_change_nothing(where):
+    def make():
+        inner = te_fuser.Sequential(ops.Bias(8), ops.GELU())
+        return sequential(ops.Linear(8, 8), ops.LayerNorm(8), inner, te_fuser.Residual(ops.Linear(8, 8)), ops.ReLU())
+
+    model, plain, events = make(), make(), []
+    model(X)  # planned before the hooks come
+    module = model
+    for k in where:
+        module = module[k]
+    hooked(model, module, events)
+    model(X).sum().backward()
+    assert events == ["before", "after", "before backward", "after backward"]
+    torch.testing.assert_close(model(X), plain(X))
+    assert_as_meant(model, X)
+
+
+def test_a_hook_that_changes_the_value_is_heard_and_a_removed_one_is_not():
+    model = sequential(ops.Bias(8), ops.GELU(), ops.Bias(8))
+    y = model(X)
+    handle = model[1].register_forward_hook(lambda m, args, y: 3.0 * y)
+    torch.testing.assert_close(model(X), 3.0 * (y - model[2].bias) + model[2].bias)
+    assert len(model.plans(X)) == 2
+    handle.remove()
+    torch.testing.assert_close(model(X), y)
+    assert len(model.plans(X)) == 1
+
+
+def test_names_and_outputs_cross_hooks():
+    inner = te_fuser.Sequential(ops.Output("o"), ops.Add("outer"), ops.Add("call"), te_fuser.Residual(ops.Output("p")))
+    model = sequential(ops.Fork("outer"), ops.Linear(8, 8), inner, ops.Fork("after"), ops.Add("after"))
+    call = tensor(5, 8, seed=6)
+    asked = ("2.3.p", "o", "after")
+    want = assert_as_meant(model, X, asked, call=call)
+    for module in (inner, model[0], inner[3], model[3]):
+        module.register_forward_hook(lambda *_: None)
+        got = assert_as_meant(model, X, asked, call=call)
+        torch.testing.assert_close(got, want)
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_of_torch_load_and_ours_load_there():
+    ours, theirs = mlp(), torch_mlp()
+    randomize(ours, seed=1)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    torch.testing.assert_close(ours(X), theirs(X))
+    randomize(ours, seed=2)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    torch.testing.assert_close(ours(X), theirs(X))
+
+
+def test_keys_are_the_names_of_the_parameters():
+    for model in (mlp(), nested(), many_outputs()):
+        names = [name for name, _ in model.named_parameters()]
+        assert list(model.state_dict()) == names
+        model(X)
+        assert list(model.state_dict()) == names
+
+
+def test_safetensors(tmp_path):
+    model, other = nested(), randomize(nested(), seed=1)
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"), strict=True)
+    torch.testing.assert_close(other(X), model(X))
+
+
+def test_weights_only_checkpoint(tmp_path):
+    model = nested()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    other = randomize(nested(), seed=1)
+    other(X)  # plans made before the load hold
+    other.load_state_dict(loaded)
+    torch.testing.assert_close(other(X), model(X))
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("name", COPIES)
+def test_copies(name, ran):
+    model = nested()
+    if ran:
+        model(X).sum().backward()
+        model[0](X)  # an op that has plans of its own
+    other = COPIES[name](model)
+    assert (other.memory, other.kernels) == (model.memory, model.kernels)
+    assert_as_meant(other, X)
+    torch.testing.assert_close(other(X), model(X))
+    if name != "copy":
+        with torch.no_grad():
+            other[0].weight.zero_()
+        assert model[0].weight.abs().sum() > 0
+        assert not torch.equal(other(X), model(X))
+
+
+def test_a_fuser_is_copied_without_its_plans():
+    fuser = te_fuser.Fuser([ops.LayerNorm(8), ops.GELU()], kernels="reference")
+    x = X.detach().float()
+    for make in (copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))):
+        y = fuser(x)
+        torch.testing.assert_close(make(fuser)(x), y)
+
+
+# --------------------------------------------------------------------------------------------------- torch.compile
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_models_are_right(dynamo):
+    model = nested()
+    compiled = torch.compile(model, backend="eager")
+    surrounded = torch.compile(lambda x: torch.sin(model(torch.cos(x))), backend="eager")
+    torch.testing.assert_close(compiled(X), model(X))
+    grads = torch.autograd.grad(surrounded(X).sum(), [X, model[0].weight])
+    want = torch.autograd.grad(torch.sin(model.reference(torch.cos(X))).sum(), [X, model[0].weight])
+    torch.testing.assert_close(grads, want)
+
+
+def test_a_full_graph_is_refused_with_the_reason(dynamo):
+    for whole in (mlp(), ops.GELU()):
+        compiled = torch.compile(whole, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="te_fuser plans and fuses by itself"):
+            compiled(X)
+
+
+def test_export_is_refused():
+    with pytest.raises(Exception, match=r"te_fuser (runs plain tensors|plans and fuses by itself)"):
+        torch.export.export(mlp(), (X.detach(),))
