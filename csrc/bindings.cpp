@@ -4,6 +4,8 @@
 #include <string>
 
 #include "cpu_kernel.h"
+#include "cuda_driver.h"
+#include "cuda_kernel.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
 #include "threads.h"
@@ -16,6 +18,21 @@ void set_thread_backend(const std::string& name) {
   if (!te::set_thread_backend(name.c_str())) {
     throw py::value_error("thread backend '" + name + "' is unknown or not there (known: openmp, std)");
   }
+}
+
+void add_type(py::module_& module, const char* name, PyObject* type) {
+  if (type == nullptr) throw py::error_already_set();
+  module.attr(name) = py::reinterpret_steal<py::object>(type);
+}
+
+py::object cuda_driver_problem() {
+  std::string why;
+  return te::cuda_driver(why) != nullptr ? py::none() : py::object(py::str(why));
+}
+
+void set_cuda_driver(const std::string& library, bool host_tensors) {
+  te::set_cuda_driver(library);
+  te::let_cpu_stand_for_cuda(host_tensors);
 }
 
 }  // namespace
@@ -31,7 +48,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_thread_backend", &set_thread_backend, py::arg("name"),
              "Choose where kernels run; ValueError if that backend is not there.");
 
-  PyObject* kernel_type = te::make_cpu_kernel_type();
-  if (kernel_type == nullptr) throw py::error_already_set();
-  module.attr("CpuKernel") = py::reinterpret_steal<py::object>(kernel_type);
+  module.def("cuda_driver_problem", &cuda_driver_problem, "Why CUDA kernels cannot be launched here; None if they can.");
+  module.def("set_cuda_driver", &set_cuda_driver, py::arg("library"), py::arg("host_tensors") = false,
+             "For tests: take another library for the driver, and tensors on the CPU for ones on CUDA device 0.");
+
+  add_type(module, "CpuKernel", te::make_cpu_kernel_type());
+  add_type(module, "CudaKernel", te::make_cuda_kernel_type());
 }

@@ -1,13 +1,11 @@
 #include "cuda_launch.h"
 
-#include <algorithm>
 #include <limits>
 #include <memory>
 
 namespace te {
 namespace {
 
-constexpr int64_t most_blocks = std::numeric_limits<int32_t>::max();
 constexpr int64_t scratch_alignment = 256;
 constexpr unsigned default_shared_bytes = 48 * 1024;  // more than this a kernel must be allowed to use
 
@@ -31,13 +29,13 @@ int64_t RowGrid::groups(int64_t rows, int64_t samples, int64_t multiprocessors) 
 
 CudaSizes CudaProgram::sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const {
   CudaSizes found;
-  for (const CudaLaunch& launch : launches) {
-    if (const auto* grid = std::get_if<RowGrid>(&launch.grid)) {
+  for (size_t i = 0; i < launches.size(); ++i) {
+    if (const auto* grid = std::get_if<RowGrid>(&launches[i].grid)) {
       found.groups = grid->groups(rows, samples, multiprocessors);  // sums are in the last launch over rows
-      found.blocks.push_back(grid->tiles * found.groups);
+      found.blocks[i] = grid->tiles * found.groups;
     } else {
-      const auto& sums = std::get<SumGrid>(launch.grid);
-      found.blocks.push_back(sums.fixed + sums.per_sample * samples);
+      const auto& sums = std::get<SumGrid>(launches[i].grid);
+      found.blocks[i] = sums.fixed + sums.per_sample * samples;
     }
   }
   return found;
@@ -46,8 +44,8 @@ CudaSizes CudaProgram::sizes(int64_t rows, int64_t samples, int64_t multiprocess
 // What the arguments of a call's launches point to.
 class LaunchFrame {
  public:
-  LaunchFrame(const CudaProgram& program, const CudaCall& call, CudaSizes sizes)
-      : sizes_(std::move(sizes)),
+  LaunchFrame(const CudaProgram& program, const CudaCall& call, const CudaSizes& sizes)
+      : sizes_(sizes),
         rows_(call.sizes.rows),
         // An empty batch may have no inner rows either, and some kernels divide by them before they find no row.
         batch_inner_(static_cast<int32_t>(std::max<int64_t>(1, call.sizes.batch_inner))),
@@ -63,12 +61,12 @@ class LaunchFrame {
   }
 
   // Partial sums and values of rows, cut out of one piece of memory.
-  bool allocate_scratch(const CudaProgram& program, int32_t device, std::string& why) {
+  bool allocate_scratch(const CudaProgram& program, int32_t device, Failure& failure) {
     const int64_t row_value = round_up(rows_ * static_cast<int64_t>(sizeof(float)));
     int64_t bytes = row_value * static_cast<int64_t>(program.row_values);
     for (const int64_t width : program.partial_widths) bytes += partial_bytes(width);
     if (bytes == 0) return true;
-    if (!scratch_.allocate(device, bytes, why)) return false;
+    if (!take(scratch_, device, bytes, failure)) return false;
     char* next = scratch_.data();
     for (size_t i = 0; i < program.partial_widths.size(); ++i) {
       partials_[i] = next;
@@ -80,18 +78,17 @@ class LaunchFrame {
 
   // A copy of an input in aligned memory, made by the stream.
   bool realign(size_t index, const CudaDriver& driver, const CudaCall& call, Failure& failure) {
-    copies_.push_back(std::make_unique<DeviceMemory>());
-    DeviceMemory& copy = *copies_.back();
     const Memory& original = call.tensors[index];
-    if (!copy.allocate(call.device, original.bytes, failure.text)) {
-      failure.kind = Failure::Kind::memory;
-      return false;
-    }
-    const auto from = reinterpret_cast<CudaDriver::Pointer>(original.data);
-    const auto to = reinterpret_cast<CudaDriver::Pointer>(copy.data());
-    const CudaDriver::Result error = driver.copy_on_device(to, from, static_cast<size_t>(original.bytes), call.stream);
-    tensors_[index] = copy.data();
-    if (error != CudaDriver::success) failure.text = cuda_error_text(driver, error);
+    if (original.bytes == 0) return true;
+    copies_.push_back(std::make_unique<DeviceMemory>());
+    if (!take(*copies_.back(), call.device, original.bytes, failure)) return false;
+    char* copy = copies_.back()->data();
+    tensors_[index] = copy;
+    const CudaDriver::Result error =
+        driver.copy_on_device(reinterpret_cast<CudaDriver::Pointer>(copy),
+                              reinterpret_cast<CudaDriver::Pointer>(original.data),
+                              static_cast<size_t>(original.bytes), call.stream);
+    if (error != CudaDriver::success) failure.text = "a misaligned input: " + cuda_error_text(driver, error);
     return error == CudaDriver::success;
   }
 
@@ -112,6 +109,12 @@ class LaunchFrame {
   }
 
  private:
+  static bool take(DeviceMemory& memory, int32_t device, int64_t bytes, Failure& failure) {
+    if (memory.allocate(device, bytes, failure.text)) return true;
+    failure.kind = Failure::Kind::memory;
+    return false;
+  }
+
   int64_t partial_bytes(int64_t width) const {
     return round_up(sizes_.groups * width * static_cast<int64_t>(sizeof(float)));
   }
@@ -197,15 +200,20 @@ bool CudaProgram::load(int32_t device, Failure& failure) {
   return true;
 }
 
+// A stream that will not even say counts as one: asking the legacy stream while another one is captured is an error.
+bool CudaProgram::is_capturing(CudaDriver::Stream stream) const {
+  std::string unused;
+  const CudaDriver* driver = cuda_driver(unused);
+  int status = CudaDriver::capture_status_none;
+  return driver != nullptr && (driver->stream_is_capturing(stream, &status) != CudaDriver::success ||
+                               status != CudaDriver::capture_status_none);
+}
+
 const CudaProgram::Loaded* CudaProgram::loaded_on(const CudaCall& call, Failure& failure) {
   const auto device = static_cast<size_t>(call.device);
   const Loaded* found = device < most_devices ? loaded_[device].load(std::memory_order_acquire) : nullptr;
   if (found != nullptr) return found;
-  std::string unused;
-  const CudaDriver* driver = cuda_driver(unused);
-  int status = CudaDriver::capture_status_none;
-  if (driver != nullptr && (driver->stream_is_capturing(call.stream, &status) != CudaDriver::success ||
-                            status != CudaDriver::capture_status_none)) {
+  if (is_capturing(call.stream)) {
     failure.text = "kernel '" + name + "' is not loaded on cuda:" + std::to_string(call.device) +
                    ", and its stream is being captured: run the model once with inputs like these before the capture";
     return nullptr;
@@ -233,35 +241,45 @@ bool CudaProgram::launch_all(const Loaded& loaded, const CudaCall& call, LaunchF
   return true;
 }
 
+bool CudaProgram::check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const {
+  failure.kind = Failure::Kind::value;
+  if (!fits_int32(call.sizes.batch_inner) || !fits_int32(call.sizes.batch_size) || !fits_int32(sizes.most_blocks())) {
+    failure.text = "kernel '" + name + "': batch_inner, batch_size and the grid must be below 2**31";
+    return false;
+  }
+  for (size_t i = inputs; i < tensors.size(); ++i) {
+    if (!is_misaligned(call.tensors[i], tensors[i].alignment)) continue;
+    failure.text = "kernel '" + name + "': tensor " + std::to_string(i) + " is written and must start at a multiple of " +
+                   std::to_string(tensors[i].alignment) + " bytes";
+    return false;
+  }
+  failure.kind = Failure::Kind::runtime;
+  return true;
+}
+
+bool CudaProgram::realign_inputs(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame,
+                                 Failure& failure) const {
+  for (size_t i = 0; i < inputs; ++i) {
+    if (is_misaligned(call.tensors[i], tensors[i].alignment) && !frame.realign(i, *loaded.driver, call, failure)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool CudaProgram::run(const CudaCall& call, Failure& failure) {
   const Loaded* loaded = loaded_on(call, failure);
   if (loaded == nullptr) return false;
-  CudaSizes wanted = sizes(call.sizes.rows, call.sizes.batch_size, loaded->multiprocessors);
-  const int64_t blocks = *std::max_element(wanted.blocks.begin(), wanted.blocks.end());
-  if (blocks > most_blocks || !fits_int32(call.sizes.batch_inner) || !fits_int32(call.sizes.batch_size)) {
-    failure = {Failure::Kind::value, "kernel '" + name + "': batch_inner and batch_size must be below 2**31"};
-    return false;
-  }
-  if (blocks == 0) return true;
-  LaunchFrame frame(*this, call, std::move(wanted));
-  if (!frame.allocate_scratch(*this, call.device, failure.text)) {
-    failure.kind = Failure::Kind::memory;
-    return false;
-  }
+  const CudaSizes wanted = sizes(call.sizes.rows, call.sizes.batch_size, loaded->multiprocessors);
+  if (wanted.most_blocks() == 0) return true;
+  if (!check(call, wanted, failure)) return false;
+  LaunchFrame frame(*this, call, wanted);
+  if (!frame.allocate_scratch(*this, call.device, failure)) return false;
   const CurrentContext current(*loaded->driver, loaded->context);
   if (current.error() != CudaDriver::success) {
     return refuse(*loaded->driver, "the device's context cannot be made current", current.error(), failure);
   }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!is_misaligned(call.tensors[i], tensors[i].alignment)) continue;
-    if (i >= inputs) {
-      failure = {Failure::Kind::value, "kernel '" + name + "': tensor " + std::to_string(i) +
-                                           " is written and must start at a multiple of " +
-                                           std::to_string(tensors[i].alignment) + " bytes"};
-      return false;
-    }
-    if (!frame.realign(i, *loaded->driver, call, failure)) return false;
-  }
+  if (!realign_inputs(*loaded, call, frame, failure)) return false;
   for (int64_t n = 0; n < call.repeats; ++n) {
     if (!launch_all(*loaded, call, frame, failure)) return false;
   }

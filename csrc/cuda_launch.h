@@ -1,6 +1,7 @@
 // What a generated CUDA kernel is made of, and how it is loaded and launched. Knows nothing of Python.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -55,10 +56,15 @@ struct TensorParameter {
   int64_t alignment;
 };
 
+// Over the rows, for column sums alone, for adding up what the blocks found: no kernel has more.
+constexpr size_t most_launches = 4;
+
 // The grid of each launch, and the groups of rows that have partial sums.
 struct CudaSizes {
-  std::vector<int64_t> blocks;
+  std::array<int64_t, most_launches> blocks{};
   int64_t groups = 0;
+
+  int64_t most_blocks() const { return *std::max_element(blocks.begin(), blocks.end()); }
 };
 
 // What went wrong, to be raised when the interpreter is there again.
@@ -111,8 +117,11 @@ class CudaProgram {
   static constexpr size_t most_devices = 64;
 
   const Loaded* loaded_on(const CudaCall& call, Failure& failure);
+  bool is_capturing(CudaDriver::Stream stream) const;
   bool load_module(const CudaDriver& driver, int32_t device, Loaded& loaded, Failure& failure) const;
   bool find_functions(const CudaDriver& driver, CudaDriver::Module module, Loaded& loaded, Failure& failure) const;
+  bool check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const;
+  bool realign_inputs(const Loaded& loaded, const CudaCall& call, class LaunchFrame& frame, Failure& failure) const;
   bool launch_all(const Loaded& loaded, const CudaCall& call, class LaunchFrame& frame, Failure& failure) const;
   bool refuse(const CudaDriver& driver, const std::string& what, CudaDriver::Result error, Failure& failure) const;
 

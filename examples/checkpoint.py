@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 FORMAT = "te_fuser train_gpt 1"
@@ -60,6 +60,13 @@ def load(path: Path) -> Checkpoint:
     Raises:
         ValueError: when it is something else.
     """
+    try:
+        return _load(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _load(path: Path) -> Checkpoint:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from trainer import Speed
+
+from te_fuser.fuser.plan import Plan, Step
 
 
 @dataclass
@@ -35,6 +38,27 @@ class Curve:
         return cls(tensors["training"].tolist(), validation)
 
 
+def plan_table(plan: Plan, part: str) -> Table:
+    """The steps that run operations of a part of the model, in the order they run, with what each step covers."""
+    table = Table(box=None, pad_edge=False)
+    for direction in ("forward", "backward"):
+        table.add_column(direction, style="bold")
+        table.add_column("runs as")
+    columns = [_steps(plan, steps, part) for steps in (plan.forward, plan.backward)]
+    for forward, backward in zip_longest(*columns, fillvalue=("", "")):
+        table.add_row(*forward, *backward)
+    return table
+
+
+def _steps(plan: Plan, steps: Sequence[Step], part: str) -> list[tuple[str, str]]:
+    rows = []
+    for step in steps:
+        nodes = plan.graph.nodes[step.start : step.stop]
+        if any(f"{node.path}.".startswith(part) for node in nodes):
+            rows.append((", ".join(node.op.kind.__name__ for node in nodes), step.name))
+    return rows
+
+
 def progress_bar(console: Console) -> Progress:
     """A bar with fields `loss`, `validation` and `speed`."""
     return Progress(
@@ -43,7 +67,7 @@ def progress_bar(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
         TextColumn("validation {task.fields[validation]}"),
-        TextColumn("{task.fields[speed]} tokens/s"),
+        TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
         expand=True,

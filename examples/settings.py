@@ -114,7 +114,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         given["compare"],
         given["explain"],
         _folder(given),
-        given["prompt"],
+        _prompt(given["prompt"]),
         _temperature(given["temperature"]),
     )
 
@@ -181,6 +181,12 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise BadArguments("--device cuda: this PyTorch sees no CUDA device; leave it out to train on the CPU")
     return torch.device(name)
+
+
+def _prompt(text: str) -> str:
+    if not text:
+        raise BadArguments("--prompt must not be empty: the model needs a byte to go on from")
+    return text
 
 
 def _temperature(value: float) -> float:

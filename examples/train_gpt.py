@@ -19,7 +19,7 @@ import checkpoint
 import torch
 from checkpoint import Checkpoint
 from gpt import build_gpt
-from report import Curve, comparison, duration, plot_losses, progress_bar, write_losses
+from report import Curve, comparison, duration, plan_table, plot_losses, progress_bar, write_losses
 from rich.console import Console
 from settings import CHECKPOINT, Arguments, BadArguments, Settings, parse
 from text import Bigram, Text, read_text, spread_windows
@@ -27,12 +27,12 @@ from trainer import Schedule, Trainer
 from twin import build_twin
 
 OURS, TWIN = "te_fuser", "torch.nn"
-VALIDATIONS = 10  # in a run
+VALIDATIONS = 8  # in a run
 VALIDATION_WINDOWS = 512
 STEPS_AT_ONCE = 10  # between two updates of the bar
 SAMPLE_BYTES = 600
 
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,11 +69,11 @@ class Run:
         self.windows = spread_windows(text.validation.to(self.device), VALIDATION_WINDOWS, settings.context)
         self.bigram_loss = Bigram(text.training).loss(self.windows)
         torch.manual_seed(settings.seed)
-        model = build_gpt(settings.shape, arguments.kernels)
-        models: dict[str, torch.nn.Module] = {OURS: model}
+        self.model = build_gpt(settings.shape, arguments.kernels)
+        models: dict[str, torch.nn.Module] = {OURS: self.model}
         if arguments.compare:
             models[TWIN] = build_twin(settings.shape)
-            models[TWIN].load_state_dict(model.state_dict())
+            models[TWIN].load_state_dict(self.model.state_dict())
         self.trainers = {name: self._trainer(model) for name, model in models.items()}
         self.validations: dict[str, list[tuple[int, float]]] = {name: [] for name in models}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,10 @@ class Run:
         Raises:
             BadArguments: when the run had other settings, or its text has changed.
         """
-        saved = checkpoint.load(arguments.out / CHECKPOINT)
+        try:
+            saved = checkpoint.load(arguments.out / CHECKPOINT)
+        except ValueError as error:
+            raise BadArguments(str(error)) from error
         settings = arguments.resumed(saved.settings)
         text = _text_for(settings)
         if text.fingerprint != saved.fingerprint:
@@ -183,7 +186,7 @@ def _text_for(settings: Settings) -> Text:
 def introduce(run: Run) -> None:
     """Say what will be trained on what."""
     settings, shape = run.settings, run.settings.shape
-    parameters = sum(p.numel() for p in run.ours.model.parameters())
+    parameters = sum(p.numel() for p in run.model.parameters())
     console.print(f"text: {run.text}, from {run.text.folder}")
     console.print(
         f"model: {parameters / 1e6:.2f} M parameters, {settings.layers} layers, {settings.hidden} features, "
@@ -196,18 +199,17 @@ def introduce(run: Run) -> None:
 
 
 def show_plans(run: Run, in_full: bool) -> None:
-    """Print the forward and the backward plan: those of the first block, or of the whole model with all code."""
+    """Print the forward and the backward plan: of a block in its place in the model, or of all of it with the code."""
     settings = run.settings
-    model = run.ours.model.train()
+    tokens = torch.zeros(settings.batch, settings.context, dtype=torch.long, device=run.device)
     with run.ours.autocast():
         if in_full:
-            tokens = torch.zeros(settings.batch, settings.context, dtype=torch.long, device=run.device)
-            console.print(model.explain(tokens, source=True))
-        else:
-            x = torch.zeros(settings.batch, settings.context, settings.hidden, device=run.device, requires_grad=True)
-            console.rule("plans of one block (--explain: of the whole model, with code)")
-            console.print(model.blocks[0].explain(x))
-            console.rule()
+            console.print(run.model.explain(tokens, source=True))
+            return
+        plan = run.model.plan(tokens)
+    middle = settings.layers // 2
+    console.print(f"\nboth plans, for block {middle + 1} of {settings.layers} (--explain shows all that is known)")
+    console.print(plan_table(plan, f"blocks.{middle}."), "")
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -241,7 +243,7 @@ def train(run: Run) -> None:
             for trainer in run.trainers.values():
                 trainer.train(steps, lambda: interrupt.requested)
             loss, speed = run.ours.recent_loss(STEPS_AT_ONCE), run.ours.speed
-            bar.update(task, completed=run.step, loss=f"{loss:.3f}", speed=f"{speed.tokens_per_second:,.0f}")
+            bar.update(task, completed=run.step, loss=f"{loss:.3f}", speed=str(speed))
             if not estimated and speed.steps >= STEPS_AT_ONCE:
                 estimated = True
                 console.print(estimate(run))
@@ -269,7 +271,7 @@ def validate(run: Run) -> None:
         run.validations[name].append((trainer.step, loss))
         console.print(
             f"step {trainer.step:>5}  {name:<8}  training {trainer.recent_loss(validation_interval(run)):.3f}  "
-            f"validation {loss:.3f}  {trainer.speed.tokens_per_second:>9,.0f} tokens/s"
+            f"validation {loss:.3f}  {trainer.speed!s:>16}"
         )
 
 

@@ -44,13 +44,16 @@ class Speed:
 
     @property
     def seconds_per_step(self) -> float:
-        """Of all but the first; NaN before there is another."""
-        return self.seconds / self.steps if self.steps else math.nan
+        """Of all steps but the first; 0 while there is no other."""
+        return self.seconds / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all steps but the first; NaN before there is another."""
-        return self.tokens / self.seconds_per_step
+        """Of all steps but the first; 0 while there is no other."""
+        return self.tokens / self.seconds_per_step if self.steps else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.tokens_per_second:,.0f} tokens/s" if self.steps else ""
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:

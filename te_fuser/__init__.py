@@ -6,6 +6,19 @@ from te_fuser.fuser.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
 from te_fuser.sequential import Residual, Sequential
+from te_fuser.verify import VerificationError, VerifyReport, verify
 
-__all__ = ["FusableOperation", "Fuser", "Residual", "Sequential", "config", "fusion", "fusions", "ops"]
+__all__ = [
+    "FusableOperation",
+    "Fuser",
+    "Residual",
+    "Sequential",
+    "VerificationError",
+    "VerifyReport",
+    "config",
+    "fusion",
+    "fusions",
+    "ops",
+    "verify",
+]
 __version__ = "0.1.0"

@@ -39,6 +39,81 @@ class CpuKernel:
         tensor that is not on the CPU or not contiguous and for a wrong number of tensors, MemoryError.
         """
 
+# Over rows: tiles, rows per block, blocks per multiprocessor, per sample, sums. To add up sums: fixed, per sample.
+CudaGrid = tuple[int, int, int, bool, bool] | tuple[int, int]
+# symbol, threads, bytes of dynamic shared memory, grid, and where each argument comes from: (kind, index)
+CudaLaunch = tuple[str, int, int, CudaGrid, tuple[tuple[str, int], ...]]
+
+class CudaKernel:
+    """A generated CUDA kernel: machine code, and what its launches need; see `codegen/cuda.py`, which makes them."""
+
+    def __new__(
+        cls,
+        name: str,
+        cubin: bytes,
+        dtypes: tuple[str, ...],
+        alignments: tuple[int, ...],
+        inputs: int,
+        launches: tuple[CudaLaunch, ...],
+        partial_widths: tuple[int, ...],
+        row_values: int,
+        integers: int,
+    ) -> CudaKernel:
+        """Prepare a kernel; neither a driver nor a device is needed yet.
+
+        Args:
+            dtypes: of the tensors of a call, those that are read first.
+            alignments: bytes that each of them must start at a multiple of; misaligned inputs are copied.
+            inputs: how many of the tensors are read.
+            launches: in order; arguments are of the kinds "tensor", "partial", "row_value", "integer" (each with an
+                index), "rows", "batch_inner", "batch_size", "groups".
+            partial_widths: floats of one row of each scratch tensor [groups, width].
+            row_values: number of scratch tensors [rows].
+            integers: number of integers of a call.
+
+        Raises ValueError for an unknown dtype or kind, an index without anything behind it, an impossible size.
+        """
+
+    def __call__(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        rows: SupportsIndex,
+        batch_inner: SupportsIndex,
+        batch_size: SupportsIndex,
+        integers: tuple[SupportsIndex, ...],
+    ) -> None:
+        """Launch on PyTorch's current stream of the tensors' device; nothing waits, and CUDA graphs can capture it.
+
+        Sizes of tensors are the caller's business and not checked here.
+
+        Raises TypeError for a tensor that is a subclass, has no memory of its own or another dtype, ValueError for a
+        tensor that is not contiguous or on another device than the first, torch.OutOfMemoryError, RuntimeError with
+        the driver's words, or when it had to be loaded while the stream is captured.
+        """
+
+    def load(self, device: int) -> None:
+        """Load on a device, as its first call there would; RuntimeError with the driver's words."""
+
+    def repeat(
+        self,
+        times: int,
+        tensors: tuple[torch.Tensor, ...],
+        rows: int,
+        batch_inner: int,
+        batch_size: int,
+        integers: tuple[int, ...],
+    ) -> None:
+        """Launch the same call several times, to measure what a launch alone costs."""
+
+    def sizes(self, rows: int, samples: int, multiprocessors: int) -> tuple[tuple[int, ...], int]:
+        """Return the blocks of each launch, and the groups of rows that have partial sums of their own."""
+
+def cuda_driver_problem() -> str | None:
+    """Return why CUDA kernels cannot be launched here; None if they can."""
+
+def set_cuda_driver(library: str, host_tensors: bool = False) -> None:
+    """Take another library for the driver, and tensors on the CPU for ones on CUDA device 0: for tests."""
+
 def num_threads() -> int:
     """Return how many threads a kernel may use now: as many as torch."""
 

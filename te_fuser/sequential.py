@@ -339,7 +339,7 @@ class Sequential(torch.nn.Sequential):
                 x = self._run_border(part, x, values, qualified)
                 continue
             # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
-            seed = draw_seed() if any(o.lowered.op.draws() for o in part.listed) else None
+            seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in part.listed) else None
             x = reference_run(part.listed, x, values, seed)
         return (x, *(values[n] for n in qualified)) if qualified else x
 

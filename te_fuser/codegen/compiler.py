@@ -173,7 +173,8 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
         source, library = Path(work) / "unit.cpp", Path(work) / "unit.so"
         source.write_text(_unit(kernels))
         command = [compiler.path, *compiler.flags, "-I", str(INCLUDE), str(source), "-o", str(library)]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        # A session of its own: Ctrl-C is for the caller, who may want to save something, not for the compiler.
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
         if answer.returncode != 0:
             raise KernelCompileError(_explain(kernels, compiler, answer.stderr))
         with library.open("r+b") as file:

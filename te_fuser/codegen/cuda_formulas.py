@@ -24,7 +24,7 @@ Item = TypeVar("Item", Store, Sum)
 
 def rewrite(description: KernelDescription) -> KernelDescription:
     """The same kernel in cheaper and more accurate terms."""
-    for rules in (_RULES, () if is_precise(description) else _FAST_RULES):
+    for rules in (_RULES, _PRECISE_RULES if is_precise(description) else _FAST_RULES):
         description = _everywhere(description, rules)
     return _everywhere(_cheaper(description), _LAST_RULES)
 
@@ -85,6 +85,13 @@ def _square_tanh(e: Expr) -> Expr | None:
     return 4 * (s * (1 - s))
 
 
+def _other_sigmoid(e: Expr) -> Expr | None:
+    """1 - sigmoid(u) = sigmoid(-u), which does not cancel; where 16 bits are stored, nobody sees that."""
+    if e.op != "sub" or not expr.is_const(e.args[0], 1) or e.args[1].op != "sigmoid":
+        return None
+    return expr.unary("sigmoid", -e.args[1].args[0])
+
+
 def _base_two(e: Expr) -> Expr | None:
     """exp and sigmoid of u in base two, where log2(e) joins the factor that u has already."""
     names = {"exp": "exp2", "sigmoid": "sigmoid2"}
@@ -112,6 +119,7 @@ def _row_scale(e: Expr) -> Expr | None:
 
 
 _RULES: tuple[Rule, ...] = (_plus_tanh, _square_tanh)
+_PRECISE_RULES: tuple[Rule, ...] = (_other_sigmoid,)
 _FAST_RULES: tuple[Rule, ...] = (_base_two,)
 _LAST_RULES: tuple[Rule, ...] = (_masked, _row_scale)
 
@@ -121,12 +129,12 @@ _LAST_RULES: tuple[Rule, ...] = (_masked, _row_scale)
 def _cheaper(description: KernelDescription) -> KernelDescription:
     """Factor sums out where that saves instructions, one sum after the other."""
     cost = instructions(description)
-    tried: set[int] = set()
+    tried: set[str] = set()
     while True:
-        node = next((n for n in description.nodes if id(n) not in tried and _is_sum(n)), None)
+        node = next((n for n in description.nodes if n.digest not in tried and _is_sum(n)), None)
         if node is None:
             return description
-        tried.add(id(node))
+        tried.add(node.digest)
         uses = Counter(id(a) for n in description.nodes for a in n.args)
         once = {i for i, count in uses.items() if count == 1}
         for form in (_factored(node, once), _scaled_inside(node, once)):

@@ -52,6 +52,8 @@ class InterpretedKernel:
     def _write(
         self, item: Store | Sum, parts: list[torch.Tensor], out: torch.Tensor, layout: tuple[int, int, int]
     ) -> None:
+        if len(parts) > 1:  # a part without features fills its place
+            parts = [p.expand(-1, self.description.width) for p in parts]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if isinstance(item, Store):
             if item.axes & Axes.FEATURE:

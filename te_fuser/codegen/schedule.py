@@ -210,28 +210,22 @@ def _cut(needed: list[Expr], depth: int, kind: Kind, early: set[int]) -> list[Ex
     A minimum cut: each node is needed or not, and a needed one waits or is computed again from its arguments.
     """
     order = topological(needed)
-    number = {id(n): k for k, n in enumerate(order)}
+    wanted = {id(n): 2 * k for k, n in enumerate(order)}  # and 2 k + 1 where it is computed again
+    begin, end = -1, -2
     graph = networkx.DiGraph()
+    graph.add_nodes_from((begin, end))
     for n in order:
-        wanted, again = ("wanted", number[id(n)]), ("again", number[id(n)])
+        again = wanted[id(n)] + 1
         if is_full(n) and n.depth <= depth:
             cost = _waiting_cost(n, kind, early)
-            graph.add_edge(wanted, again, **({"capacity": cost} if math.isfinite(cost) else {}))
-            graph.add_edge(again, "end", **({} if n.op == "input" else {"capacity": _again(n)}))
+            graph.add_edge(again - 1, again, **({"capacity": cost} if math.isfinite(cost) else {}))
+            graph.add_edge(again, end, **({} if n.op == "input" else {"capacity": _again(n)}))
         else:
-            graph.add_edge(wanted, again)
-        for a in n.args:
-            graph.add_edge(again, ("wanted", number[id(a)]))
-    for n in needed:
-        graph.add_edge("begin", ("wanted", number[id(n)]))
-    if "end" not in graph:
-        return []
-    _, (asked, _) = networkx.minimum_cut(graph, "begin", "end")
-    return [
-        n for n in order
-        if is_full(n) and n.depth <= depth
-        and ("wanted", number[id(n)]) in asked and ("again", number[id(n)]) not in asked
-    ]  # fmt: skip
+            graph.add_edge(again - 1, again)
+        graph.add_edges_from((again, wanted[id(a)]) for a in n.args)
+    graph.add_edges_from((begin, wanted[id(n)]) for n in needed)
+    _, (asked, _) = networkx.minimum_cut(graph, begin, end)
+    return [n for n in order if wanted[id(n)] in asked and wanted[id(n)] + 1 not in asked]
 
 
 def _unique(nodes: Iterable[Expr]) -> list[Expr]:

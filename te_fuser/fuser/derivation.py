@@ -97,16 +97,15 @@ class DerivedStretch:
         readable: frozenset[int],
         forbidden: frozenset[int],
         recompute: Sequence[int] = (),
-        keep_statistics: bool = True,
+        silent: frozenset[int] = frozenset(),
     ) -> KernelPlan | None:
         """See `Stretch.backward`."""
         known = frozenset(self._values)
         readable, forbidden = readable & known, forbidden & known
         sets = frozenset(self._numbers(readable)), frozenset(self._numbers(forbidden))
-        key = ("backward", self._place(start, stop), *sets, self._numbers(recompute), keep_statistics)
-        return self._once(
-            key, lambda: self.exact.backward(start, stop, readable, forbidden, recompute, keep_statistics)
-        )
+        mute = frozenset(k - self.start for k in silent if self.start <= k < self.stop)
+        key = ("backward", self._place(start, stop), *sets, self._numbers(recompute), mute)
+        return self._once(key, lambda: self.exact.backward(start, stop, readable, forbidden, recompute, silent))
 
     def values_leaving(self, start: int, stop: int) -> list[int]:
         """See `Stretch.values_leaving`."""

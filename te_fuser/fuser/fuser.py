@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.fuser.device import Device, device_of
 from te_fuser.fuser.graph import CallSpecs, Graph, GraphBuilder, ListedOp, list_ops, spec_of
-from te_fuser.fuser.kernels import load_kernels, target_for, target_on_gpu
+from te_fuser.fuser.kernels import GENERATED_DTYPES, load_kernels, obstacle, target_for, target_on_gpu
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
 from te_fuser.fuser.program import descriptions
@@ -149,7 +149,7 @@ class Fuser:
     def _make(self, graph: Graph, options: Options, x: torch.Tensor, outputs: tuple[str, ...]) -> Prepared:
         plan = self._planned(graph, options)
         found = descriptions([*plan.forward, *plan.backward])
-        kernels = load_kernels(list(found.values()), plan.kernels)
+        kernels = load_kernels(list(found.values()), plan.kernels, x.device)
         segments = build_segments(plan, kernels)
         return Prepared(
             plan,
@@ -196,7 +196,11 @@ class Fuser:
         return graph, Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
 
     def _planned(self, graph: Graph, options: Options) -> Plan:
-        return Planner(graph, replace(options, memory=self.memory)).plan()
+        plan = Planner(graph, replace(options, memory=self.memory)).plan()
+        if plan.kernels != "torch" or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
+            return plan
+        why = f"row kernels are not generated: {obstacle(plan.x.device, plan.x.dtype)}"
+        return replace(plan, notes=(*plan.notes, why))
 
     def _specs(
         self,
@@ -225,7 +229,7 @@ def _execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Ten
     values: dict[int, torch.Tensor] = {0: x}
     for name, index in prepared.named:
         values[index] = inputs[name]
-    seed = draw_seed() if prepared.draws else None
+    seed = draw_seed(x.device) if prepared.draws else None
     for segment in prepared.segments:
         tensors = [values[v] for v in segment.values_in]
         tensors += [b.owner._parameters[b.name] for b in segment.parameters]  # type: ignore[misc]
@@ -273,11 +277,12 @@ def outside_tracing(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def draw_seed() -> torch.Tensor:
-    """(seed, offset) for one call, from PyTorch's generator, so that manual_seed and checkpointing govern it."""
-    seed = torch.empty(2, dtype=torch.int64).random_()
-    seed[1] = 0
-    return seed
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """(seed, offset) for one call, on its device and from that device's generator.
+
+    So manual_seed, checkpointing and CUDA-graph replay govern it as they do torch's own dropout, and nothing waits.
+    """
+    return torch.empty(2, dtype=torch.int64, device=device).random_()
 
 
 def check_options(memory: str | int, kernels: str) -> None:

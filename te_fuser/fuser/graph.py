@@ -143,7 +143,8 @@ def autocast_dtype(op: FusableOperation, x: Spec, target: torch.dtype | None) ->
 
 
 def snake(name: str) -> str:
-    """LayerNorm -> layer_norm; RMSNorm -> rms_norm; GELU -> gelu."""
+    """LayerNorm -> layer_norm; RMSNorm -> rms_norm; GELU -> gelu; SwiGLU -> swiglu."""
+    name = re.sub(r"(Si|Swi|S?Re)G?LU$", lambda unit: unit.group().capitalize(), name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
@@ -218,12 +219,11 @@ class GraphBuilder:
             or any(self.values[v].needs_grad and named[arg].gradient for arg, v in named_in.items())
         )
         role = self._role(op)
-        is_alias = bool(listed.names_out) or (isinstance(op, RowOp) and _is_identity(op, x))
-        alias = current if is_alias else None
+        alias = current if isinstance(op, RowOp) and _is_identity(op, x) else None
         output = self._value(f"{role}.output", out, Axes.FULL, needs, alias)
         named_out = []
         for name in listed.names_out:
-            named_out.append(self._value(name, out, Axes.FULL, needs, current))
+            named_out.append(self._value(name, out, Axes.FULL, needs, output if alias is None else alias))
             self._bind(label, name, op, named_out[-1])
         self.nodes.append(
             Node(
@@ -435,6 +435,8 @@ def _dtype(dtype: torch.dtype) -> str:
 def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
     if isinstance(op, RowOp):
         return
+    if op.named_outputs():
+        raise TypeError(f"{label}: only a RowOp names its output; put Fork or Output behind this op")
     if not isinstance(op, UnfusedOperation):
         raise TypeError(
             f"{label}: an op is a RowOp (it has a formula) or an UnfusedOperation (it has its own forward and "

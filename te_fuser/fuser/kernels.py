@@ -1,7 +1,9 @@
-"""Where kernels come from: generated C++ where there is a compiler, PyTorch operations otherwise."""
+"""Where kernels come from: generated C++ or CUDA where it can be had, PyTorch operations otherwise."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -11,35 +13,43 @@ from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.program import KernelFunction
 
-_GENERATED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+GENERATED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_LEAST_CAPABILITY = (8, 0)
 
 
 def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
-    """Which target runs row kernels: "cpp" (generated), or "torch" (PyTorch operations, one for each node).
+    """Which target runs row kernels: "cpp" or "cuda" (generated), or "torch" (PyTorch operations, one for each node).
 
     Raises:
         RuntimeError: when generated kernels are demanded and cannot be had.
     """
     if kernels == "reference":
         return "torch"
-    why = _obstacle(device, dtype)
+    why = obstacle(device, dtype)
     if why is None:
-        return "cpp"
+        return "cuda" if device.type == "cuda" else "cpp"
     if kernels == "generated" and dtype != torch.float64:
         raise RuntimeError(f"generated kernels were asked for, but {why}")
+    if device.type == "cuda" and dtype in GENERATED_DTYPES:
+        _warn_once(why)
     return "torch"
 
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
     """Which target a GPU that is not at hand would run row kernels by."""
-    return "cuda" if kernels != "reference" and dtype in _GENERATED_DTYPES else "torch"
+    return "cuda" if kernels != "reference" and dtype in GENERATED_DTYPES else "torch"
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    if dtype not in _GENERATED_DTYPES:
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why generated kernels cannot run on a device at hand, in words that say what to do; None if they can."""
+    if dtype not in GENERATED_DTYPES:
         return f"{dtype} runs the reference"
-    if device.type != "cpu":
-        return f"generated kernels are not launched on {device.type} yet"
+    if device.type == "cuda":
+        return _cuda_obstacle(device.index if device.index is not None else torch.cuda.current_device())
+    return _cpp_obstacle() if device.type == "cpu" else f"there are no generated kernels for {device.type}"
+
+
+def _cpp_obstacle() -> str | None:
     from te_fuser.codegen import compiler
 
     if compiler.find_compiler(config.compiler) is None:
@@ -47,11 +57,50 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def load_kernels(descriptions: Sequence[KernelDescription], target: str) -> dict[str, KernelFunction]:
-    """Description key -> kernel."""
+@functools.cache
+def _cuda_obstacle(index: int) -> str | None:
+    from te_fuser import _native
+    from te_fuser.codegen import nvrtc
+
+    if torch.version.hip is not None:
+        return "generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _LEAST_CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(index), capability
+        return f"{name} has compute capability {major}.{minor}, and generated kernels need 8.0 (Ampere) or newer"
+    problem = _native.cuda_driver_problem()
+    if problem is not None:
+        return problem
+    try:
+        nvrtc.compiler_version()
+    except nvrtc.CompilerMissing as missing:
+        return str(missing)
+    return None
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    warnings.warn(
+        f"te_fuser runs row operations on the GPU by PyTorch's kernels, one for each operation, because {why}. "
+        "print(model.explain(x)) shows the plan; kernels='generated' makes this an error.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def load_kernels(
+    descriptions: Sequence[KernelDescription], target: str, device: torch.device
+) -> dict[str, KernelFunction]:
+    """Description key -> kernel, for tensors on `device`."""
     if target == "cpp":
         from te_fuser.codegen import compiler
 
-        handles = compiler.load(descriptions, cache_dir=config.cache_dir, compiler=compiler.find_compiler(config.compiler))
+        found = compiler.find_compiler(config.compiler)
+        handles = compiler.load(descriptions, cache_dir=config.cache_dir, compiler=found)
         return {d.key: h for d, h in zip(descriptions, handles, strict=True)}
+    if target == "cuda":
+        from te_fuser.codegen import cuda_loader
+
+        kernels = cuda_loader.load(descriptions, device, cache_dir=config.cache_dir)
+        return {d.key: k.run for d, k in zip(descriptions, kernels, strict=True)}
     return {d.key: InterpretedKernel(d) for d in descriptions}

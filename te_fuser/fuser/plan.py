@@ -13,7 +13,7 @@ from te_fuser.fuser.refs import Ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions.match import Cost
 from te_fuser.fusions.registry import Fusion
-from te_fuser.ops.base import Gradient
+from te_fuser.ops.base import Gradient, Spec
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Choice:
 
     def __str__(self) -> str:
         if self.recomputed:
-            return f"{self.value}: computed again in backward, +{self.seconds * 1e3:.3f} ms, saves {_mib(self.bytes)}"
-        return f"{self.value}: kept, {_mib(self.bytes)}; computing it again would cost {self.seconds * 1e3:.3f} ms"
+            return f"{self.value}: computed again in backward, +{self.seconds * 1e6:.1f} us, saves {_mib(self.bytes)}"
+        return f"{self.value}: kept, {_mib(self.bytes)}; computing it again would cost {self.seconds * 1e6:.1f} us"
 
 
 def _mib(count: float) -> str:
@@ -149,6 +149,11 @@ class Plan:
     refusals: tuple[Refusal, ...] = ()
     choices: tuple[Choice, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def x(self) -> Spec:
+        """Shape, dtype and device of the main input."""
+        return self.graph.values[0].spec
 
     def kept_bytes(self, owner: str = "activation") -> int:
         """Bytes kept for backward that this model allocated (parameters and the call's own inputs apart)."""

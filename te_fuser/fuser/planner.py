@@ -55,7 +55,8 @@ from te_fuser.ops.base import Gradient, UnfusedOperation, batch_layout
 # at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone would
 # take all or nothing: balanced then keeps again what is dearest for its bytes, up to half of what it had saved.
 LAMBDA = {"fast": 0.0, "balanced": 2.0, "lean": 8.0}
-_ANY_TIME = 1e6
+_HARD_PRESSED = 64.0  # where a budget leaves no choice
+_AT_ANY_PRICE = 4096.0  # and where launches cost more than that
 _GIVEN_BACK = 0.5
 _SEGMENT_BYTES = 25 * 2**20
 _MAX_SUBSETS = 4
@@ -64,7 +65,8 @@ _SEED_BYTES = 16
 _BACKWARD_SCRATCH = 2.0
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
-_TIE = 1e-10  # seconds
+_TIE = 0.05e-6  # seconds: shown as nothing
+_TICK = 1e-13  # seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly, and get equal plans
 _NO_TENSOR = "its last op makes no tensor of its own"
 
 # Kind of ref -> whose memory it is; what backward makes itself is not kept.
@@ -106,6 +108,11 @@ class Edge:
     def seconds(self) -> float:
         """Predicted time without the price of memory."""
         return sum(s.seconds for s in self.steps)
+
+    @property
+    def length(self) -> int:
+        """The weight in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
+        return max(10 * round(self.weight / (10 * _TICK)) + (0 if self.fusion else 1), 0)
 
 
 @dataclass
@@ -389,12 +396,12 @@ class Planner:
         readable = frozenset(self.graph.root(v) for v in stretch.values_leaving(stretch.start, stretch.stop))
         readable = (readable | limits.given) - limits.forbidden
         forbidden = frozenset(limits.forbidden - limits.given)
-        keep_statistics = not any(start <= k < stop for k in limits.silent)
+        silent = frozenset(limits.silent)
         wanted = self._recomputable(stretch, start, stop)
         variants: dict[frozenset[int], Edge] = {}
         for again in itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1)):
             try:
-                kernel = stretch.backward(start, stop, readable, forbidden, again, keep_statistics)
+                kernel = stretch.backward(start, stop, readable, forbidden, again, silent)
             except NotOneKernel as why:
                 self._refuse("backward", start, stop, registry.STRETCH, str(why))
                 continue
@@ -650,11 +657,10 @@ class Planner:
         best: dict[tuple[int, int], Edge] = {}
         for edge in edges:
             key = (edge.start, edge.stop)
-            # The tie goes to the registered fusion, then to the earlier candidate.
-            if key not in best or edge.weight < best[key].weight:
+            if key not in best or edge.length < best[key].length:
                 best[key] = edge
         for (start, stop), edge in best.items():
-            graph.add_edge(start, stop, weight=max(edge.weight, 0.0) + 1e-12)
+            graph.add_edge(start, stop, weight=edge.length)
         try:
             path = nx.shortest_path(graph, 0, len(self.nodes), weight="weight")
         except nx.NetworkXNoPath:
@@ -677,9 +683,9 @@ class Planner:
             if edge.start not in before or edge.stop not in after:
                 reason = f"no other steps fit around it; {names} is taken"
             else:
-                more = before[edge.start] + edge.weight + after[edge.stop] - best
-                reason = f"predicted {more * 1e6:.1f} us more than {names}" if more > _TIE else f"no gain over {names}"
-                if self._weight and more > _TIE and direction == "backward":
+                more = (before[edge.start] + edge.length + after[edge.stop] - best) * _TICK
+                reason = f"predicted {more * 1e6:.1f} us more than {names}" if more >= _TIE else f"no gain over {names}"
+                if self._weight and more >= _TIE and direction == "backward":
                     reason += ", with what is kept for backward weighed in"
             self._refuse(direction, edge.start, edge.stop, edge.name, reason)
 
@@ -696,16 +702,14 @@ class Planner:
 
     def _within(self, budget: int) -> Plan:
         """The fastest plan whose kept activations fit; the leanest one, with a note, when none does."""
-        plan = self._weighed(0.0)
-        if plan.kept_bytes() <= budget:
-            return plan
-        plan = self._weighed(_ANY_TIME)
-        room = budget - plan.kept_bytes()
-        if room < 0:
-            note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
-            return replace(plan, notes=(*plan.notes, note))
-        more = self._giving_back(plan, room, alike=False)
-        return more if more.kept_bytes() <= budget else plan
+        for weight in (LAMBDA["fast"], LAMBDA["lean"], _HARD_PRESSED, _AT_ANY_PRICE):
+            plan = self._weighed(weight)
+            room = budget - plan.kept_bytes()
+            if room >= 0:
+                more = self._giving_back(plan, room, alike=False)
+                return more if more.kept_bytes() <= budget else plan
+        note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
+        return replace(plan, notes=(*plan.notes, note))
 
     def _giving_back(self, plan: Plan, room: float, alike: bool) -> Plan:
         """The plan that keeps, of what `plan` computes again, the dearest for its bytes, as far as there is room.
@@ -763,8 +767,8 @@ class Planner:
             limits.silent |= {n.index for n in nodes}
         return self._round(limits)
 
-    def _total(self, forward: list[Edge], backward: list[Edge]) -> float:
-        return sum(e.weight for e in forward) + sum(e.weight for e in backward)
+    def _total(self, forward: list[Edge], backward: list[Edge]) -> int:
+        return sum(e.length for e in (*forward, *backward))
 
     def _demands(self, steps: Iterable[Step]) -> set[Ref]:
         made: set[Ref] = set()

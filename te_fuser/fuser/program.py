@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,15 +52,19 @@ def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> Rando
 class KernelRunner:
     """Runs a generated kernel: makes inputs contiguous, allocates outputs, launches."""
 
-    __slots__ = ("_aliases", "_batch_dim", "_full", "_inputs", "_kernel", "_lead", "_outputs", "_streams")
+    __slots__ = ("_aliases", "_batch_dim", "_inputs", "_kernel", "_lead", "_outputs", "_streams")
 
     def __init__(self, plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap) -> None:
         description = plan.description
         refs = list(plan.inputs) + ([SEED] if description.streams else [])
-        self._kernel = kernel
+        # The native kernel itself, where there is one: its Python front takes as long as launching it.
+        self._kernel = getattr(kernel, "run", kernel)
         self._inputs = tuple(slots[r] for r in refs)
         self._lead = slots[plan.lead]
-        self._outputs = tuple((slots[o.ref], _shape_rule(o), o.width, o.shape, DTYPES[o.dtype]) for o in plan.outputs)
+        likeness = _likeness(plan)
+        self._outputs = tuple(
+            (slots[o.ref], _shape_rule(o, likeness), o.width, o.shape, DTYPES[o.dtype]) for o in plan.outputs
+        )
         self._streams = plan.streams
         self._batch_dim = plan.batch_dim
         self._aliases = tuple((slots[new], slots[old]) for new, old in plan.aliases)
@@ -73,46 +78,77 @@ class KernelRunner:
             for k in self._inputs:
                 t = slots[k]
                 tensors.append(t if t.is_contiguous() else t.contiguous())
-            device = lead.device
+            alike = lead.is_contiguous()
             for k, rule, width, fixed, dtype in self._outputs:
-                size = (*shape, width) if rule == 0 else fixed if rule == 1 else (samples, width)[: rule - 1]
-                t = slots[k] = torch.empty(size, dtype=dtype, device=device)
+                if rule == _LIKE_LEAD and alike:  # half the time of making a tensor from sizes
+                    t = torch.empty_like(lead)
+                else:
+                    size = _sizes(rule, shape, width, fixed, samples)
+                    t = torch.empty(size, dtype=dtype, device=lead.device)
+                slots[k] = t
                 tensors.append(t)
             self._kernel(tuple(tensors), shape.numel(), inner, samples, self._streams)
         for new, old in self._aliases:
             slots[new] = slots[old]
 
 
-def _shape_rule(output: Output) -> int:
-    """0: leading dimensions and width; 1: a fixed shape; 2: samples; 3: samples and width."""
+_LIKE_LEAD, _ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(5)
+
+
+def _likeness(plan: KernelPlan) -> tuple[int, str] | None:
+    """Width and dtype of the kernel's leading tensor, where the kernel reads it."""
+    loads = zip(plan.inputs, plan.description.loads, strict=True)
+    return next(((load.width, load.dtype) for ref, load in loads if ref == plan.lead), None)
+
+
+def _shape_rule(output: Output, likeness: tuple[int, str] | None) -> int:
+    """How an output's sizes follow from a call's."""
     if output.axes & Axes.OUTER:
-        return 0
+        return _LIKE_LEAD if (output.width, output.dtype) == likeness else _ROWS
     if output.axes & Axes.BATCH:
-        return 3 if output.axes & Axes.FEATURE else 2
-    return 1
+        return _SAMPLE_ROWS if output.axes & Axes.FEATURE else _SAMPLES
+    return _FIXED
+
+
+def _sizes(
+    rule: int, rows: tuple[int, ...], width: int, fixed: tuple[int, ...] | None, samples: int
+) -> tuple[int, ...] | None:
+    if rule <= _ROWS:
+        return (*rows, width)
+    return fixed if rule == _FIXED else (samples,) if rule == _SAMPLES else (samples, width)
 
 
 class OpRunner:
     """Runs an opaque op's own forward."""
 
-    __slots__ = ("_draws", "_emits", "_inputs", "_node", "_notes", "_outputs")
+    __slots__ = ("_draws", "_function", "_input", "_inputs", "_node", "_notes", "_outputs", "_seed")
 
     def __init__(self, step: Step, task: OpForward, slots: SlotMap) -> None:
         self._node = task.node
-        self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._function = task.node.op.op_forward  # type: ignore[operator]
+        self._inputs, given = _named_slots(step.inputs, slots, "seed")
+        self._input, self._seed = dict(self._inputs)["input"], given["seed"]
         self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
         self._notes = slots[("notes", task.node.index)]
         self._draws = task.node.draws
 
     def __call__(self, slots: Slots) -> None:
-        tensors = {name: slots[k] for name, k in self._inputs}
-        call = OpCall(tensors)
+        call = OpCall({name: slots[k] for name, k in self._inputs})
         if self._draws:
-            call.random = stream_of(tensors.pop("seed"), self._node.index, (1, 1))
-        y = self._node.op.op_forward(call, tensors["input"])  # type: ignore[operator]
+            call.random = stream_of(slots[self._seed], self._node.index, (1, 1))
+        y = self._function(call, slots[self._input])
         slots[self._notes] = call.notes
         for name, k in self._outputs:
             slots[k] = y if name == "output" else _emitted(self._node.label, call.emitted, name)
+
+
+def _named_slots(
+    refs: Iterable[tuple[str, Ref]], slots: SlotMap, *apart: str
+) -> tuple[tuple[tuple[str, int], ...], dict[str, int]]:
+    """The slots of named refs, and those of some names apart; -1 for one of these that is not there."""
+    found = {name: slots[r] for name, r in refs}
+    given = {name: found.pop(name, -1) for name in apart}
+    return tuple(found.items()), given
 
 
 def _emitted(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -124,24 +160,23 @@ def _emitted(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.T
 class GradientRunner:
     """Runs one node of an opaque op's backward."""
 
-    __slots__ = ("_draws", "_inputs", "_method", "_needed", "_node", "_notes", "_outputs")
+    __slots__ = ("_draws", "_dy", "_function", "_inputs", "_needed", "_node", "_notes", "_outputs", "_seed")
 
     def __init__(self, step: Step, task: OpGradient, slots: SlotMap) -> None:
         self._node, self._needed = task.node, task.needed
-        self._method = task.gradient.method
-        self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._function = getattr(task.node.op, task.gradient.method)
+        self._inputs, given = _named_slots(step.inputs, slots, "dy", "seed")
+        self._dy, self._seed = given["dy"], given["seed"]
         self._outputs = tuple((name.removeprefix("d_"), slots[r]) for name, r in step.outputs)
         self._notes = slots[("notes", task.node.index)]
         self._draws = task.node.draws
 
     def __call__(self, slots: Slots) -> None:
-        tensors = {name: slots[k] for name, k in self._inputs}
-        dy = tensors.pop("dy")
-        call = OpCall(tensors, self._needed)
+        call = OpCall({name: slots[k] for name, k in self._inputs}, self._needed)
         call.notes = slots[self._notes] or {}
         if self._draws:
-            call.random = stream_of(tensors.pop("seed"), self._node.index, (1, 1))
-        made = getattr(self._node.op, self._method)(call, dy)
+            call.random = stream_of(slots[self._seed], self._node.index, (1, 1))
+        made = self._function(call, slots[self._dy])
         for name, k in self._outputs:
             slots[k] = _gradient(self._node.label, made, name)
 
@@ -156,32 +191,32 @@ def _gradient(label: str, made: Mapping[str, torch.Tensor | None], name: str) ->
 class FusionRunner:
     """Runs a registered fusion in one direction."""
 
-    __slots__ = ("_first", "_function", "_inputs", "_label", "_needed", "_nodes", "_ops", "_outputs", "_streams")
+    __slots__ = ("_first", "_forward", "_function", "_inputs", "_label", "_needed", "_ops", "_outputs", "_streams")
 
     def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
-        forward = task.direction == "forward"
-        function = task.fusion.run_forward if forward else task.fusion.run_backward
+        self._forward = task.direction == "forward"
+        function = task.fusion.run_forward if self._forward else task.fusion.run_backward
         assert function is not None
         self._function = function
-        self._first = "input" if forward else "dy"
         self._ops = tuple(n.op for n in task.nodes)
-        self._nodes = task.nodes
         self._needed = task.needed
         self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._first = dict(self._inputs)["input" if self._forward else "dy"]
         self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
         self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.draws)
         self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
 
     def __call__(self, slots: Slots) -> None:
         tensors = {name: slots[k] for name, k in self._inputs}
-        first = tensors[self._first]
+        first = slots[self._first]
         streams = {}
         for k, node in self._streams:
             layout = batch_layout(first.shape, node.op.batch_dim())
-            streams[k] = stream_of(tensors["seed"], node.index, layout)
+            # Read only when somebody draws from it: on a GPU that waits for the seed.
+            streams[k] = functools.partial(stream_of, tensors["seed"], node.index, layout)
         call = FusionCall(self._ops, tensors, self._needed, streams)
         result = self._function(call, first)
-        if self._first == "input":
+        if self._forward:
             self._store_forward(slots, call, result)
         else:
             self._store_backward(slots, result)

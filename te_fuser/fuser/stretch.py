@@ -258,7 +258,7 @@ class Stretch:
 
     def backward(
         self, start: int, stop: int, readable: frozenset[int], forbidden: frozenset[int], recompute: Sequence[int] = (),
-        keep_statistics: bool = True,
+        silent: frozenset[int] = frozenset(),
     ) -> KernelPlan | None:
         """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
 
@@ -266,7 +266,7 @@ class Stretch:
             readable: values (by storage) that exist after forward, apart from what enters the range.
             forbidden: values that nobody can give.
             recompute: values of the range to compute again and store.
-            keep_statistics: whether forward can give per-row statistics.
+            silent: ops whose per-row statistics forward cannot give.
 
         Raises:
             NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
@@ -281,7 +281,7 @@ class Stretch:
         avoid = {self.graph.root(v) for v in recompute}
         roots = [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()] + again
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
-        reduced, used = self._reduce(roots, cut, readable_marks, keep_statistics)
+        reduced, used = self._reduce(roots, cut, readable_marks, silent)
         targets, sums, outputs, sum_outputs, aliases = [], [], [], [], []
         made: dict[tuple[int, str], Ref] = {}
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
@@ -366,7 +366,7 @@ class Stretch:
             wanted[name] = (leaf, Output(ref, info.axes, info.width, DTYPE_NAMES[spec.dtype], spec.shape))
         return wanted
 
-    def _reduce(self, roots: list[Expr], cut: _Range, readable: dict[str, int], keep_statistics: bool) -> tuple[list[Expr], _Range]:
+    def _reduce(self, roots: list[Expr], cut: _Range, readable: dict[str, int], silent: frozenset[int]) -> tuple[list[Expr], _Range]:
         """Replace what exists already: stored values, and per-row statistics that forward computed on its way."""
         forward = {id(e): canonical for canonical, e in zip(cut.canonical, cut.nodes, strict=True)}
         leaves = dict(cut.leaves)
@@ -377,7 +377,9 @@ class Stretch:
                 leaves[e.attrs[0]] = self._value_leaf(readable[e.attrs[0]])
                 return expr.make("input", (), e.attrs, e.axes, e.width)
             canonical = forward.get(id(e))
-            if not keep_statistics or canonical is None or e.axes & Axes.FEATURE or not e.axes & Axes.OUTER or not e.depth:
+            if canonical is None or e.axes & Axes.FEATURE or not e.axes & Axes.OUTER or not e.depth:
+                return None
+            if self._first_made.get(canonical.digest) in silent:
                 return None
             name = statistics.setdefault(canonical.digest, f"statistic{len(statistics)}")
             leaves[name] = _Leaf(statistic_ref(self.start, canonical.digest), Axes.ROWS, 1, self._wide)

@@ -25,7 +25,8 @@ def _declare(provider: Provider) -> Fusion:
         def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
             op = m[0].op
             mask = m["0.attention_mask"] if op.named_inputs() else None
-            y, saved = provider.forward(_settings(m), x, mask, m.random(0) if m.draws(0) else None)
+            random = m.random(0) if provider.draws and m.draws(0) else None
+            y, saved = provider.forward(_settings(m), x, mask, random)
             for name, tensor in saved.items():
                 m.emit(name, tensor)
             return y

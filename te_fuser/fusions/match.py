@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ class FusionCall:
         ops: Sequence[FusableOperation],
         tensors: Mapping[str, torch.Tensor | None],
         needed: frozenset[str],
-        streams: Mapping[int, RandomStream],
+        streams: Mapping[int, Callable[[], RandomStream]],
     ) -> None:
         self._ops, self._tensors, self._needed, self._streams = ops, tensors, needed, streams
         self.made: dict[str, torch.Tensor] = {}
@@ -148,4 +148,4 @@ class FusionCall:
 
     def random(self, index: int) -> RandomStream:
         """The random stream of op `index`."""
-        return self._streams[index]
+        return self._streams[index]()

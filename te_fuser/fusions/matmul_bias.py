@@ -14,4 +14,4 @@ from te_fuser.ops.matmul import MatMul
 def matmul_bias(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """The product's epilogue adds the bias; gives its output, not the product before the bias."""
     # Under autocast the weight comes cast; the epilogue takes a bias of its dtype.
-    return torch.nn.functional.linear(x, m[0].weight, m[1].bias.to(x.dtype))
+    return torch.nn.functional.linear(x, m["0.weight"], m["1.bias"].to(x.dtype))

@@ -76,6 +76,11 @@ def _check_part(part: Any, fusion: str) -> None:
                 f"fusion {fusion!r}: {kind.__name__} is lowered to its elementary ops before fusing, so the pattern "
                 "can never match; name those instead (Linear is MatMul, Bias)"
             )
+        if kind is not FusableOperation and not issubclass(kind, (RowOp, UnfusedOperation)):
+            raise ValueError(
+                f"fusion {fusion!r}: {kind.__name__} is neither a RowOp nor an UnfusedOperation, so no list holds one "
+                "and the pattern can never match"
+            )
     return None
 
 

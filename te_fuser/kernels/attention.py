@@ -163,6 +163,7 @@ class Provider:
     emits: ClassVar[tuple[str, ...]]
     conditions: ClassVar[tuple[Condition, ...]]
     speed: ClassVar[tuple[float, float]]
+    draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 
     def __init__(self) -> None:
         problems = [_schema_problem(schema) for schema in self.schemas]
@@ -192,7 +193,7 @@ class Provider:
     ) -> tuple[torch.Tensor, Saved]:
         """The output, and for each name in `emits` a tensor.
 
-        `random` is there for providers that draw from it; PyTorch's CUDA kernels draw from PyTorch's generator.
+        `random` is there for providers that draw from it.
         """
         heads = settings.heads
         if not qkv.numel():

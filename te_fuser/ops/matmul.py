@@ -76,12 +76,12 @@ class MatMul(UnfusedOperation):
                 f"MatMul takes x and weight of one dtype, got {x.dtype} and {weight.dtype}: "
                 "convert one with .to(), or run under torch.autocast"
             )
-        return torch.nn.functional.linear(as_rows(x), weight).reshape(*x.shape[:-1], weight.shape[0])
+        return in_shape_of(x, torch.nn.functional.linear(as_rows(x), weight))
 
     def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dx = dy W."""
         weight = call["weight"]
-        return {"input": torch.mm(as_rows(dy), weight).reshape(*dy.shape[:-1], weight.shape[1])}
+        return {"input": in_shape_of(dy, torch.mm(as_rows(dy), weight))}
 
     def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dW = dy^T x."""
@@ -93,7 +93,12 @@ class MatMul(UnfusedOperation):
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x as [rows, features], also where one of them is 0."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def in_shape_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[rows, features] with the leading dimensions of x."""
+    return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 def init_linear_weight(weight: torch.Tensor, init_method: Callable[[torch.Tensor], Any] | None) -> None:

@@ -33,10 +33,11 @@ def run_verified(
         VerificationError: naming the step that erred, from this call or from the backward of its result.
     """
     prepared = fuser.prepare(x, inputs, outputs)
-    watch = _Watch(prepared.plan, {0: x, **{index: inputs[name] for name, index in prepared.named}})
-    kernels = load_kernels(list(descriptions([*prepared.plan.forward, *prepared.plan.backward]).values()), prepared.plan.kernels)
+    plan = prepared.plan
+    watch = _Watch(plan, {0: x, **{index: inputs[name] for name, index in prepared.named}})
+    kernels = load_kernels(list(descriptions([*plan.forward, *plan.backward]).values()), plan.kernels, x.device)
     # Segments of this call's own: what backward is checked against is what this forward saw.
-    segments = build_segments(prepared.plan, kernels, watch.wrap)
+    segments = build_segments(plan, kernels, watch.wrap)
     return execute(dataclasses.replace(prepared, segments=segments), x, inputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import platform
 import re
@@ -247,6 +248,15 @@ def test_rare_values_are_as_in_torch(kernels: dict[str, CpuKernelHandle], name: 
         torch.testing.assert_close(a, b, rtol=3e-7, atol=2e-45, equal_nan=True, msg=lambda m, s=store: f"{s.name}: {m}")
 
 
+@pytest.mark.parametrize("width", [1, 17, 200])
+def test_row_reductions_look_at_every_feature(cache: Path, width: int) -> None:
+    kit = Kit()
+    x = kit.full("x", width)
+    d = kit.forward("every_feature", {"y": (f.row_max(x) + 2 * f.row_sum(x) + 0.5 * f.row_max(-x), width)})
+    (y,) = run(only(d, cache), d, {"x": torch.eye(width) - 3}, width)
+    torch.testing.assert_close(y, torch.full_like(y, -2.0 + 2 * (1 - 3 * width) + (1.5 if width > 1 else 1.0)))
+
+
 def test_row_reductions_pass_nan_on(kernels: dict[str, CpuKernelHandle]) -> None:
     d = CORPUS["softmax_fwd-40-f32"]
     x = torch.zeros(3, 40)
@@ -303,6 +313,45 @@ def test_dropout_bits_are_those_of_the_reference(
     drawn = random.keep_bits(torch.arange(rows), width * parts, SEED, OFFSET, FIRST_STREAM)
     want = (drawn >= random.threshold(0.3)).float()
     assert torch.equal(torch.cat(got, -1), want)
+
+
+class Launch(ctypes.Structure):
+    """te_launch, for calls of a kernel's own function."""
+
+    _fields_ = (
+        ("tensors", ctypes.POINTER(ctypes.c_void_p)),
+        ("rows", ctypes.c_int64),
+        ("batch_inner", ctypes.c_int64),
+        ("batch_size", ctypes.c_int64),
+        ("integers", ctypes.POINTER(ctypes.c_int64)),
+        ("scratch", ctypes.POINTER(ctypes.c_void_p)),
+        ("partials", ctypes.POINTER(ctypes.c_void_p)),
+    )
+
+
+@pytest.mark.parametrize("flags", [None, ("-msse2",)], ids=str)
+def test_dropout_bits_of_billions_of_rows(cache: Path, flags: tuple[str, ...] | None) -> None:
+    """The group number passes 2**32 in the midst of a row; the store begins where row 0 would lie."""
+    if flags and not ON_X86:
+        pytest.skip("flags of x86 processors")
+    width, first, rows = 24, (2**32 - 1) // 3, 3
+    handle = only(mask_kernel(width, 1, 0.3), cache, find_compiler(flags=flags))
+    kernel = cpp.generate(handle.description)
+    got = torch.full((rows, width), math.nan)
+    seed = torch.tensor([SEED, OFFSET])
+    scratch = torch.empty(kernel.scratch_floats + 16)
+    aligned = -(-scratch.data_ptr() // 64) * 64
+    launch = Launch(
+        (ctypes.c_void_p * 2)(seed.data_ptr(), got.data_ptr() - first * width * 4),
+        first + rows, 1, 1,
+        (ctypes.c_int64 * 1)(FIRST_STREAM),
+        (ctypes.c_void_p * 1)(aligned),
+    )  # fmt: skip
+    function = ctypes.CDLL(str(handle.library))[f"{kernel.symbol}_rows"]
+    function.argtypes = (ctypes.POINTER(Launch), ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+    function(ctypes.byref(launch), first, first + rows, 0)
+    drawn = random.keep_bits(torch.arange(first, first + rows), width, SEED, OFFSET, FIRST_STREAM)
+    assert torch.equal(got, (drawn >= random.threshold(0.3)).float())
 
 
 @pytest.mark.parametrize("drop", [0.0, 1.0])

@@ -227,7 +227,7 @@ PICKED = [
     (corpus.layer_norm, 16384, 1, [(Kind.SHARED, 256, Sums.REGISTERS)]),
     (corpus.layer_norm, 65536, 0, [(Kind.SHARED, 1024, Sums.NONE)]),
     (corpus.layer_norm, 65536, 1, [(Kind.REREAD, 1024, Sums.NONE), (Kind.COLUMNS, 256, Sums.REGISTERS)]),
-    (corpus.layer_norm, 4097, 1, [(Kind.REGISTERS, 1024, Sums.REGISTERS)]),
+    (corpus.layer_norm, 4097, 1, [(Kind.SHARED, 1024, Sums.REGISTERS)]),
     (corpus.bias_gelu, 16384, 0, [(Kind.COLUMNS, 256, Sums.NONE)]),
     (corpus.bias_gelu, 16384, 1, [(Kind.COLUMNS, 256, Sums.REGISTERS)]),
     (corpus.bias_gelu, 64, 1, [(Kind.COLUMNS, 8, Sums.REGISTERS)]),

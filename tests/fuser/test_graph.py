@@ -24,7 +24,7 @@ def names(graph):
 
 @pytest.mark.parametrize(
     ("name", "want"),
-    [("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm"), ("GELU", "gelu"), ("SwiGLU", "swi_glu"), ("Bias", "bias")],
+    [("SwiGLU", "swiglu"), ("SReLU", "srelu"), ("ClampedSwiGLU", "clamped_swiglu"), ("ReGLU", "reglu"), ("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm"), ("GELU", "gelu"), ("Bias", "bias")],
 )
 def test_snake(name, want):
     assert snake(name) == want
@@ -91,6 +91,33 @@ def test_a_mask_takes_no_gradient():
     mask = torch.zeros(2, 1, 3, 3, dtype=torch.bool)
     graph = graph_of(model, tensor(2, 3, 24, grad=False), attention_mask=mask)
     assert not graph.needs_grad(graph.output)
+
+
+class NamedBias(ops.Bias):
+    """A row op that computes something and names it."""
+
+    def __init__(self, features, name, exports):
+        super().__init__(features)
+        self.name, self.exports = name, exports
+
+    def named_outputs(self):
+        return (self.name,)
+
+
+def test_an_op_that_computes_and_names_its_output():
+    model = sequential(ops.GELU(), NamedBias(8, "a", False), ops.Linear(8, 8), NamedBias(8, "o", True), ops.SiLU(), ops.Add("a"))
+    _, o = assert_as_meant(model, X, ("o",))
+    torch.testing.assert_close(o, (model[2](ops.GELU()(X) + model[1].bias) + model[3].bias).detach())
+    assert_as_meant(model, X)
+
+
+def test_an_opaque_op_names_nothing():
+    class Named(ops.MatMul):
+        def named_outputs(self):
+            return ("a",)
+
+    with pytest.raises(TypeError, match=r"op 0 \(Named '0'\): only a RowOp names its output; put Fork or Output behind"):
+        sequential(Named(8, 8), ops.Add("a"))(X)
 
 
 # ---------------------------------------------------------------------------------------- axes of named inputs

@@ -93,7 +93,7 @@ NEVER = {
     "all_optional": ([Optional(M), Optional(B)], "every part of its pattern is optional"),
     "repeat_none": ([Repeat(G, at_least=0)], "every part of its pattern is optional"),
     "repeat_optional": ([Repeat(Optional(G)), Optional(B)], "every part of its pattern is optional"),
-    "fused": ([ops.FusedOperation], "no list holds a FusedOperation"),
+    "fused": ([ops.FusedOperation], "FusedOperation is neither a RowOp nor an UnfusedOperation"),
 }
 
 

@@ -269,9 +269,8 @@ def _same_dtype(w: _Writer) -> bool:
 
 
 def _may_normalize(w: _Writer) -> bool:
-    """Normalized, a single feature is a constant, and what is left of its gradient is rounding: of x in plain PyTorch,
-    of x against a mean of unrounded x in a kernel, which is far more in bfloat16 and means nothing."""
-    return w.features > 1 or "bfloat16" not in (w.now, w.dtype)
+    """One or two features are constants once they are normalized: all that is left of a gradient is rounding."""
+    return w.features > 2
 
 
 # Kind of item -> (whether it may come here, what writes it).

@@ -1,0 +1,370 @@
+#include "cuda_kernel.h"
+
+#include <structmember.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "cuda_launch.h"
+#include "kernel_call.h"
+#include "tensor.h"
+
+namespace te {
+namespace {
+
+struct KernelObject {
+  PyObject_HEAD
+  vectorcallfunc call;
+  CudaProgram* program;
+};
+
+CudaProgram& program_of(PyObject* self) { return *reinterpret_cast<KernelObject*>(self)->program; }
+
+// ---- errors ----------------------------------------------------------------------------------------------------
+
+// torch.OutOfMemoryError, which training loops catch; a new reference.
+PyObject* out_of_memory_type() {
+  PyObject* torch = PyImport_ImportModule("torch");
+  PyObject* type = torch == nullptr ? nullptr : PyObject_GetAttrString(torch, "OutOfMemoryError");
+  Py_XDECREF(torch);
+  if (type != nullptr) return type;
+  PyErr_Clear();
+  Py_INCREF(PyExc_MemoryError);
+  return PyExc_MemoryError;
+}
+
+void raise_failure(const CudaProgram& program, const Failure& failure) {
+  if (failure.kind != Failure::Kind::memory) {
+    PyErr_SetString(failure.kind == Failure::Kind::value ? PyExc_ValueError : PyExc_RuntimeError, failure.text.c_str());
+    return;
+  }
+  PyObject* type = out_of_memory_type();
+  PyErr_Format(type, "kernel '%s': no memory for its partial sums: %s", program.name.c_str(), failure.text.c_str());
+  Py_DECREF(type);
+}
+
+// Does something that may wait for the device, or for a thread that waits for the interpreter.
+template <class Work>
+bool without_gil(const CudaProgram& program, Work work) {
+  Failure failure;
+  bool done = false, no_memory = false;
+  PyThreadState* thread = PyEval_SaveThread();
+  try {
+    done = work(failure);
+  } catch (const std::bad_alloc&) {
+    no_memory = true;
+  }
+  PyEval_RestoreThread(thread);
+  if (no_memory) {
+    PyErr_NoMemory();
+  } else if (!done) {
+    raise_failure(program, failure);
+  }
+  return done;
+}
+
+// ---- the call from Python --------------------------------------------------------------------------------------
+
+bool read_tensors(const CudaProgram& program, PyObject* tensors, int32_t* device, Memory* memory) {
+  for (size_t i = 0; i < program.tensors.size(); ++i) {
+    const auto index = static_cast<Py_ssize_t>(i);
+    const ArgumentSite site{program.name.c_str(), index};
+    PyObject* tensor = PyTuple_GET_ITEM(tensors, index);
+    if (!read_cuda_tensor(tensor, program.tensors[i].dtype, site, device, &memory[i])) return false;
+  }
+  return true;
+}
+
+PyObject* call_kernel(CudaProgram& program, const Arguments& arguments, int64_t repeats) {
+  const char* name = program.name.c_str();
+  CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats};
+  if (integer_count(arguments) != program.integers) {
+    PyErr_Format(PyExc_ValueError, "kernel '%s' takes %zu integers, got %zu", name, program.integers,
+                 integer_count(arguments));
+    return nullptr;
+  }
+  if (!read_sizes(name, arguments, call.sizes)) return nullptr;
+  Array<int64_t> integers(program.integers);
+  if (!read_integers(name, arguments, integers.data())) return nullptr;
+  // The tensors come last: an integer's __index__ may run Python code, which could still change them.
+  Array<Memory> memory(program.tensors.size());
+  if (!read_tensors(program, arguments.tensors, &call.device, memory.data())) return nullptr;
+  void* stream = nullptr;
+  if (!current_cuda_stream(call.device, &stream)) return nullptr;
+  call.stream = static_cast<CudaDriver::Stream>(stream);
+  call.tensors = memory.data();
+  call.integers = integers.data();
+  if (!without_gil(program, [&](Failure& failure) { return program.run(call, failure); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* bind_and_call(CudaProgram& program, PyObject* const* values, size_t positional, PyObject* names,
+                        int64_t repeats) {
+  Arguments arguments;
+  if (!bind_arguments(program.name.c_str(), program.tensors.size(), values, positional, names, arguments)) {
+    return nullptr;
+  }
+  try {
+    return call_kernel(program, arguments, repeats);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject* names) {
+  return bind_and_call(program_of(self), values, static_cast<size_t>(PyVectorcall_NARGS(flags)), names, 1);
+}
+
+// ---- methods ---------------------------------------------------------------------------------------------------
+
+PyObject* load(PyObject* self, PyObject* argument) {
+  const int device = PyLong_AsLong(argument);
+  if (device == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  CudaProgram& program = program_of(self);
+  if (!without_gil(program, [&](Failure& failure) { return program.load(device, failure); })) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* repeat(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  const long long times = count > 0 ? PyLong_AsLongLong(values[0]) : 0;
+  if (times == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  if (times < 1) {
+    PyErr_SetString(PyExc_ValueError, "repeat(times, tensors, rows, ...): times must be positive");
+    return nullptr;
+  }
+  return bind_and_call(program_of(self), values + 1, static_cast<size_t>(count - 1), nullptr, times);
+}
+
+PyObject* sizes(PyObject* self, PyObject* args) {
+  long long rows = 0, samples = 0, multiprocessors = 0;
+  if (!PyArg_ParseTuple(args, "LLL:sizes", &rows, &samples, &multiprocessors)) return nullptr;
+  if (rows < 0 || samples < 0 || multiprocessors < 1) {
+    PyErr_SetString(PyExc_ValueError, "sizes(rows, samples, multiprocessors) takes no negative numbers");
+    return nullptr;
+  }
+  const CudaProgram& program = program_of(self);
+  const CudaSizes found = program.sizes(rows, samples, multiprocessors);
+  PyObject* blocks = PyTuple_New(static_cast<Py_ssize_t>(program.launches.size()));
+  if (blocks == nullptr) return nullptr;
+  for (size_t i = 0; i < program.launches.size(); ++i) {
+    PyTuple_SET_ITEM(blocks, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(found.blocks[i]));
+  }
+  return Py_BuildValue("(NL)", blocks, static_cast<long long>(found.groups));
+}
+
+// ---- construction ----------------------------------------------------------------------------------------------
+
+bool refuse(const CudaProgram& program, const char* problem) {
+  PyErr_Format(PyExc_ValueError, "kernel '%s': %s", program.name.c_str(), problem);
+  return false;
+}
+
+bool read_alignments(CudaProgram& program, const std::vector<DType>& dtypes, PyObject* alignments) {
+  if (PyTuple_GET_SIZE(alignments) != static_cast<Py_ssize_t>(dtypes.size())) {
+    return refuse(program, "there must be one alignment for each dtype");
+  }
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    const long long bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(alignments, static_cast<Py_ssize_t>(i)));
+    if (bytes == -1 && PyErr_Occurred() != nullptr) return false;
+    // Copies of misaligned inputs lie as PyTorch's allocator lays them.
+    if (bytes < 1 || bytes > 64) return refuse(program, "alignments lie between 1 and 64 bytes");
+    program.tensors.push_back({dtypes[i], bytes});
+  }
+  return true;
+}
+
+bool read_widths(CudaProgram& program, PyObject* widths) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(widths); ++i) {
+    const long long width = PyLong_AsLongLong(PyTuple_GET_ITEM(widths, i));
+    if (width == -1 && PyErr_Occurred() != nullptr) return false;
+    if (width < 0) return refuse(program, "partial sums cannot have a negative width");
+    program.partial_widths.push_back(width);
+  }
+  return true;
+}
+
+// How many things of a source there are; 1 for the numbers of the call itself.
+size_t count_of(const CudaProgram& program, Source source) {
+  switch (source) {
+    case Source::tensor: return program.tensors.size();
+    case Source::partial: return program.partial_widths.size();
+    case Source::row_value: return program.row_values;
+    case Source::integer: return program.integers;
+    default: return 1;
+  }
+}
+
+constexpr struct {
+  const char* name;
+  Source source;
+} sources[] = {
+    {"tensor", Source::tensor},           {"partial", Source::partial},       {"row_value", Source::row_value},
+    {"integer", Source::integer},         {"rows", Source::rows},             {"batch_inner", Source::batch_inner},
+    {"batch_size", Source::batch_size},   {"groups", Source::groups},
+};
+
+bool read_argument(const CudaProgram& program, PyObject* pair, CudaLaunch& launch) {
+  const char* kind = nullptr;
+  int index = 0;
+  if (!PyArg_ParseTuple(pair, "si;an argument is (kind, index)", &kind, &index)) return false;
+  for (const auto& known : sources) {
+    if (std::string(known.name) != kind) continue;
+    if (index < 0 || static_cast<size_t>(index) >= count_of(program, known.source)) {
+      PyErr_Format(PyExc_ValueError, "kernel '%s': '%s' has an argument (%s, %d), which there is not",
+                   program.name.c_str(), launch.symbol.c_str(), kind, index);
+      return false;
+    }
+    launch.arguments.push_back({known.source, static_cast<uint32_t>(index)});
+    return true;
+  }
+  PyErr_Format(PyExc_ValueError, "kernel '%s': '%s' has an argument of the unknown kind '%s'", program.name.c_str(),
+               launch.symbol.c_str(), kind);
+  return false;
+}
+
+bool read_grid(const CudaProgram& program, PyObject* numbers, CudaLaunch& launch) {
+  if (PyTuple_GET_SIZE(numbers) == 2) {
+    long long fixed = 0, per_sample = 0;
+    if (!PyArg_ParseTuple(numbers, "LL", &fixed, &per_sample)) return false;
+    if (fixed < 0 || per_sample < 0) return refuse(program, "a grid cannot be negative");
+    launch.grid = SumGrid{fixed, per_sample};
+    return true;
+  }
+  long long tiles = 0, rows = 0, blocks = 0;
+  int per_sample = 0, sums = 0;
+  if (!PyArg_ParseTuple(numbers, "LLLpp;a grid is (tiles, rows per block, blocks per multiprocessor, per sample, sums) "
+                        "or (fixed, per sample)", &tiles, &rows, &blocks, &per_sample, &sums)) {
+    return false;
+  }
+  if (tiles < 1 || rows < 1 || blocks < 1) return refuse(program, "a grid over rows must be positive");
+  launch.grid = RowGrid{tiles, rows, blocks, per_sample != 0, sums != 0};
+  return true;
+}
+
+bool read_launch(CudaProgram& program, PyObject* item) {
+  const char* symbol = nullptr;
+  int threads = 0, shared_bytes = 0;
+  PyObject *grid = nullptr, *arguments = nullptr;
+  if (!PyTuple_Check(item) ||
+      !PyArg_ParseTuple(item, "siiO!O!", &symbol, &threads, &shared_bytes, &PyTuple_Type, &grid, &PyTuple_Type,
+                        &arguments)) {
+    PyErr_Clear();
+    return refuse(program, "a launch is (symbol, threads, shared bytes, grid, arguments)");
+  }
+  if (threads < 1 || threads > 1024) return refuse(program, "a block has 1 to 1024 threads");
+  if (shared_bytes < 0) return refuse(program, "a block cannot have negative shared memory");
+  CudaLaunch launch{symbol, static_cast<unsigned>(threads), static_cast<unsigned>(shared_bytes), RowGrid{}, {}};
+  if (!read_grid(program, grid, launch)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i) {
+    PyObject* pair = PyTuple_GET_ITEM(arguments, i);
+    if (!PyTuple_Check(pair)) return refuse(program, "an argument is (kind, index)");
+    if (!read_argument(program, pair, launch)) return false;
+  }
+  program.launches.push_back(std::move(launch));
+  return true;
+}
+
+bool read_launches(CudaProgram& program, PyObject* items) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(items);
+  if (count < 1 || count > static_cast<Py_ssize_t>(most_launches)) return refuse(program, "it has 1 to 4 launches");
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!read_launch(program, PyTuple_GET_ITEM(items, i))) return false;
+  }
+  if (std::holds_alternative<RowGrid>(program.launches[0].grid)) return true;
+  return refuse(program, "its first launch must be one over rows");
+}
+
+bool build_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
+  static const char* names[] = {"name",     "cubin",          "dtypes",     "alignments", "inputs",
+                                "launches", "partial_widths", "row_values", "integers",   nullptr};
+  const char *name = nullptr, *cubin = nullptr;
+  Py_ssize_t cubin_size = 0, inputs = 0, row_values = 0, integers = 0;
+  PyObject *dtype_names = nullptr, *alignments = nullptr, *launches = nullptr, *widths = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn:CudaKernel", const_cast<char**>(names), &name, &cubin,
+                                   &cubin_size, &PyTuple_Type, &dtype_names, &PyTuple_Type, &alignments, &inputs,
+                                   &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers)) {
+    return false;
+  }
+  program.name = name;
+  program.cubin.assign(cubin, static_cast<size_t>(cubin_size));
+  std::vector<DType> dtypes;
+  if (!read_dtypes(name, dtype_names, dtypes) || !read_alignments(program, dtypes, alignments)) return false;
+  if (inputs < 0 || inputs > static_cast<Py_ssize_t>(dtypes.size()) || row_values < 0 || integers < 0) {
+    return refuse(program, "inputs, row_values and integers must not be negative, nor inputs more than there are tensors");
+  }
+  if (dtypes.empty()) return refuse(program, "it takes no tensor, so nothing says on which device it runs");
+  program.inputs = static_cast<size_t>(inputs);
+  program.row_values = static_cast<size_t>(row_values);
+  program.integers = static_cast<size_t>(integers);
+  return read_widths(program, widths) && read_launches(program, launches);
+}
+
+PyObject* new_kernel(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+  try {
+    auto program = std::make_unique<CudaProgram>();
+    if (!build_program(*program, args, keywords)) return nullptr;
+    PyObject* self = type->tp_alloc(type, 0);
+    if (self == nullptr) return nullptr;
+    auto* object = reinterpret_cast<KernelObject*>(self);
+    object->call = vectorcall;
+    object->program = program.release();
+    return self;
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+void free_kernel(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<KernelObject*>(self)->program;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* describe(PyObject* self) {
+  const CudaProgram& program = program_of(self);
+  const char* plural = program.launches.size() == 1 ? "" : "es";
+  return PyUnicode_FromFormat("<CudaKernel %s, %zu launch%s>", program.name.c_str(), program.launches.size(), plural);
+}
+
+PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(KernelObject, call), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyMethodDef methods[] = {
+    {"load", load, METH_O, "load(device)\n--\n\nLoad the machine code on a device, as the first call there would."},
+    {"repeat", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(repeat)), METH_FASTCALL,
+     "repeat(times, tensors, rows, batch_inner, batch_size, integers)\n--\n\n"
+     "Launch the same call several times, to measure what a launch alone costs."},
+    {"sizes", sizes, METH_VARARGS,
+     "sizes(rows, samples, multiprocessors)\n--\n\nThe blocks of each launch, and the groups of partial sums."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyDoc_STRVAR(documentation,
+             "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers)\n--\n\n"
+             "A generated CUDA kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
+
+PyType_Slot slots[] = {
+    {Py_tp_doc, const_cast<char*>(documentation)},
+    {Py_tp_new, reinterpret_cast<void*>(new_kernel)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_kernel)},
+    {Py_tp_repr, reinterpret_cast<void*>(describe)},
+    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+    {Py_tp_members, members},
+    {Py_tp_methods, methods},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"te_fuser._native.CudaKernel", sizeof(KernelObject), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+
+}  // namespace
+
+PyObject* make_cuda_kernel_type() { return PyType_FromSpec(&spec); }
+
+}  // namespace te

@@ -1,0 +1,117 @@
+/* Stands for libcuda.so.1 in tests: does what the driver would do as far as one host thread can see, and counts.
+ *
+ * "Machine code" is "library:number", a library made by cuda_on_cpu.py and the kernel's number in it: functions are its
+ * emulate_NUMBER_SYMBOL and run at once, on the CPU. The number "-" makes functions that do nothing.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef void (*emulated)(int blocks, int threads, void** arguments);
+
+struct context { int device; };
+struct module { char library[4096]; char number[16]; };
+struct function { char symbol[256]; emulated run; int shared_bytes; };
+/* What a test may read and set; see the Python class beside it. */
+struct fake_state {
+  int devices, multiprocessors, capturing, failing;
+  int loads, launches, copies, pushes, pops;
+  struct { char symbol[64]; unsigned blocks, threads, shared_bytes; void* stream; int arguments_seen; } last;
+};
+struct fake_state fake = {2, 3, 0, 0, 0, 0, 0, 0, 0, {"", 0, 0, 0, NULL, 0}};
+
+static struct context contexts[16];
+static _Thread_local struct context* stack[16];
+static _Thread_local int depth = 0;
+
+int fake_depth(void) { return depth; }
+int fake_current(void) { return depth ? stack[depth - 1]->device : -1; }
+
+int cuInit(unsigned flags) { return fake.failing == 100 ? 100 : flags ? 1 : 0; }
+int cuGetErrorName(int error, const char** text) {
+  *text = error == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : error == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_FAKE";
+  return 0;
+}
+int cuGetErrorString(int error, const char** text) {
+  *text = error == 2 ? "out of memory" : error == 700 ? "an illegal memory access was encountered" : "a fake error";
+  return 0;
+}
+int cuDeviceGet(int* device, int ordinal) { return ordinal < fake.devices ? (*device = ordinal, 0) : 101; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  (void)device;
+  if (attribute != 16) return 1;
+  *value = fake.multiprocessors;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(struct context** context, int device) {
+  contexts[device].device = device;
+  *context = &contexts[device];
+  return 0;
+}
+int cuCtxGetCurrent(struct context** context) {
+  *context = depth ? stack[depth - 1] : NULL;
+  return 0;
+}
+int cuCtxPushCurrent_v2(struct context* context) {
+  __atomic_add_fetch(&fake.pushes, 1, __ATOMIC_RELAXED);
+  stack[depth++] = context;
+  return 0;
+}
+int cuCtxPopCurrent_v2(struct context** context) {
+  __atomic_add_fetch(&fake.pops, 1, __ATOMIC_RELAXED);
+  *context = stack[--depth];
+  return 0;
+}
+int cuModuleLoadData(struct module** module, const void* image) {
+  if (!depth) return 201;
+  if (fake.capturing) return 900;
+  struct module* made = calloc(1, sizeof(struct module));
+  if (sscanf(image, "%4095[^:]:%15s", made->library, made->number) != 2) return 200;
+  __atomic_add_fetch(&fake.loads, 1, __ATOMIC_RELAXED);
+  *module = made;
+  return 0;
+}
+int cuModuleGetFunction(struct function** function, struct module* module, const char* name) {
+  struct function* made = calloc(1, sizeof(struct function));
+  snprintf(made->symbol, sizeof(made->symbol), "%s", name);
+  if (strcmp(module->number, "-") != 0) {
+    char symbol[512];
+    void* library = dlopen(module->library, RTLD_NOW | RTLD_LOCAL);
+    snprintf(symbol, sizeof(symbol), "emulate_%s_%s", module->number, name);
+    made->run = library ? (emulated)dlsym(library, symbol) : NULL;
+    if (!made->run) return 500;
+  } else if (strncmp(name, "missing", 7) == 0) {
+    return 500;
+  }
+  *function = made;
+  return 0;
+}
+int cuFuncSetAttribute(struct function* function, int attribute, int value) {
+  if (attribute != 8 || value > 227 * 1024) return 1;
+  function->shared_bytes = value;
+  return 0;
+}
+int cuStreamIsCapturing(void* stream, int* status) {
+  (void)stream;
+  *status = fake.capturing;
+  return 0;
+}
+int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void* stream) {
+  (void)stream;
+  __atomic_add_fetch(&fake.copies, 1, __ATOMIC_RELAXED);
+  memcpy((void*)to, (const void*)from, bytes);
+  return 0;
+}
+int cuLaunchKernel(struct function* f, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) {
+  if (fake.failing) return fake.failing;
+  if (!depth || y != 1 || z != 1 || block_y != 1 || block_z != 1 || extra) return 1;
+  if (shared_bytes > 48 * 1024 && (int)shared_bytes > f->shared_bytes) return 1;
+  __atomic_add_fetch(&fake.launches, 1, __ATOMIC_RELAXED);
+  snprintf(fake.last.symbol, sizeof(fake.last.symbol), "%s", f->symbol);
+  fake.last.blocks = x, fake.last.threads = block_x, fake.last.shared_bytes = shared_bytes, fake.last.stream = stream;
+  if (f->run) f->run((int)x, (int)block_x, parameters);
+  return 0;
+}

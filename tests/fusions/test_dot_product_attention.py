@@ -1,0 +1,111 @@
+"""Attention's fusions: the CPU provider is taken in both directions, agrees with the op's own math, and gives reasons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.fusions.dot_product_attention import FUSIONS
+from te_fuser.kernels.attention import PROVIDERS
+from tests.twins import assert_as_meant, sequential, tensor
+
+CPU = "attention_cpu_flash"
+SAMPLES, POSITIONS = 2, 5
+
+
+def attention(**options):
+    return ops.DotProductAttention(2, 4, **{"layout": "batch_first", **options})
+
+
+def layer(op):
+    return sequential(
+        te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, op.packed.features), op, ops.Linear(8, 8), ops.Dropout(0.25))
+    )
+
+
+def names(model, x, **inputs):
+    plan = model.plan(x, **inputs)
+    return [s.name for s in plan.forward], [s.name for s in plan.backward]
+
+
+def mask():
+    hidden = torch.rand(SAMPLES, 2, POSITIONS, POSITIONS, generator=torch.Generator().manual_seed(0)) < 0.3
+    hidden[..., 0] = False
+    return hidden
+
+
+def test_one_fusion_for_each_provider():
+    assert [f.name for f in FUSIONS] == [f"attention_{p.name}" for p in PROVIDERS]
+    assert all(fusions.get(f.name) is f and f.direction == "joint" and f.doc for f in FUSIONS)
+
+
+# the op's options -> whether it reads a mask
+KINDS = {
+    "plain": ({}, False),
+    "causal": ({"mask": "causal"}, False),
+    "given": ({"mask": "given"}, True),
+    "causal_and_given": ({"mask": "causal_and_given"}, True),
+    "grouped": ({"kv_heads": 1, "mask": "causal"}, False),
+    "blocked": ({"packing": "blocked"}, False),
+    "sequence_first": ({"layout": "sequence_first", "mask": "causal"}, False),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_fires_in_both_directions_and_is_right(name):
+    options, masked = KINDS[name]
+    model, x = layer(attention(**options)), tensor(SAMPLES, POSITIONS, 8)
+    inputs = {"attention_mask": mask()} if masked else {}
+    if options.get("layout") == "sequence_first":
+        x = tensor(POSITIONS, SAMPLES, 8)
+    forward, backward = names(model, x, **inputs)
+    assert CPU in forward and CPU in backward
+    want = assert_as_meant(model, x, tolerance=1e-10, **inputs)
+    with fusions.only("stretch"):
+        forward, backward = names(model, x, **inputs)
+        assert "dot_product_attention" in forward and CPU not in backward
+        torch.testing.assert_close(assert_as_meant(model, x, tolerance=1e-10, **inputs), want, rtol=1e-10, atol=1e-10)
+
+
+def test_what_it_keeps():
+    model = sequential(attention(mask="causal"), dtype=torch.float32)
+    x = tensor(SAMPLES, POSITIONS, 24, dtype=torch.float32)
+    # The log of the sum of exponentials is one number for each row of each head; the input is the call's own.
+    assert {k.name: k.bytes for k in model.plan(x).kept if k.owner == "activation"} == {
+        f"{CPU}: logsumexp": 2 * SAMPLES * POSITIONS * 4,
+        "dot_product_attention.output": SAMPLES * POSITIONS * 8 * 4,
+    }
+    with torch.no_grad():
+        assert model.plan(x).kept == () and names(model, x)[0] == [CPU]
+        torch.testing.assert_close(model(x), model.reference(x))
+
+
+def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
+    model, x = layer(attention(dropout=0.3)), tensor(SAMPLES, POSITIONS, 8)
+    forward, backward = names(model, x)
+    assert "dot_product_attention" in forward and CPU not in backward
+    reason, = (r.reason for r in model.plan(x).refusals if r.name == CPU)
+    assert reason == "it has no dropout, and 0.3 of the probabilities are to be dropped"
+    assert_as_meant(model, x, tolerance=1e-10)
+    assert CPU in names(model.eval(), x)[0]
+    assert_as_meant(model, x, tolerance=1e-10)
+
+
+def test_providers_of_other_devices_say_so():
+    refusals = {r.name: r.reason for r in sequential(attention()).plan(tensor(SAMPLES, POSITIONS, 24)).refusals}
+    assert {n for n in refusals if n.startswith("attention_cuda")} == {f.name for f in FUSIONS} - {CPU}
+    assert all(r == "it runs on cuda, the input is on cpu" for n, r in refusals.items() if n.startswith("attention_cuda"))
+
+
+def test_no_positions_and_no_samples():
+    model = layer(attention(mask="causal"))
+    for shape in ((0, POSITIONS, 8), (SAMPLES, 0, 8), (SAMPLES, 1, 8)):
+        assert_as_meant(model, tensor(*shape), tolerance=1e-10)
+
+
+def test_a_mask_takes_no_gradient_and_a_plan_is_kept_for_another_mask():
+    model, x = sequential(attention(mask="given")), tensor(SAMPLES, POSITIONS, 24)
+    for hidden in (mask(), ~mask() & mask().roll(1, 0), mask()[:, :1], mask()[:1, :1]):
+        assert_as_meant(model, x, tolerance=1e-10, attention_mask=hidden)

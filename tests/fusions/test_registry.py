@@ -1,0 +1,478 @@
+"""Declaring, registering and scoping fusions: each direction fires, is right, says why not, and can be taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.fusions import Cost, Optional, Repeat
+from tests.twins import assert_as_meant, sequential, tensor
+
+X = tensor(6, 8)
+FREE = {"cost": lambda m: Cost(seconds=0.0)}  # so that a fusion wins wherever it fits
+
+
+def mlp(**options):
+    return sequential(ops.LayerNorm(8), ops.Linear(8, 16), ops.GELU("none"), ops.Linear(16, 8), **options)
+
+
+def steps(model, direction, x=X, **arguments):
+    return [s.name for s in getattr(model.plan(x, **arguments), direction)]
+
+
+def reasons(model, name, x=X, **arguments):
+    return [r.reason for r in model.plan(x, **arguments).refusals if r.name == name]
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """Whatever a test registers is gone after it."""
+    before = set(fusions.names())
+    yield
+    for name in set(fusions.names()) - before:
+        fusions.unregister(name)
+    assert set(fusions.names()) == before
+
+
+# ----------------------------------------------------------------------------------- the three directions
+
+
+def declare_forward(**options):
+    @te_fuser.fusion(forward=[ops.MatMul, ops.Bias, ops.GELU], emits=["1.output"], name="mine", **{**FREE, **options})
+    def linear_gelu(m, x):
+        """Two ops and an activation in one call."""
+        before = F.linear(x, m[0].weight, m[1].bias)
+        m.emit("1.output", before)
+        return F.gelu(before, approximate=m[2].approximate)
+
+    return linear_gelu
+
+
+def declare_backward(**options):
+    @te_fuser.fusion(
+        backward=[ops.MatMul, ops.Bias, ops.GELU],
+        reads=["input", "0.weight", "1.output"],
+        name="mine",
+        **{**FREE, **options},
+    )
+    def linear_gelu_backward(m, dy):
+        before = m["1.output"].detach().requires_grad_()
+        with torch.enable_grad():
+            d = torch.autograd.grad(F.gelu(before, approximate=m[2].approximate), before, dy)[0]
+        made = {}
+        if m.needs("0.weight"):
+            made["0.weight"] = d.t() @ m["input"]
+        if m.needs("1.bias"):
+            made["1.bias"] = d.sum(0)
+        return (d @ m["0.weight"] if m.needs("input") else None), made
+
+    return linear_gelu_backward
+
+
+def declare_joint(**options):
+    @te_fuser.fusion(joint=[ops.Bias, ops.GELU], saves=["slope"], name="mine", **{**FREE, **options})
+    class BiasGelu:
+        """Keeps the slope, and nothing else, for its own backward."""
+
+        @staticmethod
+        def forward(m, x):
+            before = (x + m[0].bias).detach().requires_grad_()
+            with torch.enable_grad():
+                y = F.gelu(before, approximate=m[1].approximate)
+                m.emit("slope", torch.autograd.grad(y.sum(), before)[0])
+            return y.detach()
+
+        @staticmethod
+        def backward(m, dy):
+            d = dy * m["slope"]
+            return d, {"0.bias": d.sum(0)}
+
+    return BiasGelu
+
+
+DIRECTIONS = {
+    "forward": (declare_forward, ["mine"], []),
+    "backward": (declare_backward, [], ["mine"]),
+    "joint": (declare_joint, ["mine"], ["mine"]),
+}
+
+
+@pytest.mark.parametrize("frozen", [(), ("1.weight",), ("1.bias", "0.weight", "0.bias"), ("1.weight", "1.bias")])
+@pytest.mark.parametrize("name", DIRECTIONS)
+def test_a_users_fusion_fires_and_is_right(name, frozen):
+    declare, forward, backward = DIRECTIONS[name]
+    model = mlp()
+    for parameter in frozen:
+        model.get_parameter(parameter).requires_grad_(False)
+    want = assert_as_meant(model, X)
+    entry = declare()
+    assert [n for n in steps(model, "forward") if n == "mine"] == forward
+    assert [n for n in steps(model, "backward") if n == "mine"] == backward
+    torch.testing.assert_close(assert_as_meant(model, X), want)
+    assert_as_meant(model, X.detach())
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), want[0])
+    fusions.unregister(entry)
+    assert "mine" not in steps(model, "forward") + steps(model, "backward")
+    assert_as_meant(model, X)
+
+
+def test_a_forward_fusion_gives_what_backward_reads_and_only_then():
+    declare_forward()
+    model = mlp()
+    names = {step.name: [name for name, _ in step.outputs] for step in model.plan(X).forward}
+    assert names["mine"] == ["output", "1.output"]
+    with torch.no_grad():
+        names = {step.name: [name for name, _ in step.outputs] for step in model.plan(X).forward}
+    assert names["mine"] == ["output"]
+
+
+def test_what_a_joint_fusion_saves_is_kept():
+    declare_joint()
+    kept = [k.name for k in mlp().plan(X).kept]
+    assert "mine: slope" in kept
+    with torch.no_grad():
+        assert not mlp().plan(X).kept
+
+
+def test_a_fusion_of_ops_that_draw():
+    seen = []
+
+    @te_fuser.fusion(forward=[ops.Dropout, ops.Bias], name="mine", **FREE)
+    def dropout_bias(m, x):
+        seen.append(m.random(0))
+        return m[0].op.reference(ops.base.OpCall(random=m.random(0)), x) + m[1].bias
+
+    model = sequential(ops.GELU(), ops.Dropout(0.5), ops.Bias(8), ops.Linear(8, 8))
+    assert "mine" in steps(model, "forward")
+    assert_as_meant(model, X)
+    assert seen
+
+
+def test_named_inputs_in_a_fusion():
+    @te_fuser.fusion(joint=[ops.Bias, ops.Add], name="mine", **FREE)
+    class BiasAdd:
+        @staticmethod
+        def forward(m, x):
+            return x + m[0].bias + m["1.other"]
+
+        @staticmethod
+        def backward(m, dy):
+            return dy, {"0.bias": dy.sum(0), "1.other": dy}
+
+    model = sequential(ops.Linear(8, 8), ops.Add("c"), ops.GELU())
+    assert steps(model, "forward", c=X)[1] == "mine" and "mine" in steps(model, "backward", c=X)
+    assert_as_meant(model, X, c=tensor(6, 8, seed=3))
+    assert_as_meant(model, X, c=tensor(6, 8, seed=3, grad=False))
+    assert_as_meant(sequential(te_fuser.Residual(ops.Linear(8, 8))), X)
+
+
+# -------------------------------------------------------------------------------------------- saying no
+
+
+def test_conditions_answer_with_reasons():
+    declare_forward(when=lambda m: m.dtype == torch.float32 or f"written for float32, got {m.dtype}")
+    assert reasons(mlp(), "mine") == ["written for float32, got torch.float64"]
+    assert "mine" not in steps(mlp(), "forward")
+    model, x = mlp().float(), X.detach().float()
+    assert reasons(model, "mine", x) == [] and "mine" in steps(model, "forward", x)
+
+
+# what `when` answers -> the reason, None where it fits
+ANSWERS = {
+    "true": (True, None),
+    "none": (None, None),
+    "a_number": (1, None),
+    "a_bool_of_torch": (torch.tensor(True), None),
+    "false": (False, "its condition `when` said no"),
+    "zero": (0, "its condition `when` said no"),
+    "a_reason": ("not today", "not today"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_of_a_condition(name):
+    answer, reason = ANSWERS[name]
+    declare_forward(when=lambda m: answer)
+    assert reasons(mlp(), "mine") == ([] if reason is None else [reason])
+    assert ("mine" in steps(mlp(), "forward")) == (reason is None)
+
+
+def test_what_a_condition_sees():
+    seen = []
+
+    def when(m):
+        seen.append((len(m), m[0].out_features, tuple(m[0].weight.shape), m[2].approximate, m.x.shape, m.y.shape, m.dtype, m.device.type))
+        return True
+
+    declare_forward(when=when)
+    mlp().plan(X)
+    assert set(seen) == {(3, 16, (16, 8), "none", (6, 8), (6, 16), torch.float64, "cpu")}
+
+
+def test_a_condition_that_fails_is_named():
+    declare_forward(when=lambda m: m[0].no_such_thing > 0)
+    with pytest.raises(RuntimeError, match="fusion 'mine': its condition `when` failed, AttributeError.*no_such_thing"):
+        mlp()(X)
+
+
+def test_a_fusion_that_emits_too_little():
+    """Every backward here reads what the GELU reads; a fusion that does not give it cannot run, and the plan says so."""
+
+    @te_fuser.fusion(forward=[ops.MatMul, ops.Bias, ops.GELU], name="mine", cost=lambda m: Cost(seconds=1e3))
+    def linear_gelu(m, x):
+        return F.gelu(F.linear(x, m[0].weight, m[1].bias))
+
+    model = mlp()
+    assert "mine" not in steps(model, "forward")
+    reason, = reasons(model, "mine")
+    assert "bias.output" in reason and "output" in reason
+    assert_as_meant(model, X)
+    with torch.no_grad():
+        assert "gives only" not in " ".join(reasons(model, "mine"))
+
+
+def test_a_fusion_that_emits_too_little_still_runs_where_backward_can_do_without():
+    """The second round: forward chooses first, and backward computes again what it does not get."""
+
+    @te_fuser.fusion(forward=[ops.Bias, ops.GELU, ops.Bias], name="mine", **FREE)
+    def gelu_bias(m, x):
+        return F.gelu(x + m[0].bias) + m[2].bias
+
+    model = sequential(ops.Linear(8, 8), ops.GELU("none"), ops.Bias(8), ops.Linear(8, 8))
+    assert "mine" in steps(model, "forward")
+    assert_as_meant(model, X)
+
+
+@pytest.mark.parametrize("declare", [declare_backward, declare_joint])
+def test_what_is_read_outside_is_the_reason(declare):
+    """The middle of the pattern is also the caller's, so a gradient comes to it from outside."""
+
+    class Named(ops.Bias):
+        kind = ops.Bias
+
+        def named_outputs(self):
+            return ("seen",)
+
+        exports = True
+
+    declare()
+    model = sequential(ops.MatMul(8, 8), Named(8), ops.GELU("none"))
+    assert "mine" in steps(sequential(ops.MatMul(8, 8), ops.Bias(8), ops.GELU("none")), "backward")
+    assert "mine" not in steps(model, "backward", outputs=("seen",))
+    assert any("is also read outside the pattern" in r for r in reasons(model, "mine", outputs=("seen",)))
+    assert_as_meant(model, X, ("seen",))
+
+
+def test_a_fusion_must_name_what_it_reads():
+    declare_backward()
+
+    @te_fuser.fusion(backward=[ops.Bias], reads=["0.wieght"], name="odd", **FREE)
+    def odd(m, dy):
+        return dy
+
+    with pytest.raises(ValueError, match="fusion 'odd': '0.wieght' names nothing in its match; use \"input\""):
+        mlp()(X)
+
+
+def test_reading_what_is_not_declared():
+    @te_fuser.fusion(backward=[ops.GELU], name="odd", **FREE)
+    def odd(m, dy):
+        return dy * m["input"]
+
+    y = mlp()(X)
+    with pytest.raises(KeyError, match="'input' is not declared in reads, emits or saves"):
+        y.sum().backward()
+
+
+# what is wrong -> the fusion's body, what it is declared with, the words
+WRONG_BODIES = {
+    "no_tensor": (lambda m, x: None, {}, TypeError, "fusion 'odd' over op 3 .*must return a tensor, got NoneType"),
+    "not_emitted": (
+        lambda m, x: F.gelu(x + m[0].bias),
+        {"emits": ["0.output"]},
+        RuntimeError,
+        r"fusion 'odd' over op 2 .*, op 3 .* declares '0.output' but did not emit it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BODIES)
+def test_a_forward_that_breaks_its_word(name):
+    body, options, error, words = WRONG_BODIES[name]
+    pattern = [ops.Bias, ops.GELU] if options else [ops.GELU]
+    te_fuser.fusion(forward=pattern, name="odd", **options, **FREE)(body)
+    with pytest.raises(error, match=words):
+        mlp()(X)
+
+
+def test_a_backward_that_gives_too_little():
+    @te_fuser.fusion(backward=[ops.Bias, ops.GELU], name="odd", **FREE)
+    def odd(m, dy):
+        return dy
+
+    y = mlp()(X)
+    with pytest.raises(RuntimeError, match=r"fusion 'odd' over op 2 .*: its backward gave no gradient for '0.bias'"):
+        y.sum().backward()
+
+
+# -------------------------------------------------------------------------------------------- declaring
+
+DECLARED_WRONG = {
+    "no_pattern": ({}, "exactly one of forward=, backward=, joint=, got none"),
+    "two_patterns": ({"forward": [ops.GELU], "backward": [ops.GELU]}, r"got \['forward', 'backward'\]"),
+    "joint_function": ({"joint": [ops.GELU]}, "'mine': a joint fusion is a class with static methods forward and backward"),
+    "reads_in_forward": ({"forward": [ops.GELU], "reads": ["input"]}, "a forward fusion has no reads; that is for backward, joint"),
+    "emits_in_backward": ({"backward": [ops.GELU], "emits": ["0.output"]}, "a backward fusion has no emits"),
+    "saves_in_forward": ({"forward": [ops.GELU], "saves": ["a"]}, "a forward fusion has no saves; that is for joint"),
+    "emits_a_word": ({"forward": [ops.GELU], "emits": ["mean"]}, "emits names values inside the match, .*got 'mean'"),
+    "name_taken": ({"forward": [ops.GELU], "name": "matmul_bias"}, r"'matmul_bias' is registered; unregister\('matmul_bias'\)"),
+    "name_of_the_kernel": ({"forward": [ops.GELU], "name": "stretch"}, "a fusion named 'stretch' is registered"),
+}
+
+
+@pytest.mark.parametrize("name", DECLARED_WRONG)
+def test_wrong_declarations(name):
+    options, words = DECLARED_WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        te_fuser.fusion(**{"name": "mine", **options})(lambda m, x: x)
+
+
+def test_one_name_for_a_sequence_of_names():
+    with pytest.raises(TypeError, match=r"emits is a sequence of names, got '0.output'; write \('0.output',\)"):
+        te_fuser.fusion(forward=[ops.GELU], emits="0.output")
+
+
+def test_the_name_is_the_functions_unless_given():
+    @te_fuser.fusion(forward=[ops.MatMul, Optional(ops.Bias), Repeat(ops.GELU)], registered=False)
+    def my_fusion(m, x):
+        """What it does."""
+
+    assert my_fusion.name == "my_fusion" and my_fusion.doc == "What it does."
+    assert repr(my_fusion) == "<fusion 'my_fusion' forward: MatMul, [Bias], GELU x 1+>"
+    assert "my_fusion" not in fusions.names()
+    fusions.register(my_fusion)
+    assert fusions.get("my_fusion") is my_fusion and fusions.names()[-1] == "my_fusion"
+    assert fusions.unregister("my_fusion") is my_fusion
+
+
+def test_unknown_names():
+    for call in (fusions.get, fusions.unregister, lambda n: fusions.disabled(n).__enter__(), lambda n: fusions.only(n).__enter__()):
+        with pytest.raises(KeyError, match="no fusion 'none' .registered: .*matmul_bias"):
+            call("none")
+
+
+# -------------------------------------------------------------------------------------------- scopes
+
+
+def test_disabled_is_scoped_and_reaches_models_that_ran():
+    declare_forward()
+    model = mlp()
+    y = model(X)
+    assert steps(model, "forward")[1] == "mine"
+    with fusions.disabled("mine"):
+        assert "mine" not in steps(model, "forward") and "matmul_bias" in steps(model, "forward")
+        torch.testing.assert_close(assert_as_meant(model, X)[0], y.detach())
+        with fusions.disabled("matmul_bias"):
+            assert not {"mine", "matmul_bias"} & set(steps(model, "forward"))
+        assert "matmul_bias" in steps(model, "forward")
+    assert steps(model, "forward")[1] == "mine"
+
+
+def test_only():
+    declare_forward()
+    model = mlp()
+    with fusions.only("mine"):
+        assert steps(model, "forward") == ["layer_norm_fwd", "mine", "mat_mul", "bias_fwd"]
+        assert_as_meant(model, X)
+        with fusions.only("matmul_bias"):
+            assert "mine" not in steps(model, "forward")
+    with fusions.only():
+        assert len(steps(model, "forward")) == len(model.plan(X).graph.nodes)
+        assert_as_meant(model, X)
+
+
+def test_only_takes_a_fusion_that_is_not_registered():
+    entry = declare_forward(registered=False)
+    model = mlp()
+    with fusions.only(entry):
+        assert "mine" in steps(model, "forward")
+        assert_as_meant(model, X)
+    assert "mine" not in steps(model, "forward")
+
+
+def test_without_stretches_every_row_op_is_a_step():
+    model = sequential(ops.GELU(), ops.Bias(8), ops.SiLU(), ops.Linear(8, 8))
+    with fusions.disabled("stretch"):
+        assert steps(model, "forward")[:3] == ["gelu_fwd", "bias_fwd", "silu_fwd"]
+        assert_as_meant(model, X)
+
+
+def test_a_scope_ends_with_an_error():
+    declare_forward()
+    model = mlp()
+    with contextlib.suppress(ZeroDivisionError), fusions.disabled("mine"):
+        raise ZeroDivisionError
+    assert "mine" in steps(model, "forward")
+
+
+def test_scopes_are_of_one_thread():
+    declare_forward()
+    model, found = mlp(), {}
+    inside, asked = threading.Event(), threading.Event()
+
+    def other():
+        inside.wait(10)
+        found["other"] = "mine" in steps(model, "forward")
+        asked.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with fusions.disabled("mine"):
+        inside.set()
+        assert asked.wait(10)
+        assert "mine" not in steps(model, "forward")
+    thread.join()
+    assert found == {"other": True}
+
+
+def test_registering_reaches_models_that_ran():
+    model = mlp()
+    assert_as_meant(model, X)
+    entry = declare_forward()
+    ran = []
+    fusions.unregister(entry)
+
+    @te_fuser.fusion(forward=[ops.GELU], name="late", **FREE)
+    def late(m, x):
+        ran.append(1)
+        return F.gelu(x)
+
+    model(X)
+    assert ran == [1]
+    fusions.unregister("late")
+    model(X)
+    assert ran == [1]
+
+
+def test_an_op_alone_is_fused_too():
+    @te_fuser.fusion(joint=[ops.SiLU], name="mine", saves=["s"], **FREE)
+    class Silu:
+        @staticmethod
+        def forward(m, x):
+            m.emit("s", torch.sigmoid(x))
+            return x * torch.sigmoid(x)
+
+        @staticmethod
+        def backward(m, dy):
+            return 7.0 * dy * m["s"]  # wrong, so that it shows
+
+    op = ops.SiLU()
+    y = op(X)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), X)[0], 7.0 * torch.sigmoid(X.detach()))
