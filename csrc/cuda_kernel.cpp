@@ -1,3 +1,4 @@
+#define PY_SSIZE_T_CLEAN  // lengths of bytes are Py_ssize_t
 #include "cuda_kernel.h"
 
 #include <structmember.h>

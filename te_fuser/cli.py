@@ -76,7 +76,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _cache_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clear", action="store_true", help="delete the compiled kernels; they are made again when needed")
+    parser.add_argument("--clear", action="store_true", help="delete them; they are compiled again when needed")
 
 
 def _cache(chosen: argparse.Namespace) -> int:

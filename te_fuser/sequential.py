@@ -203,6 +203,7 @@ class Sequential(torch.nn.Sequential):
         ops = [m for m in watched if isinstance(m, FusableOperation)]
         revisions = [op.revision for op in ops]
         items = _Flattener().run(self)
+        _check_closed(items)
         self._parts = list(self._grouped(items))
         self._token = (containers, members, hooks, [len(h) for h in hooks], ops, revisions, (self.memory, self.kernels))
 
@@ -429,6 +430,24 @@ def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
         if name in scope:
             return scope[name]
     return name
+
+
+def _check_closed(items: Iterable[ListedOp | Border]) -> None:
+    """Refuse a name that is closed on both sides of a plain module; where there is none, the graph of the ops does."""
+    closed: dict[str, tuple[int, str]] = {}
+    group = 0
+    for item in items:
+        if isinstance(item, Border):
+            group += 1
+            continue
+        given = item.lowered.op.named_inputs()
+        label = f"op {item.path!r} ({item.lowered.op.kind.__name__})"
+        for name in [n for argument, n in item.names_in.items() if given[argument].gradient and "/" in n]:
+            if name in closed and closed[name][0] != group:
+                raise ValueError(f"{label}: {name.rpartition('/')[2]!r} was already closed by {closed[name][1]}")
+            closed[name] = (group, label)
+        for name in item.names_out:
+            closed.pop(name, None)
 
 
 def _names_read(item: ListedOp | Border) -> Iterable[str]:

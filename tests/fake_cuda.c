@@ -5,6 +5,7 @@
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,9 +19,11 @@ struct function { char symbol[256]; emulated run; int shared_bytes; };
 struct fake_state {
   int devices, multiprocessors, capturing, failing;
   int loads, launches, copies, pushes, pops;
-  struct { char symbol[64]; unsigned blocks, threads, shared_bytes; void* stream; int arguments_seen; } last;
+  unsigned last_blocks, last_threads, last_shared_bytes;
+  char last_symbol[256];
 };
-struct fake_state fake = {2, 3, 0, 0, 0, 0, 0, 0, 0, {"", 0, 0, 0, NULL, 0}};
+struct fake_state fake = {.devices = 2, .multiprocessors = 3};
+static pthread_mutex_t one_launch = PTHREAD_MUTEX_INITIALIZER; /* the emulation has one set of blocks and threads */
 
 static struct context contexts[16];
 static _Thread_local struct context* stack[16];
@@ -109,9 +112,12 @@ int cuLaunchKernel(struct function* f, unsigned x, unsigned y, unsigned z, unsig
   if (fake.failing) return fake.failing;
   if (!depth || y != 1 || z != 1 || block_y != 1 || block_z != 1 || extra) return 1;
   if (shared_bytes > 48 * 1024 && (int)shared_bytes > f->shared_bytes) return 1;
-  __atomic_add_fetch(&fake.launches, 1, __ATOMIC_RELAXED);
-  snprintf(fake.last.symbol, sizeof(fake.last.symbol), "%s", f->symbol);
-  fake.last.blocks = x, fake.last.threads = block_x, fake.last.shared_bytes = shared_bytes, fake.last.stream = stream;
+  (void)stream;
+  pthread_mutex_lock(&one_launch);
+  ++fake.launches;
+  strcpy(fake.last_symbol, f->symbol);
+  fake.last_blocks = x, fake.last_threads = block_x, fake.last_shared_bytes = shared_bytes;
   if (f->run) f->run((int)x, (int)block_x, parameters);
+  pthread_mutex_unlock(&one_launch);
   return 0;
 }

@@ -60,9 +60,10 @@ class Compiler:
 
     @functools.cached_property
     def identity(self) -> str:
-        """What a library depends on besides its text."""
+        """A digest of what a library depends on besides its text."""
         headers = [(INCLUDE / name).read_text() for name in HEADERS]
-        return "\n".join([self.path, self.version, *self.flags, _processor(), *headers])
+        parts = [self.path, self.version, *self.flags, _processor(), *headers]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None) -> Compiler | None:

@@ -792,4 +792,4 @@ class _Kernel:
 
 
 def _signature(symbol: str, suffix: str, arguments: str) -> str:
-    return f'extern "C" void {symbol}_{suffix}(const te_launch* launch, {arguments})'
+    return f'extern "C" void {symbol}_{suffix}(\n    const te_launch* launch, {arguments})'

@@ -402,6 +402,9 @@ class RowText(KernelText):
         self.row_names = {id(n): self.names.fresh(f"{part_role(n)}_row") for n in self.full}
         self.vector_names = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
         self.kept = plan.kept(description, schedule)
+        numbers = [n for n in description.nodes if n.op == "input" and n.axes == Axes.ROWS]
+        travelling = numbers if schedule.kind == Kind.SHARED else []
+        self.coming = {id(n): self.names.fresh(f"{n.attrs[0]}_coming") for n in travelling}
         values = {id(n): n for p in self.passes for n in p.waits if n.op != "input"}
         self.waiting = {i: self.names.fresh("waiting") for i in values}
         self.ragged = schedule.covered != description.width
@@ -480,6 +483,8 @@ class RowText(KernelText):
 
     def _declare_fetch(self) -> None:
         text = self.text
+        for name in self.coming.values():
+            text(f"float {name} = 0.0f;")
         text("// Each thread copies what it will read itself, so that no barrier is needed.")
         with text.block(f"const auto fetch_row = [&](long long {self.index}, int turn)"):
             self._declare_row()
@@ -488,6 +493,9 @@ class RowText(KernelText):
                     source = self.address(self.load_pointer(n), n.axes, n.attrs[2], n.attrs[1])
                     text(f"te::fetch(&{self._shelf(n)}, {source});")
             text("te::depart();")
+            for n in self.d.nodes:
+                if id(n) in self.coming:
+                    text(f"{self.coming[id(n)]} = {self._scalar_leaf(n)};")
         text.lines[-1] += ";"
         if self.s.ahead == 2:
             text("int turn = 0;")
@@ -513,7 +521,7 @@ class RowText(KernelText):
         if self.needs_sample and not self.per_sample:
             text("const int sample = te::sample_of(row, batch_inner, batch_size);")
         if self.s.kind == Kind.SHARED:
-            self._wait_for_row()
+            self._wait_for_row(known)
         if self.s.kind == Kind.REGISTERS:
             self._load_row()
         self.row_level(0, known)
@@ -526,15 +534,18 @@ class RowText(KernelText):
         if self.s.kind == Kind.SHARED and self.s.ahead == 2:
             text("turn ^= 1;")
 
-    def _wait_for_row(self) -> None:
+    def _wait_for_row(self, known: dict[int, str]) -> None:
+        if self.s.ahead == 1:
+            self.text(f"fetch_row({self.index}, 0);")
+        for n in self.d.nodes:
+            if id(n) in self.coming:
+                known[id(n)] = self.names.fresh(f"{n.attrs[0]}_value")
+                self.text(f"const float {known[id(n)]} = {self.coming[id(n)]};")
         if self.s.ahead == 2:
             self.text("// The next row travels while this one is computed.")
             self.text(f"if ({self.next} < {self.count}) fetch_row({self.next}, turn ^ 1);")
             self.text("else te::depart();")
-            self.text("te::arrived<1>();")
-        else:
-            self.text(f"fetch_row({self.index}, 0);")
-            self.text("te::arrived<0>();")
+        self.text(f"te::arrived<{self.s.ahead - 1}>();")
 
     def _load_row(self) -> None:
         for n in self.full:

@@ -71,14 +71,18 @@ _ready: set[tuple[str, str, int]] = set()  # what is loaded on which device
 
 
 def _refuse_capture(missing: Iterable[KernelDescription], index: int) -> None:
-    with torch.cuda.device(index):
-        if not torch.cuda.is_current_stream_capturing():
-            return
+    if not _is_capturing(index):
+        return
     names = ", ".join(sorted({d.name for d in missing}))
     raise RuntimeError(
         f"this call needs kernels that are not there yet ({names}), and its stream is being captured into a CUDA "
         "graph: run the model once with inputs like these before the capture"
     )
+
+
+def _is_capturing(index: int) -> bool:
+    with torch.cuda.device(index):
+        return torch.cuda.is_current_stream_capturing()
 
 
 # ------------------------------------------------------------------------------------------------- compiling

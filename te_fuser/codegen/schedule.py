@@ -148,6 +148,7 @@ class Pass:
     waits: tuple[Expr, ...]
 
 
+@functools.lru_cache(maxsize=64)
 def passes(description: KernelDescription, kind: Kind) -> tuple[Pass, ...]:
     """The walks over a row, with what waits between them chosen by size and by the cost of computing it again."""
     stages = description.reductions
@@ -297,7 +298,8 @@ def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
 
     With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
     """
-    tensors: list[Load | Store] = [t for t in (*description.loads, *description.stores) if t.axes & Axes.FEATURE]
+    every: list[Load | Store] = [*description.loads, *description.stores]
+    tensors = [t for t in every if t.axes & Axes.FEATURE]
     full = [item_size(t.dtype) for t in tensors if t.axes & Axes.OUTER] or [4]
     draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
     vector = 8 if draws else 16 // min(full)

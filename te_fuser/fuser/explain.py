@@ -241,8 +241,8 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("limit, share", no_wrap=True)
     for block in _folded(rows):
-        if isinstance(block, str):
-            table.add_row("", "", block)
+        if isinstance(block, _Again):
+            table.add_row(_span(block.ops), "", block.text)
             continue
         cells = [f"{block.read / size:.2f}", f"{block.written / size:.2f}", f"{block.seconds / tick:.1f}"]
         cells += [f"{(block.measured or 0.0) / tick:.1f}"] if with_measured else []
@@ -259,7 +259,15 @@ def _step_text(row: StepRow) -> Group:
     return Group(*lines)
 
 
-def _folded(rows: list[StepRow]) -> Iterable[StepRow | str]:
+@dataclass(frozen=True)
+class _Again:
+    """Rows that are like those before them."""
+
+    ops: tuple[int, int]
+    text: str
+
+
+def _folded(rows: list[StepRow]) -> Iterable[StepRow | _Again]:
     """The rows, with runs of equal blocks (the layers of a model) shown once."""
     keys = [(r.name, r.read, r.written, r.seconds, r.again, r.keeps) for r in rows]
     at = 0
@@ -268,9 +276,9 @@ def _folded(rows: list[StepRow]) -> Iterable[StepRow | str]:
         yield from rows[at : at + period]
         if times > 1:
             last = rows[at + period : at + period * times]
-            low, high = min(r.ops[0] for r in last), max(r.ops[1] for r in last)
             more = "once more" if times == 2 else f"{times - 1} times more"
-            yield f"... these {_count(period, 'step')} {more}, for ops {low}-{high}"
+            ops = min(r.ops[0] for r in last), max(r.ops[1] for r in last)
+            yield _Again(ops, f"... the same {_count(period, 'step')} {more}")
         at += period * times
 
 
@@ -294,8 +302,8 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
         return
     yield Text("\nKept for backward", style="bold")
     grid = _sized_lines()
-    found = [k for k in plan.kept if k.owner == "activation"]
-    activations = sorted(found, key=lambda k: (-k.bytes, _kept_at(plan, k)))
+    unsorted = [k for k in plan.kept if k.owner == "activation"]
+    activations = sorted(unsorted, key=lambda k: (-k.bytes, _kept_at(plan, k)))
     for (_, size), entries in _grouped(activations, lambda k: (_kept_name(plan, k)[0], k.bytes)).items():
         name, place = _kept_name(plan, entries[0])
         where = f" of {place}" if place else ""
@@ -312,8 +320,8 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
     yield Padding(grid, (0, 0, 0, 2))
     if plan.choices:
         yield Text("\nKept, or computed again in backward (predicted)", style="bold")
-        found = _grouped(plan.choices, lambda c: str(c))
-        yield Padding(Text("\n".join(_times(len(c)) + text for text, c in found.items())), (0, 0, 0, 2))
+        choices = _grouped(plan.choices, str)
+        yield Padding(Text("\n".join(_times(len(c)) + text for text, c in choices.items())), (0, 0, 0, 2))
 
 
 # Owner -> whose memory it is; none of it is counted as activations.
@@ -367,17 +375,15 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
     headings = ["", "predicted ms", *(["measured ms"] if measured else []), "predicted bytes", "steps", "launches"]
     for k, heading in enumerate(headings):
         table.add_column(heading, justify="right" if k else "left", no_wrap=True)
-    directions = [("forward", step_rows(plan, "forward", measured)), ("backward", step_rows(plan, "backward", measured))]
-    for name, rows in [*directions, ("both", [r for _, found in directions for r in found])]:
+    found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
+    for name, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
         cells = [f"{sum(r.seconds for r in rows) * 1e3:.3f}"]
         cells += [f"{sum(r.measured or 0.0 for r in rows) * 1e3:.3f}"] if measured else []
         cells += [_size(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
         table.add_row(name, *cells)
     yield Padding(table, (0, 0, 0, 2))
     segments = _count(len(plan.segments), "segment")
-    yield Padding(
-        Text(f"{segments} (autograd nodes), {_size(plan.kept_bytes())} of activations kept"), (0, 0, 0, 2)
-    )
+    yield Padding(Text(f"{segments} (autograd nodes), {_size(plan.kept_bytes())} of activations kept"), (0, 0, 0, 2))
 
 
 # ------------------------------------------------------------------------------------------------------- words

@@ -202,10 +202,11 @@ class GraphBuilder:
 
     def _append(self, listed: ListedOp, current: int) -> int:
         op = listed.lowered.op
-        label = f"op {len(self.nodes)} ({op.kind.__name__}{_where(listed)})"
+        label = self._label(listed)
         _check_kind(label, op, listed.lowered.bindings)
         _check_floating(label, self.values[current].spec)
         current, casts = self._autocast(listed, current)
+        label = self._label(listed)  # a Cast may have come before it
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
         named = op.named_inputs()
         named_in = self._named(label, listed, named, self.values[current].spec)
@@ -242,6 +243,9 @@ class GraphBuilder:
             )
         )
         return output
+
+    def _label(self, listed: ListedOp) -> str:
+        return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
 
     def _autocast(self, listed: ListedOp, current: int) -> tuple[int, dict[str, torch.dtype]]:
         """Under autocast, put a Cast op before an op that runs in lower precision, and cast its parameters."""
@@ -335,10 +339,16 @@ class GraphBuilder:
         self, label: str, name: str, given: NamedInput, x: Spec, spec: Spec, batch_dim: int | None
     ) -> None:
         if spec.device != x.device:
-            raise ValueError(f"{label}: {_plain(name)!r} is on {spec.device}, the main input on {x.device}")
+            raise ValueError(
+                f"{label}: {_plain(name)!r} is on {spec.device}, the main input on {x.device}; move one with .to()"
+            )
         if given.axes is None:
             return
         _check_floating(f"{label}, input {_plain(name)!r}", spec)
+        if torch.promote_types(x.dtype, spec.dtype) not in (x.dtype, spec.dtype) or _is_double(x) != _is_double(spec):
+            raise TypeError(
+                f"{label}: {_plain(name)!r} is {_dtype(spec.dtype)}, the main input {_dtype(x.dtype)}; convert one with .to()"
+            )
         if given.axes == Axes.FULL and spec.shape != x.shape:
             raise ValueError(
                 f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; they must be equal"
@@ -365,7 +375,10 @@ class GraphBuilder:
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
         try:
             op.check_inputs(x, dict(named))
-            return op.infer(x)
+            out = op.infer(x)
+            if isinstance(op, RowOp) and op.promotes:
+                return dataclasses.replace(out, dtype=op.result_dtype(x.dtype, [s.dtype for s in named.values()]))
+            return out
         except (ValueError, TypeError) as error:
             raise type(error)(f"{label}: {error}") from error
 
@@ -430,6 +443,10 @@ def _where(listed: ListedOp) -> str:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _is_double(spec: Spec) -> bool:
+    return spec.dtype == torch.float64
 
 
 def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:

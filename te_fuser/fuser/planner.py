@@ -52,8 +52,8 @@ from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient, UnfusedOperation, batch_layout
 
 # Seconds that a kept byte is worth, in passes over it at copy speed: balanced computes a value again when that costs
-# at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone would
-# take all or nothing: balanced then keeps again what is dearest for its bytes, up to half of what it had saved.
+# at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone
+# would take all or nothing: balanced then keeps again what is dearest for its bytes, up to half of what it had saved.
 LAMBDA = {"fast": 0.0, "balanced": 2.0, "lean": 8.0}
 _HARD_PRESSED = 64.0  # where a budget leaves no choice
 _AT_ANY_PRICE = 4096.0  # and where launches cost more than that
@@ -66,7 +66,8 @@ _BACKWARD_SCRATCH = 2.0
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
 _TIE = 0.05e-6  # seconds: shown as nothing
-_TICK = 1e-13  # seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly, and get equal plans
+# Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
+_TICK = 1e-13
 _NO_TENSOR = "its last op makes no tensor of its own"
 
 # Kind of ref -> whose memory it is; what backward makes itself is not kept.
@@ -215,13 +216,14 @@ class Planner:
         samples = batch_layout(shape, kernel.batch_dim)[1]
         c = self._kernel_cost(description, self._rows(first), samples)
         names = [load.name for load in description.loads]
-        outs = [t.name for t in (*description.stores, *description.sums)]
+        outs = [t.name for t in description.stores] + [t.name for t in description.sums]
         inputs = list(zip(names, kernel.inputs, strict=True))
         if description.streams:
             inputs.append(("seed", SEED))
         outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))
         outputs += [(f"= {_ref_text(ref)}", new) for new, ref in kernel.aliases]
-        inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in {r for _, r in outputs}]
+        made = {r for _, r in outputs}
+        inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in made]
         if kernel.lead not in {r for _, r in inputs}:
             inputs.append(("shape", kernel.lead))
         empty = not description.stores and not description.sums
@@ -344,13 +346,12 @@ class Planner:
             outputs = tuple((f"d_{p}", self._gradient_target(node, p)) for p in gradient.produces if p in needed)
             work = len(outputs) if gradient.work is None else gradient.work
             c = self._opaque_cost(node, inputs, outputs, work, _BACKWARD_SCRATCH)
-            name = f"{node.role}.{'whole' if len(gradient.produces) > 2 else '_'.join(p for p in gradient.produces)}_gradient"
+            whole = len(gradient.produces) > 2
+            name = f"{node.role}.{'whole' if whole else '_'.join(gradient.produces)}_gradient"
             task = OpGradient(node, gradient, needed)
             chain = not self._is_hanging(node, gradient)
             steps.append(
-                Step(
-                    name, node.index, node.index + 1, tuple(inputs), outputs, task, c, self._seconds(c, node), chain
-                )
+                Step(name, node.index, node.index + 1, tuple(inputs), outputs, task, c, self._seconds(c, node), chain)
             )
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self._made_by_row_op(r)]
@@ -392,7 +393,7 @@ class Planner:
         return gradient_ref(node.named_in[name])
 
     def _row_backward(self, stretch: DerivedStretch, start: int, stop: int, limits: Limits) -> Edge | None:
-        """The cheapest variant of a range's backward kernel: each value that hanging nodes read is kept or made again."""
+        """A range's backward kernel, at its cheapest: what only hanging nodes read is kept, or computed again."""
         readable = frozenset(self.graph.root(v) for v in stretch.values_leaving(stretch.start, stretch.stop))
         readable = (readable | limits.given) - limits.forbidden
         forbidden = frozenset(limits.forbidden - limits.given)
@@ -417,17 +418,18 @@ class Planner:
         return replace(best, choices=self._choices(wanted, best, variants))
 
     def _choices(self, wanted: list[int], best: Edge, variants: Mapping[frozenset[int], Edge]) -> tuple[Choice, ...]:
-        found = []
+        found: list[Choice] = []
         for value in wanted:
             other = variants.get(frozenset(best.recomputes) ^ {value})
             if other is not None:
                 again = value in best.recomputes
                 seconds = best.seconds - other.seconds if again else other.seconds - best.seconds
-                found.append(Choice(self.graph.values[value].name, again, self._bytes(value_ref(value)), seconds, value))
+                name, size = self.graph.values[value].name, self._bytes(value_ref(value))
+                found.append(Choice(name, again, size, seconds, value))
         return tuple(found)
 
     def _recomputable(self, stretch: DerivedStretch, start: int, stop: int) -> list[int]:
-        found = []
+        found: list[int] = []
         for value in stretch.values_leaving(start, stop):
             root = self.graph.root(value)
             producer = self.graph.producer(root)
@@ -457,7 +459,9 @@ class Planner:
         for k, node in enumerate(nodes):
             # masks and the like are the caller's: backward may read them without saying so
             given = node.op.named_inputs()
-            inputs += [(f"{k}.{a}", value_ref(self.graph.root(v))) for a, v in node.named_in.items() if not given[a].gradient]
+            inputs += [
+                (f"{k}.{a}", value_ref(self.graph.root(v))) for a, v in node.named_in.items() if not given[a].gradient
+            ]
             inputs += [(f"{k}.{p}", self._parameter_ref(node, p)) for p in node.parameters if f"{k}.{p}" not in have]
         if any(n.draws for n in nodes):
             inputs.append(("seed", SEED))
@@ -567,7 +571,14 @@ class Planner:
         outputs = [("output", value_ref(node.output)), *self._emitted(node)]
         c = self._opaque_cost(node, inputs, outputs, 1.0, 1.0)
         step = Step(
-            node.role, node.index, node.index + 1, tuple(inputs), tuple(outputs), OpForward(node), c, self._seconds(c, node)
+            node.role,
+            node.index,
+            node.index + 1,
+            tuple(inputs),
+            tuple(outputs),
+            OpForward(node),
+            c,
+            self._seconds(c, node),
         )
         return Edge(node.index, node.index + 1, node.role, (step,), step.seconds)
 
@@ -613,7 +624,9 @@ class Planner:
             efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
             c = replace(self._cost(inputs, outputs, costs.flops_of(self.graph, nodes)), efficiency=efficiency)
         seconds = self._seconds(c, nodes[0])
-        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), FusionTask(fusion, "forward", nodes), c, seconds)
+        step = Step(
+            fusion.name, start, stop, tuple(inputs), tuple(outputs), FusionTask(fusion, "forward", nodes), c, seconds
+        )
         return Edge(start, stop, fusion.name, (step,), seconds, fusion)
 
     def _ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:
@@ -801,7 +814,9 @@ class Planner:
     def _use_recomputed(self, step: Step, recomputed: frozenset[int]) -> Step:
         if not isinstance(step.task, OpGradient) or step.chain:
             return step
-        inputs = tuple((n, recomputed_ref(r[1]) if r[0] == "value" and r[1] in recomputed else r) for n, r in step.inputs)
+        inputs = tuple(
+            (n, recomputed_ref(r[1]) if r[0] == "value" and r[1] in recomputed else r) for n, r in step.inputs
+        )
         return replace(step, inputs=inputs)
 
     def _summed(self, steps: list[Step]) -> list[Step]:
@@ -861,7 +876,9 @@ class Planner:
                     c = self._cost(source, (("cast", ref),), 0.0)
                     task = CastTask(ref[2])
                     seconds = self._seconds(c, self.nodes[step.start])
-                    result.append(Step("cast_parameter", step.start, step.stop, source, (("cast", ref),), task, c, seconds))
+                    result.append(
+                        Step("cast_parameter", step.start, step.stop, source, (("cast", ref),), task, c, seconds)
+                    )
             result.append(step)
         return result
 
@@ -912,7 +929,9 @@ class Planner:
         found: set[int] = set()
         for edge in backward:
             for value in edge.recomputes:
-                last = max(self.graph.consumers(v.index)[-1] for v in self.graph.values if self._stands_for(v.index, value))
+                last = max(
+                    self.graph.consumers(v.index)[-1] for v in self.graph.values if self._stands_for(v.index, value)
+                )
                 found |= set(range(edge.stop, last + 1))
         return found
 

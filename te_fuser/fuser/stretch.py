@@ -216,7 +216,9 @@ class Stretch:
             statistics: digests of canonical expressions to store per row.
         """
         cut = self._cut(start)
-        targets, outputs, aliases = [], [], []
+        targets: list[Target] = []
+        outputs: list[Output] = []
+        aliases: list[tuple[Ref, Ref]] = []
         made: dict[Any, Ref] = {}
         for value in stores:
             v, e = self.graph.values[value], cut.of(self.env[value])
@@ -257,7 +259,12 @@ class Stretch:
         return found
 
     def backward(
-        self, start: int, stop: int, readable: frozenset[int], forbidden: frozenset[int], recompute: Sequence[int] = (),
+        self,
+        start: int,
+        stop: int,
+        readable: frozenset[int],
+        forbidden: frozenset[int],
+        recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
     ) -> KernelPlan | None:
         """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
@@ -366,7 +373,9 @@ class Stretch:
             wanted[name] = (leaf, Output(ref, info.axes, info.width, DTYPE_NAMES[spec.dtype], spec.shape))
         return wanted
 
-    def _reduce(self, roots: list[Expr], cut: _Range, readable: dict[str, int], silent: frozenset[int]) -> tuple[list[Expr], _Range]:
+    def _reduce(
+        self, roots: list[Expr], cut: _Range, readable: dict[str, int], silent: frozenset[int]
+    ) -> tuple[list[Expr], _Range]:
         """Replace what exists already: stored values, and per-row statistics that forward computed on its way."""
         forward = {id(e): canonical for canonical, e in zip(cut.canonical, cut.nodes, strict=True)}
         leaves = dict(cut.leaves)
@@ -380,6 +389,10 @@ class Stretch:
             if canonical is None or e.axes & Axes.FEATURE or not e.axes & Axes.OUTER or not e.depth:
                 return None
             if self._first_made.get(canonical.digest) in silent:
+                return None
+            # Forward takes the maximum of unrounded features, which no rounded one need reach: whoever asks which
+            # feature is the largest must ask for the largest of those it reads.
+            if e.op == "row_max":
                 return None
             name = statistics.setdefault(canonical.digest, f"statistic{len(statistics)}")
             leaves[name] = _Leaf(statistic_ref(self.start, canonical.digest), Axes.ROWS, 1, self._wide)
@@ -402,7 +415,9 @@ class Stretch:
     ) -> KernelPlan | None:
         if not targets and not sums and not aliases:
             return None
-        name = "_".join([*dict.fromkeys(n.role for n in self.graph.nodes[start:stop] if n.role not in _SILENT), direction])
+        # What hands its input through (Fork, say) does nothing that the kernel could be named by.
+        busy = [n.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
+        name = "_".join([*dict.fromkeys(busy), direction])
         description = describe(name, targets, sums, {n: leaf.tensor() for n, leaf in cut.leaves.items()})
         inputs = tuple(cut.leaves[load.name].ref for load in description.loads)
         full = [cut.leaves[load.name].ref for load in description.loads if load.axes == Axes.FULL]
@@ -417,9 +432,6 @@ class Stretch:
         if direction == "fwd":
             return value_ref(self.graph.root(self.graph.nodes[start].input))
         return gradient_ref(next(v for v in self.values_leaving(start, stop) if self.graph.needs_grad(v)))
-
-
-_SILENT = {"fork", "output", "identity"}
 
 
 @dataclass

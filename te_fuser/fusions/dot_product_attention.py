@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,6 +17,10 @@ def _settings(m: FusionCall) -> AttentionSettings:
     """What was planned: the op may have left training since its forward."""
     op = m[0].op
     return replace(op.settings(), dropout=op.dropout if m.draws(0) else 0.0)
+
+
+def _op(m: Match) -> DotProductAttention:
+    return cast(DotProductAttention, m[0].op)
 
 
 def _declare(provider: Provider) -> Fusion:
@@ -40,17 +44,17 @@ def _declare(provider: Provider) -> Fusion:
             return provider.backward(_settings(m), tensors, dy)
 
     def when(m: Match) -> bool | str:
-        return provider.reason_not(AttentionProblem.of(m[0].op.settings(), m.x, m.capability)) or True
+        return provider.reason_not(AttentionProblem.of(_op(m).settings(), m.x, m.capability)) or True
 
     def cost(m: Match) -> tuple[Cost, Cost]:
         x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
-        flops = m[0].op.flops(m.x, {})
+        flops = _op(m).flops(m.x, {})
         forward, backward = provider.speed
         # Backward has five products to forward's two: it makes the scores again.
         return Cost(x, y, flops, efficiency=forward), Cost(x + 2 * y, x, 2.5 * flops, efficiency=backward)
 
     def saved_bytes(m: Match) -> dict[str, int]:
-        rows = m.x.rows * m[0].op.heads
+        rows = m.x.rows * _op(m).heads
         return {name: 4 * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
 
     Body.__doc__ = f"{type(provider).__doc__ or ''}".strip()

@@ -35,6 +35,7 @@ class AdaptiveLayerNorm(RowOp):
     """
 
     autocast = "float32"
+    promotes = True
 
     def __init__(
         self,

@@ -12,13 +12,15 @@ from te_fuser.ops.checks import check_name
 
 
 class Add(RowOp):
-    """Add what a `Fork` before it, or the call, names: y = x + name, both of one shape.
+    """Add what a `Fork` before it, or the call, names: y = x + name, both of one shape, in the wider of their dtypes.
 
     Raises:
         ValueError: for a name that cannot be a keyword argument.
 
     Source: He et al., "Deep residual learning for image recognition" (2015).
     """
+
+    promotes = True
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -261,6 +262,7 @@ class RowOp(FusableOperation):
     """
 
     inputs: ClassVar[Mapping[str, NamedInput]] = {}
+    promotes: ClassVar[bool] = False  # whether a wider dtype of a named input is the output's too, as in x + other
 
     def compute(self, x: Any, *args: Any) -> Any:
         """The formula."""
@@ -280,6 +282,10 @@ class RowOp(FusableOperation):
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the output for an input of `dtype`."""
         return dtype
+
+    def result_dtype(self, x: torch.dtype, named: Iterable[torch.dtype]) -> torch.dtype:
+        """The dtype of the output, the named inputs considered."""
+        return functools.reduce(torch.promote_types, named if self.promotes else (), self.output_dtype(x))
 
     def infer(self, x: Spec) -> Spec:
         """The shape of x, the dtype that `output_dtype` says.
@@ -307,7 +313,8 @@ class RowOp(FusableOperation):
             y = self.compute(rows.to(wide), *arguments)
         y = y.expand(rows.shape[0], y.shape[-1])
         exact = x.dtype == torch.float64 and not _rounding.get()
-        return y.to(x.dtype if exact else self.output_dtype(x.dtype)).reshape(*x.shape[:-1], y.shape[-1])
+        named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
+        return y.to(x.dtype if exact else self.result_dtype(x.dtype, named)).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> tuple[int, int]:
@@ -331,7 +338,7 @@ def _as_rows(
     if given.axes == Axes.ROWS:
         return tensor.reshape(rows.shape[0], 1)
     sample = (torch.arange(rows.shape[0], device=rows.device) // stream.batch_inner) % stream.batch_size
-    return tensor.reshape(tensor.shape[0], -1)[sample]
+    return tensor.reshape(tensor.shape[0], tensor.shape[-1] if tensor.dim() > 1 else 1)[sample]
 
 
 class UnfusedOperation(FusableOperation):

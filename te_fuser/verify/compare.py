@@ -97,19 +97,19 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
     return Distance(apart.max().item(), apart.square().mean().sqrt().item())
 
 
-def judge(case: str, found: Tensors, data: Tensors, evaluate: Evaluate, rounded: bool = False) -> list[Row]:
+def judge(case: str, found: Tensors, data: Tensors, evaluate: Evaluate, exactly: bool = True) -> list[Row]:
     """One row for each result of a fused run on `data`.
 
     Args:
-        rounded: the data are intermediate values as they were stored, and what was fused saw them before that; so what
-            they mean is known only up to an ulp.
+        exactly: whether a result must be that of the data; else it may be that of data that differ by an ulp. So it
+            is for intermediate values, which a kernel sees before they are rounded and stored.
     """
     exact = evaluate(doubled(data), True)
     plain: dict[str, Distance] = dict.fromkeys(exact, Distance())
     rows: list[Row] = []
     for sample in _samples(data):
         shown, erred = _plain(sample, evaluate)
-        if rounded and sample is not data:
+        if not exactly and sample is not data:
             moved = evaluate(doubled(sample), True)
             erred = {name: d + distance(moved[name], exact[name]) for name, d in erred.items()}
         plain = {name: d.or_more(erred[name]) for name, d in plain.items()}

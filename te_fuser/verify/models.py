@@ -54,9 +54,10 @@ class Subject:
         self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         self.modes = {name: m.training for name, m in model.named_modules()}
 
-    def check(self, case: Case, call: Call) -> list[Row]:
-        """One row for each result of the case, and for each promise that is not about accuracy."""
-        return _Run(self, case, call).rows()
+    def check(self, case: Case, call: Call, exactly: bool = True) -> list[Row]:
+        """One row for each result of the case, and for each promise that is not about accuracy; `exactly` as in
+        `judge`."""
+        return _Run(self, case, call, exactly).rows()
 
     def plan(self, case: Case, call: Call) -> Plan:
         """The plan that the case runs by, of a model without plain modules.
@@ -64,14 +65,14 @@ class Subject:
         Raises:
             ValueError, TypeError: when the model does not take the call.
         """
-        return _Run(self, case, call).plan()
+        return _Run(self, case, call, True).plan()
 
 
 class _Run:
     """One case of one subject."""
 
-    def __init__(self, subject: Subject, case: Case, call: Call) -> None:
-        self.subject, self.case, self.call = subject, case, call
+    def __init__(self, subject: Subject, case: Case, call: Call, exactly: bool) -> None:
+        self.subject, self.case, self.call, self.exactly = subject, case, call, exactly
         self.wanted = self._wanted()
         self.data = self._data()
         self.upstream: dict[str, torch.Tensor] = {}
@@ -119,7 +120,7 @@ class _Run:
         differing = [n for n, t in again if not same_bits(t, found[n])]
         rows = [Row(self.case.name, name, note="was changed by the run") for name in changed]
         rows += [Row(self.case.name, name, note="is not repeated bit for bit") for name in dict.fromkeys(differing)]
-        return rows + judge(self.case.name, found, {**before, **self.upstream}, self._reference)
+        return rows + judge(self.case.name, found, {**before, **self.upstream}, self._reference, self.exactly)
 
     def _now(self, name: str) -> torch.Tensor:
         parameters = dict(self.subject.fused.named_parameters())

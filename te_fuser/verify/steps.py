@@ -185,7 +185,7 @@ class _CheckedRunner:
         return self.watch.name(ref)
 
     def _judge(self, found: Tensors, data: Tensors, evaluate: Any) -> None:
-        failed = [row for row in judge(self.label, found, data, evaluate, rounded=True) if not row.passed]
+        failed = [row for row in judge(self.label, found, data, evaluate, exactly=False) if not row.passed]
         if failed:
             raise VerificationError(str(max(failed, key=lambda row: row.share)))
 

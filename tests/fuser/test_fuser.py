@@ -248,6 +248,11 @@ def test_a_fuser_of_ops():
 # ---------------------------------------------------------------------------------------------- autocast
 
 
+class TorchResidual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
 def pairs():
     """name -> (ours, the torch.nn twin)."""
     return {
@@ -260,6 +265,11 @@ def pairs():
         "norm_of_linear": (
             te_fuser.Sequential(ops.Linear(8, 8), ops.LayerNorm(8)),
             nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
+        ),
+        # The sum of a branch in bfloat16 and a float32 stream is float32, as x + branch is in PyTorch.
+        "residual": (
+            te_fuser.Sequential(te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, 8)), ops.GELU()),
+            nn.Sequential(TorchResidual(nn.LayerNorm(8), nn.Linear(8, 8)), nn.GELU("tanh")),
         ),
     }
 

@@ -196,9 +196,7 @@ def gradients(model: te_fuser.Sequential, x: torch.Tensor, reference: bool) -> l
 
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean", 10])
 @pytest.mark.parametrize("segment_bytes", [25 * MIB, 40_000, 1])
-def test_every_plan_computes_the_same(
-    memory: str | int, segment_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_plan_computes_the_same(memory: str | int, segment_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_SEGMENT_BYTES", segment_bytes)
     torch.manual_seed(0)
     model = te_fuser.Sequential(*layer(64, 4), *layer(64, 4), memory=memory, kernels="reference").double()

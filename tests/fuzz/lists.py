@@ -138,7 +138,8 @@ class FuzzCase:
             leaves = ["input", *(f"input {n}" for n in inputs), *(n for n, _ in model.named_parameters())]
             frozen = frozenset(n for k, n in enumerate(leaves) if self.frozen >> k & 1)
             case = Case("fuzz", None, None, self.layout, self.upstream, frozen, self.calls)
-            return [row for row in Subject(model, None).check(case, call) if not row.passed]
+            # Lists like these have gradients that are 0 but for rounding, such as that of a scale before a norm.
+            return [row for row in Subject(model, None).check(case, call, exactly=False) if not row.passed]
 
 
 @contextlib.contextmanager

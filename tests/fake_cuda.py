@@ -1,0 +1,98 @@
+"""A CUDA driver for tests on machines without a GPU: `fake_cuda.c`, and generated kernels that it runs on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from te_fuser import _native
+from te_fuser.codegen import cuda
+from te_fuser.codegen.cuda_loader import native_kernel
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.fuser import fuser
+from tests.codegen import cuda_on_cpu
+
+REAL_DRIVER = "libcuda.so.1"
+CXX = shutil.which("g++") or shutil.which("clang++")
+
+
+class FakeDriver(ctypes.Structure):
+    """What the driver counts and can be told; the fields are those of `fake_state`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("devices", "multiprocessors", "capturing", "failing")),
+        *((name, ctypes.c_int) for name in ("loads", "launches", "copies", "pushes", "pops")),
+        *((name, ctypes.c_uint) for name in ("last_blocks", "last_threads", "last_shared_bytes")),
+        ("last_symbol", ctypes.c_char * 256),
+    ]
+
+
+def compile_driver(folder: Path) -> Path:
+    """The driver as a library; skips the test where there is no C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = folder / "fake_cuda.so"
+    source = Path(__file__).with_name("fake_cuda.c")
+    flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(library), "-ldl"], check=True)
+    return library
+
+
+@contextlib.contextmanager
+def in_place(library: Path, host_tensors: bool = True) -> Iterator[FakeDriver]:
+    """Run with this driver, and with tensors on the CPU in place of those on device 0."""
+    state = FakeDriver.in_dll(ctypes.CDLL(str(library)), "fake")
+    ctypes.memset(ctypes.addressof(state), 0, ctypes.sizeof(state))
+    state.devices, state.multiprocessors = 2, 3
+    _native.set_cuda_driver(str(library), host_tensors)
+    try:
+        yield state
+    finally:
+        _native.set_cuda_driver(REAL_DRIVER, False)
+
+
+class Emulation:
+    """Generated CUDA kernels, compiled for the CPU and run by the fake driver."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kernels: dict[str, _native.CudaKernel] = {}
+
+    def load(self, descriptions: Sequence[KernelDescription]) -> list[_native.CudaKernel]:
+        """The native kernels, in order."""
+        new = {d.key: d for d in descriptions if d.key not in self.kernels}
+        if new:
+            self._build(list(new.values()))
+        return [self.kernels[d.key] for d in descriptions]
+
+    def _build(self, descriptions: Sequence[KernelDescription]) -> None:
+        folder = self.folder / str(len(self.kernels))
+        folder.mkdir()
+        texts = [cuda.generate(d, "sm_90a") for d in descriptions]
+        assert CXX is not None
+        for d, text, built in zip(descriptions, texts, cuda_on_cpu.build(CXX, texts, folder), strict=True):
+            code = f"{built.library._name}:{built.number}"
+            self.kernels[d.key] = native_kernel(d, text, code.encode())
+
+    @contextlib.contextmanager
+    def in_plans(self) -> Iterator[None]:
+        """Plans run these kernels, as they would on a GPU."""
+
+        def load(descriptions: Sequence[KernelDescription], target: str, device: torch.device) -> dict[str, Any]:
+            return {d.key: k for d, k in zip(descriptions, self.load(descriptions), strict=True)}
+
+        def target(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
+            return "cuda"
+
+        with mock.patch.object(fuser, "load_kernels", load), mock.patch.object(fuser, "target_for", target):
+            yield

@@ -1,0 +1,81 @@
+"""Which target runs row kernels where, and what is said when generated kernels cannot be had."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from te_fuser import _native
+from te_fuser.codegen import nvrtc
+from te_fuser.fuser import kernels
+from te_fuser.fuser.fuser import draw_seed
+from te_fuser.fuser.kernels import obstacle, target_for
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine whose GPU can run generated kernels."""
+    for cached in (kernels._cuda_obstacle, kernels._warn_once):
+        cached.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(_native, "cuda_driver_problem", lambda: None)
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 0))
+    yield
+    for cached in (kernels._cuda_obstacle, kernels._warn_once):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_runs_generated_kernels(dtype: torch.dtype) -> None:
+    assert target_for(GPU, dtype, "auto") == target_for(GPU, dtype, "generated") == "cuda"
+    assert target_for(GPU, dtype, "reference") == "torch"
+
+
+def test_float64_is_the_reference_without_a_word() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert target_for(GPU, torch.float64, "auto") == target_for(GPU, torch.float64, "generated") == "torch"
+
+
+def missing_nvrtc() -> None:
+    raise nvrtc.CompilerMissing("kernels are compiled by NVRTC, which cannot be loaded; pip install it")
+
+
+OBSTACLES = {
+    "too old": ("torch.cuda.get_device_capability", lambda index: (7, 5), "has compute capability 7.5, .* need 8.0"),
+    "no driver": ("te_fuser._native.cuda_driver_problem", lambda: "libcuda is gone", "libcuda is gone"),
+    "no NVRTC": ("te_fuser.codegen.nvrtc.compiler_version", missing_nvrtc, "NVRTC, which cannot be loaded"),
+    "AMD": ("torch.version.hip", "7.0", "this PyTorch is built for AMD's"),
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_what_is_missing_is_said_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, value, text = OBSTACLES[case]
+    monkeypatch.setattr(path, value)
+    with pytest.warns(RuntimeWarning, match=rf"by PyTorch's kernels.*{text}.*print\(model.explain\(x\)\)"):
+        assert target_for(GPU, torch.bfloat16, "auto") == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert target_for(GPU, torch.float32, "auto") == "torch"
+    with pytest.raises(RuntimeError, match=f"generated kernels were asked for, but .*{text}"):
+        target_for(GPU, torch.bfloat16, "generated")
+
+
+def test_other_devices_have_none() -> None:
+    assert "no generated kernels for mps" in str(obstacle(torch.device("mps"), torch.float32))
+
+
+def test_a_seed_is_two_numbers_of_the_devices_generator() -> None:
+    torch.manual_seed(3)
+    first, second = draw_seed(CPU), draw_seed(CPU)
+    torch.manual_seed(3)
+    assert torch.equal(first, draw_seed(CPU)) and not torch.equal(first, second)
+    assert first.dtype == torch.int64 and first.shape == (2,) and (first >= 0).all()

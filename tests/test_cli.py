@@ -1,0 +1,127 @@
+"""The command te-fuser."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_fuser import cli
+from te_fuser.codegen import compiler, nvrtc
+from te_fuser.config import config
+from te_fuser.fuser.device import DEVICES
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """An empty cache: the folders of CPU and GPU kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(config, "cache_dir", None)
+    return tmp_path / "te_fuser" / "cpu", tmp_path / "te_fuser" / "cubin"
+
+
+def lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert cli.main(words) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    heading, *rows, legend = lines(capsys, "devices")
+    assert [row.split()[0] for row in rows] == list(DEVICES)
+    assert "bfloat16" in heading and "model.explain(x, device=NAME)" in legend
+    h200 = next(row for row in rows if row.startswith("h200"))
+    assert "4.2 T" in h200 and "790 T" in h200 and h200.endswith("9.0")
+    assert len({len(heading), *map(len, rows)}) == 1
+
+
+def test_an_empty_cache(capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]) -> None:
+    cpu, gpu, total = lines(capsys, "cache")
+    assert cpu == f"CPU kernels: 0 in {folders[0]} (0 bytes)"
+    assert gpu == f"GPU kernels: 0 in {folders[1]} (0 bytes)"
+    assert total == "together: 0 compiled kernels, 0 bytes"
+    assert not folders[0].exists()
+
+
+def fill(folders: tuple[Path, Path]) -> list[Path]:
+    """Two kernels in one file, one alone, one for the GPU, and a file that is none."""
+    for folder in folders:
+        folder.mkdir(parents=True)
+    first, second, third = (folders[0] / f"{name}.so" for name in "abc")
+    first.write_bytes(b"x" * 3000)
+    os.link(first, second)
+    third.write_bytes(b"x" * 1000)
+    cubin, other = folders[1] / "d.cubin", folders[0] / "notes.txt"
+    cubin.write_bytes(b"x" * 24)
+    other.write_text("mine")
+    return [first, second, third, cubin, other]
+
+
+def test_the_cache_counts_kernels_and_bytes_on_disk(
+    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+) -> None:
+    fill(folders)
+    cpu, gpu, total = lines(capsys, "cache")
+    assert cpu.startswith("CPU kernels: 3 in ") and cpu.endswith("(3.9 KiB)")
+    assert gpu.startswith("GPU kernels: 1 in ") and gpu.endswith("(24 bytes)")
+    assert total == "together: 4 compiled kernels, 3.9 KiB"
+
+
+def test_clearing_the_cache_deletes_kernels_alone(
+    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+) -> None:
+    *kernels, other = fill(folders)
+    assert lines(capsys, "cache", "--clear")[-1] == "deleted: 4 compiled kernels, 3.9 KiB"
+    assert not any(path.exists() for path in kernels) and other.exists()
+    assert lines(capsys, "cache")[-1] == "together: 0 compiled kernels, 0 bytes"
+
+
+def test_the_cache_is_where_the_setting_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "cache_dir", tmp_path / "mine")
+    assert str(tmp_path / "mine") in lines(capsys, "cache")[0]
+
+
+def test_version_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *parts = lines(capsys, "version")
+    assert first.startswith("te_fuser 0.") and "Python 3." in first
+    assert [p.partition(":")[0] for p in parts] == ["torch", "C++ compiler", "native module", "NVRTC"]
+
+
+def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_nvrtc() -> tuple[int, int]:
+        raise nvrtc.CompilerMissing("install something")
+
+    monkeypatch.setattr(compiler, "find_compiler", lambda name=None: None)
+    monkeypatch.setattr(nvrtc, "compiler_version", no_nvrtc)
+    monkeypatch.setitem(sys.modules, "te_fuser._native", None)
+    monkeypatch.delattr("te_fuser._native", raising=False)
+    text = "\n".join(lines(capsys, "version"))
+    assert "missing: on the CPU row ops run as PyTorch operations; install g++" in text
+    assert "generated CPU kernels cannot run" in text
+    assert "NVRTC:         missing: install something" in text
+
+
+@pytest.mark.parametrize("words", [(), ("nonsense",), ("cache", "--nonsense")])
+def test_a_wrong_command_shows_the_usage(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert "usage: te-fuser" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(command.name in out and command.help in out for command in cli.COMMANDS)
+
+
+def test_the_module_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "te_fuser.cli", "devices"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "h200" in done.stdout, done.stderr

@@ -1,0 +1,199 @@
+"""How the parts know each other: imports point one way, the fuser names no op, one file for each op and fusion."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.fuser.graph import snake
+from te_fuser.ops.base import FusableOperation
+
+PACKAGE = Path(te_fuser.__file__).parent
+TESTS = Path(__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Part -> the parts it may import, at the head of its files. A part that is new needs a row.
+KNOWS = {
+    "config": set(),
+    "formula": set(),
+    "ops": {"formula"},
+    "codegen": {"formula", "config", "_native"},
+    "kernels": {"formula", "ops", "_native"},
+    "fusions": {"formula", "ops", "codegen", "kernels"},
+    "fuser": {"formula", "ops", "codegen", "fusions", "config", "_native"},
+    "sequential": {"ops", "fusions", "fuser"},
+    "verify": {"formula", "ops", "codegen", "fusions", "fuser", "sequential"},
+    "presets": {"ops", "fuser", "sequential"},
+    "cli": {"codegen", "config", "fuser", "_native", "__version__"},
+}
+# Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
+WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}
+# What the fuser may know of the two parts that hold concrete ops and fusions.
+ABSTRACT = {"te_fuser.ops.base", "te_fuser.fusions.match", "te_fuser.fusions.pattern", "te_fuser.fusions.registry"}
+
+# Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
+OP_HELPERS = {"__init__", "base", "checks", "parameters"}
+ASPECTS = {
+    "": {"bad_input", "cuda_native", "docs", "layout", "native"},
+    "formula": {"counts", "philox", "row_ops"},
+    "ops": {"activations", "messages", "norms", "structure"},
+}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module of this package, whether at the head of the file) for everything that a file imports."""
+    tree = ast.parse(path.read_text())
+    head = {id(n) for n in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path}: imports are absolute"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = whole if node.module == "te_fuser" else [node.module]
+        else:
+            continue
+        yield from ((name, id(node) in head) for name in found if name.split(".")[0] == "te_fuser")
+
+
+INNER = [path for path in FILES if part_of(module_of(path))]
+
+
+@pytest.mark.parametrize("path", INNER, ids=module_of)
+def test_imports_point_one_way(path):
+    me = module_of(path)
+    part = part_of(me)
+    assert part in KNOWS, f"{me}: give {part!r} a row in KNOWS"
+    for name, at_head in imports(path):
+        other = part_of(name)
+        allowed = other == part or other in KNOWS[part] or (not at_head and (me, name) in WHEN_ASKED)
+        assert allowed, f"{me} imports {name}; {part} may know {sorted(KNOWS[part])}"
+
+
+def test_the_rows_have_no_circle():
+    done: set[str] = {"_native", "__version__"}
+    rows = dict(KNOWS)
+    while rows:
+        free = [part for part, known in rows.items() if known <= done]
+        assert free, f"a circle among {sorted(rows)}"
+        done |= set(free)
+        rows = {part: known for part, known in rows.items() if part not in free}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "fuser").glob("*.py")), ids=lambda p: p.stem)
+def test_the_fuser_names_no_op_and_no_fusion(path):
+    for name, _ in imports(path):
+        if part_of(name) in ("ops", "fusions"):
+            assert name in ABSTRACT, f"{module_of(path)} imports {name}"
+    kinds = {name for name in ops.__all__ if getattr(getattr(ops, name), "kind", None) is getattr(ops, name)}
+    kinds -= {"RowOp", "UnfusedOperation", "FusedOperation"}
+    concrete = kinds | set(fusions.names()) - {fusions.STRETCH}
+    tree = ast.parse(path.read_text())
+    named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    named |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    named |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert not named & concrete
+
+
+def test_one_autograd_function():
+    """Segments are the only nodes of autograd's graph that this package makes."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("autograd.Function") for b in node.bases):
+                found.append((module_of(path), node.name))
+    assert found == [("te_fuser.fuser.segment", "SegmentFunction")]
+
+
+def test_nothing_is_pickled():
+    for path in FILES:
+        names = {a.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import) for a in n.names}
+        assert not names & {"pickle", "dill", "cloudpickle", "marshal"}, path
+
+
+def classes(path: Path) -> list[str]:
+    return [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)]
+
+
+def plain(stem: str) -> str:
+    return stem.replace("_", "")
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "ops").glob("*.py")), ids=lambda p: p.stem)
+def test_one_file_for_each_op(path):
+    """A file has the name of the op it holds, or of the first of a close family."""
+    if path.stem in OP_HELPERS:
+        return
+    public = [name for name in classes(path) if name in ops.__all__]
+    assert any(plain(snake(name)) == plain(path.stem) for name in public), f"{path.stem} holds {public}"
+    kinds = [getattr(ops, name) for name in public]
+    if len(kinds) > 1:
+        base = next(k for k in kinds if all(issubclass(other, k) for other in kinds))
+        assert base is not FusableOperation
+
+
+def test_every_op_is_exported():
+    holding = {name for path in (PACKAGE / "ops").glob("*.py") for name in classes(path)}
+    kinds = {
+        name
+        for name in holding
+        for module in (PACKAGE / "ops").glob("*.py")
+        if name in classes(module) and module.stem not in OP_HELPERS and not name.startswith("_")
+    }
+    concrete = {k for k in kinds if issubclass(getattr(ops, k, object), FusableOperation) or not hasattr(ops, k)}
+    helpers = {k for k in concrete if not hasattr(ops, k)}
+    assert not {h for h in helpers if _is_op(h)}, helpers
+
+
+def _is_op(name: str) -> bool:
+    """Whether some op of that name exists below FusableOperation without being exported."""
+    stack = [FusableOperation]
+    while stack:
+        kind = stack.pop()
+        if kind.__name__ == name and kind.__module__.startswith("te_fuser.ops."):
+            return True
+        stack += kind.__subclasses__()
+    return False
+
+
+FUSION_FILES = [p for p in sorted((PACKAGE / "fusions").glob("*.py")) if p.stem not in ("__init__", "match", "pattern", "registry")]
+
+
+@pytest.mark.parametrize("path", FUSION_FILES, ids=lambda p: p.stem)
+def test_one_file_for_each_fusion(path):
+    """It registers what its name says, by the public decorator, and has a test of its name."""
+    entries = [fusions.get(n) for n in fusions.names() if n != fusions.STRETCH]
+    mine = [f for f in entries if (f.run_forward or f.run_backward).__module__ == module_of(path)]
+    assert mine, f"{path.stem} registers nothing"
+    kinds = {plain(snake(k.__name__)) for f in mine for k in f.pattern if isinstance(k, type)}
+    assert all(f.name == path.stem for f in mine) or plain(path.stem) in kinds
+    assert "te_fuser.fusions.registry" in {name for name, _ in imports(path)}
+    assert (TESTS / "fusions" / f"test_{path.stem}.py").exists()
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda p: str(p.relative_to(TESTS)))
+def test_tests_mirror_the_package(path):
+    """A test file has the name of a module in the same folder, maybe with an aspect of it behind, or is listed."""
+    folder = path.parent.relative_to(TESTS)
+    home = PACKAGE / folder
+    if not home.is_dir():
+        return  # tests of the examples, of a GPU, and the like
+    stem = path.stem.removeprefix("test_")
+    if stem in ASPECTS.get("" if str(folder) == "." else str(folder), set()):
+        return
+    modules = {p.stem for p in home.glob("*.py")} | {p.name for p in home.iterdir() if p.is_dir()}
+    assert any(stem == m or stem.startswith(f"{m}_") for m in modules), f"no module of te_fuser/{folder} is called {stem}"
