@@ -1,4 +1,4 @@
-"""Sequential: a list of ops that plans itself, with the list semantics of torch.nn.Sequential; Residual: a branch and its sum."""
+"""Sequential: a list of ops that plans itself, with torch.nn.Sequential's list semantics; Residual: x + branch."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ class Sequential(torch.nn.Sequential):
         verify: check every fused step on the data it sees against float64; slow, raises when a step errs.
     """
 
-    def __init__(
-        self, *ops: Any, memory: str | int = "balanced", kernels: str = "auto", verify: bool = False
-    ) -> None:
+    def __init__(self, *ops: Any, memory: str | int = "balanced", kernels: str = "auto", verify: bool = False) -> None:
         check_options(memory, kernels)
         super().__init__(*ops)
         self.memory, self.kernels, self.verify = memory, kernels, verify
@@ -125,7 +123,9 @@ class Sequential(torch.nn.Sequential):
             raise TypeError(f"outputs is a sequence of names, got {outputs!r}; write outputs=({outputs!r},)")
         return tuple(map(self._qualified, outputs))
 
-    def _verified(self, fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+    def _verified(
+        self, fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> Any:
         from te_fuser.verify import run_verified
 
         return run_verified(fuser, x, inputs, outputs)
@@ -146,9 +146,7 @@ class Sequential(torch.nn.Sequential):
                 continue
             given = {n: values[n] for n in part.reads if n in values}
             wanted = tuple(n for n in part.gives if n in later)
-            made = (
-                self._verified(part.fuser, x, given, wanted) if self.verify else part.fuser.run(x, given, wanted)
-            )
+            made = self._verified(part.fuser, x, given, wanted) if self.verify else part.fuser.run(x, given, wanted)
             if wanted:
                 x, *extra = made
                 values.update(zip(wanted, extra, strict=True))
@@ -222,7 +220,8 @@ class Sequential(torch.nn.Sequential):
 
     def _group(self, run: list[ListedOp]) -> Group:
         fuser = Fuser(tuple(run), memory=self.memory, kernels=self.kernels)
-        reads, bound = {}, set()
+        bound: set[str] = set()
+        reads: dict[str, None] = {}
         gives: dict[str, None] = {}
         for item in run:
             for name in item.names_in.values():
@@ -383,6 +382,7 @@ class _Flattener:
             elif isinstance(child, Sequential):
                 self._sequential(child, here, inner)
             else:
+                assert isinstance(child, FusableOperation)
                 self._op(child, here, path, inner)
         if isinstance(module, Residual):
             self._structure(Add("residual"), path, {"other": residual}, ())

@@ -199,7 +199,7 @@ def test_nested_lists_are_one_plan_with_their_own_names():
     model = nested()
     plan = model.plan(X)  # an error if there were several
     assert [n.op.kind.__name__ for n in plan.graph.nodes] == (
-        "LayerNorm MatMul Bias GELU MatMul Bias Fork MatMul Bias Add".split()
+        ["LayerNorm", "MatMul", "Bias", "GELU", "MatMul", "Bias", "Fork", "MatMul", "Bias", "Add"]
     )
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     assert {"1.0.weight", "1.1.1.bias", "2.0.weight"} <= set(model.state_dict())
@@ -242,7 +242,9 @@ def test_a_forward_put_on_an_op_is_run():
 
 
 def test_plain_modules_in_between():
-    model = sequential(ops.Linear(8, 8), nn.Tanh(), ops.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), ops.GELU())
+    model = sequential(
+        ops.Linear(8, 8), nn.Tanh(), ops.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), ops.GELU()
+    )
     want = model[4](model[3](model[2](torch.tanh(model[0](X)))))
     torch.testing.assert_close(model(X), want)
     assert_as_meant(model, X)
@@ -253,7 +255,13 @@ def test_plain_modules_in_between():
 
 def test_names_cross_plain_modules():
     model = sequential(
-        ops.Fork("skip"), ops.Linear(8, 8), nn.Tanh(), ops.Output("inner"), nn.Sigmoid(), ops.Add("skip"), ops.Add("extra")
+        ops.Fork("skip"),
+        ops.Linear(8, 8),
+        nn.Tanh(),
+        ops.Output("inner"),
+        nn.Sigmoid(),
+        ops.Add("skip"),
+        ops.Add("extra"),
     )
     extra = tensor(5, 8, seed=3)
     y, inner = assert_as_meant(model, X, ("inner",), extra=extra)
@@ -283,13 +291,17 @@ def test_names_bound_in_a_scope_are_not_seen_outside():
 def test_unbound_names_are_arguments_of_the_call():
     model = sequential(te_fuser.Sequential(te_fuser.Sequential(ops.Add("deep"))), ops.Add("flat"))
     deep, flat = tensor(5, 8, seed=1), tensor(5, 8, seed=2)
-    y, = assert_as_meant(model, X, deep=deep, flat=flat)
+    (y,) = assert_as_meant(model, X, deep=deep, flat=flat)
     torch.testing.assert_close(y, X + deep + flat)
 
 
 def test_an_input_read_by_several_ops_gets_the_sum_of_its_gradients():
     model = sequential(
-        ops.Add("c"), ops.Linear(8, 8), ops.AdaptiveLayerNorm(8, scale="c", shift="c", per="row"), ops.Linear(8, 8), ops.Add("c")
+        ops.Add("c"),
+        ops.Linear(8, 8),
+        ops.AdaptiveLayerNorm(8, scale="c", shift="c", per="row"),
+        ops.Linear(8, 8),
+        ops.Add("c"),
     )
     assert_as_meant(model, X, c=tensor(5, 8, seed=7))
 
@@ -330,7 +342,10 @@ def test_outputs():
 
 
 def test_an_output_that_nobody_asks_for_costs_nothing():
-    with_outputs, without = sequential(ops.Linear(8, 8), ops.Output("a"), ops.GELU()), sequential(ops.Linear(8, 8), ops.GELU())
+    with_outputs, without = (
+        sequential(ops.Linear(8, 8), ops.Output("a"), ops.GELU()),
+        sequential(ops.Linear(8, 8), ops.GELU()),
+    )
     assert [s.name for s in with_outputs.plan(X).forward] == [s.name for s in without.plan(X).forward]
 
 

@@ -76,9 +76,14 @@ class KernelDescription:
     streams: tuple[str, ...]  # names of the random streams; their numbers are run-time integers, in this order
 
     @functools.cached_property
+    def outputs(self) -> tuple[Store | Sum, ...]:
+        """Everything that is written, in the order of the kernel's tensors."""
+        return (*self.stores, *self.sums)
+
+    @functools.cached_property
     def roots(self) -> tuple[Expr, ...]:
         """Every expression that is stored or summed."""
-        return tuple(p for item in (*self.stores, *self.sums) for p in item.parts)
+        return tuple(p for item in self.outputs for p in item.parts)
 
     @functools.cached_property
     def nodes(self) -> tuple[Expr, ...]:
@@ -96,7 +101,7 @@ class KernelDescription:
     def key(self) -> str:
         """A digest of the meaning: equal for equal kernels, whatever process builds them."""
         text = "\n".join([self.name, str(self.width), *map(repr, self.loads), *self.streams])
-        for item in (*self.stores, *self.sums):
+        for item in self.outputs:
             text += f"\n{type(item).__name__} {item.name} {int(item.axes)} {item.width} {item.dtype} "
             text += ",".join(p.digest for p in item.parts)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
@@ -114,16 +119,16 @@ class KernelDescription:
     def bytes_moved(self, rows: int, samples: int = 1) -> tuple[int, int]:
         """Bytes read and written for `rows` rows."""
         read = sum(elements(t.axes, t.width, rows, samples) * item_size(t.dtype) for t in self.loads)
-        written = sum(elements(t.axes, t.width, rows, samples) * item_size(t.dtype) for t in (*self.stores, *self.sums))
+        written = sum(elements(t.axes, t.width, rows, samples) * item_size(t.dtype) for t in self.outputs)
         return read, written
 
     def __str__(self) -> str:
         lines = [f"kernel {self.name}"]
         lines += [f"  load  {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype}" for t in self.loads]
-        for kind, items in (("store", self.stores), ("sum", self.sums)):
-            for t in items:  # type: ignore[attr-defined]
-                body = ", ".join(render(p) for p in t.parts)
-                lines.append(f"  {kind:5} {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype} = {body}")
+        for item in self.outputs:
+            body = ", ".join(render(p) for p in item.parts)
+            kind = type(item).__name__.lower()
+            lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {item.dtype} = {body}")
         return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ class InterpretedKernel:
         machine = Interpreter(loads, numbers, rows, like, (batch_inner, batch_size))
         found = machine.run(d.roots)
         at = 0
-        for item, out in zip((*d.stores, *d.sums), outputs, strict=True):
+        for item, out in zip(d.outputs, outputs, strict=True):
             parts = found[at : at + len(item.parts)]
             at += len(item.parts)
             self._write(item, parts, out, (rows, batch_inner, batch_size))

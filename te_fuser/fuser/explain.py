@@ -16,7 +16,7 @@ from rich.text import Text
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.measure import Measured
-from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, Kept, Plan, Refusal, Step
+from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, Kept, Plan, Refusal, Step, size_text
 from te_fuser.fuser.refs import DTYPE_NAMES, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan
 
@@ -116,7 +116,7 @@ def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
 
 def _keeps(entries: Sequence[Kept]) -> tuple[str, ...]:
     statistics = [k for k in entries if k.owner == "statistic"]
-    found = [f"{k.name.rpartition(': ')[2]} ({_size(k.bytes)})" for k in entries if k.owner != "statistic"]
+    found = [f"{k.name.rpartition(': ')[2]} ({size_text(k.bytes)})" for k in entries if k.owner != "statistic"]
     if statistics:
         found.append(f"{_count(len(statistics), 'statistic')} of each row")
     return tuple(found)
@@ -309,14 +309,14 @@ def _kept_page(plan: Plan) -> Iterable[Any]:
         where = f" of {place}" if place else ""
         more = f" and {_count(len(entries) - 1, 'other')} like it" if len(entries) > 1 else ""
         times = f"{len(entries)} x " if len(entries) > 1 else ""
-        grid.add_row(f"{times}{_size(size)}", f"{name}{where}{more}")
-    grid.add_row(_size(plan.kept_bytes()), "activations together", style="bold")
+        grid.add_row(f"{times}{size_text(size)}", f"{name}{where}{more}")
+    grid.add_row(size_text(plan.kept_bytes()), "activations together", style="bold")
     for owner, words in _OTHERS.items():
         entries = [k for k in plan.kept if k.owner == owner]
         if entries:
             text = words.format(_count(sum(k.ref != SEED for k in entries), owner))
             seed = " and the seed of random draws" if any(k.ref == SEED for k in entries) else ""
-            grid.add_row(_size(plan.kept_bytes(owner)), text + seed)
+            grid.add_row(size_text(plan.kept_bytes(owner)), text + seed)
     yield Padding(grid, (0, 0, 0, 2))
     if plan.choices:
         yield Text("\nKept, or computed again in backward (predicted)", style="bold")
@@ -379,11 +379,13 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
     for name, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
         cells = [f"{sum(r.seconds for r in rows) * 1e3:.3f}"]
         cells += [f"{sum(r.measured or 0.0 for r in rows) * 1e3:.3f}"] if measured else []
-        cells += [_size(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
+        cells += [size_text(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
         table.add_row(name, *cells)
     yield Padding(table, (0, 0, 0, 2))
     segments = _count(len(plan.segments), "segment")
-    yield Padding(Text(f"{segments} (autograd nodes), {_size(plan.kept_bytes())} of activations kept"), (0, 0, 0, 2))
+    yield Padding(
+        Text(f"{segments} (autograd nodes), {size_text(plan.kept_bytes())} of activations kept"), (0, 0, 0, 2)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- words
@@ -403,17 +405,9 @@ def _grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, lis
     return found
 
 
-_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
-
-
 def _size_unit(largest: float) -> tuple[str, float]:
     """MiB, or KiB where that would show little."""
     return ("MiB", 2.0**20) if largest >= 2**20 else ("KiB", 2.0**10)
-
-
-def _size(count: float) -> str:
-    name, unit = next((u for u in _UNITS if count >= u[1]), _UNITS[-1])
-    return f"{count / unit:.0f} {name}" if unit == 1.0 else f"{count / unit:.2f} {name}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -274,7 +274,12 @@ class GraphBuilder:
         return stem
 
     def _check_parameters(
-        self, label: str, op: FusableOperation, x: Spec, bindings: Mapping[str, Binding], casts: Mapping[str, torch.dtype]
+        self,
+        label: str,
+        op: FusableOperation,
+        x: Spec,
+        bindings: Mapping[str, Binding],
+        casts: Mapping[str, torch.dtype],
     ) -> None:
         shapes = op.parameter_shapes()
         for name, binding in bindings.items():
@@ -325,9 +330,12 @@ class GraphBuilder:
 
     def _missing(self, label: str, name: str) -> str:
         later = [o for o in self.ops if name in o.names_out]
-        hint = "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {_plain(name)}=...)"
+        hint = (
+            "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {_plain(name)}=...)"
+        )
         given = ", ".join(sorted(self.call.named)) or "none"
-        return f"{label} reads {_plain(name)!r}, which no Fork before it binds and the call does not give ({hint}; given: {given})"
+        what = f"{label} reads {_plain(name)!r}, which no Fork before it binds and the call does not give"
+        return f"{what} ({hint}; given: {given})"
 
     def _call_input(self, name: str, given: NamedInput) -> int:
         if name not in self.named_inputs:
@@ -347,11 +355,13 @@ class GraphBuilder:
         _check_floating(f"{label}, input {_plain(name)!r}", spec)
         if torch.promote_types(x.dtype, spec.dtype) not in (x.dtype, spec.dtype) or _is_double(x) != _is_double(spec):
             raise TypeError(
-                f"{label}: {_plain(name)!r} is {_dtype(spec.dtype)}, the main input {_dtype(x.dtype)}; convert one with .to()"
+                f"{label}: {_plain(name)!r} is {_dtype(spec.dtype)}, the main input {_dtype(x.dtype)}; "
+                "convert one with .to()"
             )
         if given.axes == Axes.FULL and spec.shape != x.shape:
             raise ValueError(
-                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; they must be equal"
+                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; "
+                "they must be equal"
             )
         if given.axes == Axes.FULL:
             return
@@ -395,13 +405,17 @@ class GraphBuilder:
         close = [n for n in self.exported if _plain(n) == name]
         found = self.exported.get(name) or (self.exported[close[0]] if len(close) == 1 else [])
         if len(found) > 1:
-            raise ValueError(f"{' and '.join(label for label, _ in found)} both give {_plain(name)!r}; rename one of them")
+            raise ValueError(
+                f"{' and '.join(label for label, _ in found)} both give {_plain(name)!r}; rename one of them"
+            )
         if found:
             return found[0][1]
         if name in self.bound:
             return self.bound[name]
         known = ", ".join(sorted(self.exported)) or "none"
-        raise ValueError(f"no Output({name!r}) in the list (outputs: {known})" + (": name one by its path" if close else ""))
+        raise ValueError(
+            f"no Output({name!r}) in the list (outputs: {known})" + (": name one by its path" if close else "")
+        )
 
     def _check_names(self) -> None:
         for name, label in self.opened.items():
@@ -465,7 +479,9 @@ def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding
         for what, names in known.items():
             wrong = [name for name in getattr(gradient, what) if name not in names]
             if wrong:
-                raise ValueError(f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}")
+                raise ValueError(
+                    f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}"
+                )
 
 
 def _check_floating(label: str, spec: Spec) -> None:

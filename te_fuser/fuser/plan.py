@@ -126,12 +126,19 @@ class Choice:
 
     def __str__(self) -> str:
         if self.recomputed:
-            return f"{self.value}: computed again in backward, +{self.seconds * 1e6:.1f} us, saves {_mib(self.bytes)}"
-        return f"{self.value}: kept, {_mib(self.bytes)}; computing it again would cost {self.seconds * 1e6:.1f} us"
+            return (
+                f"{self.value}: computed again in backward, +{self.seconds * 1e6:.1f} us, saves {size_text(self.bytes)}"
+            )
+        return f"{self.value}: kept, {size_text(self.bytes)}; computing it again would cost {self.seconds * 1e6:.1f} us"
 
 
-def _mib(count: float) -> str:
-    return f"{count / 2**20:.2f} MiB" if count >= 2**14 else f"{count:.0f} B"
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+
+
+def size_text(count: float) -> str:
+    """Bytes for people: 64.00 MiB, 12 B."""
+    name, unit = next((u for u in _UNITS if count >= u[1]), _UNITS[-1])
+    return f"{count / unit:.0f} B" if unit == 1.0 else f"{count / unit:.2f} {name}"
 
 
 @dataclass(frozen=True)

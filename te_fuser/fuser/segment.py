@@ -101,9 +101,9 @@ class SegmentFunction(torch.autograd.Function):
             slots[k] = saved.pop()
         for (_, k), note in zip(segment.notes, ctx.notes, strict=True):
             slots[k] = note
-        for number, (k, g) in enumerate(zip(segment.gradients_in, grads, strict=True)):
-            if k is not None:
-                slots[k] = g if g is not None else _zeros(ctx.meta[number])
+        for number, (slot, g) in enumerate(zip(segment.gradients_in, grads, strict=True)):
+            if slot is not None:
+                slots[slot] = g if g is not None else _zeros(ctx.meta[number])
         del grads, g
         program.run(slots)
         return (None, *(None if k is None else slots[k] for k in segment.gradients_out))
@@ -120,9 +120,7 @@ def build_segments(
     return tuple(_build(plan, start, stop, kernels, wrap) for start, stop in plan.segments)
 
 
-def _build(
-    plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFunction], wrap: Wrapper | None
-) -> Segment:
+def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFunction], wrap: Wrapper | None) -> Segment:
     graph = plan.graph
     forward_steps = [s for s in plan.forward if start <= s.start < stop]
     backward_steps = [s for s in plan.backward if start <= s.start < stop]
@@ -137,7 +135,10 @@ def _build(
     outputs = [value_ref(graph.root(v)) for v in values_out]
     notes_refs = [("notes", n) for n in sorted({r.task.node.index for r in forward_steps if hasattr(r.task, "node")})]
     forward, forward_slots = build_program(forward_steps, inputs, [*outputs, *kept, *notes_refs], kernels, wrap)
-    backward, restored, gradients_in, gradients_out = None, (), (), ()  # type: ignore[var-annotated]
+    backward: Program | None = None
+    restored: tuple[int, ...] = ()
+    gradients_in: tuple[int | None, ...] = ()
+    gradients_out: tuple[int | None, ...] = ()
     notes: list[tuple[int, int]] = []
     if backward_steps:
         arriving = [gradient_ref(v) for v in values_out if graph.needs_grad(v)]

@@ -7,11 +7,15 @@ import torch
 from te_fuser.fusions.match import FusionCall
 from te_fuser.fusions.registry import fusion
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
+from te_fuser.ops.products import linear
 
 
-@fusion(forward=[MatMul, Bias], when=lambda m: m[0].weight.dtype == m[1].bias.dtype or "weight and bias differ in dtype")
+@fusion(
+    forward=[MatMul, Bias],
+    when=lambda m: m[0].weight.dtype == m[1].bias.dtype or "weight and bias differ in dtype",
+)
 def matmul_bias(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """The product's epilogue adds the bias; gives its output, not the product before the bias."""
     # Under autocast the weight comes cast; the epilogue takes a bias of its dtype.
-    return torch.nn.functional.linear(x, m["0.weight"], m["1.bias"].to(x.dtype))
+    return in_shape_of(x, linear(as_rows(x), m["0.weight"], m["1.bias"].to(x.dtype)))

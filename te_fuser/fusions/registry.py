@@ -191,7 +191,9 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequenc
             raise ValueError(f"{label}: a {direction} fusion has no {what}; that is for {', '.join(_DECLARED[what])}")
     for name in declared["emits"]:
         if not re.fullmatch(r"\d+\.output", name):
-            raise ValueError(f'{label}: emits names values inside the match, "0.output" for the first op\'s, got {name!r}')
+            raise ValueError(
+                f'{label}: emits names values inside the match, "0.output" for the first op\'s, got {name!r}'
+            )
 
 
 def fusion(

@@ -11,6 +11,7 @@ import torch
 from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation, check_floating
 from te_fuser.ops.checks import check_features, feature_size
 from te_fuser.ops.parameters import empty, randomized
+from te_fuser.ops.products import linear, product
 
 
 class MatMul(UnfusedOperation):
@@ -76,16 +77,16 @@ class MatMul(UnfusedOperation):
                 f"MatMul takes x and weight of one dtype, got {x.dtype} and {weight.dtype}: "
                 "convert one with .to(), or run under torch.autocast"
             )
-        return in_shape_of(x, torch.nn.functional.linear(as_rows(x), weight))
+        return in_shape_of(x, linear(as_rows(x), weight))
 
     def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dx = dy W."""
         weight = call["weight"]
-        return {"input": in_shape_of(dy, torch.mm(as_rows(dy), weight))}
+        return {"input": in_shape_of(dy, product(as_rows(dy), weight))}
 
     def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dW = dy^T x."""
-        return {"weight": torch.mm(as_rows(dy).t(), as_rows(call["input"]))}
+        return {"weight": product(as_rows(dy).t(), as_rows(call["input"]))}
 
     def example(self, features: int, rng: torch.Generator) -> MatMul:
         return randomized(MatMul(features, self.out_features, device="meta"), rng, spread=max(features, 1) ** -0.5)

@@ -102,7 +102,7 @@ def test_choices_say_what_the_other_would_cost() -> None:
     assert "gelu.output: computed again in backward, +" in str(model.explain(x, device="h200"))
     assert "computes again gelu.output" in str(model.explain(x, device="h200"))
     model.memory = "fast"
-    assert "gelu.output: kept, 0.06 MiB; computing it again would cost" in str(model.explain(x, device="h200"))
+    assert "gelu.output: kept, 64.00 KiB; computing it again would cost" in str(model.explain(x, device="h200"))
 
 
 def test_refusals_come_with_their_reason() -> None:

@@ -87,7 +87,10 @@ def test_train_and_eval_alternate_without_planning(planned):
 # What may change between two calls -> whether it takes another plan.
 CHANGES = {
     "nothing": (lambda m: (X,), False),
-    "parameter_of_the_same_shape": (lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones_like(m[1].weight))), False),
+    "parameter_of_the_same_shape": (
+        lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones_like(m[1].weight))),
+        False,
+    ),
     "parameter_data": (lambda m: m[1].weight.data.fill_(1.0), False),
     "load_state_dict": (lambda m: m.load_state_dict(randomize(mlp(), 3).state_dict()), False),
     "load_state_dict_assign": (lambda m: m.load_state_dict(randomize(mlp(), 3).state_dict(), assign=True), False),
@@ -424,7 +427,9 @@ def test_a_parameter_of_another_shape_is_refused():
     model = our_mlp()
     model(X)
     model[1].weight = nn.Parameter(torch.ones(24, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"op 1 \(MatMul '1.matmul'\): parameter weight has shape \[24, 8\], .* \[16, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"op 1 \(MatMul '1.matmul'\): parameter weight has shape \[24, 8\], .* \[16, 8\]"
+    ):
         model(X)
     model = our_mlp()
     model[1].bias = nn.Parameter(torch.ones(24, dtype=torch.float64))

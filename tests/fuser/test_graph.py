@@ -1,4 +1,4 @@
-"""The graph of a list: what reads what, what shares storage, what needs a gradient, and which casts autocast puts in."""
+"""The graph of a list: what reads what, shares storage and needs a gradient, and which casts autocast puts in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ def names(graph):
 
 @pytest.mark.parametrize(
     ("name", "want"),
-    [("SwiGLU", "swiglu"), ("SReLU", "srelu"), ("ClampedSwiGLU", "clamped_swiglu"), ("ReGLU", "reglu"), ("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm"), ("GELU", "gelu"), ("Bias", "bias")],
+    [
+        ("SwiGLU", "swiglu"),
+        ("SReLU", "srelu"),
+        ("ClampedSwiGLU", "clamped_swiglu"),
+        ("ReGLU", "reglu"),
+        ("LayerNorm", "layer_norm"),
+        ("RMSNorm", "rms_norm"),
+        ("GELU", "gelu"),
+        ("Bias", "bias"),
+    ],
 )
 def test_snake(name, want):
     assert snake(name) == want
@@ -43,7 +52,9 @@ def test_edges():
 
 
 def test_what_shares_storage():
-    model = sequential(ops.Fork("a"), ops.Identity(), ops.Dropout(0.5), ops.GELU(), ops.Output("o"), ops.Add("a")).eval()
+    model = sequential(
+        ops.Fork("a"), ops.Identity(), ops.Dropout(0.5), ops.GELU(), ops.Output("o"), ops.Add("a")
+    ).eval()
     graph = graph_of(model, outputs=("o",))
     fork, identity, dropout, gelu, output, add = graph.nodes
     assert {graph.root(v) for v in (fork.output, *fork.named_out, identity.output, dropout.output)} == {0}
@@ -105,7 +116,9 @@ class NamedBias(ops.Bias):
 
 
 def test_an_op_that_computes_and_names_its_output():
-    model = sequential(ops.GELU(), NamedBias(8, "a", False), ops.Linear(8, 8), NamedBias(8, "o", True), ops.SiLU(), ops.Add("a"))
+    model = sequential(
+        ops.GELU(), NamedBias(8, "a", False), ops.Linear(8, 8), NamedBias(8, "o", True), ops.SiLU(), ops.Add("a")
+    )
     _, o = assert_as_meant(model, X, ("o",))
     torch.testing.assert_close(o, (model[2](ops.GELU()(X) + model[1].bias) + model[3].bias).detach())
     assert_as_meant(model, X)
@@ -116,7 +129,9 @@ def test_an_opaque_op_names_nothing():
         def named_outputs(self):
             return ("a",)
 
-    with pytest.raises(TypeError, match=r"op 0 \(Named '0'\): only a RowOp names its output; put Fork or Output behind"):
+    with pytest.raises(
+        TypeError, match=r"op 0 \(Named '0'\): only a RowOp names its output; put Fork or Output behind"
+    ):
         sequential(Named(8, 8), ops.Add("a"))(X)
 
 
@@ -158,7 +173,9 @@ def test_named_inputs_of_every_extent(name):
 
 
 def test_an_op_per_sample_must_say_where_samples_are():
-    with pytest.raises(ValueError, match=r"op 1 \(Times '1'\): 'factor' is given per sample; the op must say batch_dim"):
+    with pytest.raises(
+        ValueError, match=r"op 1 \(Times '1'\): 'factor' is given per sample; the op must say batch_dim"
+    ):
         reader(Axes.BATCH)(tensor(3, 4, 8), factor=tensor(3))
 
 
@@ -211,7 +228,11 @@ def test_an_op_without_a_meaning():
     [
         ("reads", {"reads": ("inptu",)}, "its backward reads 'inptu', which is none of extra, input, output"),
         ("emits", {"reads": ("extra",), "emits": ()}, "its backward reads 'extra', which is none of input, output"),
-        ("produces", {"gradients": lambda self, names: (ops.base.Gradient(("wight",), (), "f"),)}, "its backward produces 'wight'"),
+        (
+            "produces",
+            {"gradients": lambda self, names: (ops.base.Gradient(("wight",), (), "f"),)},
+            "its backward produces 'wight'",
+        ),
     ],
 )
 def test_an_opaque_op_that_misspells_a_name(what, declared, words):

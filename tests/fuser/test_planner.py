@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost
 from te_fuser.fuser.plan import FusionTask
 from te_fuser.fuser.planner import LAMBDA
+from te_fuser.fusions import Cost
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(6, 8)
@@ -53,7 +53,8 @@ def chain_fusion(name, pattern, seconds):
 def priced(ranges, prices):
     """One fusion for each range, for places where only that one fits."""
     return [
-        chain_fusion(f"f{start}_{stop}", CHAIN[start:stop], price) for (start, stop), price in zip(ranges, prices, strict=True)
+        chain_fusion(f"f{start}_{stop}", CHAIN[start:stop], price)
+        for (start, stop), price in zip(ranges, prices, strict=True)
     ]
 
 
@@ -74,7 +75,7 @@ def test_the_cover_is_the_cheapest_whatever_the_order(seed):
     prices = [rng.uniform(0.2, 1.0) * (b - a) ** 0.8 * 1e-9 for a, b in ranges]
     entries = priced(ranges, prices)
     found = {}
-    for entry, (start, stop), price in zip(entries, ranges, prices, strict=True):
+    for (start, stop), price in zip(ranges, prices, strict=True):
         # a pattern may fit in several places; every one counts
         for at in range(len(CHAIN) - (stop - start) + 1):
             if CHAIN[at : at + stop - start] == CHAIN[start:stop]:
@@ -102,7 +103,7 @@ def test_a_dearer_fusion_loses_and_the_plan_says_by_how_much():
     with torch.no_grad():
         plan = sequential(*(kind() for kind in CHAIN)).plan(X)
     assert "cheap" in [s.name for s in plan.forward]
-    reason, = (r.reason for r in plan.refusals if r.name == "dear")
+    (reason,) = (r.reason for r in plan.refusals if r.name == "dear")
     assert "us more than" in reason and float(reason.split()[1]) == pytest.approx(1e6, rel=0.01)
 
 
@@ -225,7 +226,14 @@ def test_a_dropout_mask_is_not_kept():
 LISTS = {
     "mlp": lambda **o: mlp(**o),
     "norm_between_products": lambda **o: sequential(
-        ops.Linear(8, 8), ops.Bias(8), ops.RMSNorm(8), ops.Fork("a"), ops.Linear(8, 8), ops.Add("a"), ops.LayerNorm(8), **o
+        ops.Linear(8, 8),
+        ops.Bias(8),
+        ops.RMSNorm(8),
+        ops.Fork("a"),
+        ops.Linear(8, 8),
+        ops.Add("a"),
+        ops.LayerNorm(8),
+        **o,
     ),
     "one_value_for_two_products": lambda **o: sequential(
         ops.Linear(8, 8),
@@ -238,7 +246,9 @@ LISTS = {
         **o,
     ),
     "residuals": lambda **o: sequential(
-        te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, 8), te_fuser.Residual(ops.GELU(), ops.Dropout(0.5)), ops.Linear(8, 8)),
+        te_fuser.Residual(
+            ops.LayerNorm(8), ops.Linear(8, 8), te_fuser.Residual(ops.GELU(), ops.Dropout(0.5)), ops.Linear(8, 8)
+        ),
         te_fuser.Residual(ops.RMSNorm(8), ops.Linear(8, 16), ops.GEGLU(), ops.Linear(8, 8)),
         **o,
     ),
@@ -285,7 +295,7 @@ def test_budgets():
         plan = mlp(memory=budget).plan(X)
         assert plan.kept_bytes() <= budget and not plan.notes
     assert mlp(memory=fast).plan(X).kept_bytes() == fast
-    note, = mlp(memory=least - 1).plan(X).notes
+    (note,) = mlp(memory=least - 1).plan(X).notes
     assert note == f"no plan keeps within {least - 1} bytes; this one keeps the least, {least} bytes"
 
 
@@ -335,7 +345,9 @@ def test_steps_cover_the_list_once_in_order():
         assert backward == sorted(backward, reverse=True)
         available = {k.ref for k in plan.kept}
         for step in plan.backward:
-            missing = [r for r in step.reads() if r[0] in ("recomputed", "value", "statistic", "term") and r not in available]
+            missing = [
+                r for r in step.reads() if r[0] in ("recomputed", "value", "statistic", "term") and r not in available
+            ]
             assert not missing, (step.name, missing)
             available |= set(step.writes())
 

@@ -141,11 +141,15 @@ def test_an_output_whose_gradient_is_missing(segment_bytes, monkeypatch):
         )
         torch.manual_seed(0)
         want = torch.autograd.grad(
-            model.reference(X, outputs=("middle",), **EXTRA)[chosen].square().sum(), list(every.values()), allow_unused=True
+            model.reference(X, outputs=("middle",), **EXTRA)[chosen].square().sum(),
+            list(every.values()),
+            allow_unused=True,
         )
         for name, g, w in zip(every, got, want, strict=True):
             zero = torch.zeros_like(every[name])  # a whole segment gives zeros where eager gives none
-            torch.testing.assert_close(zero if g is None else g, zero if w is None else w, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                zero if g is None else g, zero if w is None else w, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def test_an_output_before_any_parameter_takes_no_gradient():
@@ -162,7 +166,7 @@ def test_double_backward_is_refused():
     words = r"does not differentiate its backward: call backward\(\) without create_graph=True, or use model.reference"
     with pytest.raises(RuntimeError, match=words):
         torch.autograd.grad(run(model).sum(), X, create_graph=True)
-    dx, = torch.autograd.grad(model.reference(X, **EXTRA).sum(), X, create_graph=True)
+    (dx,) = torch.autograd.grad(model.reference(X, **EXTRA).sum(), X, create_graph=True)
     dx.square().sum().backward()
     X.grad = None
     EXTRA["extra"].grad = None
@@ -249,7 +253,9 @@ def test_hooks_on_saved_tensors_see_everything():
 
     def pack(t):
         packed.append(t.detach().clone())
-        made.append(weakref.ref(t)) if not isinstance(t, nn.Parameter) and t is not X and t is not EXTRA["extra"] else None
+        made.append(weakref.ref(t)) if not isinstance(t, nn.Parameter) and t is not X and t is not EXTRA[
+            "extra"
+        ] else None
         return len(packed) - 1
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda k: packed[k]):
@@ -312,11 +318,15 @@ def test_checkpointing_of_a_part():
             return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
     def make(kind):
-        return sequential(ops.Linear(8, 8), kind(ops.GELU(), ops.Dropout(0.5), ops.Linear(8, 8), kernels="reference"), ops.ReLU())
+        return sequential(
+            ops.Linear(8, 8), kind(ops.GELU(), ops.Dropout(0.5), ops.Linear(8, 8), kernels="reference"), ops.ReLU()
+        )
 
     plain, model = make(te_fuser.Sequential), make(Recomputed)
     model[1][1].p = plain[1][1].p = 0.0
-    for one, other in zip(*(results_and_gradients(m, dict(m.named_parameters()), X) for m in (plain, model)), strict=True):
+    for one, other in zip(
+        *(results_and_gradients(m, dict(m.named_parameters()), X) for m in (plain, model)), strict=True
+    ):
         torch.testing.assert_close(one, other)
     model[1][1].p = 0.5
     y = model(X)

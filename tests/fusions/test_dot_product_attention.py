@@ -1,4 +1,4 @@
-"""Attention's fusions: the CPU provider is taken in both directions, agrees with the op's own math, and gives reasons."""
+"""Attention's fusions: the CPU provider is taken both ways, agrees with the op's own math, and gives reasons."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
     model, x = layer(attention(dropout=0.3)), tensor(SAMPLES, POSITIONS, 8)
     forward, backward = names(model, x)
     assert "dot_product_attention" in forward and CPU not in backward
-    reason, = (r.reason for r in model.plan(x).refusals if r.name == CPU)
+    (reason,) = (r.reason for r in model.plan(x).refusals if r.name == CPU)
     assert reason == "it has no dropout, and 0.3 of the probabilities are to be dropped"
     assert_as_meant(model, x, tolerance=1e-10)
     assert CPU in names(model.eval(), x)[0]
@@ -96,7 +96,9 @@ def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
 def test_providers_of_other_devices_say_so():
     refusals = {r.name: r.reason for r in sequential(attention()).plan(tensor(SAMPLES, POSITIONS, 24)).refusals}
     assert {n for n in refusals if n.startswith("attention_cuda")} == {f.name for f in FUSIONS} - {CPU}
-    assert all(r == "it runs on cuda, the input is on cpu" for n, r in refusals.items() if n.startswith("attention_cuda"))
+    assert all(
+        r == "it runs on cuda, the input is on cpu" for n, r in refusals.items() if n.startswith("attention_cuda")
+    )
 
 
 def test_no_positions_and_no_samples():

@@ -60,7 +60,9 @@ def test_a_bias_in_float32_beside_a_weight_in_bfloat16():
     exact = F.linear(x.double(), model[0].weight.double(), model[0].bias.double())
     assert y.dtype == torch.bfloat16
     assert (y - exact).abs().max() <= 0.02 * exact.abs().max()
-    assert [g.dtype for g in torch.autograd.grad(y.sum(), [x, *model.parameters()])] == [torch.bfloat16] * 2 + [torch.float32]
+    assert [g.dtype for g in torch.autograd.grad(y.sum(), [x, *model.parameters()])] == [torch.bfloat16] * 2 + [
+        torch.float32
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -208,7 +208,18 @@ def test_what_a_condition_sees():
     seen = []
 
     def when(m):
-        seen.append((len(m), m[0].out_features, tuple(m[0].weight.shape), m[2].approximate, m.x.shape, m.y.shape, m.dtype, m.device.type))
+        seen.append(
+            (
+                len(m),
+                m[0].out_features,
+                tuple(m[0].weight.shape),
+                m[2].approximate,
+                m.x.shape,
+                m.y.shape,
+                m.dtype,
+                m.device.type,
+            )
+        )
         return True
 
     declare_forward(when=when)
@@ -223,7 +234,7 @@ def test_a_condition_that_fails_is_named():
 
 
 def test_a_fusion_that_emits_too_little():
-    """Every backward here reads what the GELU reads; a fusion that does not give it cannot run, and the plan says so."""
+    """Every backward here reads what the GELU reads; a fusion that keeps it cannot run, and the plan says so."""
 
     @te_fuser.fusion(forward=[ops.MatMul, ops.Bias, ops.GELU], name="mine", cost=lambda m: Cost(seconds=1e3))
     def linear_gelu(m, x):
@@ -231,7 +242,7 @@ def test_a_fusion_that_emits_too_little():
 
     model = mlp()
     assert "mine" not in steps(model, "forward")
-    reason, = reasons(model, "mine")
+    (reason,) = reasons(model, "mine")
     assert "bias.output" in reason and "output" in reason
     assert_as_meant(model, X)
     with torch.no_grad():
@@ -327,12 +338,21 @@ def test_a_backward_that_gives_too_little():
 DECLARED_WRONG = {
     "no_pattern": ({}, "exactly one of forward=, backward=, joint=, got none"),
     "two_patterns": ({"forward": [ops.GELU], "backward": [ops.GELU]}, r"got \['forward', 'backward'\]"),
-    "joint_function": ({"joint": [ops.GELU]}, "'mine': a joint fusion is a class with static methods forward and backward"),
-    "reads_in_forward": ({"forward": [ops.GELU], "reads": ["input"]}, "a forward fusion has no reads; that is for backward, joint"),
+    "joint_function": (
+        {"joint": [ops.GELU]},
+        "'mine': a joint fusion is a class with static methods forward and backward",
+    ),
+    "reads_in_forward": (
+        {"forward": [ops.GELU], "reads": ["input"]},
+        "a forward fusion has no reads; that is for backward, joint",
+    ),
     "emits_in_backward": ({"backward": [ops.GELU], "emits": ["0.output"]}, "a backward fusion has no emits"),
     "saves_in_forward": ({"forward": [ops.GELU], "saves": ["a"]}, "a forward fusion has no saves; that is for joint"),
     "emits_a_word": ({"forward": [ops.GELU], "emits": ["mean"]}, "emits names values inside the match, .*got 'mean'"),
-    "name_taken": ({"forward": [ops.GELU], "name": "matmul_bias"}, r"'matmul_bias' is registered; unregister\('matmul_bias'\)"),
+    "name_taken": (
+        {"forward": [ops.GELU], "name": "matmul_bias"},
+        r"'matmul_bias' is registered; unregister\('matmul_bias'\)",
+    ),
     "name_of_the_kernel": ({"forward": [ops.GELU], "name": "stretch"}, "a fusion named 'stretch' is registered"),
 }
 
@@ -363,7 +383,12 @@ def test_the_name_is_the_functions_unless_given():
 
 
 def test_unknown_names():
-    for call in (fusions.get, fusions.unregister, lambda n: fusions.disabled(n).__enter__(), lambda n: fusions.only(n).__enter__()):
+    for call in (
+        fusions.get,
+        fusions.unregister,
+        lambda n: fusions.disabled(n).__enter__(),
+        lambda n: fusions.only(n).__enter__(),
+    ):
         with pytest.raises(KeyError, match="no fusion 'none' .registered: .*matmul_bias"):
             call("none")
 

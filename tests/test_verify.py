@@ -1,0 +1,430 @@
+"""Verification finds what is wrong, and passes what is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fusions import Cost, Fusion, OneOf, Optional, Repeat, fusion
+from te_fuser.verify import VerificationError, VerifyReport, verify
+from te_fuser.verify.cases import LAYOUTS
+from te_fuser.verify.compare import distance, judge, same_bits
+from te_fuser.verify.examples import examples, expand
+from tests.twins import randomize
+
+# Of verify's three dtypes, the one that is cheapest and the one that is hardest.
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check(subject: Any, **options: Any) -> VerifyReport:
+    return verify(subject, **{"dtypes": DTYPES, "kernels": "reference", "device": "cpu", **options})
+
+
+# ---------------------------------------------------------------------------------------------- right fusions
+
+
+def bias_relu_body(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x + m[0].bias
+    m.emit("0.output", y)
+    return torch.relu(y)
+
+
+bias_relu = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], name="bias_relu", registered=False)(bias_relu_body)
+
+
+@fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)
+def bias_relu_backward(m: Any, dy: torch.Tensor) -> Any:
+    dx = dy * (m["output"] > 0)
+    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1]).sum(0)} if m.needs("0.bias") else {}
+
+
+@fusion(joint=[ops.Dropout, ops.SiLU], saves=["kept", "gate"], registered=False)
+class dropout_silu:
+    @staticmethod
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        p = m[0].op.p
+        rows = x.reshape(-1, x.shape[-1])
+        # Drawn for float32 rows, since bits do not depend on the dtype.
+        mask = m.random(0).mask(rows.float(), round(p * 65536), False).reshape(x.shape) / (1 - p)
+        kept = x * mask.to(x.dtype) if m[0].op.draws() else x
+        gate = torch.sigmoid(kept)
+        m.emit("kept", kept)
+        m.emit("gate", gate)
+        return kept * gate
+
+    @staticmethod
+    def backward(m: Any, dy: torch.Tensor) -> torch.Tensor:
+        kept, gate = m["kept"], m["gate"]
+        dy = dy * (gate + kept * gate * (1 - gate))
+        p = m[0].op.p
+        rows = dy.reshape(-1, dy.shape[-1])
+        mask = m.random(0).mask(rows.float(), round(p * 65536), False).reshape(dy.shape) / (1 - p)
+        return dy * mask.to(dy.dtype)
+
+
+@pytest.mark.parametrize("entry", [bias_relu, bias_relu_backward, dropout_silu], ids=lambda f: f.name)
+def test_right_fusion_passes(entry: Fusion) -> None:
+    report = check(entry)
+    assert report.passed and report.rows
+    assert entry.name in str(report)
+
+
+def test_every_built_in_fusion_that_runs_here_passes() -> None:
+    for name in te_fuser.fusions.names():
+        if name == te_fuser.fusions.STRETCH or name.startswith("attention"):
+            continue  # attention has its own tests, with the errors its kernels are known for
+        assert check(name).passed
+
+
+def test_a_name_stands_for_the_registered_fusion() -> None:
+    te_fuser.fusions.register(bias_relu)
+    try:
+        assert check("bias_relu").passed
+    finally:
+        te_fuser.fusions.unregister(bias_relu)
+
+
+def test_verifying_leaves_the_registry_alone() -> None:
+    before = te_fuser.fusions.names()
+    check(bias_relu, dtypes=[torch.float32])
+    assert te_fuser.fusions.names() == before
+
+
+# ---------------------------------------------------------------------------------------------- wrong fusions
+
+
+def forgets_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.emit("0.output", x)
+    return torch.relu(x)
+
+
+def emits_the_wrong_value(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x + m[0].bias
+    m.emit("0.output", x)
+    return torch.relu(y)
+
+
+def overwrites_its_input(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return bias_relu_body(m, x.add_(0.0).mul_(1.5).div_(1.5))
+
+
+def gives_float32(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.float() + m[0].bias.float()
+    m.emit("0.output", y.to(x.dtype))
+    return torch.relu(y)
+
+
+def rounds_twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return bias_relu_body(m, x.to(torch.bfloat16).to(x.dtype))
+
+
+def is_not_repeatable(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return bias_relu_body(m, x) * (1 + 1e-7 * torch.rand(()).to(x.dtype))
+
+
+def reads_undeclared(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return bias_relu_body(m, m["1.output"])
+
+
+def takes_every_row_as_dense(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return bias_relu_body(m, x.as_strided(x.shape, torch.empty(x.shape).stride()))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (forgets_bias, "output: error"),
+        (emits_the_wrong_value, "gradient of"),
+        (overwrites_its_input, "input: was changed by the run"),
+        (gives_float32, "output: is float32 .*, plain PyTorch gives bfloat16"),
+        (rounds_twice, r"float32 .*: .*error .* allowed"),
+        (is_not_repeatable, "is not repeated bit for bit"),
+        (reads_undeclared, "KeyError: .*is not declared"),
+        (takes_every_row_as_dense, "transposed input"),
+    ],
+)  # fmt: skip
+def test_wrong_forward_is_found(body: Any, words: str) -> None:
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], registered=False)(body)
+    report = check(wrong, raise_on_failure=False)
+    assert not report.passed
+    assert any(__import__("re").search(words, str(row)) for row in report.failures), report.failures[:3]
+    with pytest.raises(VerificationError, match=body.__name__):
+        check(wrong)
+
+
+def sums_too_few_rows(m: Any, dy: torch.Tensor) -> Any:
+    dx = dy * (m["output"] > 0)
+    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1])[1:].sum(0)}
+
+
+def always_gives_all(m: Any, dy: torch.Tensor) -> Any:
+    dx = dy.mul_(m["output"] > 0)
+    return dx, {"0.bias": dx.reshape(-1, dx.shape[-1]).sum(0)}
+
+
+def forgets_bias_gradient(m: Any, dy: torch.Tensor) -> Any:
+    return dy * (m["output"] > 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (sums_too_few_rows, "gradient of 0.bias"),
+        (always_gives_all, "was changed|not repeated|RuntimeError"),
+        (forgets_bias_gradient, "gave no gradient for '0.bias'"),
+    ],
+)
+def test_wrong_backward_is_found(body: Any, words: str) -> None:
+    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)(body)
+    with pytest.raises(VerificationError, match=words):
+        check(wrong)
+
+
+def test_an_ignored_argument_is_found() -> None:
+    @fusion(forward=[ops.LayerNorm], registered=False)
+    def plain_layer_norm(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], m[0].weight, m[0].bias, m[0].eps)
+
+    with pytest.raises(VerificationError, match="zero_centered_gamma=True"):
+        check(plain_layer_norm)
+
+
+def test_a_fusion_that_is_never_taken_says_why() -> None:
+    @fusion(forward=[ops.Bias, ops.ReLU], when=lambda m: "only on Sundays", registered=False)
+    def sunday(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with pytest.raises(VerificationError, match="never taken.*\n  only on Sundays"):
+        check(sunday)
+
+
+def test_an_expensive_fusion_is_verified_all_the_same() -> None:
+    @fusion(forward=[ops.Bias], cost=lambda m: Cost(seconds=10.0), registered=False)
+    def dear_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + m[0].bias
+
+    assert check(dear_bias).passed
+
+
+def test_ops_can_be_given() -> None:
+    class Twice(ops.RowOp):
+        def __init__(self, how: object) -> None:
+            super().__init__()
+
+        def compute(self, x: Any) -> Any:
+            return x * 2.0
+
+    @fusion(forward=[Twice], registered=False)
+    def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    with pytest.raises(ValueError, match=r"cannot make a Twice.*verify\(fusion, ops="):
+        check(twice)
+    assert check(twice, ops=[[Twice(1)]]).passed
+
+
+# ------------------------------------------------------------------------------------------------ example lists
+
+
+def test_patterns_are_expanded() -> None:
+    pattern = (ops.MatMul, Optional(ops.Bias), OneOf(ops.GELU, ops.ReLU), Repeat(ops.Identity, 0))
+    kinds = [[kind.__name__ for kind in found] for found in expand(pattern)]
+    assert ["MatMul", "Bias", "GELU", "Identity"] in kinds
+    assert ["MatMul", "ReLU"] in kinds or ["MatMul", "ReLU", "Identity"] in kinds
+    assert len(kinds) <= 12
+
+
+def test_examples_match_and_fit_together() -> None:
+    pattern = [ops.Fork, ops.LayerNorm, ops.MatMul, ops.Add, ops.AdaptiveLayerNorm, ops.DropPath, ops.SwiGLU]
+    entry = fusion(forward=pattern, name="long", registered=False)(lambda m, x: x)
+    found = list(examples(entry, 16, torch.Generator().manual_seed(0)))
+    assert all(list(entry.stops(e.ops, 0)) == [len(pattern)] for e in found)
+    changed = {e.label.rpartition(" with ")[2] for e in found if e.changed}
+    assert {"bias=False", "zero_centered_gamma=True", "gate_first=False"} <= changed
+
+
+# ------------------------------------------------------------------------------------------------------ models
+
+
+def transformer_block(features: int = 16, **options: Any) -> te_fuser.Sequential:
+    branch = (ops.LayerNorm(features), ops.Linear(features, 2 * features), ops.GELU(), ops.Linear(2 * features, features))
+    model = te_fuser.Sequential(te_fuser.Residual(*branch, ops.Dropout(0.2)), ops.RMSNorm(features), **options)
+    return randomize(model)
+
+
+def test_models_are_verified() -> None:
+    report = verify(transformer_block(kernels="reference"))
+    assert report.passed
+    cases = {row.case for row in report.rows}
+    assert {"float64 [33, features]", "bfloat16 [17, features], gradient of stride 0"} <= cases
+    tensors = {row.tensor for row in report.rows}
+    assert {"output", "gradient of input", "gradient of 0.0.weight", "gradient of 1.weight"} <= tensors
+
+
+def test_a_given_input_and_named_inputs() -> None:
+    model = te_fuser.Sequential(
+        ops.Output("first"), ops.AdaptiveLayerNorm(8, batch_dim=1), ops.Add("skip"), kernels="reference"
+    )
+    x, skip = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
+    report = verify(model, x, outputs=("first",), scale=torch.randn(3, 8), shift=torch.randn(3, 8), skip=skip)
+    tensors = {row.tensor for row in report.rows}
+    assert {"output 'first'", "gradient of input skip", "gradient of input scale"} <= tensors
+
+
+def test_named_inputs_are_made_up() -> None:
+    model = te_fuser.Sequential(ops.AdaptiveLayerNorm(8, batch_dim=0), ops.Add("skip"), kernels="reference")
+    assert {"gradient of input scale", "gradient of input skip"} <= {row.tensor for row in verify(model).rows}
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = transformer_block(kernels="reference").eval()
+    model[1].weight.requires_grad_(False)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    state = torch.get_rng_state()
+    verify(model, dtypes=[torch.float32])
+    assert torch.equal(state, torch.get_rng_state())
+    assert not model.training and not model[1].weight.requires_grad
+    assert all(p.grad is None for p in model.parameters())
+    assert all(same_bits(p, before[name]) for name, p in model.state_dict().items())
+
+
+def test_plain_modules_between_ops() -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), torch.nn.Tanh(), ops.LayerNorm(8), kernels="reference")
+    assert verify(randomize(model), dtypes=DTYPES).passed
+
+
+class WrongGradient(ops.UnfusedOperation):
+    """y = x^2, and a gradient that forgets the 2."""
+
+    def op_forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def op_backward(self, call: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy * call["input"]
+
+
+def test_an_op_with_a_wrong_gradient_is_found() -> None:
+    with pytest.raises(VerificationError, match="gradient of input"):
+        verify(WrongGradient(), torch.randn(3, 4), kernels="reference")
+
+
+def test_a_model_that_takes_no_example_says_so() -> None:
+    model = te_fuser.Sequential(ops.DotProductAttention(2, 4, mask="given"), kernels="reference")
+    with pytest.raises(VerificationError, match="attention_mask"):
+        verify(model)
+
+
+# ----------------------------------------------------------------------------------------- Sequential(verify=True)
+
+
+def test_verified_steps_give_the_normal_result() -> None:
+    plain, watched = (transformer_block(kernels="reference", verify=v) for v in (False, True))
+    x = torch.randn(6, 16, requires_grad=True)
+    torch.manual_seed(0)
+    y = plain(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.manual_seed(0)
+    z = watched(x)
+    (dz,) = torch.autograd.grad(z.sum(), x)
+    assert torch.equal(y, z) and torch.equal(dx, dz)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_verified_steps_in_every_dtype(dtype: torch.dtype) -> None:
+    model = transformer_block(kernels="reference", verify=True).to(dtype)
+    x = torch.randn(2, 9, 16, dtype=dtype, requires_grad=True)
+    model(x).sum().backward()
+
+
+def test_verified_steps_under_autocast() -> None:
+    model = transformer_block(kernels="reference", verify=True)
+    x = torch.randn(6, 16, requires_grad=True)
+    with torch.autocast("cpu"):
+        y = model(x)
+    y.float().square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_wrong_forward_step_is_named() -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], registered=False)(forgets_bias_quietly)
+    free = te_fuser.fusions.only(with_cost(wrong))
+    with free, torch.no_grad(), pytest.raises(VerificationError, match="forward step 'forgets_bias_quietly' over op 1 .*ReLU"):
+        model(torch.randn(3, 8))
+
+
+def test_a_wrong_backward_step_is_named() -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
+    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)(sums_too_few_rows)
+    with te_fuser.fusions.only(with_cost(wrong)):
+        y = model(torch.randn(3, 8))
+        with pytest.raises(VerificationError, match="backward step 'sums_too_few_rows'.*gradient of bias"):
+            y.sum().backward()
+
+
+def test_a_step_that_overwrites_its_input_is_named() -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], registered=False)(overwrites_its_input)
+    with te_fuser.fusions.only(with_cost(wrong)), pytest.raises(VerificationError, match="changed its input"):
+        model(torch.randn(3, 8))
+
+
+def forgets_bias_quietly(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)
+
+
+def with_cost(entry: Fusion) -> Fusion:
+    import dataclasses
+
+    return dataclasses.replace(entry, cost=lambda m: Cost(seconds=0.0))
+
+
+# ---------------------------------------------------------------------------------------------------- comparing
+
+
+def test_tolerance_is_twice_plain_and_an_ulp() -> None:
+    data = {"x": torch.linspace(1.0, 2.0, 1000)}
+
+    def evaluate(given: Any, exact: bool) -> Any:
+        # Plain PyTorch errs by 1e-5 here, whatever the data.
+        return {"y": given["x"] * 1.0 if exact else given["x"] * (1 + 1e-5)}
+
+    for factor, passes in ((1.0, True), (1.9, True), (2.2, False)):
+        (row,) = judge("case", {"y": data["x"] * (1 + factor * 1e-5)}, data, evaluate)
+        assert row.passed is passes
+        assert abs(row.allowed - 2e-5) < 1e-6
+
+
+def test_root_mean_square_error_counts() -> None:
+    data = {"x": torch.linspace(1.0, 2.0, 1000)}
+
+    def evaluate(given: Any, exact: bool) -> Any:
+        y = given["x"].clone()
+        if not exact:
+            y[0] += 1e-3  # one element of plain PyTorch errs
+        return {"y": y}
+
+    (row,) = judge("case", {"y": data["x"] + 5e-4}, data, evaluate)
+    assert row.error <= row.allowed and row.rms_error > row.rms_allowed and not row.passed
+    assert "root-mean-square" in str(row)
+
+
+def test_infinities_and_nan_in_the_same_place_are_equal() -> None:
+    a = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    assert distance(a, a.double()).largest == 0.0
+    assert distance(a, a.flip(0).double()).largest == float("inf")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_keep_the_numbers(name: str) -> None:
+    t = torch.randn(3, 4, 5)
+    laid = LAYOUTS[name](t)
+    assert laid.shape == t.shape
+    if name not in ("same rows", "ones"):
+        assert torch.equal(laid, t)
+    if name != "contiguous":
+        assert not laid.is_contiguous() or laid.data_ptr() % 16
