@@ -179,7 +179,7 @@ def test_the_best_provider():
         ({"dropout": 0.1}, "cuda_flash"),
         ({"dropout": 0.125}, "cuda_cudnn"),
         ({"head_dim": 256}, "cuda_flash"),
-        ({"mask": "given"}, "cuda_cudnn"),
+        ({"mask": "given"}, "cuda_efficient"),
         ({"mask": "given", "dropout": 0.1}, "cuda_efficient"),
         ({"dtype": torch.float32}, "cuda_efficient"),
         ({"switched_off": frozenset({"cuda_cudnn"})}, "cuda_flash"),
