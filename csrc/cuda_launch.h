@@ -84,6 +84,8 @@ struct CudaCall {
   int64_t repeats;
 };
 
+class LaunchFrame;
+
 // A kernel: machine code and the launches in it, in order. It never changes after construction but for the devices it
 // has been loaded on, so any number of threads may use it at once. What is loaded stays loaded: a CUDA graph may hold it.
 class CudaProgram {
@@ -121,8 +123,8 @@ class CudaProgram {
   bool load_module(const CudaDriver& driver, int32_t device, Loaded& loaded, Failure& failure) const;
   bool find_functions(const CudaDriver& driver, CudaDriver::Module module, Loaded& loaded, Failure& failure) const;
   bool check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const;
-  bool realign_inputs(const Loaded& loaded, const CudaCall& call, class LaunchFrame& frame, Failure& failure) const;
-  bool launch_all(const Loaded& loaded, const CudaCall& call, class LaunchFrame& frame, Failure& failure) const;
+  bool realign_inputs(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
+  bool launch_all(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
   bool refuse(const CudaDriver& driver, const std::string& what, CudaDriver::Result error, Failure& failure) const;
 
   std::mutex loading_;

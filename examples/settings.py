@@ -106,6 +106,8 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     """
     given = vars(_parser().parse_args(argv))
     chosen = {field.name: given[field.name] for field in fields(Settings) if field.name in given}
+    if "text" in chosen:
+        chosen["text"] = str(Path(chosen["text"]).resolve())  # a run may be resumed from another folder
     return Arguments(
         chosen,
         _device(given["device"]),

@@ -9,6 +9,8 @@ The parts: `gpt` (the model), `text` (the data and the bigram baseline), `traine
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -45,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     introduce(run)
     show_plans(run, in_full=arguments.explain)
-    train(run)
+    try:
+        train(run)
+    except Diverged as error:
+        console.print(f"train_gpt.py: {error}", style="red", markup=False)
+        return 1
     run.save_checkpoint()
     run.write_losses()
     if not run.finished:
         console.print(f"stopped after step {run.step} of {run.settings.steps}; everything is saved in {run.folder}")
-        console.print(f"to go on: ./dev train --resume --out {run.folder}")
+        console.print(f"to go on: ./dev train --resume --out {shlex.quote(str(run.folder))}")
         return 130  # as the shell calls what Ctrl-C ended
     sample = write_sample(run, arguments.prompt, arguments.temperature)
     console.print(f"\n{sample}\n", style="cyan", markup=False)
@@ -215,6 +221,10 @@ def show_plans(run: Run, in_full: bool) -> None:
 # ------------------------------------------------------------------------------------------------- training
 
 
+class Diverged(Exception):
+    """The loss is not a number any more."""
+
+
 class Interrupt:
     """Ctrl-C asks to stop after the step that is under way; a second one stops at once."""
 
@@ -234,7 +244,11 @@ class Interrupt:
 
 
 def train(run: Run) -> None:
-    """Train until the last step or Ctrl-C."""
+    """Train until the last step or Ctrl-C.
+
+    Raises:
+        Diverged: when the loss is not a number any more; the last checkpoint is left as it is.
+    """
     with Interrupt() as interrupt, progress_bar(console) as bar:
         task = bar.add_task("", total=run.settings.steps, completed=run.step, loss="", validation="", speed="")
         estimated = False
@@ -243,6 +257,8 @@ def train(run: Run) -> None:
             for trainer in run.trainers.values():
                 trainer.train(steps, lambda: interrupt.requested)
             loss, speed = run.ours.recent_loss(STEPS_AT_ONCE), run.ours.speed
+            if not math.isfinite(loss):
+                raise Diverged(f"the loss is {loss} after step {run.step}: start again with a lower --lr")
             bar.update(task, completed=run.step, loss=f"{loss:.3f}", speed=str(speed))
             if not estimated and speed.steps >= STEPS_AT_ONCE:
                 estimated = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import shutil
 import subprocess
@@ -21,9 +22,12 @@ from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import Target, describe
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
+from te_fuser.verify.cases import Case
+from te_fuser.verify.models import Subject, example_call
 from tests.codegen import corpus
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
 from tests.fake_cuda import CXX, REAL_DRIVER, Emulation, FakeDriver, compile_driver, in_place
+from tests.formula.test_row_ops import OPS
 from tests.twins import randomize, results_and_gradients, tensor
 
 CORPUS = corpus.descriptions()
@@ -251,8 +255,6 @@ def test_much_shared_memory_is_asked_for(driver: FakeDriver) -> None:
 
 
 def test_the_context_is_current_only_during_the_call(driver: FakeDriver, library: Path) -> None:
-    import ctypes
-
     fake = ctypes.CDLL(str(library))
     native = kernel()
     native(tensors(), 4, 1, 1, (7,))
@@ -456,6 +458,27 @@ def test_plans_run_generated_kernels(
     for got, right in pairs:
         assert got is not None and right is not None
         assert (got.double() - right).abs().max() <= tolerance * right.abs().max()
+
+
+# Everything that ops have of their own: parameters, scalars, named inputs by row and by sample, draws, two halves.
+IN_PLANS = (
+    "bias", "scale_scalar", "scale_constant", "swiglu", "layer_norm", "adaptive_per_row", "adaptive_per_sample_0",
+    "adaptive_per_sample_1", "dropout", "drop_path_0",
+)  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", IN_PLANS)
+def test_ops_alone(name: str, driver: FakeDriver, emulation: Emulation) -> None:
+    op = OPS[name].example(24, torch.Generator().manual_seed(1))
+    subject = Subject(te_fuser.Sequential(op, kernels="generated"), torch.bfloat16, torch.device("cpu"))
+    with emulation.in_plans():
+        for leading, layout in (((5, 7), "contiguous"), ((0, 4), "contiguous"), ((3, 11), "misaligned")):
+            case = Case(f"{leading} {layout}", torch.bfloat16, leading, layout)
+            rng = torch.Generator().manual_seed(3)
+            call = example_call(subject.fused, (*leading, 24), torch.bfloat16, torch.device("cpu"), rng)
+            assert not [str(row) for row in subject.check(case, call) if not row.passed]
+    assert driver.launches and driver.pushes == driver.pops
 
 
 @needs_compiler

@@ -559,7 +559,7 @@ class RowText(KernelText):
     @contextlib.contextmanager
     def _chunks(self) -> Iterator[None]:
         fully = self.s.kind == Kind.REGISTERS or self.s.sums == Sums.REGISTERS
-        unroll = "#pragma unroll" if fully or self.s.chunks <= 4 else "#pragma unroll 4"
+        unroll = "#pragma unroll" if fully else "#pragma unroll 2"
         with self.text.loop("chunk", "kChunks", unroll):
             self.text("const int column = (chunk * kLanes + lane) * kVector;")
             guard = self.text.block("if (column < kWidth)") if self.ragged else contextlib.nullcontext()

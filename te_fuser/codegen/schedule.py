@@ -356,7 +356,7 @@ def _columns(description: KernelDescription, vector: int, device: Device) -> Sch
 
 
 def _reread(description: KernelDescription, vector: int, device: Device) -> Schedule:
-    lanes = min(1024, max(_WARP, _power_below(description.width // vector)))
+    lanes = min(512, max(_WARP, _power_below(description.width // vector)))
     chunks = -(-description.width // (lanes * vector))
     slots = _THREADS // lanes if lanes <= _WARP else 1
     draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE)

@@ -59,10 +59,36 @@ def _rates(float32: float, half: float, float64: float, float16: float | None = 
 
 
 # Bandwidth is that of a copy, matrix rates are those of large products on random data.
+def _rates(float32: float, half: float, float64: float, float16: float | None = None) -> dict[str, float]:
+    """By dtype, from 10**12 operations per second."""
+    rates = {"float32": float32, "bfloat16": half, "float16": half if float16 is None else float16, "float64": float64}
+    return {dtype: rate * 1e12 for dtype, rate in rates.items()}
+
+
+# What one core does, in 10**12 operations per second, by the vectors it has: float32 products, other operations.
+_CORES = {"AVX512": (0.13, 0.03), "AVX2": (0.06, 0.02)}
+_PLAIN_CORE = (0.025, 0.01)
+_CORE_BANDWIDTH = 10e9
+
+
+def _cpu() -> Device:
+    """The CPU at hand, with as many cores as PyTorch has threads."""
+    threads = torch.get_num_threads()
+    products, others = (threads * rate for rate in _CORES.get(torch.backends.cpu.get_cpu_capability(), _PLAIN_CORE))
+    rates = _rates(products, products * _bfloat16_gain(), 0.35 * products, 0.2 * products)
+    return Device("cpu", threads * _CORE_BANDWIDTH, rates, others * 1e12, 4e-6)
+
+
+def _bfloat16_gain() -> float:
+    """How much faster than in float32 products are in bfloat16, by the instructions that there are."""
+    gains = (("_is_amx_tile_supported", 8.0), ("_is_avx512_bf16_supported", 2.5))
+    return next((gain for name, gain in gains if getattr(torch.cpu, name, lambda: False)()), 0.2)
+
+
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
-        Device("cpu", 12e9, _rates(0.26, 0.15, 0.09, 0.06), 60e9, 6e-6),
+        _cpu(),
         Device("h200", 4.2e12, _rates(400, 790, 60), 30e12, 4e-6, (9, 0)),
         Device("h100", 2.9e12, _rates(400, 760, 60), 30e12, 4e-6, (9, 0)),
         Device("a100", 1.7e12, _rates(140, 270, 19), 12e12, 4e-6, (8, 0)),

@@ -82,6 +82,7 @@ class Fuser:
                 unique.setdefault((id(b.owner), b.name), b)
         self._bindings = tuple(unique.values())
         self._slots = tuple((b.owner._parameters, b.name) for b in self._bindings)
+        self._computed = any(name not in parameters for parameters, name in self._slots)
         self._revisions = self._revision()
 
     def _revision(self) -> tuple[int, ...]:
@@ -117,7 +118,7 @@ class Fuser:
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         named = sorted(inputs.items()) if inputs else ()
-        parameters = [d[n] for d, n in self._slots]
+        parameters = [b.get() for b in self._bindings] if self._computed else [d[n] for d, n in self._slots]
         return (x.shape, *[t.shape for _, t in named]), (
             x.dtype,
             x.device,
@@ -188,6 +189,8 @@ class Fuser:
         """What is to be planned; every error in the list or in the input is raised here."""
         if self._revision() != self._revisions:
             self._relist()
+        if torch.jit.is_tracing():
+            raise TypeError("te_fuser does not run under torch.jit.trace; model.reference is plain PyTorch and does")
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
         graph = GraphBuilder(self._listed, self._specs(x, inputs, outputs, there)).build()
@@ -199,8 +202,8 @@ class Fuser:
         plan = Planner(graph, replace(options, memory=self.memory)).plan()
         if plan.kernels != "torch" or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
             return plan
-        why = f"row kernels are not generated: {obstacle(plan.x.device, plan.x.dtype)}"
-        return replace(plan, notes=(*plan.notes, why))
+        why = obstacle(plan.x.device, plan.x.dtype)
+        return plan if why is None else replace(plan, notes=(*plan.notes, f"row kernels are not generated: {why}"))
 
     def _specs(
         self,
@@ -232,7 +235,9 @@ def _execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Ten
     seed = draw_seed(x.device) if prepared.draws else None
     for segment in prepared.segments:
         tensors = [values[v] for v in segment.values_in]
-        tensors += [b.owner._parameters[b.name] for b in segment.parameters]  # type: ignore[misc]
+        for b in segment.parameters:
+            found = b.owner._parameters.get(b.name)
+            tensors.append(b.get() if found is None else found)
         if segment.uses_seed:
             tensors.append(seed)  # type: ignore[arg-type]
         if segment.backward is not None:

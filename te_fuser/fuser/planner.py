@@ -63,6 +63,7 @@ _MAX_SUBSETS = 4
 _SEED_BYTES = 16
 # Explicit math goes over its scratch again for each product of its backward.
 _BACKWARD_SCRATCH = 2.0
+_SCRATCH_LAUNCHES = 10
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
 _TIE = 0.05e-6  # seconds: shown as nothing
@@ -375,7 +376,11 @@ class Planner:
             return Cost(launches=0)
         c = self._cost(inputs, outputs, costs.flops_of(self.graph, [node]) * work)
         extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
-        return replace(c, read=c.read + extra, written=c.written + extra)
+        if not extra:
+            return c
+        # Operations of their own go over the scratch, after the products and not beside them.
+        seconds = self._seconds(c, node) + self._seconds(Cost(extra, extra, launches=_SCRATCH_LAUNCHES), node)
+        return replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES, seconds=seconds)
 
     def _emitted(self, node: Node) -> list[tuple[str, Ref]]:
         """What an opaque op emits; its size is known from here on."""

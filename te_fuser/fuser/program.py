@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.random import RandomStream
+from te_fuser.fuser import memory
 from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGradient, Step
 from te_fuser.fuser.refs import DTYPES, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan, Output
@@ -52,7 +54,7 @@ def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> Rando
 class KernelRunner:
     """Runs a generated kernel: makes inputs contiguous, allocates outputs, launches."""
 
-    __slots__ = ("_aliases", "_batch_dim", "_inputs", "_kernel", "_lead", "_outputs", "_streams")
+    __slots__ = ("_aliases", "_batch_dim", "_inputs", "_kernel", "_lead", "_many_rows", "_outputs", "_streams")
 
     def __init__(self, plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap) -> None:
         description = plan.description
@@ -65,6 +67,8 @@ class KernelRunner:
         self._outputs = tuple(
             (slots[o.ref], _shape_rule(o, likeness), o.width, o.shape, DTYPES[o.dtype]) for o in plan.outputs
         )
+        widest = max((o.width * DTYPES[o.dtype].itemsize for o in plan.outputs if o.axes & Axes.OUTER), default=0)
+        self._many_rows = memory.LARGE // widest if widest else sys.maxsize
         self._streams = plan.streams
         self._batch_dim = plan.batch_dim
         self._aliases = tuple((slots[new], slots[old]) for new, old in plan.aliases)
@@ -73,6 +77,7 @@ class KernelRunner:
         if self._kernel is not None:
             lead = slots[self._lead]
             shape = lead.shape[:-1]
+            rows = shape.numel()
             inner, samples = batch_layout(lead.shape, self._batch_dim) if self._batch_dim is not None else (1, 1)
             tensors = []
             for k in self._inputs:
@@ -85,9 +90,11 @@ class KernelRunner:
                 else:
                     size = _sizes(rule, shape, width, fixed, samples)
                     t = torch.empty(size, dtype=dtype, device=lead.device)
+                if rows >= self._many_rows:
+                    memory.prefer_huge_pages(t)
                 slots[k] = t
                 tensors.append(t)
-            self._kernel(tuple(tensors), shape.numel(), inner, samples, self._streams)
+            self._kernel(tuple(tensors), rows, inner, samples, self._streams)
         for new, old in self._aliases:
             slots[new] = slots[old]
 

@@ -28,10 +28,9 @@ class Binding:
     name: str
 
     def get(self) -> torch.Tensor:
-        """The parameter as it is now."""
-        found = self.owner._parameters[self.name]
-        assert found is not None
-        return found
+        """The parameter as it is now; computed, where torch.nn.utils.parametrize or a hook does that."""
+        found = self.owner._parameters.get(self.name)
+        return getattr(self.owner, self.name) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,12 @@ class FusableOperation(torch.nn.Module):
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
-        return [LoweredOp(self, {name: Binding(self, name) for name, p in self._parameters.items() if p is not None})]
+        return [LoweredOp(self, {name: Binding(self, name) for name in self.parameter_names()})]
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """The parameters that are there, those included that torch.nn.utils.parametrize computes."""
+        own = [name for name, p in self._parameters.items() if p is not None]
+        return (*own, *self.__dict__["_modules"].get("parametrizations", ()))
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
         """Argument name -> the named tensor it reads."""
@@ -273,10 +277,16 @@ class RowOp(FusableOperation):
         names = tuple(inspect.signature(self.compute).parameters)[1:]
         return names
 
+    def parameter_names(self) -> tuple[str, ...]:
+        """The arguments of compute that are tensors of this op: parameters, buffers, computed ones."""
+        return tuple([name for name in self.arguments() if isinstance(getattr(self, name, None), torch.Tensor)])
+
     def named_inputs(self) -> Mapping[str, NamedInput]:
         """By default every argument of compute that is no parameter is an extra input of that name."""
         return {
-            name: self.inputs.get(name, NamedInput(name)) for name in self.arguments() if name not in self._parameters
+            name: self.inputs.get(name, NamedInput(name))
+            for name in self.arguments()
+            if name not in self._parameters and name not in self.parameter_names()
         }
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:

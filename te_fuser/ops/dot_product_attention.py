@@ -324,9 +324,9 @@ class DotProductAttention(UnfusedOperation):
         return 4.0 * samples * self.heads * pairs * self.head_dim
 
     def scratch_bytes(self, x: Spec) -> int:
-        """The scores, their exponentials and the probabilities."""
+        """The scores, the same masked, their exponentials, and the probabilities."""
         samples, positions = self.packed.lengths(x.shape)
-        return 3 * 4 * samples * self.heads * positions**2
+        return 4 * 4 * samples * self.heads * positions**2
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same attention with other heads; a given mask becomes a causal one, since an example has one input.

@@ -17,7 +17,7 @@ Evaluate = Callable[[Tensors, bool], Tensors]
 
 _TIMES_PLAIN = 2.0
 _NEIGHBOURS = 24
-_EXACT_ULPS = 64.0  # what it is compared with has float64's rounding errors too
+_EXACT_ULPS = 512.0  # what it is compared with has float64's rounding errors too
 # What float64 may err by is not seen in float64: float32's error, scaled, is the yardstick.
 _NARROWED = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 
@@ -97,17 +97,20 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> Distance:
     return Distance(apart.max().item(), apart.square().mean().sqrt().item())
 
 
-def judge(case: str, found: Tensors, data: Tensors, evaluate: Evaluate, exactly: bool = True) -> list[Row]:
+def judge(
+    case: str, found: Tensors, data: Tensors, evaluate: Evaluate, exactly: bool = True, coarsest: float = 0.0
+) -> list[Row]:
     """One row for each result of a fused run on `data`.
 
     Args:
+        coarsest: the eps of the narrowest dtype in between, where that is narrower than the data's.
         exactly: whether a result must be that of the data; else it may be that of data that differ by an ulp. So it
             is for intermediate values, which a kernel sees before they are rounded and stored.
     """
     exact = evaluate(doubled(data), True)
     plain: dict[str, Distance] = dict.fromkeys(exact, Distance())
     rows: list[Row] = []
-    for sample in _samples(data):
+    for sample in _samples(data, coarsest):
         shown, erred = _plain(sample, evaluate)
         if not exactly and sample is not data:
             moved = evaluate(doubled(sample), True)
@@ -119,10 +122,10 @@ def judge(case: str, found: Tensors, data: Tensors, evaluate: Evaluate, exactly:
     return rows
 
 
-def _samples(data: Tensors) -> Iterator[Tensors]:
+def _samples(data: Tensors, coarsest: float) -> Iterator[Tensors]:
     yield data
     for number in range(_NEIGHBOURS):
-        yield neighbour(data, number)
+        yield neighbour(data, number, coarsest)
 
 
 def _plain(data: Tensors, evaluate: Evaluate) -> tuple[Tensors, dict[str, Distance]]:
@@ -161,15 +164,15 @@ def doubled(data: Tensors) -> dict[str, torch.Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in data.items()}
 
 
-def neighbour(data: Tensors, number: int) -> dict[str, torch.Tensor]:
-    """The same data with every number moved up or down by an ulp, or left as it is."""
+def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Tensor]:
+    """The same data with every number moved up or down by an ulp (of the coarsest dtype), or left as it is."""
     rng = torch.Generator().manual_seed(number)
-    return {name: _moved(t, rng) if t.is_floating_point() else t for name, t in data.items()}
+    return {name: _moved(t, rng, coarsest) if t.is_floating_point() else t for name, t in data.items()}
 
 
-def _moved(t: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+def _moved(t: torch.Tensor, rng: torch.Generator, coarsest: float) -> torch.Tensor:
     steps = torch.randint(-1, 2, t.shape, generator=rng).to(t.device)
-    eps = torch.finfo(t.dtype).eps
+    eps = max(torch.finfo(t.dtype).eps, coarsest)
     return (t.double() * (1.0 + steps * eps)).to(t.dtype)
 
 

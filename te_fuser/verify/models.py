@@ -12,7 +12,7 @@ import torch
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph import ListedOp, spec_of
 from te_fuser.fuser.plan import Plan
-from te_fuser.ops.base import NamedInput, Spec, unrounded
+from te_fuser.ops.base import NamedInput, RowOp, Spec, unrounded
 from te_fuser.sequential import Group, Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.compare import Row, Tensors, judge, same_bits
@@ -54,10 +54,9 @@ class Subject:
         self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         self.modes = {name: m.training for name, m in model.named_modules()}
 
-    def check(self, case: Case, call: Call, exactly: bool = True) -> list[Row]:
-        """One row for each result of the case, and for each promise that is not about accuracy; `exactly` as in
-        `judge`."""
-        return _Run(self, case, call, exactly).rows()
+    def check(self, case: Case, call: Call) -> list[Row]:
+        """One row for each result of the case, and for each promise that is not about accuracy."""
+        return _Run(self, case, call).rows()
 
     def plan(self, case: Case, call: Call) -> Plan:
         """The plan that the case runs by, of a model without plain modules.
@@ -65,14 +64,14 @@ class Subject:
         Raises:
             ValueError, TypeError: when the model does not take the call.
         """
-        return _Run(self, case, call, True).plan()
+        return _Run(self, case, call).plan()
 
 
 class _Run:
     """One case of one subject."""
 
-    def __init__(self, subject: Subject, case: Case, call: Call, exactly: bool) -> None:
-        self.subject, self.case, self.call, self.exactly = subject, case, call, exactly
+    def __init__(self, subject: Subject, case: Case, call: Call) -> None:
+        self.subject, self.case, self.call = subject, case, call
         self.wanted = self._wanted()
         self.data = self._data()
         self.upstream: dict[str, torch.Tensor] = {}
@@ -120,7 +119,17 @@ class _Run:
         differing = [n for n, t in again if not same_bits(t, found[n])]
         rows = [Row(self.case.name, name, note="was changed by the run") for name in changed]
         rows += [Row(self.case.name, name, note="is not repeated bit for bit") for name in dict.fromkeys(differing)]
-        return rows + judge(self.case.name, found, {**before, **self.upstream}, self._reference, self.exactly)
+        data = {**before, **self.upstream}
+        return rows + judge(self.case.name, found, data, self._reference, coarsest=self._coarsest())
+
+    def _coarsest(self) -> float:
+        """The eps of the narrowest dtype that an op gives."""
+        rows = [op for op in self.subject.fused.operations() if isinstance(op, RowOp)]
+        dtypes = {op.output_dtype(torch.float32) for op in rows}
+        kind = self.call.x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+        return max((torch.finfo(dtype).eps for dtype in dtypes - {torch.float32}), default=0.0)
 
     def _now(self, name: str) -> torch.Tensor:
         parameters = dict(self.subject.fused.named_parameters())

@@ -120,6 +120,11 @@ def test_bfloat16_trains(folder: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "full"), abs=0.05)
 
 
+def test_a_run_that_diverges_says_so(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, tmp_path / "run", "--steps", "20", "--lr", "1e38") == 1
+    assert "start again with a lower --lr" in " ".join(capsys.readouterr().out.split())
+
+
 def test_learning_rate_rises_then_falls() -> None:
     schedule = trainer.Schedule(1.0, 100)
     assert [schedule(step) for step in (0, 4, 5)] == pytest.approx([0.2, 1.0, 1.0])

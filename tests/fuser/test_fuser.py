@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -445,6 +446,77 @@ def test_a_bias_that_comes_and_goes():
     assert_as_meant(model, X)
     model[1].bias = bias
     torch.testing.assert_close(model(X), full)
+
+
+def halved(op):
+    class Half(nn.Module):
+        def forward(self, weight):
+            return 0.5 * weight
+
+    nn.utils.parametrize.register_parametrization(op, "weight", Half())
+
+
+def as_a_tensor(op):
+    """The weight is no parameter any more."""
+    weight = op.weight.detach() * 2.0
+    del op.weight
+    op.weight = weight
+
+
+# what makes a weight something that is computed from a parameter
+COMPUTED = {
+    "parametrized": halved,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "pruned": lambda op: nn.utils.prune.l1_unstructured(op, "weight", 0.5),
+    "no_parameter": as_a_tensor,
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computed_parameters(name, place):
+    model, twin = our_mlp(), torch_mlp()
+    model(X)
+    if name == "weight_norm" and place == 0:
+        pytest.skip("it needs two dimensions")
+    for m in (model, twin):
+        COMPUTED[name](m[place])
+    for alone in (model, model[:2]):
+        torch.testing.assert_close(alone(X), twin[: len(alone)](X))
+    got, want = (
+        torch.autograd.grad(m(X).square().sum(), [p for p in m.parameters() if p.requires_grad]) for m in (model, twin)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_parameter_that_the_formula_does_not_read_gets_no_gradient():
+    class Odd(ops.Scale):
+        def __init__(self):
+            super().__init__(8)
+            self.unused = nn.Parameter(torch.ones(3))
+
+    model = sequential(Odd(), ops.GELU())
+    assert_as_meant(model, X)
+    model(X).sum().backward()
+    assert model[0].unused.grad is None and model[0].weight.grad is not None
+    X.grad = None
+
+
+def test_buffers_are_arguments_of_a_formula():
+    class Shift(ops.RowOp):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("by", torch.arange(8.0))
+
+        def compute(self, x, by):
+            return x + by
+
+    model = sequential(ops.Linear(8, 8), Shift(), ops.GELU())
+    torch.testing.assert_close(model(X), ops.GELU()(model[0](X) + torch.arange(8.0)))
+    assert_as_meant(model, X)
+    model[1].by += 1.0
+    assert_as_meant(model, X)
+    assert "1.by" in model.state_dict()
 
 
 def test_functional_call():

@@ -151,9 +151,9 @@ def test_attention_is_predicted_for_its_own_speed() -> None:
     plan = seed_plan()
     forward = next(s for s in plan.forward if s.name == "attention_cuda_cudnn")
     backward = next(s for s in plan.backward if s.name == "attention_cuda_cudnn")
-    # Measured on an H200: 0.258 ms, and 0.821 ms for 2.5 times the operations.
-    assert forward.seconds * 1e3 == pytest.approx(0.258, rel=0.05)
-    assert backward.seconds * 1e3 == pytest.approx(0.821, rel=0.05)
+    # Measured in the layer on an H200: 0.309 ms, and 1.096 ms for 2.5 times the operations.
+    assert forward.seconds * 1e3 == pytest.approx(0.309, rel=0.05)
+    assert backward.seconds * 1e3 == pytest.approx(1.096, rel=0.05)
     assert backward.cost.flops == 2.5 * forward.cost.flops
 
 

@@ -198,6 +198,16 @@ def test_transforms_are_refused_and_the_reference_takes_them(make, transform):
         transform(model.reference)
 
 
+def test_jit_tracing_is_refused_and_the_reference_takes_it():
+    model = sequential(ops.Linear(8, 8), ops.GELU())
+    with pytest.raises(TypeError, match=r"does not run under torch\.jit\.trace; model\.reference"):
+        torch.jit.trace(model, X.detach(), check_trace=False)
+    model.requires_grad_(False)
+    traced = torch.jit.trace(lambda x: model.reference(x), X.detach(), check_trace=False)
+    other = tensor(6, 8, seed=4)
+    torch.testing.assert_close(traced(other), model(other))
+
+
 # ------------------------------------------------------------------------------------ strides and sizes
 
 GRADIENTS = {

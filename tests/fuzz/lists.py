@@ -51,8 +51,8 @@ class Leaky(ops.RowOp):
         return where(x > 0, tanh(x), minimum(x * 0.1, 1.0)) + maximum(x, -x)
 
 
-class Centered(ops.RowOp):
-    """Times a weight, less its weighted mean."""
+class Squeezed(ops.RowOp):
+    """Scaled by a function of its product with a weight."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Centered(ops.RowOp):
 
     def compute(self, x: Any, weight: Any) -> Any:
         total = row_sum(x * weight)
-        return x - total / (row_sum(weight * weight) + 1.0)
+        return x * (1.0 + 0.3 * tanh(total / (row_sum(weight * weight) + 1.0)))
 
 
 # ------------------------------------------------------------------------------------------------ what is drawn
@@ -70,14 +70,15 @@ PLAIN = (
     "ops.Scale(value=0.5)", "ops.Scale(value=-1.0)", "ops.Scale(value=1.0)",
     "Softmax()", "Softplus()", "Leaky()",
 )  # fmt: skip
-WITH_PARAMETERS = ("ops.Bias({f})", "ops.Scale({f})", "ops.Scale(())", "Centered({f})")
+WITH_PARAMETERS = ("ops.Bias({f})", "ops.Scale({f})", "ops.Scale(())", "Squeezed({f})")
 # Such an eps, because a norm with a small one does not see its input's scale: what is left of the gradient of a scale
-# before it, or of one or two features, would be rounding alone.
+# before it would be rounding alone. A single feature is never normalized, for the same reason: in bfloat16 it is not
+# the one, unrounded, that the statistic of its row was taken from.
 NORMS = (
     "ops.LayerNorm({f}, 0.3)", "ops.LayerNorm({f}, 0.3, bias=False)", "ops.LayerNorm({f}, 0.3, zero_centered_gamma=True)",
     "ops.RMSNorm({f}, 0.3)", "ops.RMSNorm({f}, 0.3, zero_centered_gamma=True)", "ops.L2Norm(0.3)",
 )  # fmt: skip
-WIDE_PARAMETERS = ("ops.LayerNorm({f}, 0.3, dtype=torch.float32)", "ops.RMSNorm({f}, 0.3, dtype=torch.float32)")
+FLOAT32_NORMS = ("ops.LayerNorm({f}, 0.3, dtype=torch.float32)", "ops.RMSNorm({f}, 0.3, dtype=torch.float32)")
 GATED = (
     "ops.GLU()", "ops.GEGLU()", "ops.QGEGLU()", "ops.ReGLU()", "ops.SReGLU()", "ops.SwiGLU()", "ops.ClampedSwiGLU()",
     "ops.ClampedSwiGLU(limit=0.5)", "ops.SwiGLU(gate_first=False)",
@@ -222,7 +223,7 @@ class _Writer:
     def named(self) -> list[str]:
         name = self.name("given")
         kind = self.draw(st.sampled_from(("add", "row", "sample")))
-        if kind == "add":
+        if kind == "add" or self.features == 1:
             self.inputs[name] = self.shape
             return [f"ops.Add('{name}')"]
         batch_dim = self.draw(st.integers(0, max(len(self.shape) - 2, 0)))
@@ -238,7 +239,8 @@ class _Writer:
             variable, size = self.draw(st.sampled_from(fitting))
         else:
             variable, size = self.name("shared"), self.features
-            op = self.pick((*WITH_PARAMETERS, *NORMS, "ops.Linear({f}, {f})", "ops.MatMul({f}, {f})", "ops.Dropout(0.2)"))
+            norms = NORMS if self.features > 1 else ()
+            op = self.pick((*WITH_PARAMETERS, *norms, "ops.Linear({f}, {f})", "ops.MatMul({f}, {f})", "ops.Dropout(0.2)"))
             self.setup.append(f"{variable} = {op}")
             self.shared.append((variable, size, size))
         return [*self.cast(self.dtype), variable]
@@ -274,8 +276,8 @@ Rule = tuple[Callable[[_Writer, int], bool], Callable[[_Writer, int], list[str]]
 KINDS: dict[str, Rule] = {
     "row": (lambda w, d: True, lambda w, d: [w.pick(PLAIN)]),
     "parameters": (lambda w, d: _same_dtype(w), lambda w, d: [w.pick(WITH_PARAMETERS)]),
-    "norm": (lambda w, d: _same_dtype(w), lambda w, d: [w.pick(NORMS)]),
-    "wide": (lambda w, d: w.now == "bfloat16", lambda w, d: [w.pick(WIDE_PARAMETERS)]),
+    "norm": (lambda w, d: _same_dtype(w) and w.features > 1, lambda w, d: [w.pick(NORMS)]),
+    "float32 norm": (lambda w, d: w.now == "bfloat16" and w.features > 1, lambda w, d: [w.pick(FLOAT32_NORMS)]),
     "linear": (lambda w, d: True, lambda w, d: w.linear()),
     "gated": (lambda w, d: w.features % 2 == 0, lambda w, d: w.gated()),
     "turned": (lambda w, d: w.features % 2 == 0, lambda w, d: ["Turned()"]),
