@@ -3,8 +3,10 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <new>
 #include <string>
@@ -122,8 +124,9 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyOb
 // ---- methods ---------------------------------------------------------------------------------------------------
 
 PyObject* load(PyObject* self, PyObject* argument) {
-  const int device = PyLong_AsLong(argument);
-  if (device == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  const long number = PyLong_AsLong(argument);
+  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  const auto device = static_cast<int32_t>(std::clamp<long>(number, -1, std::numeric_limits<int32_t>::max()));
   CudaProgram& program = program_of(self);
   if (!without_gil(program, [&](Failure& failure) { return program.load(device, failure); })) return nullptr;
   Py_RETURN_NONE;

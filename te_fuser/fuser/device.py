@@ -59,12 +59,6 @@ def _rates(float32: float, half: float, float64: float, float16: float | None = 
 
 
 # Bandwidth is that of a copy, matrix rates are those of large products on random data.
-def _rates(float32: float, half: float, float64: float, float16: float | None = None) -> dict[str, float]:
-    """By dtype, from 10**12 operations per second."""
-    rates = {"float32": float32, "bfloat16": half, "float16": half if float16 is None else float16, "float64": float64}
-    return {dtype: rate * 1e12 for dtype, rate in rates.items()}
-
-
 # What one core does, in 10**12 operations per second, by the vectors it has: float32 products, other operations.
 _CORES = {"AVX512": (0.13, 0.03), "AVX2": (0.06, 0.02)}
 _PLAIN_CORE = (0.025, 0.01)

@@ -18,7 +18,7 @@ from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGrad
 from te_fuser.fuser.refs import DTYPES, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan, Output
 from te_fuser.fusions.match import FusionCall
-from te_fuser.ops.base import OpCall, batch_layout
+from te_fuser.ops.base import OpCall, UnfusedOperation, batch_layout
 
 Slots = list[Any]
 Runner = Callable[[Slots], None]
@@ -119,10 +119,12 @@ def _shape_rule(output: Output, likeness: tuple[int, str] | None) -> int:
 
 def _sizes(
     rule: int, rows: tuple[int, ...], width: int, fixed: tuple[int, ...] | None, samples: int
-) -> tuple[int, ...] | None:
+) -> tuple[int, ...]:
     if rule <= _ROWS:
         return (*rows, width)
-    return fixed if rule == _FIXED else (samples,) if rule == _SAMPLES else (samples, width)
+    if rule == _FIXED and fixed is not None:
+        return fixed
+    return (samples,) if rule == _SAMPLES else (samples, width)
 
 
 class OpRunner:
@@ -132,7 +134,9 @@ class OpRunner:
 
     def __init__(self, step: Step, task: OpForward, slots: SlotMap) -> None:
         self._node = task.node
-        self._function = task.node.op.op_forward  # type: ignore[operator]
+        op = task.node.op
+        assert isinstance(op, UnfusedOperation)
+        self._function = op.op_forward
         self._inputs, given = _named_slots(step.inputs, slots, "seed")
         self._input, self._seed = dict(self._inputs)["input"], given["seed"]
         self._outputs = tuple((name, slots[r]) for name, r in step.outputs)

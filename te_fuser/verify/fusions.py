@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ class FusionCheck:
             raise failed[0]
 
     def _check_list(self, features: int, example: Example, whole: bool) -> None:
-        options = {"memory": "fast", "kernels": self.kernels}
+        options: dict[str, Any] = {"memory": "fast", "kernels": self.kernels}
         self._check_model(example.label, Sequential(*example.ops, **options), features, whole)
         if whole:
             # Something else reads what enters, and the gradient of what leaves is no leaf's.

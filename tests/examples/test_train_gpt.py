@@ -125,6 +125,19 @@ def test_a_run_that_diverges_says_so(folder: Path, tmp_path: Path, capsys: pytes
     assert "start again with a lower --lr" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_it_trains_on_a_gpu_and_goes_on_anywhere(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(folder, tmp_path / "cpu", "--steps", "9", "--dropout", "0") == 0
+    assert run(folder, tmp_path / "gpu", "--steps", "9", "--dropout", "0", "--device", "cuda") == 0
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), abs=0.05)  # bfloat16
+    with monkeypatch.context() as patched:
+        stop_at(patched, 5)
+        assert run(folder, tmp_path / "both", "--steps", "9", "--dropout", "0", "--device", "cuda") == 130
+    assert train_gpt.main(["--resume", "--out", str(tmp_path / "both"), "--device", "cpu"]) == 0
+    assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "gpu"), abs=0.05)
+
+
 def test_learning_rate_rises_then_falls() -> None:
     schedule = trainer.Schedule(1.0, 100)
     assert [schedule(step) for step in (0, 4, 5)] == pytest.approx([0.2, 1.0, 1.0])

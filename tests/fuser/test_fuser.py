@@ -305,6 +305,17 @@ def test_autocast_like_torch(name, x_dtype):
         assert mine_error <= 2 * torch_error + torch.finfo(mine.dtype).eps * scale
 
 
+def test_autocast_on_and_off(planned):
+    """A plan with casts is not one without, and each is made once."""
+    model, twin, x = our_mlp(torch.float32), torch_mlp(torch.float32), tensor(6, 8, dtype=torch.float32)
+    for _ in range(2):
+        for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32), (True, torch.float16)):
+            with torch.autocast("cpu", dtype if enabled else torch.bfloat16, enabled=enabled):
+                y = model(x)
+                assert y.dtype == twin(x).dtype == dtype
+    assert len(planned) == 3
+
+
 def test_autocast_fuses_as_bfloat16_does():
     x = tensor(6, 8, dtype=torch.float32)
     model = our_mlp(torch.float32)

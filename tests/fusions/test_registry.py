@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost, Optional, Repeat
+from te_fuser.fusions import Cost, OneOf, Optional, Repeat
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(6, 8)
@@ -153,6 +153,30 @@ def test_a_fusion_of_ops_that_draw():
     assert "mine" in steps(model, "forward")
     assert_as_meant(model, X)
     assert seen
+
+
+def test_alternatives_optional_and_repeated_parts_fire():
+    """One fusion for a product, a bias where there is one, and any run of two activations."""
+    found = []
+
+    def plain(m, x):
+        found.append([m[k].op.kind.__name__ for k in range(len(m))])
+        bias = m[1].bias if m[1].op.kind is ops.Bias else None
+        x = F.linear(x, m[0].weight, bias)
+        for k in range(2 if bias is not None else 1, len(m)):
+            x = F.relu(x) if m[k].op.kind is ops.ReLU else F.silu(x)
+        return x
+
+    pattern = [ops.MatMul, Optional(ops.Bias), Repeat(OneOf(ops.ReLU, ops.SiLU))]
+    te_fuser.fusion(forward=pattern, name="mine", **FREE)(plain)
+    model = sequential(
+        ops.Linear(8, 8), ops.SiLU(), ops.ReLU(), ops.Linear(8, 8, bias=False), ops.ReLU(), ops.Linear(8, 8)
+    )
+    with torch.no_grad():
+        assert steps(model, "forward") == ["mine", "mine", "matmul_bias"]
+        torch.testing.assert_close(model(X), model.reference(X))
+    assert found == [["MatMul", "Bias", "SiLU", "ReLU"], ["MatMul", "ReLU"]]
+    assert_as_meant(model, X)
 
 
 def test_named_inputs_in_a_fusion():
