@@ -25,6 +25,7 @@ from te_fuser.codegen import cuda
 from te_fuser.codegen import schedule as plan
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, describe
+from te_fuser.codegen.nvrtc import Resources
 from te_fuser.codegen.schedule import Kind, Schedule
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
@@ -212,7 +213,8 @@ def timed(d: KernelDescription, rows: int, schedules: Sequence[Schedule]) -> lis
             torch.allclose(a, b, rtol=2e-2, atol=1e-2 * float(a.abs().max()))
             for a, b in zip(first, results, strict=True)
         )
-        main = next(r for r in compiled.resources if r.symbol == kernel.launches[0].symbol)
+        # An older NVRTC gives no report.
+        main = next((r for r in compiled.resources if r.symbol == kernel.launches[0].symbol), Resources("", 0, 0, 0, 0))
         text = "; ".join(map(str, kernel.schedules))
         gbps = bytes_moved / ms / 1e6
         found.append(Timed(d.name, rows, d.width, text, ms, gbps, main.registers, main.spilled_bytes, agrees))

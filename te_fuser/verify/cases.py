@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 # Rows around the multiples that kernels work in, and an outer and a batch dimension.
-LEADING = ((1,), (7,), (16,), (33,), (3, 11), (1, 16))
+LEADING = ((1,), (7,), (16,), (33,), (515,), (3, 11), (1, 16))
 VARIANT_LEADING = (17,)
 LAYOUT_LEADING = (5, 4)  # strides mean more with one dimension more
 

@@ -43,7 +43,12 @@ _ARGUMENTS: dict[str, Callable[[int, str], Any]] = {
 # The same arguments as something else where they configure the parameters or the arithmetic.
 _KEEP_DEFAULT = {("scale", float), ("scale", type(None)), ("dtype", type(None))}
 # Argument -> another value that a fusion might forget to look at; of any bool and float argument one is made up.
-_OTHER_CHOICES: dict[str, Any] = {"approximate": "none", "mask": "causal", "layout": "batch_first", "packing": "blocked"}
+_OTHER_CHOICES: dict[str, Any] = {
+    "approximate": "none",
+    "mask": "causal",
+    "layout": "batch_first",
+    "packing": "blocked",
+}
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,9 @@ def _arguments(kind: type[FusableOperation], features: int, name: str) -> dict[s
     return found
 
 
-def _made(kind: type[FusableOperation], arguments: dict[str, Any], features: int, rng: torch.Generator) -> FusableOperation:
+def _made(
+    kind: type[FusableOperation], arguments: dict[str, Any], features: int, rng: torch.Generator
+) -> FusableOperation:
     try:
         places = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_POSITIONAL]
         positional = [arguments[p] for p in places if p in arguments]
@@ -158,5 +165,3 @@ def _changes(kinds: Kinds) -> Iterator[tuple[int, str, Any]]:
                 yield place, argument, default * 2.0 + 0.125
             elif isinstance(default, str) and argument in _OTHER_CHOICES:
                 yield place, argument, _OTHER_CHOICES[argument]
-
-

@@ -160,9 +160,7 @@ class _Run:
 
     def _leaves(self, data: Tensors) -> dict[str, torch.Tensor]:
         return {
-            name: t.detach().requires_grad_(name in self.wanted)
-            for name, t in data.items()
-            if name.startswith(_INPUT)
+            name: t.detach().requires_grad_(name in self.wanted) for name, t in data.items() if name.startswith(_INPUT)
         }
 
     def _reference(self, data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
@@ -300,7 +298,11 @@ def first_features(model: Sequential, default: int) -> int:
     for item in listed_ops(model):
         op = item.lowered.op
         packed = getattr(op, "packed", None)
-        for size in (getattr(op, "in_features", None), getattr(op, "features", None), getattr(packed, "features", None)):
+        for size in (
+            getattr(op, "in_features", None),
+            getattr(op, "features", None),
+            getattr(packed, "features", None),
+        ):
             if isinstance(size, int):
                 return size
     return default

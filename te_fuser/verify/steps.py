@@ -169,7 +169,9 @@ class _CheckedRunner:
         gradients: Iterable[torch.Tensor | None] = [None] * len(order)
         if ends and order:
             grads = [data[f"{_UPSTREAM}{v}"].to(values[v].dtype) for v in ends]
-            gradients = torch.autograd.grad([values[v] for v in ends], [leaves[k] for k in order], grads, allow_unused=True)
+            gradients = torch.autograd.grad(
+                [values[v] for v in ends], [leaves[k] for k in order], grads, allow_unused=True
+            )
         by_leaf = dict(zip(order, gradients, strict=True))
         for ref, source in sources.items():
             g = by_leaf[source]

@@ -85,6 +85,7 @@ GATED = (
 )  # fmt: skip
 RANDOM = ("ops.Dropout(0.3)", "ops.Dropout(0.0)", "ops.Dropout(1.0)", "ops.DropPath(0.4, 0)")
 DTYPES = ("float32", "bfloat16", "float64")
+_BAD_LUCK = 1.5
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class FuzzCase:
     memory: str | int = "balanced"
     plan: str = "default"
     seed: int = 0
+    autocast: bool = False
     kernels: str = "reference"
 
     def __repr__(self) -> str:
@@ -130,8 +132,8 @@ class FuzzCase:
         return model.train(self.training)
 
     def check(self) -> list[Row]:
-        """The rows that fail."""
-        with PLANS[self.plan](self.seed):
+        """The rows that fail by more than bad luck: among millions of results some err by a bit more than twice."""
+        with PLANS[self.plan](self.seed), torch.autocast("cpu", enabled=self.autocast):
             model = self.build()
             rng = torch.Generator().manual_seed(self.seed + 1)
             dtype = getattr(torch, self.dtype)
@@ -141,7 +143,7 @@ class FuzzCase:
             leaves = ["input", *(f"input {n}" for n in inputs), *(n for n, _ in model.named_parameters())]
             frozen = frozenset(n for k, n in enumerate(leaves) if self.frozen >> k & 1)
             case = Case("fuzz", None, None, self.layout, self.upstream, frozen, self.calls)
-            return [row for row in Subject(model, None).check(case, call) if not row.passed]
+            return [row for row in Subject(model, None).check(case, call) if row.share > _BAD_LUCK]
 
 
 @contextlib.contextmanager
@@ -240,7 +242,9 @@ class _Writer:
         else:
             variable, size = self.name("shared"), self.features
             norms = NORMS if self.features > 1 else ()
-            op = self.pick((*WITH_PARAMETERS, *norms, "ops.Linear({f}, {f})", "ops.MatMul({f}, {f})", "ops.Dropout(0.2)"))
+            op = self.pick(
+                (*WITH_PARAMETERS, *norms, "ops.Linear({f}, {f})", "ops.MatMul({f}, {f})", "ops.Dropout(0.2)")
+            )
             self.setup.append(f"{variable} = {op}")
             self.shared.append((variable, size, size))
         return [*self.cast(self.dtype), variable]
@@ -300,7 +304,9 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
     """Lists of any kind and depth, on inputs of any shape, dtype and strides."""
     dtype = draw(st.sampled_from(DTYPES if kernels == "reference" else DTYPES[:2]))
     features = draw(st.one_of(st.integers(1, 67), st.sampled_from((8, 16, 32, 64))))
-    leading = draw(st.one_of(st.tuples(st.integers(0, 40)), st.tuples(st.integers(0, 6), st.integers(1, 6)), st.just(())))
+    leading = draw(
+        st.one_of(st.tuples(st.integers(0, 40)), st.tuples(st.integers(0, 6), st.integers(1, 6)), st.just(()))
+    )
     shape = (*leading, features)
     writer = _Writer(draw, shape, dtype)
     items = writer.list(8, 0)
@@ -317,7 +323,10 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
         draw(st.sampled_from((1, 1, 1, 2))),
         draw(st.booleans()),
         draw(st.sampled_from(("balanced", "fast", "lean", 0, 1000))),
-        draw(st.sampled_from([*PLANS])) if kernels == "reference" else draw(st.sampled_from(("default", "random cover"))),
+        draw(st.sampled_from([*PLANS]))
+        if kernels == "reference"
+        else draw(st.sampled_from(("default", "random cover"))),
         draw(st.integers(0, 2**16)),
+        dtype == "float32" and not draw(st.integers(0, 5)),
         kernels,
     )
