@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -158,7 +160,7 @@ def test_wrong_forward_is_found(body: Any, words: str) -> None:
     wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], registered=False)(body)
     report = check(wrong, raise_on_failure=False)
     assert not report.passed
-    assert any(__import__("re").search(words, str(row)) for row in report.failures), report.failures[:3]
+    assert any(re.search(words, str(row)) for row in report.failures), report.failures[:3]
     with pytest.raises(VerificationError, match=body.__name__):
         check(wrong)
 
@@ -394,8 +396,6 @@ def forgets_bias_quietly(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def with_cost(entry: Fusion) -> Fusion:
-    import dataclasses
-
     return dataclasses.replace(entry, cost=lambda m: Cost(seconds=0.0))
 
 

@@ -23,6 +23,7 @@ from te_fuser.ops.base import Binding, FusableOperation
 _PLANS_KEPT = 16
 _SHAPES_KEPT = 64
 _MODES = ("auto", "generated", "reference")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
 
 
@@ -61,6 +62,7 @@ class Fuser:
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
         self._by_shape: OrderedDict[Any, Prepared] = OrderedDict()
         self._plans: OrderedDict[Any, Prepared] = OrderedDict()
+        self._last: tuple[Any, Any] = (None, None)
         self._lock = threading.Lock()
         self._relist()
 
@@ -98,16 +100,19 @@ class Fuser:
         Raises:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
-        check_input(x)
+        # What else check_input looks at is in the signature, and checked when there is no plan for it yet.
+        if type(x) not in _PLAIN or x.is_meta or x.is_neg() or torch._C._are_functorch_transforms_active():
+            check_input(x)
         inputs = named_tensors(inputs) if inputs else inputs
         return execute(self.prepare(x, inputs, outputs), x, inputs)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
         signature = self._signature(x, inputs, outputs)
-        found = self._by_shape.get(signature)
-        if found is None:
-            found = self._find(signature, x, inputs, outputs)
+        last, found = self._last  # comparing takes half the time of a look-up
+        if signature != last:
+            found = self._by_shape.get(signature) or self._find(signature, x, inputs, outputs)
+            self._last = signature, found
         return found
 
     def _signature(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
@@ -121,6 +126,7 @@ class Fuser:
         parameters = [b.get() for b in self._bindings] if self._computed else [d[n] for d, n in self._slots]
         return (x.shape, *[t.shape for _, t in named]), (
             x.dtype,
+            x.layout,
             x.device,
             grad and x.requires_grad,
             grad,
@@ -271,7 +277,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     found = {name: t for name, t in inputs.items() if t is not None}
     for name, t in found.items():
-        if type(t) not in (torch.Tensor, torch.nn.Parameter):
+        if type(t) not in _PLAIN:
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
     return found
 
@@ -311,7 +317,7 @@ def check_input(x: Any, planning: bool = False) -> None:
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+    if type(x) not in _PLAIN:
         raise TypeError(
             f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
             "or keep this model out of tracing (torch.compiler.disable)"

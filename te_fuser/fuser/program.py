@@ -63,9 +63,9 @@ class KernelRunner:
         self._kernel = getattr(kernel, "run", kernel)
         self._inputs = tuple(slots[r] for r in refs)
         self._lead = slots[plan.lead]
-        likeness = _likeness(plan)
         self._outputs = tuple(
-            (slots[o.ref], _shape_rule(o, likeness), o.width, o.shape, DTYPES[o.dtype]) for o in plan.outputs
+            (slots[o.ref], alike, _shape_rule(o), o.width, o.shape, DTYPES[o.dtype])
+            for o, alike in zip(plan.outputs, _alike(plan, len(refs)), strict=True)
         )
         widest = max((o.width * DTYPES[o.dtype].itemsize for o in plan.outputs if o.axes & Axes.OUTER), default=0)
         self._many_rows = memory.LARGE // widest if widest else sys.maxsize
@@ -83,13 +83,11 @@ class KernelRunner:
             for k in self._inputs:
                 t = slots[k]
                 tensors.append(t if t.is_contiguous() else t.contiguous())
-            alike = lead.is_contiguous()
-            for k, rule, width, fixed, dtype in self._outputs:
-                if rule == _LIKE_LEAD and alike:  # half the time of making a tensor from sizes
-                    t = torch.empty_like(lead)
+            for k, alike, rule, width, fixed, dtype in self._outputs:
+                if alike is not None:  # half the time of making one from sizes
+                    t = torch.empty_like(tensors[alike])
                 else:
-                    size = _sizes(rule, shape, width, fixed, samples)
-                    t = torch.empty(size, dtype=dtype, device=lead.device)
+                    t = torch.empty(_sizes(rule, shape, width, fixed, samples), dtype=dtype, device=lead.device)
                 if rows >= self._many_rows:
                     memory.prefer_huge_pages(t)
                 slots[k] = t
@@ -99,19 +97,13 @@ class KernelRunner:
             slots[new] = slots[old]
 
 
-_LIKE_LEAD, _ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(5)
+_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(4)
 
 
-def _likeness(plan: KernelPlan) -> tuple[int, str] | None:
-    """Width and dtype of the kernel's leading tensor, where the kernel reads it."""
-    loads = zip(plan.inputs, plan.description.loads, strict=True)
-    return next(((load.width, load.dtype) for ref, load in loads if ref == plan.lead), None)
-
-
-def _shape_rule(output: Output, likeness: tuple[int, str] | None) -> int:
+def _shape_rule(output: Output) -> int:
     """How an output's sizes follow from a call's."""
     if output.axes & Axes.OUTER:
-        return _LIKE_LEAD if (output.width, output.dtype) == likeness else _ROWS
+        return _ROWS
     if output.axes & Axes.BATCH:
         return _SAMPLE_ROWS if output.axes & Axes.FEATURE else _SAMPLES
     return _FIXED
@@ -120,11 +112,30 @@ def _shape_rule(output: Output, likeness: tuple[int, str] | None) -> int:
 def _sizes(
     rule: int, rows: tuple[int, ...], width: int, fixed: tuple[int, ...] | None, samples: int
 ) -> tuple[int, ...]:
-    if rule <= _ROWS:
+    if rule == _ROWS:
         return (*rows, width)
-    if rule == _FIXED and fixed is not None:
+    if rule == _FIXED:
+        assert fixed is not None
         return fixed
     return (samples,) if rule == _SAMPLES else (samples, width)
+
+
+def _alike(plan: KernelPlan, inputs: int) -> list[int | None]:
+    """For each output the tensor of the same sizes and dtype among the inputs and the outputs before it, by number."""
+    forms: dict[Any, int] = {}
+    for k, (ref, load) in enumerate(zip(plan.inputs, plan.description.loads, strict=True)):
+        if ref == plan.lead:
+            forms[_ROWS, load.width, load.dtype] = k
+        elif ref[0] == "parameter":
+            forms[ref[1], load.dtype] = k
+    found = []
+    for k, o in enumerate(plan.outputs, inputs):
+        form: Any = (_ROWS, o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
+        if o.ref[0] == "parameter gradient":
+            form = (o.ref[1], o.dtype)
+        found.append(forms.get(form))
+        forms.setdefault(form, k)
+    return found
 
 
 class OpRunner:
@@ -275,12 +286,20 @@ class CastRunner:
 
 @dataclass(frozen=True)
 class Program:
-    """Runners in order, and after each the slots nobody reads any more."""
+    """Runners in order, and after each the slots nobody reads any more.
+
+    Slots are the inputs in their order, then what the steps make, and a last one that stays empty.
+    """
 
     runners: tuple[tuple[Runner, tuple[int, ...]], ...]
     size: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    blank: tuple[None, ...]
+
+    def slots(self, tensors: Iterable[torch.Tensor | None]) -> Slots:
+        """Slots that hold the inputs."""
+        return [*tensors, *self.blank]
 
     def run(self, slots: Slots) -> None:
         """Run every step; slots are dropped after their last use."""
@@ -303,7 +322,8 @@ def build_program(
         kernels: description key -> the kernel.
     """
     slots = SlotMap()
-    numbers_in = tuple(slots[r] for r in inputs)
+    # Two inputs may be one tensor under two names; nobody reads the second.
+    numbers_in = tuple(slots[("again", k) if r in slots else r] for k, r in enumerate(inputs))
     runners = [_runner(s, slots, kernels) for s in steps]
     if wrap is not None:
         runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
@@ -318,7 +338,7 @@ def build_program(
         if slot not in held:
             dead.setdefault(k, []).append(slot)
     table = tuple((r, tuple(dead.get(k, ()))) for k, r in enumerate(runners))
-    return Program(table, len(slots), numbers_in, numbers_out), slots
+    return Program(table, len(slots), numbers_in, numbers_out, (None,) * (len(slots) - len(numbers_in) + 1)), slots
 
 
 def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -> Runner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,11 @@ class Segment:
         parameters: parameters that it reads, in the order after the values.
         uses_seed: whether the last tensor handed in is the seed.
         forward, backward: the programs; backward is None where nobody needs a gradient.
-        kept: forward slots that are saved, `restored` the backward slots they go to.
+        kept: forward slots that are saved; in backward they come after the gradients.
         notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
         gradients_in: the slots of the results' gradients; None for a result that takes none.
-        gradients_out: the slots of the gradients of what comes in; None for what needs none.
+        gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
+        results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
     """
 
     values_in: tuple[int, ...]
@@ -45,24 +46,24 @@ class Segment:
     forward: Program
     backward: Program | None
     kept: tuple[int, ...]
-    restored: tuple[int, ...]
     notes: tuple[tuple[int, int], ...]
     gradients_in: tuple[int | None, ...]
-    gradients_out: tuple[int | None, ...]
-    aliased: tuple[bool, ...]  # outputs whose storage is an input's or an earlier output's
+    gradients_out: tuple[int, ...]
+    results_at: tuple[int, ...]
+    aliased: tuple[bool, ...]
+    device: str
 
-    def run_forward(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+    def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
-        slots: list[Any] = [None] * self.forward.size
-        for k, t in zip(self.forward.inputs, tensors, strict=True):
-            slots[k] = t
+        slots = self.forward.slots(tensors)
         self.forward.run(slots)
         return slots
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
-        outs = [slots[k] for k in self.forward.outputs[: len(self.values_out)]]
-        return [t.detach() if shared else t for t, shared in zip(outs, self.aliased, strict=True)]
+        return [
+            slots[k].detach() if shared else slots[k] for k, shared in zip(self.results_at, self.aliased, strict=True)
+        ]
 
 
 class SegmentFunction(torch.autograd.Function):
@@ -73,7 +74,8 @@ class SegmentFunction(torch.autograd.Function):
         slots = segment.run_forward(tensors)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
-        ctx.notes = [slots[k] for k, _ in segment.notes]
+        if segment.notes:
+            ctx.notes = [slots[k] for k, _ in segment.notes]
         outs = segment.results(slots)
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
@@ -91,22 +93,31 @@ class SegmentFunction(torch.autograd.Function):
         segment: Segment = ctx.segment
         program = segment.backward
         assert program is not None
-        if all(g is None for g in grads):
+        if grads[0] is None and all(g is None for g in grads):
             return (None,) * (1 + len(segment.gradients_out))
-        slots: list[Any] = [None] * program.size
-        saved = list(ctx.saved_tensors)
+        saved = ctx.saved_tensors
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.maybe_clear_saved_tensors()
-        for k in reversed(segment.restored):
-            slots[k] = saved.pop()
-        for (_, k), note in zip(segment.notes, ctx.notes, strict=True):
-            slots[k] = note
-        for number, (slot, g) in enumerate(zip(segment.gradients_in, grads, strict=True)):
-            if slot is not None:
-                slots[slot] = g if g is not None else _zeros(ctx.meta[number])
-        del grads, g
-        program.run(slots)
-        return (None, *(None if k is None else slots[k] for k in segment.gradients_out))
+        # From here on the slots alone hold the tensors, so that each is freed after its last use.
+        slots = program.slots((*_arrived(ctx, segment, grads), *saved))
+        del saved, grads
+        for k, (_, slot) in enumerate(segment.notes):
+            slots[slot] = ctx.notes[k]
+        kind = segment.device
+        if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
+            with torch.autocast(kind, enabled=False):
+                program.run(slots)
+        else:
+            program.run(slots)
+        return (None, *[slots[k] for k in segment.gradients_out])
+
+
+def _arrived(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
+    """The gradients of the results that take one; zeros for those that nobody used."""
+    if len(grads) == 1:
+        return grads  # type: ignore[return-value]
+    needed = [(k, g) for k, (g, slot) in enumerate(zip(grads, segment.gradients_in, strict=True)) if slot is not None]
+    return [g if g is not None else _zeros(ctx.meta[k]) for k, g in needed]
 
 
 def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
@@ -136,9 +147,8 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
     notes_refs = [("notes", n) for n in sorted({r.task.node.index for r in forward_steps if hasattr(r.task, "node")})]
     forward, forward_slots = build_program(forward_steps, inputs, [*outputs, *kept, *notes_refs], kernels, wrap)
     backward: Program | None = None
-    restored: tuple[int, ...] = ()
     gradients_in: tuple[int | None, ...] = ()
-    gradients_out: tuple[int | None, ...] = ()
+    gradients_out: tuple[int, ...] = ()
     notes: list[tuple[int, int]] = []
     if backward_steps:
         arriving = [gradient_ref(v) for v in values_out if graph.needs_grad(v)]
@@ -150,9 +160,8 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
         backward, slots = build_program(
             backward_steps, [*arriving, *kept], [r for r in returned if r is not None], kernels, wrap
         )
-        restored = tuple(slots[r] for r in kept)
         gradients_in = tuple(slots[gradient_ref(v)] if graph.needs_grad(v) else None for v in values_out)
-        gradients_out = tuple(None if r is None else slots[r] for r in returned)
+        gradients_out = tuple(backward.size if r is None else slots[r] for r in returned)
         notes = [(forward_slots[r], slots[r]) for r in notes_refs if r in slots]
     return Segment(
         tuple(values_in),
@@ -162,11 +171,12 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
         forward,
         backward,
         tuple(forward_slots[r] for r in kept) if backward else (),
-        restored,
         tuple(notes),
         gradients_in,
         gradients_out,
+        tuple(forward_slots[r] for r in outputs),
         _aliased(inputs, outputs, forward_steps),
+        graph.values[0].spec.device.type,
     )
 
 

@@ -147,5 +147,11 @@ class FusionCall:
         return index in self._streams
 
     def random(self, index: int) -> RandomStream:
-        """The random stream of op `index`."""
+        """The random stream of op `index`.
+
+        Raises:
+            KeyError: when it draws nothing as it is now.
+        """
+        if index not in self._streams:
+            raise KeyError(f"op {index} of the match draws nothing as it is now; ask m[{index}].op.draws() first")
         return self._streams[index]()

@@ -18,4 +18,5 @@ from te_fuser.ops.products import linear
 def matmul_bias(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """The product's epilogue adds the bias; gives its output, not the product before the bias."""
     # Under autocast the weight comes cast; the epilogue takes a bias of its dtype.
-    return in_shape_of(x, linear(as_rows(x), m["0.weight"], m["1.bias"].to(x.dtype)))
+    bias = m["1.bias"]
+    return in_shape_of(x, linear(as_rows(x), m["0.weight"], bias if bias.dtype == x.dtype else bias.to(x.dtype)))

@@ -155,6 +155,15 @@ def test_a_fusion_of_ops_that_draw():
     assert seen
 
 
+def test_an_op_that_draws_nothing_has_no_random_stream():
+    @te_fuser.fusion(forward=[ops.Dropout, ops.GELU], name="mine", emits=["0.output"], **FREE)
+    def mine(m, x):
+        return m.random(0)
+
+    with pytest.raises(KeyError, match=r"op 0 of the match draws nothing as it is now; ask m\[0\].op.draws\(\) first"):
+        sequential(ops.Linear(8, 8), ops.Dropout(0.5), ops.GELU()).eval()(X)
+
+
 def test_alternatives_optional_and_repeated_parts_fire():
     """One fusion for a product, a bias where there is one, and any run of two activations."""
     found = []

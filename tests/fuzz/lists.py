@@ -75,8 +75,9 @@ WITH_PARAMETERS = ("ops.Bias({f})", "ops.Scale({f})", "ops.Scale(())", "Squeezed
 # before it would be rounding alone. A single feature is never normalized, for the same reason: in bfloat16 it is not
 # the one, unrounded, that the statistic of its row was taken from.
 NORMS = (
-    "ops.LayerNorm({f}, 0.3)", "ops.LayerNorm({f}, 0.3, bias=False)", "ops.LayerNorm({f}, 0.3, zero_centered_gamma=True)",
-    "ops.RMSNorm({f}, 0.3)", "ops.RMSNorm({f}, 0.3, zero_centered_gamma=True)", "ops.L2Norm(0.3)",
+    "ops.LayerNorm({f}, 0.3)", "ops.LayerNorm({f}, 0.3, bias=False)",
+    "ops.LayerNorm({f}, 0.3, zero_centered_gamma=True)", "ops.RMSNorm({f}, 0.3)",
+    "ops.RMSNorm({f}, 0.3, zero_centered_gamma=True)", "ops.L2Norm(0.3)",
 )  # fmt: skip
 FLOAT32_NORMS = ("ops.LayerNorm({f}, 0.3, dtype=torch.float32)", "ops.RMSNorm({f}, 0.3, dtype=torch.float32)")
 GATED = (

@@ -1,0 +1,95 @@
+"""The reference: the same draws and the same casts as the plan, rounding where ops say so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.ops.base import unrounded
+from tests.twins import randomize, sequential, tensor
+
+
+def test_every_plan_draws_its_own_seed() -> None:
+    # A plain module makes two plans of one list.
+    model = sequential(ops.Dropout(0.5), torch.nn.Identity(), ops.Dropout(0.5), ops.Bias(32))
+    x = tensor(8, 32)
+    torch.manual_seed(3)
+    fused = model(x)
+    torch.manual_seed(3)
+    assert torch.equal(fused, model.reference(x))
+    kept = (model[0].reference is not None, (fused - model[3].bias != 0).double().mean())
+    assert 0.15 < kept[1] < 0.35  # a quarter: the two masks are not the same
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_how_much_is_drawn_does_not_depend_on_the_plan(p: float) -> None:
+    # A dropout that keeps nothing reads no seed.
+    model = sequential(ops.Dropout(p), ops.Bias(8))
+    torch.manual_seed(5)
+    model(tensor(4, 8))
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    model.reference(tensor(4, 8))
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_autocast_casts_where_the_plan_does() -> None:
+    model = sequential(ops.Linear(8, 16), ops.GELU(), ops.Dropout(0.5), ops.Linear(16, 8), dtype=torch.float32)
+    x = tensor(6, 8, dtype=torch.float32)
+    with torch.autocast("cpu"):
+        torch.manual_seed(1)
+        fused = model(x)
+        torch.manual_seed(1)
+        meant = model.reference(x)
+    assert fused.dtype == meant.dtype == torch.bfloat16
+    torch.testing.assert_close(fused, meant, rtol=0.05, atol=0.05)
+    assert torch.equal(fused == 0, meant == 0)
+
+
+def test_backward_under_autocast_is_that_outside_of_it() -> None:
+    model = sequential(ops.Linear(16, 48), ops.DotProductAttention(2, 8), dtype=torch.float32)
+    x = tensor(6, 2, 16, dtype=torch.float32)
+
+    def gradient(inside: bool) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            y = model(x).float().square().sum()
+            if inside:
+                return torch.autograd.grad(y, x)[0]
+        return torch.autograd.grad(y, x)[0]
+
+    with te_fuser.fusions.only():
+        assert torch.equal(gradient(True), gradient(False))
+
+
+def test_an_empty_batch_of_samples() -> None:
+    model = sequential(ops.AdaptiveLayerNorm(8, batch_dim=0))
+    x, scale, shift = tensor(0, 3, 8), tensor(0, 8), tensor(0, 8)
+    assert model.reference(x, scale=scale, shift=shift).shape == model(x, scale=scale, shift=shift).shape == (0, 3, 8)
+
+
+def test_unrounded_keeps_float64_through_a_cast() -> None:
+    model, x = sequential(ops.Cast(torch.bfloat16), ops.Scale(value=3.0)), tensor(4, 8)
+    assert model.reference(x).dtype == torch.bfloat16
+    with unrounded():
+        assert torch.equal(model.reference(x), 3.0 * x)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_ran_can_be_copied(again) -> None:
+    model = randomize(te_fuser.Sequential(ops.Linear(4, 4), te_fuser.Sequential(ops.GELU()), kernels="reference"))
+    x = torch.randn(3, 4)
+    y = model(x)
+    ops.GELU()(x)
+    twin = again(model)
+    assert torch.equal(twin(x), y)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert torch.equal(model(x), y) and not torch.equal(twin(x), y)
+    op = ops.Bias(4)
+    op(x)
+    assert torch.equal(again(op)(x), op(x))
