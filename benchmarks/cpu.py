@@ -1,8 +1,8 @@
 """te_fuser against eager torch.nn on a CPU: layers, chains between products, norms, and what a call itself costs.
 
-    python benchmarks/cpu.py                      # everything, some ten minutes; writes results/cpu.json
-    python benchmarks/cpu.py --case host --quick  # one family, fewer rounds, nothing is written
-    python benchmarks/cpu.py --write-docs         # everything, and the table in docs/performance.md
+python benchmarks/cpu.py                      # everything, some ten minutes; writes results/cpu.json
+python benchmarks/cpu.py --case host --quick  # one family, fewer rounds, nothing is written
+python benchmarks/cpu.py --write-docs         # everything, and the table in docs/performance.md
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def check_alike(case: Case, pair: Pair, found: dict[str, Rival]) -> None:
     for what, theirs, ours in zip(("output", "input gradient"), *results, strict=True):
         error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
         if not error < tolerance:
-            raise RuntimeError(f"{case.name}: the {what} of te_fuser differs from eager's by {error:.1e} of the largest")
+            raise RuntimeError(
+                f"{case.name}: the {what} of te_fuser differs from eager's by {error:.1e} of the largest"
+            )
 
 
 def run_case(case: Case, effort: Effort, options: dict[str, Any]) -> Outcome:
@@ -255,7 +257,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def measured(todo: Sequence[Case], effort: Effort, options: dict[str, Any], console: Console) -> Iterator[dict[str, Any]]:
+def measured(
+    todo: Sequence[Case], effort: Effort, options: dict[str, Any], console: Console
+) -> Iterator[dict[str, Any]]:
     """Measure cases one after the other, with a progress bar."""
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(todo))

@@ -57,8 +57,10 @@ class VerifyReport:
             worst = max((row for row in self.rows if row.case == case), key=lambda row: row.share)
             verdict = "ok" if worst.passed else worst.note or "failed"
             table.add_row(case, worst.tensor, f"{worst.error:.1e}", f"{worst.allowed:.1e}", verdict)
-        for case, why in self.skipped:
-            table.add_row(case, "", "", "", f"not run: {why}")
+        for why in dict.fromkeys(why for _, why in self.skipped):
+            cases = [case for case, reason in self.skipped if reason == why]
+            more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+            table.add_row(f"{cases[0]}{more}", "", "", "", f"not run: {why}")
         return table
 
     def __str__(self) -> str:

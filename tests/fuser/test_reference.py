@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 
 import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import unrounded
-from tests.twins import randomize, sequential, tensor
+from tests.twins import sequential, tensor
 
 
 def test_every_plan_draws_its_own_seed() -> None:
@@ -22,8 +19,8 @@ def test_every_plan_draws_its_own_seed() -> None:
     fused = model(x)
     torch.manual_seed(3)
     assert torch.equal(fused, model.reference(x))
-    kept = (model[0].reference is not None, (fused - model[3].bias != 0).double().mean())
-    assert 0.15 < kept[1] < 0.35  # a quarter: the two masks are not the same
+    kept = (fused != model[3].bias).double().mean()
+    assert 0.15 < kept < 0.35  # a quarter: the two masks are not the same
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0])
@@ -77,19 +74,3 @@ def test_unrounded_keeps_float64_through_a_cast() -> None:
     assert model.reference(x).dtype == torch.bfloat16
     with unrounded():
         assert torch.equal(model.reference(x), 3.0 * x)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_model_that_ran_can_be_copied(again) -> None:
-    model = randomize(te_fuser.Sequential(ops.Linear(4, 4), te_fuser.Sequential(ops.GELU()), kernels="reference"))
-    x = torch.randn(3, 4)
-    y = model(x)
-    ops.GELU()(x)
-    twin = again(model)
-    assert torch.equal(twin(x), y)
-    with torch.no_grad():
-        twin[0].weight.zero_()
-    assert torch.equal(model(x), y) and not torch.equal(twin(x), y)
-    op = ops.Bias(4)
-    op(x)
-    assert torch.equal(again(op)(x), op(x))
