@@ -184,7 +184,9 @@ def describe(
         NotOneKernel: when the feature sizes do not divide one another.
     """
     stores, totals = list(targets), list(sums)
-    plain = dict(zip((id(t) for t in (*stores, *totals)), strip_values(t.expression for t in (*stores, *totals)), strict=True))
+    plain = dict(
+        zip((id(t) for t in (*stores, *totals)), strip_values(t.expression for t in (*stores, *totals)), strict=True)
+    )
     unit = _unit_width(plain.values(), (*stores, *totals))
     cut = {id(t): _cut(plain[id(t)], t, unit) for t in (*stores, *totals)}
     roots = [p for pieces in cut.values() for p in pieces]
