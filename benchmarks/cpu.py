@@ -1,13 +1,14 @@
 """te_fuser against eager torch.nn on a CPU: layers, chains between products, norms, and what a call itself costs.
 
-python benchmarks/cpu.py                      # everything, some ten minutes; writes results/cpu.json
+python benchmarks/cpu.py                      # everything, some ten minutes; writes a record into results/
 python benchmarks/cpu.py --case host --quick  # one family, fewer rounds, nothing is written
-python benchmarks/cpu.py --write-docs         # everything, and the table in docs/performance.md
+python benchmarks/cpu.py --write-docs         # everything, and the tables in docs/performance.md
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 import models
 import torch
-from common import ROOT, Effort, Outcome, as_data, compete, markdown_table, replace_between, write_record
+from common import ROOT, Effort, Outcome, as_data, compete, machine, markdown_table, replace_between, write_record
 from models import Builder, Pair
 from rich.console import Console
 from rich.progress import Progress
@@ -27,6 +28,7 @@ LAYERS = ((512, 512), (2048, 1024))  # tokens, hidden
 CHAINS = ((2048, 1024), (2048, 4096))
 BOTH = (torch.float32, torch.bfloat16)
 NEVER_SLOWER = 1.02  # beyond noise
+RESULTS = ROOT / "benchmarks/results"
 
 
 @dataclass(frozen=True)
@@ -214,15 +216,39 @@ def rich_table(entries: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def write_docs(record: dict[str, Any], path: Path) -> None:
-    """Put the table and what it was measured on into the document."""
-    at = record["machine"]
-    head = (
-        f"{at['processor']}, {at['abilities']}, {at['threads']} threads; torch {record['versions']['torch']}, "
-        f"Python {record['versions']['python']}; commit {record['commit']}, {record['written'][:10]}; "
-        f"`{record['command']}`."
-    )
-    replace_between(path, "cpu table", f"{head}\n\n{markdown_table(HEADER, list(map(table_row, record['cases'])))}")
+DOCUMENT_HEADER = ("case", "goal", *(f"{d}: {c}" for d in DIRECTIONS for c in ("eager ms", "te_fuser ms", "ratio")))
+
+
+def document_rows(entries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The lines of a document's table: both directions of a case beside each other, ratios beyond the goal in bold."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        name = entry["case"].removesuffix(f" {entry['direction']}")
+        _, eager, ours, ratio, spread, goal, _ = table_row(entry)
+        text = f"{ratio} ± {spread}"
+        cells.setdefault((name, goal), []).extend((eager, ours, text if entry["met"] else f"**{text}**"))
+    return [(*head, *rest) for head, rest in cells.items()]
+
+
+def write_docs(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Put the table of each record, and what it was measured on, into the document."""
+    sections = []
+    for record in records:
+        at, versions = record["machine"], record["versions"]
+        head = (
+            f"**{at['processor']}**, {at['abilities']}, {at['threads']} threads; torch {versions['torch']}, Python "
+            f"{versions['python']}; commit {record['commit']}, {record['written'][:10]}, {record['options']['rounds']} "
+            f"rounds; `{record['command']}`."
+        )
+        sections.append(f"{head}\n\n{markdown_table(DOCUMENT_HEADER, document_rows(record['cases']))}")
+    replace_between(path, "cpu table", "\n\n".join(sections))
+
+
+def record_path() -> Path:
+    """Where this machine's record lies."""
+    at = machine()
+    words = re.findall(r"[a-z0-9]+", f"{at['processor']} {at['threads']} threads".lower())
+    return RESULTS / f"cpu-{'-'.join(words)}.json"
 
 
 # ------------------------------------------------------------------------------------------------- command
@@ -248,8 +274,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--threads", type=int, help="PyTorch's threads")
     parser.add_argument("--memory", type=_memory, default="balanced", help="te_fuser.Sequential's memory=")
-    parser.add_argument("--record", type=Path, help="where to write (default: results/cpu.json after a full run)")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance.md")
+    parser.add_argument("--record", type=Path, help="where to write (after a full run: results/)")
+    parser.add_argument("--write-docs", action="store_true", help="put the records into docs/performance.md")
     found = parser.parse_args(arguments)
     found.is_full = not (found.case or found.size or found.quick)
     if found.write_docs and not found.is_full:
@@ -280,12 +306,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = list(measured(cases(families, chosen.size), effort, {"memory": chosen.memory}, console))
     console.print(rich_table(entries))
     _warn_of_noise(entries, console)
-    path = chosen.record or (ROOT / "benchmarks/results/cpu.json" if chosen.is_full else None)
+    path = chosen.record or (record_path() if chosen.is_full else None)
     if path is not None:
-        record = write_record(path, entries, {"memory": chosen.memory, "rounds": effort.rounds})
+        write_record(path, entries, {"memory": chosen.memory, "rounds": effort.rounds})
         console.print(f"record: {path}")
-        if chosen.write_docs:
-            write_docs(record, ROOT / "docs/performance.md")
+    if chosen.write_docs:
+        records = [json.loads(p.read_text()) for p in sorted(RESULTS.glob("cpu-*.json"))]
+        write_docs(records, ROOT / "docs/performance.md")
     return 0
 
 

@@ -81,6 +81,7 @@ def test_autograd_records_the_usual_way(calls: list[tuple[int, ...]]) -> None:
     assert not calls
 
 
+@pytest.mark.filterwarnings("ignore:TF32")
 @torch.no_grad()
 def test_onednn_can_be_switched_off(calls: list[tuple[int, ...]]) -> None:
     with torch.backends.mkldnn.flags(enabled=False):
