@@ -117,8 +117,14 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"{plain.name}, {frozen} frozen", dtype, plain.leading, frozen=frozen)
 
 
-def failures(model: Sequential, dtype: torch.dtype, features: int, leading: tuple[int, ...] | None = None) -> list[str]:
-    """What differs from float64, in every case or for inputs of one shape."""
+# Through several products what PyTorch errs by is itself a matter of luck: so many times what one op may err.
+BLOCK = 2.0
+
+
+def failures(
+    model: Sequential, dtype: torch.dtype, features: int, leading: tuple[int, ...] | None = None, share: float = 1.0
+) -> list[str]:
+    """What differs from float64 by more than `share` of what verify allows, in every case or for one shape."""
     subject = Subject(model, dtype, GPU)
     found = []
     for case in cases(dtype) if leading is None else [Case(str(leading), dtype, leading)]:
@@ -128,8 +134,10 @@ def failures(model: Sequential, dtype: torch.dtype, features: int, leading: tupl
             call = example_call(subject.fused, (*case.leading, features), dtype, GPU, rng)
         except (ValueError, TypeError, IndexError):
             continue  # an op that counts samples takes no single row
-        found += [f"{row}" for row in subject.check(case, call) if not row.passed]
-    return found
+        found += [row for row in subject.check(case, call) if row.share > share]
+    # Attention's kernels do not promise to add up in the same order in every backward.
+    promised = not any(isinstance(op, ops.DotProductAttention) for op in model.operations())
+    return [str(row) for row in found if promised or "not repeated" not in row.note]
 
 
 def op_of(name: str, features: int) -> RowOp:
@@ -169,18 +177,18 @@ def test_rows_that_no_block_holds(features: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_gpt_block(dtype: torch.dtype) -> None:
-    assert not failures(gpt_block(64, 4, 0.2, dtype), dtype, 64, (16, 3))
-    assert not failures(gpt_block(256, 4, 0.0, dtype), dtype, 256, (33, 2))
+    assert not failures(gpt_block(64, 4, 0.2, dtype), dtype, 64, (16, 3), BLOCK)
+    assert not failures(gpt_block(256, 4, 0.0, dtype), dtype, 256, (33, 2), BLOCK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_llama_block(dtype: torch.dtype) -> None:
-    assert not failures(llama_block(128, 4, dtype), dtype, 128, (24, 2))
+    assert not failures(llama_block(128, 4, dtype), dtype, 128, (24, 2), BLOCK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_mlp_block_in_every_case(dtype: torch.dtype) -> None:
-    assert not failures(scaled_down(mlp(48, 96, 0.1, dtype)), dtype, 48)
+    assert not failures(scaled_down(mlp(48, 96, 0.1, dtype)), dtype, 48, share=BLOCK)
 
 
 def test_autocast_reads_float32_parameters() -> None:
@@ -200,13 +208,16 @@ def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch that are NaN before the kernel change nothing."""
     model, x = mlp(257, 300, 0.1), normal(65, 257)
     clean = results(model, model, x)
-    empty = torch.empty
 
-    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def filled(*arguments: Any, **options: Any) -> torch.Tensor:
+            made = make(*arguments, **options)
+            return made.fill_(torch.nan) if made.is_floating_point() else made
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return filled
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     assert equal(clean, results(model, model, x))
     monkeypatch.undo()
     # The native runtime takes its scratch from at::empty, which fills it with NaN in this mode.
