@@ -437,7 +437,7 @@ def test_infinities_and_nan_in_the_same_place_are_equal() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_keep_the_numbers(name: str) -> None:
-    t = torch.randn(3, 4, 5)
+    t = torch.randn(3, 4, 5, 2)
     laid = LAYOUTS[name](t)
     assert laid.shape == t.shape
     if name not in ("same rows", "ones"):

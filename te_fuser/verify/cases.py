@@ -39,6 +39,10 @@ def _transposed(t: torch.Tensor) -> torch.Tensor:
     return t.mT.contiguous().mT if t.dim() > 1 else _every_other(t)
 
 
+def _channels_last(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+
+
 def _every_other(t: torch.Tensor) -> torch.Tensor:
     wide = t.new_zeros(*t.shape[:-1], 2 * t.shape[-1])
     wide[..., ::2] = t
@@ -66,6 +70,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": _transposed,
     "every other column": _every_other,
+    "channels last": _channels_last,
     "misaligned": _misaligned,
     "same rows": _same_rows,
     "ones": _ones,

@@ -15,6 +15,8 @@ Tensors = Mapping[str, torch.Tensor]
 # (data, exact) -> results by name: plain PyTorch in the data's dtypes; exact: on float64 data, rounding nowhere.
 Evaluate = Callable[[Tensors, bool], Tensors]
 
+UPSTREAM = "upstream "  # how the names of incoming gradients begin, among the data
+
 _TIMES_PLAIN = 2.0
 _NEIGHBOURS = 24
 _FEW, _HOPELESS = 3, 30.0  # luck does not explain such a multiple of what so many neighbours allow
@@ -109,15 +111,19 @@ def judge(
             is for intermediate values, which a kernel sees before they are rounded and stored.
     """
     exact = evaluate(doubled(data), True)
+    scales = _sizes(exact)
     plain: dict[str, Distance] = dict.fromkeys(exact, Distance())
     rows: list[Row] = []
     for number, sample in enumerate(_samples(data, coarsest)):
         shown, erred = _plain(sample, evaluate)
-        if not exactly and sample is not data:
+        if number == 1:
+            scattered = _sizes(evaluate(doubled(_scattered(data)), True))
+            scales = {name: size.or_more(scattered[name]) for name, size in scales.items()}
+        if number and not exactly:
             moved = evaluate(doubled(sample), True)
             erred = {name: d + distance(moved[name], exact[name]) for name, d in erred.items()}
         plain = {name: d.or_more(erred[name]) for name, d in plain.items()}
-        rows = [_row(case, name, found[name], exact[name], shown[name], plain[name]) for name in exact]
+        rows = [_row(case, name, found[name], exact[name], shown[name], plain[name], scales[name]) for name in exact]
         hopeless = _HOPELESS if number >= _FEW else float("inf")
         if all(row.passed or row.share > hopeless for row in rows):
             break
@@ -141,20 +147,38 @@ def _plain(data: Tensors, evaluate: Evaluate) -> tuple[Tensors, dict[str, Distan
     return shown, erred
 
 
-def _row(case: str, name: str, found: torch.Tensor, exact: torch.Tensor, shown: torch.Tensor, plain: Distance) -> Row:
+def _sizes(tensors: Tensors) -> dict[str, Distance]:
+    """How large tensors are, where that can be said."""
+    sizes = {name: distance(t, torch.zeros_like(t)) for name, t in tensors.items()}
+    return {name: size if size.largest < float("inf") else Distance() for name, size in sizes.items()}
+
+
+def _scattered(data: Tensors) -> dict[str, torch.Tensor]:
+    """The same data with signs of the incoming gradients changed by chance: what is 0 because equal ones cancel, as
+    the gradient of a softmax's sum, shows what size its terms have."""
+    rng = torch.Generator().manual_seed(0)
+
+    def signs(t: torch.Tensor) -> torch.Tensor:
+        return (torch.randint(0, 2, t.shape, generator=rng) * 2 - 1).to(t)
+
+    return {name: t * signs(t) if name.startswith(UPSTREAM) else t for name, t in data.items()}
+
+
+def _row(
+    case: str,
+    name: str,
+    found: torch.Tensor,
+    exact: torch.Tensor,
+    shown: torch.Tensor,
+    plain: Distance,
+    scale: Distance,
+) -> Row:
     if (found.shape, found.dtype) != (shown.shape, shown.dtype):
         return Row(case, name, note=f"is {_kind(found)}, plain PyTorch gives {_kind(shown)}")
-    error, scale = distance(found, exact), distance(exact, torch.zeros_like(exact))
     ulp = torch.finfo(found.dtype).eps * (_EXACT_ULPS if found.dtype == torch.float64 else 1.0)
-    allowed = plain * _TIMES_PLAIN + Distance(_finite(scale.largest), _finite(scale.rms)) * ulp
-    largest, rms = _finite(scale.largest) or 1.0, _finite(scale.rms) or 1.0
-    return Row(
-        case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms
-    )  # fmt: skip
-
-
-def _finite(number: float) -> float:
-    return number if number < float("inf") else 0.0
+    error, allowed = distance(found, exact), plain * _TIMES_PLAIN + scale * ulp
+    largest, rms = scale.largest or 1.0, scale.rms or 1.0
+    return Row(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)
 
 
 def _kind(t: torch.Tensor) -> str:

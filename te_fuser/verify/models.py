@@ -15,9 +15,9 @@ from te_fuser.fuser.plan import Plan
 from te_fuser.ops.base import NamedInput, RowOp, Spec, unrounded
 from te_fuser.sequential import Group, Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
-from te_fuser.verify.compare import Row, Tensors, judge, same_bits
+from te_fuser.verify.compare import UPSTREAM, Row, Tensors, judge, same_bits
 
-_INPUT, _PARAMETER, _BUFFER, _UPSTREAM = "input", "parameter ", "buffer ", "upstream "
+_INPUT, _PARAMETER, _BUFFER = "input", "parameter ", "buffer "
 
 
 @dataclass
@@ -173,7 +173,7 @@ class _Run:
             b.data = data[_BUFFER + name].clone()
         leaves = self._leaves(data)
         leaves |= {_PARAMETER + name: p for name, p in model.named_parameters() if p.requires_grad}
-        saved, self.upstream = self.upstream, {n: t for n, t in data.items() if n.startswith(_UPSTREAM)}
+        saved, self.upstream = self.upstream, {n: t for n, t in data.items() if n.startswith(UPSTREAM)}
         try:
             if not exact:
                 return self._results(model.reference, leaves)[0]
@@ -214,7 +214,7 @@ class _Run:
 
     def _arriving(self, name: str, y: torch.Tensor) -> torch.Tensor:
         """The gradient of an output: drawn once, then the same numbers whatever the dtype."""
-        key = _UPSTREAM + name
+        key = UPSTREAM + name
         if key not in self.upstream:
             rng = torch.Generator().manual_seed(len(self.upstream) + 7)
             drawn = torch.randn(y.shape, generator=rng).to(y)

@@ -18,10 +18,10 @@ from te_fuser.fuser.reference import run_nodes
 from te_fuser.fuser.refs import SEED, Ref, gradient_ref
 from te_fuser.fuser.segment import build_segments
 from te_fuser.ops.base import unrounded
-from te_fuser.verify.compare import Tensors, judge, same_bits
+from te_fuser.verify.compare import UPSTREAM, Tensors, judge, same_bits
 from te_fuser.verify.report import VerificationError
 
-_VALUE, _PARAMETER, _UPSTREAM = "value ", "parameter ", "upstream "
+_VALUE, _PARAMETER = "value ", "parameter "
 
 
 def run_verified(
@@ -49,6 +49,7 @@ class _Watch:
         self.values = {value: t.detach() for value, t in entering.items()}
         self.seed = torch.zeros(2, dtype=torch.int64)
         self.forward_steps = {id(step) for step in plan.forward}
+        self.coarsest = max(torch.finfo(v.spec.dtype).eps for v in plan.graph.values if v.spec.dtype.is_floating_point)
 
     def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
         """`runner`, checked; steps that are a single PyTorch operation run as they are."""
@@ -71,9 +72,17 @@ class _Watch:
     def data(self, nodes: Iterable[Node]) -> dict[str, torch.Tensor]:
         """What nodes read, as it was in forward."""
         nodes = list(nodes)
-        found = {f"{_VALUE}{v}": self.values[v] for v in self.entering(nodes)}
+        found = {f"{_VALUE}{v}": self.value(v) for v in self.entering(nodes)}
         numbers = {p for node in nodes for p in node.parameters.values()}
         return found | {f"{_PARAMETER}{p}": self.graph.parameters[p].get().detach() for p in sorted(numbers)}
+
+    def value(self, index: int) -> torch.Tensor:
+        """A value as it was in forward; where no step made it, since it is another one, from the ops that would."""
+        if index not in self.values:
+            producer = self.graph.producer(index)
+            assert producer is not None
+            self.record([self.graph.nodes[producer]], {})
+        return self.values[index]
 
     def run(self, nodes: Iterable[Node], data: Tensors, exact: bool) -> dict[int, torch.Tensor]:
         """Every value that nodes make from `data`, by plain PyTorch."""
@@ -98,7 +107,8 @@ class _Watch:
         if ref[0] == "term":
             return self.name(ref[1])
         if ref[0] == "parameter gradient":
-            return f"gradient of {self.graph.parameters[ref[1]].name}"
+            owner = next(node for node in self.graph.nodes if ref[1] in node.parameters.values())
+            return f"gradient of {self.graph.parameters[ref[1]].name} of {owner.label}"
         value = self.graph.values[ref[1]].name
         return f"gradient of {value}" if ref[0] == "gradient" else value
 
@@ -148,8 +158,11 @@ class _CheckedRunner:
         outside = [v for v in made if any(not self.step.start <= c < self.step.stop for c in graph.consumers(v))]
         leaving = [v for v in made if (v in outside or graph.leaves(v)) and gradient_ref(v) in given]
         data = self.watch.data(self.nodes)
-        data |= {f"{_UPSTREAM}{v}": given[gradient_ref(v)] for v in leaving}
-        found = {self._name(ref): self._as_returned(ref, slots[k]) for ref, k in self.outputs if ref[0] in _CHECKED}
+        data |= {f"{UPSTREAM}{v}": given[gradient_ref(v)] for v in leaving}
+        found: dict[str, torch.Tensor] = {}
+        for ref, k in self.outputs:
+            if ref[0] in _CHECKED:
+                self._add(found, ref, self._as_returned(ref, slots[k]))
 
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
             return self._gradients(data, exact, leaving)
@@ -161,22 +174,30 @@ class _CheckedRunner:
         refs = [ref for ref, _ in self.outputs if ref[0] in _CHECKED]
         sources = {ref: _source(ref) for ref in refs if ref[0] != "recomputed"}
         wanted = set(sources.values())
-        leaves = {k: t.detach().requires_grad_(k in wanted) for k, t in data.items() if not k.startswith(_UPSTREAM)}
+        leaves = {k: t.detach().requires_grad_(k in wanted) for k, t in data.items() if not k.startswith(UPSTREAM)}
         values = self.watch.run(self.nodes, leaves, exact)
         found = {self._name(ref): values[ref[1]].detach() for ref in refs if ref[0] == "recomputed"}
         ends = [v for v in leaving if values[v].requires_grad]
         order = [k for k in leaves if k in wanted]
         gradients: Iterable[torch.Tensor | None] = [None] * len(order)
         if ends and order:
-            grads = [data[f"{_UPSTREAM}{v}"].to(values[v].dtype) for v in ends]
+            grads = [data[f"{UPSTREAM}{v}"].to(values[v].dtype) for v in ends]
             gradients = torch.autograd.grad(
                 [values[v] for v in ends], [leaves[k] for k in order], grads, allow_unused=True
             )
         by_leaf = dict(zip(order, gradients, strict=True))
         for ref, source in sources.items():
             g = by_leaf[source]
-            found[self._name(ref)] = torch.zeros_like(leaves[source]) if g is None else g
+            self._add(found, ref, torch.zeros_like(leaves[source]) if g is None else g)
         return found
+
+    def _add(self, found: dict[str, torch.Tensor], ref: Ref, t: torch.Tensor) -> None:
+        """Note a result. The ends of a fork are one value, and how its gradient is shared among them says nothing."""
+        base = ref[1] if ref[0] == "term" else ref
+        if base[0] == "gradient":
+            base = gradient_ref(self.watch.graph.root(base[1]))
+        name = self._name(base)
+        found[name] = found[name] + t if name in found else t
 
     def _as_returned(self, ref: Ref, t: torch.Tensor) -> torch.Tensor:
         """Under autocast a gradient comes in the dtype of the cast parameter, and autograd gives it the parameter's."""
@@ -187,7 +208,11 @@ class _CheckedRunner:
         return self.watch.name(ref)
 
     def _judge(self, found: Tensors, data: Tensors, evaluate: Any) -> None:
-        failed = [row for row in judge(self.label, found, data, evaluate, exactly=False) if not row.passed]
+        failed = [
+            row
+            for row in judge(self.label, found, data, evaluate, exactly=False, coarsest=self.watch.coarsest)
+            if not row.passed
+        ]
         if failed:
             raise VerificationError(str(max(failed, key=lambda row: row.share)))
 

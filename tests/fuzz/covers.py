@@ -12,10 +12,11 @@ from unittest import mock
 
 from te_fuser import fusions
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.fuser import fuser
+from te_fuser.fuser import fuser, planner
 from te_fuser.fuser.device import DEVICES, Device
 from te_fuser.fusions import Cost, Fusion, Match
 from te_fuser.ops import FusableOperation
+from te_fuser.verify import steps
 
 
 @contextlib.contextmanager
@@ -34,7 +35,11 @@ def as_if_generated(seed: int) -> Iterator[None]:
     def target(device: Any, dtype: Any, kernels: str) -> str:
         return "cpp"
 
-    with mock.patch.object(fuser, "target_for", target), mock.patch.object(fuser, "load_kernels", load):
+    with (
+        mock.patch.object(fuser, "target_for", target),
+        mock.patch.object(fuser, "load_kernels", load),
+        mock.patch.object(steps, "load_kernels", load),
+    ):
         yield
 
 
@@ -78,10 +83,19 @@ def random_cover_as_if_generated(seed: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def small_segments(seed: int) -> Iterator[None]:
+    """A segment wherever one may end."""
+    with mock.patch.object(planner, "_SEGMENT_BYTES", 1):
+        yield
+
+
 # Name of a way to plan -> what is in force while it is used.
 PLANS: dict[str, Callable[[int], AbstractContextManager[None]]] = {
     "default": as_planned,
     "as if generated": as_if_generated,
     "random cover": random_cover,
     "random cover as if generated": random_cover_as_if_generated,
+    "small segments": small_segments,
 }
+GENERATED_PLANS = ("default", "random cover", "small segments")

@@ -16,7 +16,7 @@ from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum
 from te_fuser.verify import Row
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
-from tests.fuzz.covers import PLANS
+from tests.fuzz.covers import GENERATED_PLANS, PLANS
 
 # ---------------------------------------------------------------------------------- ops that only the fuzzer has
 
@@ -85,7 +85,7 @@ GATED = (
     "ops.ClampedSwiGLU(limit=0.5)", "ops.SwiGLU(gate_first=False)",
 )  # fmt: skip
 RANDOM = ("ops.Dropout(0.3)", "ops.Dropout(0.0)", "ops.Dropout(1.0)", "ops.DropPath(0.4, 0)")
-DTYPES = ("float32", "bfloat16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 _BAD_LUCK = 1.5
 
 
@@ -97,7 +97,7 @@ class FuzzCase:
     setup: tuple[str, ...] = ()
     shape: tuple[int, ...] = (3, 4)
     dtype: str = "float32"
-    inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     outputs: tuple[str, ...] = ()
     layout: str = "contiguous"
     upstream: str = "contiguous"
@@ -108,6 +108,7 @@ class FuzzCase:
     plan: str = "default"
     seed: int = 0
     autocast: bool = False
+    steps: bool = False  # also check every step on the data it sees
     kernels: str = "reference"
 
     def __repr__(self) -> str:
@@ -139,12 +140,31 @@ class FuzzCase:
             rng = torch.Generator().manual_seed(self.seed + 1)
             dtype = getattr(torch, self.dtype)
             x = torch.randn(self.shape, generator=rng, dtype=torch.float64).to(dtype)
-            inputs = {n: torch.randn(s, generator=rng, dtype=torch.float64).to(dtype) for n, s in self.inputs}
+            inputs = {
+                name: torch.randn(shape, generator=rng, dtype=torch.float64).to(getattr(torch, own))
+                for name, shape, own in self.inputs
+            }
             call = Call(x, inputs, self.outputs, gradient_names(model, inputs))
             leaves = ["input", *(f"input {n}" for n in inputs), *(n for n, _ in model.named_parameters())]
             frozen = frozenset(n for k, n in enumerate(leaves) if self.frozen >> k & 1)
             case = Case("fuzz", None, None, self.layout, self.upstream, frozen, self.calls)
-            return [row for row in Subject(model, None).check(case, call) if row.share > _BAD_LUCK]
+            rows = Subject(model, None).check(case, call)
+            if self.steps:
+                rows += _wrong_steps(model, call)
+            return [row for row in rows if row.share > _BAD_LUCK]
+
+
+def _wrong_steps(model: te_fuser.Sequential, call: Call) -> list[Row]:
+    """Run the model with each step verified."""
+    model.verify = True
+    x, inputs = call.x.clone().requires_grad_(), {n: t.clone().requires_grad_() for n, t in call.inputs.items()}
+    try:
+        made = model(x, outputs=call.outputs, **inputs)
+        results = [y for y in (made if isinstance(made, tuple) else (made,)) if y.requires_grad]
+        torch.autograd.backward(results, [torch.randn_like(y) for y in results])
+    except te_fuser.VerificationError as error:
+        return [Row("fuzz", "a step", note=str(error))]
+    return []
 
 
 @contextlib.contextmanager
@@ -163,7 +183,7 @@ class _Writer:
     def __init__(self, draw: st.DrawFn, shape: tuple[int, ...], dtype: str) -> None:
         self.draw, self.shape, self.dtype, self.now = draw, shape, dtype, dtype
         self.setup: list[str] = []
-        self.inputs: dict[str, tuple[int, ...]] = {}
+        self.inputs: dict[str, tuple[tuple[int, ...], str]] = {}
         self.outputs: list[str] = []
         self.shared: list[tuple[str, int, int]] = []
         self.names = 0
@@ -226,13 +246,15 @@ class _Writer:
     def named(self) -> list[str]:
         name = self.name("given")
         kind = self.draw(st.sampled_from(("add", "row", "sample")))
+        own = self.dtype if self.dtype == "float64" else self.pick((self.dtype, self.dtype, "float32"))
+        self.now = own if own == "float32" else self.now  # a sum has the wider dtype
         if kind == "add" or self.features == 1:
-            self.inputs[name] = self.shape
+            self.inputs[name] = self.shape, own
             return [f"ops.Add('{name}')"]
         batch_dim = self.draw(st.integers(0, max(len(self.shape) - 2, 0)))
         per_sample = kind == "sample" and len(self.shape) > 1
         shape = (self.shape[batch_dim], self.features) if per_sample else self.shape
-        self.inputs |= {f"{name}_scale": shape, f"{name}_shift": shape}
+        self.inputs |= {f"{name}_scale": (shape, own), f"{name}_shift": (shape, own)}
         how = f"per='sample', batch_dim={batch_dim}" if per_sample else "per='row'"
         return [f"ops.AdaptiveLayerNorm({self.features}, 0.3, scale='{name}_scale', shift='{name}_shift', {how})"]
 
@@ -303,10 +325,11 @@ KINDS: dict[str, Rule] = {
 @st.composite
 def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
     """Lists of any kind and depth, on inputs of any shape, dtype and strides."""
-    dtype = draw(st.sampled_from(DTYPES if kernels == "reference" else DTYPES[:2]))
+    dtype = draw(st.sampled_from(DTYPES if kernels == "reference" else DTYPES[:3]))
     features = draw(st.one_of(st.integers(1, 67), st.sampled_from((8, 16, 32, 64))))
+    rows, side = st.integers(0, 40), st.integers(1, 6)
     leading = draw(
-        st.one_of(st.tuples(st.integers(0, 40)), st.tuples(st.integers(0, 6), st.integers(1, 6)), st.just(()))
+        st.one_of(st.tuples(rows), st.tuples(st.integers(0, 6), side), st.just(()), st.tuples(side, side, side))
     )
     shape = (*leading, features)
     writer = _Writer(draw, shape, dtype)
@@ -316,7 +339,7 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
         tuple(writer.setup),
         shape,
         dtype,
-        tuple(writer.inputs.items()),
+        tuple((name, *given) for name, given in writer.inputs.items()),
         tuple(n for n in writer.outputs if draw(st.booleans())),
         draw(st.sampled_from([n for n in LAYOUTS if n != "ones"])),
         draw(st.sampled_from([*LAYOUTS])),
@@ -324,10 +347,9 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
         draw(st.sampled_from((1, 1, 1, 2))),
         draw(st.booleans()),
         draw(st.sampled_from(("balanced", "fast", "lean", 0, 1000))),
-        draw(st.sampled_from([*PLANS]))
-        if kernels == "reference"
-        else draw(st.sampled_from(("default", "random cover"))),
+        draw(st.sampled_from([*PLANS] if kernels == "reference" else GENERATED_PLANS)),
         draw(st.integers(0, 2**16)),
         dtype == "float32" and not draw(st.integers(0, 5)),
+        not draw(st.integers(0, 3)),
         kernels,
     )
