@@ -178,7 +178,9 @@ def test_ctrl_c_saves(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, "--steps", "1000000"]
     command += ["--text", str(folder), "--out", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -186,7 +188,7 @@ def test_ctrl_c_saves(folder: Path, tmp_path: Path) -> None:
                     process.send_signal(signal.SIGINT)
                     break
             rest = process.stdout.read()
-            assert process.wait(timeout=30) == 130
+            assert process.wait(timeout=30) == 130, rest
         finally:
             process.kill()
     assert "./dev train --resume --out" in rest
