@@ -6,6 +6,7 @@
 #include "cpu_kernel.h"
 #include "cuda_driver.h"
 #include "cuda_kernel.h"
+#include "step_bindings.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
 #include "threads.h"
@@ -52,6 +53,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_cuda_driver", &set_cuda_driver, py::arg("library"), py::arg("host_tensors") = false,
              "For tests: take another library for the driver, and tensors on the CPU for ones on CUDA device 0.");
 
+  te::bind_steps(module);
   add_type(module, "CpuKernel", te::make_cpu_kernel_type());
   add_type(module, "CudaKernel", te::make_cuda_kernel_type());
 }

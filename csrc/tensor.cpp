@@ -275,6 +275,15 @@ bool init_tensor_api() {
   return load_exchange_table();
 }
 
+bool view_tensor(PyObject* object, const ArgumentSite& site, TensorView* view) {
+  dlpack::Tensor tensor;
+  if (!borrow(object, site, &tensor)) return false;
+  int64_t count = 0;
+  *view = {tensor.shape, tensor.ndim,        is_row_major(tensor, &count), tensor.code,
+           tensor.bits,  tensor.device_type, tensor.device_index};
+  return true;
+}
+
 bool read_cpu_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, void** data) {
   dlpack::Tensor tensor;
   if (!borrow(object, site, &tensor)) return false;

@@ -31,6 +31,18 @@ struct ArgumentSite {
   Py_ssize_t index;
 };
 
+// What is known of a tensor without looking at its elements; borrowed: it is valid while the tensor lives.
+struct TensorView {
+  const int64_t* shape;
+  int32_t dimensions;
+  bool is_row_major;
+  uint8_t dtype_code, dtype_bits;
+  int32_t device_type, device_index;
+};
+
+// Returns false with a Python error set when the object is no plain tensor.
+bool view_tensor(PyObject* object, const ArgumentSite& site, TensorView* view);
+
 // The data pointer of a dense, row-major CPU tensor of dtype `expected`; a tensor without elements may give nullptr.
 // Returns false with a Python error set when the object is anything else.
 bool read_cpu_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, void** data);

@@ -1,6 +1,7 @@
 """The native runtime."""
 
-from typing import SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -122,3 +123,53 @@ def thread_backend() -> str:
 
 def set_thread_backend(name: str) -> None:
     """Choose where kernels run; raises ValueError if that backend is not there."""
+
+# slot, alike, rule, width, fixed sizes, dtype
+StepOutput = tuple[int, int, int, int, tuple[int, ...] | None, torch.dtype]
+
+class Step:
+    """What runs between slots, a list of tensors."""
+
+    def __call__(self, slots: list[Any]) -> None: ...
+
+class KernelStep(Step):
+    """kernel(tensors, rows, batch_inner, batch_size, streams): inputs made contiguous, outputs allocated."""
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Callable[..., None] | None,
+        inputs: Sequence[int],
+        lead: int,
+        batch_dim: int | None,
+        outputs: Sequence[StepOutput],
+        streams: tuple[int, ...],
+        aliases: Sequence[tuple[int, int]],
+        many_rows: int,
+        large: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Prepare a step.
+
+        Args:
+            kernel: None where nothing is computed, and outputs are other names of inputs.
+            inputs: the slots that the kernel reads.
+            lead: the slot of the tensor [..., features] whose sizes are those of the call.
+            batch_dim: the dimension of the lead that counts samples, where the kernel works per sample.
+            outputs: the slots that it fills. `alike` is the tensor of the call (inputs first) that has the same sizes
+                and dtype, or -1; then `rule` says them: 0 [..., width], 1 as given, 2 [samples], 3 [samples, width].
+            streams: the kernel's integers.
+            aliases: (new slot, old slot) that hold the same tensor afterwards.
+            many_rows: from so many rows on, each output is shown to `large` before anything is written.
+        """
+
+class FunctionStep(Step):
+    """slots[output] = function(*slots[inputs])."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[int], output: int) -> None: ...
+
+class Program:
+    """Steps in order, and after each the slots that nobody reads any more."""
+
+    def __init__(self, steps: Sequence[tuple[Callable[[list[Any]], None], Sequence[int]]]) -> None: ...
+    def run(self, slots: list[Any]) -> None:
+        """Run every step on these slots."""

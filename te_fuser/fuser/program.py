@@ -1,4 +1,4 @@
-"""Steps made ready to run: refs become slots, tasks become runners, and running is a loop."""
+"""Steps made ready to run: refs become slots, tasks become runners, and running is a loop in the native runtime."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from te_fuser import _native
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.random import RandomStream
@@ -51,53 +52,31 @@ def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> Rando
     return RandomStream(value, offset, number, *layout)
 
 
-class KernelRunner:
-    """Runs a generated kernel: makes inputs contiguous, allocates outputs, launches."""
-
-    __slots__ = ("_aliases", "_batch_dim", "_inputs", "_kernel", "_lead", "_many_rows", "_outputs", "_streams")
-
-    def __init__(self, plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap) -> None:
-        description = plan.description
-        refs = list(plan.inputs) + ([SEED] if description.streams else [])
-        # The native kernel itself, where there is one: its Python front takes as long as launching it.
-        self._kernel = getattr(kernel, "run", kernel)
-        self._inputs = tuple(slots[r] for r in refs)
-        self._lead = slots[plan.lead]
-        self._outputs = tuple(
-            (slots[o.ref], alike, _shape_rule(o), o.width, o.shape, DTYPES[o.dtype])
-            for o, alike in zip(plan.outputs, _alike(plan, len(refs)), strict=True)
-        )
-        widest = max((o.width * DTYPES[o.dtype].itemsize for o in plan.outputs if o.axes & Axes.OUTER), default=0)
-        self._many_rows = memory.LARGE // widest if widest else sys.maxsize
-        self._streams = plan.streams
-        self._batch_dim = plan.batch_dim
-        self._aliases = tuple((slots[new], slots[old]) for new, old in plan.aliases)
-
-    def __call__(self, slots: Slots) -> None:
-        if self._kernel is not None:
-            lead = slots[self._lead]
-            shape = lead.shape[:-1]
-            rows = shape.numel()
-            inner, samples = batch_layout(lead.shape, self._batch_dim) if self._batch_dim is not None else (1, 1)
-            tensors = []
-            for k in self._inputs:
-                t = slots[k]
-                tensors.append(t if t.is_contiguous() else t.contiguous())
-            for k, alike, rule, width, fixed, dtype in self._outputs:
-                if alike is not None:  # half the time of making one from sizes
-                    t = torch.empty_like(tensors[alike])
-                else:
-                    t = torch.empty(_sizes(rule, shape, width, fixed, samples), dtype=dtype, device=lead.device)
-                if rows >= self._many_rows:
-                    memory.prefer_huge_pages(t)
-                slots[k] = t
-                tensors.append(t)
-            self._kernel(tuple(tensors), rows, inner, samples, self._streams)
-        for new, old in self._aliases:
-            slots[new] = slots[old]
-
-
+# How an output's sizes follow from a call's; in the order of the native runtime.
 _ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(4)
+
+
+def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap) -> Runner:
+    """A generated kernel as a native step: inputs made contiguous, outputs allocated, launched."""
+    description = plan.description
+    refs = list(plan.inputs) + ([SEED] if description.streams else [])
+    widest = max((o.width * DTYPES[o.dtype].itemsize for o in plan.outputs if o.axes & Axes.OUTER), default=0)
+    return _native.KernelStep(
+        description.name,
+        # The native kernel itself, where there is one: its Python front takes as long as launching it.
+        getattr(kernel, "run", kernel),
+        [slots[r] for r in refs],
+        slots[plan.lead],
+        plan.batch_dim,
+        [
+            (slots[o.ref], -1 if alike is None else alike, _shape_rule(o), o.width, o.shape, DTYPES[o.dtype])
+            for o, alike in zip(plan.outputs, _alike(plan, len(refs)), strict=True)
+        ],
+        plan.streams,
+        [(slots[new], slots[old]) for new, old in plan.aliases],
+        memory.LARGE // widest if widest else sys.maxsize,
+        memory.prefer_huge_pages,
+    )
 
 
 def _shape_rule(output: Output) -> int:
@@ -107,17 +86,6 @@ def _shape_rule(output: Output) -> int:
     if output.axes & Axes.BATCH:
         return _SAMPLE_ROWS if output.axes & Axes.FEATURE else _SAMPLES
     return _FIXED
-
-
-def _sizes(
-    rule: int, rows: tuple[int, ...], width: int, fixed: tuple[int, ...] | None, samples: int
-) -> tuple[int, ...]:
-    if rule == _ROWS:
-        return (*rows, width)
-    if rule == _FIXED:
-        assert fixed is not None
-        return fixed
-    return (samples,) if rule == _SAMPLES else (samples, width)
 
 
 def _alike(plan: KernelPlan, inputs: int) -> list[int | None]:
@@ -286,12 +254,12 @@ class CastRunner:
 
 @dataclass(frozen=True)
 class Program:
-    """Runners in order, and after each the slots nobody reads any more.
+    """Steps in order, and after each the slots nobody reads any more.
 
     Slots are the inputs in their order, then what the steps make, and a last one that stays empty.
     """
 
-    runners: tuple[tuple[Runner, tuple[int, ...]], ...]
+    run: Callable[[Slots], None]
     size: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -300,13 +268,6 @@ class Program:
     def slots(self, tensors: Iterable[torch.Tensor | None]) -> Slots:
         """Slots that hold the inputs."""
         return [*tensors, *self.blank]
-
-    def run(self, slots: Slots) -> None:
-        """Run every step; slots are dropped after their last use."""
-        for runner, dead in self.runners:
-            runner(slots)
-            for k in dead:
-                slots[k] = None
 
 
 def build_program(
@@ -337,14 +298,15 @@ def build_program(
     for slot, k in last.items():
         if slot not in held:
             dead.setdefault(k, []).append(slot)
-    table = tuple((r, tuple(dead.get(k, ()))) for k, r in enumerate(runners))
-    return Program(table, len(slots), numbers_in, numbers_out, (None,) * (len(slots) - len(numbers_in) + 1)), slots
+    native = _native.Program([(r, dead.get(k, [])) for k, r in enumerate(runners)])
+    blank = (None,) * (len(slots) - len(numbers_in) + 1)
+    return Program(native.run, len(slots), numbers_in, numbers_out, blank), slots
 
 
 def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -> Runner:
     task = step.task
     if isinstance(task, KernelPlan):
-        return KernelRunner(task, kernels.get(task.description.key), slots)
+        return _kernel_step(task, kernels.get(task.description.key), slots)
     if isinstance(task, OpForward):
         return OpRunner(step, task, slots)
     if isinstance(task, OpGradient):

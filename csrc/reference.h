@@ -1,0 +1,36 @@
+// A counted reference to a Python object.
+#pragma once
+
+#include <Python.h>
+
+#include <utility>
+
+namespace te {
+
+// Owns one reference, or none. Copying and destroying need the interpreter lock.
+class Reference {
+ public:
+  Reference() = default;
+  static Reference steal(PyObject* object) { return Reference(object); }
+  static Reference borrow(PyObject* object) {
+    Py_XINCREF(object);
+    return Reference(object);
+  }
+  Reference(const Reference& other) : object_(other.object_) { Py_XINCREF(object_); }
+  Reference(Reference&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Reference& operator=(Reference other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Reference() { Py_XDECREF(object_); }
+
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  explicit Reference(PyObject* object) : object_(object) {}
+  PyObject* object_ = nullptr;
+};
+
+}  // namespace te

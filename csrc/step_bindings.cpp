@@ -1,0 +1,117 @@
+#include "step_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "steps.h"
+
+namespace py = pybind11;
+
+namespace te {
+namespace {
+
+using Slots = std::vector<Py_ssize_t>;
+// slot, alike, rule, width, fixed sizes, dtype
+using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, py::object, py::object>;
+
+Reference hold(const py::object& object) { return Reference::borrow(object.ptr()); }
+
+OutputSpec output_spec(const Output& given) {
+  const auto& [slot, alike, rule, width, fixed, dtype] = given;
+  if (rule < 0 || rule > static_cast<int>(SizeRule::sample_rows)) throw py::value_error("an unknown rule for sizes");
+  return {slot, alike, static_cast<SizeRule>(rule), width, hold(fixed), hold(dtype)};
+}
+
+std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::object& kernel, Slots inputs,
+                                             Py_ssize_t lead, std::optional<int64_t> batch_dim,
+                                             const std::vector<Output>& outputs, const py::tuple& streams,
+                                             std::vector<std::pair<Py_ssize_t, Py_ssize_t>> aliases, int64_t many_rows,
+                                             const py::object& large) {
+  auto step = std::make_unique<KernelStep>();
+  step->name = name;
+  step->kernel = hold(kernel);
+  step->inputs = std::move(inputs);
+  step->lead = lead;
+  step->per_sample = batch_dim.has_value();
+  step->batch_dim = batch_dim.value_or(0);
+  for (const Output& output : outputs) {
+    step->outputs.push_back(output_spec(output));
+    const auto before = static_cast<Py_ssize_t>(step->inputs.size() + step->outputs.size()) - 1;
+    if (step->outputs.back().alike >= before) throw py::value_error("an output is like a tensor that comes later");
+  }
+  step->streams = hold(streams);
+  step->aliases = std::move(aliases);
+  step->many_rows = many_rows;
+  step->large = hold(large);
+  return step;
+}
+
+std::unique_ptr<FunctionStep> make_function_step(const py::object& function, Slots inputs, Py_ssize_t output) {
+  auto step = std::make_unique<FunctionStep>();
+  step->function = hold(function);
+  step->inputs = std::move(inputs);
+  step->output = output;
+  return step;
+}
+
+std::unique_ptr<Program> make_program(const std::vector<std::pair<py::object, Slots>>& steps) {
+  auto program = std::make_unique<Program>();
+  for (const auto& [callable, dead] : steps) {
+    Step* native = py::isinstance<Step>(callable) ? callable.cast<Step*>() : nullptr;
+    program->entries.push_back({hold(callable), native, dead});
+  }
+  return program;
+}
+
+template <class Runs>
+void run(Runs& runs, const py::list& slots) {
+  if (!runs.run(slots.ptr())) throw py::error_already_set();
+}
+
+// The program behind a Python object; nullptr while it is being made.
+Program* program_of(PyObject* self) {
+  const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  return held.holder_constructed() ? static_cast<Program*>(held.value_ptr()) : nullptr;
+}
+
+// Lets the garbage collector see what a program holds.
+void collect_programs(PyHeapTypeObject* heap_type) {
+  PyTypeObject* type = &heap_type->ht_type;
+  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) -> int {
+#if PY_VERSION_HEX >= 0x03090000
+    Py_VISIT(Py_TYPE(self));
+#endif
+    const Program* program = program_of(self);
+    return program != nullptr ? program->visit(visit, arg) : 0;
+  };
+  type->tp_clear = [](PyObject* self) -> int {
+    if (Program* program = program_of(self)) program->clear();
+    return 0;
+  };
+}
+
+}  // namespace
+
+void bind_steps(py::module_& module) {
+  if (!init_steps()) throw py::error_already_set();
+  py::class_<Step>(module, "Step").def("__call__", &run<Step>, py::arg("slots"));
+  py::class_<KernelStep, Step>(module, "KernelStep", "A kernel between slots: step(slots).")
+      .def(py::init(&make_kernel_step), py::arg("name"), py::arg("kernel"), py::arg("inputs"), py::arg("lead"),
+           py::arg("batch_dim"), py::arg("outputs"), py::arg("streams"), py::arg("aliases"), py::arg("many_rows"),
+           py::arg("large"));
+  py::class_<FunctionStep, Step>(module, "FunctionStep", "slots[output] = function(*slots[inputs]).")
+      .def(py::init(&make_function_step), py::arg("function"), py::arg("inputs"), py::arg("output"));
+  py::class_<Program>(module, "Program", "Steps in order, and after each the slots that nobody reads any more.",
+                      py::custom_type_setup(collect_programs))
+      .def(py::init(&make_program), py::arg("steps"))
+      .def("run", &run<Program>, py::arg("slots"));
+}
+
+}  // namespace te

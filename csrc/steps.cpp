@@ -1,0 +1,204 @@
+#include "steps.h"
+
+#include <algorithm>
+#include <array>
+
+#include "kernel_call.h"
+#include "tensor.h"
+
+namespace te {
+namespace {
+
+// Set once while the module is imported.
+struct TorchFunctions {
+  PyObject* empty = nullptr;
+  PyObject* empty_like = nullptr;
+  PyObject* contiguous = nullptr;  // names
+  PyObject* device = nullptr;
+  PyObject* dtype_and_device = nullptr;  // names of empty's keywords
+};
+TorchFunctions torch_functions;
+
+constexpr size_t most_dimensions = 64;  // torch's own limit
+
+// A list's item; a step that reads an empty slot is a mistake of whoever made the program.
+PyObject* read_slot(PyObject* slots, Py_ssize_t index, const char* name) {
+  PyObject* item = index >= 0 && index < PyList_GET_SIZE(slots) ? PyList_GET_ITEM(slots, index) : nullptr;
+  if (item == nullptr || item == Py_None) {
+    PyErr_Format(PyExc_RuntimeError, "step '%s': slot %zd is empty", name, index);
+    return nullptr;
+  }
+  return item;
+}
+
+// Puts a new reference into a slot.
+bool fill_slot(PyObject* slots, Py_ssize_t index, PyObject* item) { return PyList_SetItem(slots, index, item) == 0; }
+
+PyObject* integer_tuple(const int64_t* values, size_t count) {
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
+  if (tuple == nullptr) return nullptr;
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* value = PyLong_FromLongLong(values[i]);
+    if (value == nullptr) {
+      Py_DECREF(tuple);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), value);
+  }
+  return tuple;
+}
+
+}  // namespace
+
+// What a call's sizes are: those of its lead.
+struct KernelStep::Sizes {
+  PyObject* lead;
+  std::array<int64_t, most_dimensions> outer;  // all but the last
+  size_t dimensions;                           // of `outer`
+  int64_t rows, batch_inner, samples;
+};
+
+bool KernelStep::read_sizes(PyObject* lead_tensor, Sizes& sizes) const {
+  TensorView view;
+  if (!view_tensor(lead_tensor, {name.c_str(), 0}, &view)) return false;
+  sizes.lead = lead_tensor;
+  sizes.dimensions = view.dimensions > 0 ? static_cast<size_t>(view.dimensions) - 1 : 0;
+  if (sizes.dimensions > most_dimensions) {
+    PyErr_Format(PyExc_ValueError, "step '%s': a tensor of %zu dimensions", name.c_str(), sizes.dimensions + 1);
+    return false;
+  }
+  std::copy_n(view.shape, sizes.dimensions, sizes.outer.begin());
+  sizes.rows = sizes.batch_inner = sizes.samples = 1;
+  for (size_t i = 0; i < sizes.dimensions; ++i) sizes.rows *= sizes.outer[i];
+  if (!per_sample || sizes.dimensions == 0) return true;
+  const auto batch = static_cast<size_t>(batch_dim < 0 ? batch_dim + view.dimensions : batch_dim);
+  for (size_t i = batch + 1; i < sizes.dimensions; ++i) sizes.batch_inner *= sizes.outer[i];
+  sizes.batch_inner = std::max<int64_t>(sizes.batch_inner, 1);
+  sizes.samples = view.shape[batch];
+  return true;
+}
+
+bool KernelStep::take_inputs(PyObject* slots, PyObject* tensors) const {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    PyObject* tensor = read_slot(slots, inputs[i], name.c_str());
+    TensorView view;
+    if (tensor == nullptr || !view_tensor(tensor, {name.c_str(), static_cast<Py_ssize_t>(i)}, &view)) return false;
+    if (view.is_row_major) {
+      Py_INCREF(tensor);
+    } else {
+      tensor = PyObject_CallMethodNoArgs(tensor, torch_functions.contiguous);
+      if (tensor == nullptr) return false;
+    }
+    PyTuple_SET_ITEM(tensors, static_cast<Py_ssize_t>(i), tensor);
+  }
+  return true;
+}
+
+PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const {
+  if (spec.alike >= 0) {  // half the time of making one from sizes
+    PyObject* model = PyTuple_GET_ITEM(tensors, spec.alike);
+    return PyObject_Vectorcall(torch_functions.empty_like, &model, 1, nullptr);
+  }
+  std::array<int64_t, most_dimensions + 1> shape;
+  size_t count = 0;
+  Reference made;
+  switch (spec.rule) {
+    case SizeRule::fixed: made = spec.fixed; break;
+    case SizeRule::rows:
+      std::copy_n(sizes.outer.begin(), sizes.dimensions, shape.begin());
+      shape[sizes.dimensions] = spec.width;
+      count = sizes.dimensions + 1;
+      break;
+    case SizeRule::samples: shape[0] = sizes.samples, count = 1; break;
+    case SizeRule::sample_rows: shape[0] = sizes.samples, shape[1] = spec.width, count = 2; break;
+  }
+  if (!made) made = Reference::steal(integer_tuple(shape.data(), count));
+  if (!made) return nullptr;
+  const Reference device = Reference::steal(PyObject_GetAttr(sizes.lead, torch_functions.device));
+  if (!device) return nullptr;
+  PyObject* arguments[] = {made.get(), spec.dtype.get(), device.get()};
+  return PyObject_Vectorcall(torch_functions.empty, arguments, 1, torch_functions.dtype_and_device);
+}
+
+bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const {
+  auto place = static_cast<Py_ssize_t>(inputs.size());
+  for (const OutputSpec& spec : outputs) {
+    PyObject* tensor = make_output(spec, tensors, sizes);
+    if (tensor == nullptr) return false;
+    PyTuple_SET_ITEM(tensors, place++, tensor);
+    if (sizes.rows >= many_rows && !Reference::steal(PyObject_CallOneArg(large.get(), tensor))) return false;
+    Py_INCREF(tensor);
+    if (!fill_slot(slots, spec.slot, tensor)) return false;
+  }
+  return true;
+}
+
+bool KernelStep::launch(PyObject* slots) {
+  Sizes sizes;
+  PyObject* lead_tensor = read_slot(slots, lead, name.c_str());
+  if (lead_tensor == nullptr || !read_sizes(lead_tensor, sizes)) return false;
+  const Reference tensors = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(inputs.size() + outputs.size())));
+  if (!tensors || !take_inputs(slots, tensors.get()) || !make_outputs(slots, tensors.get(), sizes)) return false;
+  const Reference rows = Reference::steal(PyLong_FromLongLong(sizes.rows));
+  const Reference inner = Reference::steal(PyLong_FromLongLong(sizes.batch_inner));
+  const Reference samples = Reference::steal(PyLong_FromLongLong(sizes.samples));
+  if (!rows || !inner || !samples) return false;
+  PyObject* arguments[] = {tensors.get(), rows.get(), inner.get(), samples.get(), streams.get()};
+  return static_cast<bool>(Reference::steal(PyObject_Vectorcall(kernel.get(), arguments, 5, nullptr)));
+}
+
+bool KernelStep::run(PyObject* slots) {
+  if (kernel.get() != Py_None && !launch(slots)) return false;
+  for (const auto& [alias, original] : aliases) {
+    PyObject* tensor = read_slot(slots, original, name.c_str());
+    if (tensor == nullptr) return false;
+    Py_INCREF(tensor);
+    if (!fill_slot(slots, alias, tensor)) return false;
+  }
+  return true;
+}
+
+bool FunctionStep::run(PyObject* slots) {
+  Array<PyObject*> arguments(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) arguments[i] = PyList_GET_ITEM(slots, inputs[i]);
+  PyObject* made = PyObject_Vectorcall(function.get(), arguments.data(), inputs.size(), nullptr);
+  return made != nullptr && fill_slot(slots, output, made);
+}
+
+bool Program::run(PyObject* slots) {
+  for (const Entry& entry : entries) {
+    if (entry.native != nullptr) {
+      if (!entry.native->run(slots)) return false;
+    } else if (!Reference::steal(PyObject_CallOneArg(entry.callable.get(), slots))) {
+      return false;
+    }
+    for (const Py_ssize_t slot : entry.dead) {
+      Py_INCREF(Py_None);
+      if (!fill_slot(slots, slot, Py_None)) return false;
+    }
+  }
+  return true;
+}
+
+int Program::visit(visitproc visit, void* argument) const {
+  for (const Entry& entry : entries) {
+    const int result = visit(entry.callable.get(), argument);
+    if (result != 0) return result;
+  }
+  return 0;
+}
+
+bool init_steps() {
+  const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
+  if (!torch) return false;
+  torch_functions.empty = PyObject_GetAttrString(torch.get(), "empty");
+  torch_functions.empty_like = PyObject_GetAttrString(torch.get(), "empty_like");
+  torch_functions.contiguous = PyUnicode_InternFromString("contiguous");
+  torch_functions.device = PyUnicode_InternFromString("device");
+  torch_functions.dtype_and_device = Py_BuildValue("(ss)", "dtype", "device");
+  return torch_functions.empty != nullptr && torch_functions.empty_like != nullptr &&
+         torch_functions.contiguous != nullptr && torch_functions.device != nullptr &&
+         torch_functions.dtype_and_device != nullptr;
+}
+
+}  // namespace te

@@ -1,0 +1,96 @@
+// The steps of a program: what runs between slots, without the interpreter where that can be.
+//
+// Slots are a Python list of tensors (None where there is none). A step reads some and fills some.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "reference.h"
+
+namespace te {
+
+// One step. `run` returns false with a Python error set; it needs the interpreter lock.
+class Step {
+ public:
+  Step() = default;
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+  virtual ~Step() = default;
+  virtual bool run(PyObject* slots) = 0;
+};
+
+// How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width].
+enum class SizeRule : uint8_t { rows, fixed, samples, sample_rows };
+
+struct OutputSpec {
+  Py_ssize_t slot;
+  Py_ssize_t alike;  // the tensor of the call, inputs first, that has the same sizes and dtype; -1: none
+  SizeRule rule;
+  int64_t width;
+  Reference fixed;  // tuple of int
+  Reference dtype;  // torch.dtype
+};
+
+// A kernel(tensors, rows, batch_inner, batch_size, integers), its inputs made contiguous, its outputs allocated.
+class KernelStep : public Step {
+ public:
+  std::string name;
+  Reference kernel;  // None where nothing is computed, and outputs are other names of inputs
+  std::vector<Py_ssize_t> inputs;
+  Py_ssize_t lead = 0;  // the slot whose sizes are those of the call
+  bool per_sample = false;
+  int64_t batch_dim = 0;
+  std::vector<OutputSpec> outputs;
+  Reference streams;
+  std::vector<std::pair<Py_ssize_t, Py_ssize_t>> aliases;  // new, old
+  int64_t many_rows = 0;  // from so many rows on, outputs are shown to `large`
+  Reference large;
+
+  bool run(PyObject* slots) override;
+
+ private:
+  struct Sizes;
+  bool read_sizes(PyObject* lead_tensor, Sizes& sizes) const;
+  bool launch(PyObject* slots);
+  bool take_inputs(PyObject* slots, PyObject* tensors) const;
+  bool make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
+  PyObject* make_output(const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;
+};
+
+// output = function(*inputs)
+class FunctionStep : public Step {
+ public:
+  Reference function;
+  std::vector<Py_ssize_t> inputs;
+  Py_ssize_t output = 0;
+
+  bool run(PyObject* slots) override;
+};
+
+// Steps in order, and after each the slots that nobody reads any more.
+class Program {
+ public:
+  struct Entry {
+    Reference callable;       // the step as Python has it: it is called with the slots where `native` is nullptr
+    Step* native = nullptr;   // owned by `callable`
+    std::vector<Py_ssize_t> dead;
+  };
+  std::vector<Entry> entries;
+
+  bool run(PyObject* slots);
+
+  // For the garbage collector: steps may hold the ops whose plan this is.
+  int visit(visitproc visit, void* argument) const;
+  void clear() { entries.clear(); }
+};
+
+// Looks up what steps ask torch for; false with a Python error set.
+bool init_steps();
+
+}  // namespace te
