@@ -120,11 +120,11 @@ def _counts(done: _Round) -> bool:
 def _calls_in_a_turn(call: Callable[[], object], effort: Effort, synchronize: Callable[[], object]) -> int:
     for _ in range(effort.warm_up):
         call()
-    return max(1, math.ceil(effort.turn / _turn(call, 1, synchronize)))
+    return max(1, math.ceil(effort.turn / turn_seconds(call, 1, synchronize)))
 
 
-def _turn(call: Callable[[], object], count: int, synchronize: Callable[[], object]) -> float:
-    """Seconds of one call."""
+def turn_seconds(call: Callable[[], object], count: int, synchronize: Callable[[], object]) -> float:
+    """Seconds of one call, of `count` calls one after the other."""
     synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -141,7 +141,7 @@ def _round(
     start, waited = time.perf_counter(), _waited_for_cores()
     for k in range(len(calls)):
         at = (k + number) % len(calls)
-        seconds[at] = _turn(calls[at], counts[at], synchronize)
+        seconds[at] = turn_seconds(calls[at], counts[at], synchronize)
     now = _waited_for_cores()
     share = None if waited is None or now is None else max(0.0, now - waited) / (time.perf_counter() - start)
     return _Round(tuple(seconds), share)
@@ -261,6 +261,7 @@ __all__ = [
     "machine",
     "markdown_table",
     "replace_between",
+    "turn_seconds",
     "versions",
     "write_record",
 ]

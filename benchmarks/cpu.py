@@ -12,14 +12,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import models
 import torch
 from common import ROOT, Effort, Outcome, as_data, compete, machine, markdown_table, replace_between, write_record
-from models import Builder, Pair
+from models import Builder, Rival
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -93,76 +93,13 @@ def cases(families: Sequence[Family], sizes: Sequence[tuple[int, int]] = ()) -> 
 # ------------------------------------------------------------------------------------------------ one case
 
 
-@dataclass(frozen=True)
-class Rival:
-    """A model ready to be called."""
-
-    model: torch.nn.Module
-    x: torch.Tensor
-    named: dict[str, torch.Tensor]
-    dy: torch.Tensor
-    leaves: tuple[torch.Tensor, ...] = field(default=())
-
-    def forward(self) -> torch.Tensor:
-        """The output, without a thought of gradients."""
-        with torch.no_grad():
-            return self.model(self.x, **self.named)
-
-    def forward_and_backward(self) -> torch.Tensor:
-        """The output; the gradients are new ones each time, as after optimizer.zero_grad()."""
-        for leaf in self.leaves:
-            leaf.grad = None
-        y = self.model(self.x, **self.named)
-        y.backward(self.dy)
-        return y
-
-    def runner(self, direction: str) -> Any:
-        """What a direction calls."""
-        return {"forward": self.forward, "forward+backward": self.forward_and_backward}[direction]
-
-
 def rivals(case: Case, options: dict[str, Any]) -> dict[str, Rival]:
     """Both models of a case with the same parameters and the same inputs."""
     torch.manual_seed(0)
-    pair = case.family.build(case.tokens, case.hidden, **options)
-    for ours, theirs in zip(pair.fused.parameters(), pair.eager.parameters(), strict=True):
-        ours.data.copy_(theirs.data)
-    x = _input(pair.shape, case.dtype)
-    named = {name: _input(shape, case.dtype) for name, shape in pair.named.items()}
-    with torch.no_grad():
-        dy = torch.randn_like(pair.eager.to(case.dtype)(x, **named))
-    pair.fused.to(case.dtype)
-    found = {
-        name: Rival(model, x, named, dy, (x, *named.values(), *model.parameters()))
-        for name, model in (("eager", pair.eager), ("te_fuser", pair.fused))
-    }
-    if pair.exact:
-        check_alike(case, pair, found)
-    return found
-
-
-def _input(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, dtype=dtype).requires_grad_()
-
-
-def check_alike(case: Case, pair: Pair, found: dict[str, Rival]) -> None:
-    """A fast wrong answer is no answer.
-
-    Raises:
-        RuntimeError: when the two differ in their output or in the input's gradient.
-    """
-    results = []
-    for rival in found.values():
-        y = rival.forward_and_backward()
-        assert rival.x.grad is not None
-        results.append((y.detach().float(), rival.x.grad.float()))
-    tolerance = 0.05 if case.dtype == torch.bfloat16 else 1e-3
-    for what, theirs, ours in zip(("output", "input gradient"), *results, strict=True):
-        error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-        if not error < tolerance:
-            raise RuntimeError(
-                f"{case.name}: the {what} of te_fuser differs from eager's by {error:.1e} of the largest"
-            )
+    try:
+        return models.rivals(case.family.build(case.tokens, case.hidden, **options), case.dtype)
+    except RuntimeError as error:
+        raise RuntimeError(f"{case.name}: {error}") from error
 
 
 def run_case(case: Case, effort: Effort, options: dict[str, Any]) -> Outcome:
