@@ -34,6 +34,18 @@ KNOWS = {
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}
+# The planner's modules: each may import those before it.
+PLANNER = (
+    "problem",
+    "prices",
+    "keeping",
+    "candidates",
+    "backward_candidates",
+    "forward_candidates",
+    "covers",
+    "finish",
+    "planner",
+)
 # What the fuser may know of the two parts that hold concrete ops and fusions.
 ABSTRACT = {"te_fuser.ops.base", "te_fuser.fusions.match", "te_fuser.fusions.pattern", "te_fuser.fusions.registry"}
 
@@ -98,6 +110,14 @@ def test_imports_point_one_way(path):
         other = part_of(name)
         allowed = other == part or other in KNOWS[part] or (not at_head and (me, name) in WHEN_ASKED)
         assert allowed, f"{me} imports {name}; {part} may know {sorted(KNOWS[part])}"
+
+
+@pytest.mark.parametrize("stem", PLANNER)
+def test_the_planner_is_made_in_one_order(stem):
+    """What is planned, what it costs, candidates, covers, the plan: none knows a later one, nor how plans run."""
+    later = PLANNER[PLANNER.index(stem) + 1 :] + ("program", "segment", "fuser", "explain")
+    found = {name.rpartition(".")[2] for name, _ in imports(PACKAGE / "fuser" / f"{stem}.py")}
+    assert sorted(found & set(later)) == []
 
 
 def test_the_rows_have_no_circle():

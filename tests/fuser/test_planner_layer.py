@@ -10,7 +10,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser import derivation, planner
+from te_fuser.fuser import cost, derivation, finish
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.stretch import KernelPlan
 
@@ -197,7 +197,7 @@ def gradients(model: te_fuser.Sequential, x: torch.Tensor, reference: bool) -> l
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean", 10])
 @pytest.mark.parametrize("segment_bytes", [25 * MIB, 40_000, 1])
 def test_every_plan_computes_the_same(memory: str | int, segment_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
     torch.manual_seed(0)
     model = te_fuser.Sequential(*layer(64, 4), *layer(64, 4), memory=memory, kernels="reference").double()
     x = torch.randn(16, 3, 64, dtype=torch.float64, requires_grad=True)
@@ -210,7 +210,7 @@ def test_every_plan_computes_the_same(memory: str | int, segment_bytes: int, mon
     assert len(plan.segments) == 1 if segment_bytes == 25 * MIB else len(plan.segments) > 1
 
 
-_kernel_cost = planner.costs.kernel_cost
+_kernel_cost = cost.kernel_cost
 
 
 def _as_generated(description: object, rows: int, samples: int, generated: bool) -> object:

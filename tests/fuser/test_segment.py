@@ -12,7 +12,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser import planner
+from te_fuser.fuser import finish
 from tests.twins import assert_as_meant, assert_same_gradients, results_and_gradients, sequential, tensor
 
 X = tensor(6, 8)
@@ -129,9 +129,9 @@ def test_no_gradient_at_all_arrives():
     assert all(g is None for g in grads)
 
 
-@pytest.mark.parametrize("segment_bytes", [1, planner._SEGMENT_BYTES])
+@pytest.mark.parametrize("segment_bytes", [1, finish.SEGMENT_BYTES])
 def test_an_output_whose_gradient_is_missing(segment_bytes, monkeypatch):
-    monkeypatch.setattr(planner, "_SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
     model = block()
     every = leaves(model)
     for chosen in (0, 1):
@@ -480,7 +480,7 @@ def test_several_segments(segment_bytes, memory, monkeypatch):
     whole = many_layers(memory=memory)
     assert len(whole.plan(X, **EXTRA).segments) == 1
     want = assert_as_meant(whole, X, ("middle",), **EXTRA)
-    monkeypatch.setattr(planner, "_SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
     model = many_layers(memory=memory)
     plan = model.plan(X, **EXTRA)
     assert len(plan.segments) >= (4 if segment_bytes == 1 else 2)
@@ -501,7 +501,7 @@ def nodes_of(y):
 
 
 def test_each_segment_is_one_autograd_node(monkeypatch):
-    monkeypatch.setattr(planner, "_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     model = many_layers()
     y = model(X, **EXTRA)
     assert len(nodes_of(y)) == len(model.plan(X, **EXTRA).segments) > 3
@@ -514,7 +514,7 @@ def test_each_segment_is_one_autograd_node(monkeypatch):
 
 def test_segments_give_their_gradients_one_by_one(monkeypatch):
     """So that DDP can send the last layers' gradients while the first layers still compute theirs."""
-    monkeypatch.setattr(planner, "_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     model = sequential(*(op for _ in range(4) for op in (ops.Linear(8, 8), ops.GELU())))
     order = []
     for name, p in model.named_parameters():
@@ -526,7 +526,7 @@ def test_segments_give_their_gradients_one_by_one(monkeypatch):
 
 def test_segments_with_shared_weights_under_autocast(monkeypatch):
     """Each segment casts the parameters that it reads."""
-    monkeypatch.setattr(planner, "_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     shared = ops.Linear(8, 8)
     model = sequential(shared, ops.GELU(), shared, ops.GELU(), shared, dtype=torch.float32)
     x = tensor(6, 8, dtype=torch.float32)
@@ -542,7 +542,7 @@ def test_segments_with_shared_weights_under_autocast(monkeypatch):
 
 
 def test_checkpointing_of_several_segments(monkeypatch):
-    monkeypatch.setattr(planner, "_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     model = many_layers()
     _, want = wanted(model)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from unittest import mock
 
 from te_fuser import fusions
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.fuser import fuser, planner
+from te_fuser.fuser import finish, fuser
 from te_fuser.fuser.device import DEVICES, Device
 from te_fuser.fusions import Cost, Fusion, Match
 from te_fuser.ops import FusableOperation
@@ -86,7 +86,7 @@ def random_cover_as_if_generated(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def small_segments(seed: int) -> Iterator[None]:
     """A segment wherever one may end."""
-    with mock.patch.object(planner, "_SEGMENT_BYTES", 1):
+    with mock.patch.object(finish, "SEGMENT_BYTES", 1):
         yield
 
 

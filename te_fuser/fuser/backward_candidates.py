@@ -1,0 +1,225 @@
+"""Candidates for backward plans: row kernels with what they compute again, opaque ops' gradients, fusions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+from te_fuser.codegen.description import NotOneKernel
+from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, Limits, kernel_step, row_edges
+from te_fuser.fuser.derivation import DerivedStretch
+from te_fuser.fuser.graph import Node
+from te_fuser.fuser.keeping import Keeping
+from te_fuser.fuser.plan import Choice, FusionTask, OpGradient, Step
+from te_fuser.fuser.prices import Prices
+from te_fuser.fuser.problem import Problem
+from te_fuser.fuser.refs import SEED, Ref, fused_ref, gradient_ref, value_ref
+from te_fuser.fusions import registry
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import Gradient
+
+_MAX_SUBSETS = 4
+# Explicit math goes over its scratch again for each product of its backward.
+_BACKWARD_SCRATCH = 2.0
+
+
+class BackwardCandidates:
+    """Every candidate for the backward of one problem, under the limits that a forward cover sets."""
+
+    def __init__(self, problem: Problem, prices: Prices, keeping: Keeping, limits: Limits, ledger: Ledger) -> None:
+        self.problem, self.prices, self.keeping, self.limits, self.ledger = problem, prices, keeping, limits, ledger
+        self.graph, self.nodes = problem.graph, problem.nodes
+        self.withheld = frozenset(limits.forbidden - limits.given)
+
+    def edges(self) -> list[Edge]:
+        """All of them; an op may be left without any under these limits."""
+        rows = row_edges(self.problem, self._row)
+        opaque = [self._opaque(n) for n in self.nodes if not n.is_row]
+        fused = [self._fusion(f, start, stop) for f, start, stop in self.problem.matches if f.has_backward]
+        return [*rows, *(e for e in (*opaque, *fused) if e is not None)]
+
+    def _price_of_keeping(self, refs: list[Ref]) -> float:
+        return self.prices.of_keeping(refs, self.keeping.weight)
+
+    def _is_withheld(self, ref: Ref) -> bool:
+        return ref[0] == "value" and ref[1] in self.withheld
+
+    # ------------------------------------------------------------------------------------ opaque ops
+
+    def _opaque(self, node: Node) -> Edge | None:
+        steps: list[Step] = []
+        for gradient, needed in self.problem.gradients(node):
+            step = self._gradient_step(node, gradient, needed)
+            if step is None:
+                return None
+            steps.append(step)
+        # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
+        kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
+        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        return Edge(node.index, node.index + 1, node.role, tuple(steps), weight)
+
+    def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step | None:
+        """One node of an opaque op's backward; None where forward withholds what it reads."""
+        reads = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
+        if any(self._is_withheld(r) or r[0] == "emitted" and node.index in self.limits.silent for _, r in reads):
+            return None
+        inputs = [("dy", gradient_ref(node.output)), *reads, *([("seed", SEED)] if node.draws else [])]
+        outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
+        work = len(outputs) if gradient.work is None else gradient.work
+        c = self.prices.of_opaque(node, inputs, outputs, work, _BACKWARD_SCRATCH)
+        whole = len(gradient.produces) > 2
+        name = f"{node.role}.{'whole' if whole else '_'.join(gradient.produces)}_gradient"
+        return Step(
+            name,
+            node.index,
+            node.index + 1,
+            tuple(inputs),
+            tuple(outputs),
+            OpGradient(node, gradient, needed),
+            c,
+            self.prices.seconds(c, node),
+            chain=not self.problem.is_hanging(node, gradient),
+        )
+
+    # --------------------------------------------------------------------------------------- row ops
+
+    def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
+        """A range's backward kernel, at its cheapest: what only hanging nodes read is kept, or computed again."""
+        wanted = self._recomputable(stretch, start, stop)
+        subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
+        variants = {frozenset(again): self._variant(stretch, start, stop, wanted, again) for again in subsets}
+        made = {again: edge for again, edge in variants.items() if edge is not None}
+        allowed = [edge for again, edge in made.items() if not again & self.keeping.held]
+        if not allowed:
+            return None
+        best = min(allowed, key=lambda edge: edge.weight)
+        return replace(best, choices=self._choices(wanted, best, made))
+
+    def _variant(
+        self, stretch: DerivedStretch, start: int, stop: int, wanted: list[int], again: tuple[int, ...]
+    ) -> Edge | None:
+        """The kernel that computes `again` again; the rest of `wanted` is kept."""
+        limits = self.limits
+        readable = frozenset(self.graph.root(v) for v in stretch.values_leaving(stretch.start, stretch.stop))
+        readable = (readable | limits.given) - limits.forbidden
+        try:
+            kernel = stretch.backward(start, stop, readable, self.withheld, again, frozenset(limits.silent))
+        except NotOneKernel as why:
+            self.ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
+            return None
+        steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
+        kept = [r for s in steps for r in s.reads()] + [value_ref(v) for v in wanted if v not in again]
+        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        return Edge(start, stop, steps[0].name if steps else "none", steps, weight, recomputes=again)
+
+    def _choices(self, wanted: list[int], best: Edge, variants: Mapping[frozenset[int], Edge]) -> tuple[Choice, ...]:
+        found: list[Choice] = []
+        for value in wanted:
+            other = variants.get(frozenset(best.recomputes) ^ {value})
+            if other is not None:
+                again = value in best.recomputes
+                seconds = best.seconds - other.seconds if again else other.seconds - best.seconds
+                name, size = self.graph.values[value].name, self.prices.size(value_ref(value))
+                found.append(Choice(name, again, size, seconds, value))
+        return tuple(found)
+
+    def _recomputable(self, stretch: DerivedStretch, start: int, stop: int) -> list[int]:
+        """Values of the range that only hanging nodes read."""
+        found: list[int] = []
+        for value in stretch.values_leaving(start, stop):
+            root = self.graph.root(value)
+            producer = self.graph.producer(root)
+            made_here = producer is not None and start <= producer < stop
+            if made_here and self.problem.hanging_reads.get(root) and root not in found:
+                found.append(root)
+        return found[:_MAX_SUBSETS]
+
+    # --------------------------------------------------------------------------------------- fusions
+
+    def _fusion(self, fusion: Fusion, start: int, stop: int) -> Edge | None:
+        nodes = self.nodes[start:stop]
+        if not self.graph.needs_grad(nodes[-1].output):
+            return None
+        why = self._why_no_fusion(fusion, nodes)
+        if why is not None:
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
+            return None
+        needed, outputs = self._fusion_gradients(nodes)
+        inputs = self._fusion_inputs(fusion, nodes)
+        if any(self._is_withheld(r) for _, r in inputs):
+            why = "it reads what the forward fusion does not give"
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
+            return None
+        c = self.prices.of_fusion(fusion, self.problem.match(start, stop), nodes, "backward", inputs, outputs)
+        seconds = self.prices.seconds(c, nodes[0])
+        task = FusionTask(fusion, "backward", nodes, frozenset(needed))
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
+        return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(step.reads()), fusion)
+
+    def _why_no_fusion(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
+        if fusion.has_forward and not self.problem.ends_in_a_tensor(nodes):
+            return NO_TENSOR
+        start, stop = nodes[0].index, nodes[-1].index + 1
+        made = [v for n in nodes[:-1] for v in (n.output, *n.named_out)]
+        leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
+        if leaving:
+            inner = ", ".join(self.graph.values[v].name for v in leaving)
+            return f"{inner} is also read outside the pattern"
+        return None
+
+    def _fusion_inputs(self, fusion: Fusion, nodes: tuple[Node, ...]) -> list[tuple[str, Ref]]:
+        inputs: list[tuple[str, Ref]] = [("dy", gradient_ref(nodes[-1].output))]
+        inputs += [(name, self._fusion_ref(fusion, nodes, name)) for name in fusion.reads]
+        inputs += saved_by(fusion, nodes, self.problem, self.prices)
+        have = {name for name, _ in inputs}
+        for k, node in enumerate(nodes):
+            # masks and the like are the caller's: backward may read them without saying so
+            given = node.op.named_inputs()
+            masks = [(a, v) for a, v in node.named_in.items() if not given[a].gradient]
+            inputs += [(f"{k}.{a}", value_ref(self.graph.root(v))) for a, v in masks]
+            own = [p for p in node.parameters if f"{k}.{p}" not in have]
+            inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in own]
+        return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
+
+    def _fusion_gradients(self, nodes: tuple[Node, ...]) -> tuple[set[str], list[tuple[str, Ref]]]:
+        needed: set[str] = set()
+        outputs: list[tuple[str, Ref]] = []
+        if self.graph.needs_grad(nodes[0].input):
+            needed.add("input")
+            outputs.append(("input", gradient_ref(nodes[0].input)))
+        made = {v for n in nodes for v in (n.output, *n.named_out)}
+        for k, node in enumerate(nodes):
+            for name in self.problem.needed(node) - {"input"}:
+                if node.named_in.get(name) in made:
+                    continue
+                needed.add(f"{k}.{name}")
+                outputs.append((f"{k}.{name}", self.problem.gradient_target(node, name)))
+        return needed, outputs
+
+    def _fusion_ref(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
+        if name == "input":
+            return value_ref(self.graph.root(nodes[0].input))
+        if name == "output":
+            return value_ref(self.graph.root(nodes[-1].output))
+        place, _, what = name.partition(".")
+        if place.isdigit() and int(place) < len(nodes):
+            ref = self.problem.read_ref(nodes[int(place)], what)
+            if ref is not None:
+                return ref
+        raise ValueError(
+            f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
+            '"k.<parameter>" or "k.<named input>"'
+        )
+
+
+def saved_by(fusion: Fusion, nodes: tuple[Node, ...], problem: Problem, prices: Prices) -> list[tuple[str, Ref]]:
+    """What a joint fusion hands to its own backward; its size is known from here on."""
+    start, stop = nodes[0].index, nodes[-1].index + 1
+    found = [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
+    sizes = fusion.saved_bytes(problem.match(start, stop)) if fusion.saved_bytes else {}
+    prices.learn({ref: sizes.get(name, 0) for name, ref in found})
+    return found
+
+
+__all__ = ["BackwardCandidates"]

@@ -1,0 +1,123 @@
+"""Candidates of either direction: a step or more for a range of ops, what it costs, and why something is none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from te_fuser.fuser.derivation import DerivedStretch
+from te_fuser.fuser.plan import Choice, Refusal, Step
+from te_fuser.fuser.prices import Prices
+from te_fuser.fuser.problem import Problem
+from te_fuser.fuser.refs import SEED, Ref
+from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fusions import registry
+from te_fuser.fusions.match import Cost
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import batch_layout
+
+# Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
+TICK = 1e-13
+NO_TENSOR = "its last op makes no tensor of its own"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A candidate: steps for the ops start..stop-1, and its cost including what it makes kept."""
+
+    start: int
+    stop: int
+    name: str
+    steps: tuple[Step, ...]
+    weight: float
+    fusion: Fusion | None = None
+    recomputes: tuple[int, ...] = ()
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time without the price of memory."""
+        return sum(s.seconds for s in self.steps)
+
+    @property
+    def length(self) -> int:
+        """The weight in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
+        return max(10 * round(self.weight / (10 * TICK)) + (0 if self.fusion else 1), 0)
+
+
+@dataclass
+class Limits:
+    """What a forward cover already chosen cannot give: values, statistics of ops, emissions of ops."""
+
+    forbidden: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Ledger:
+    """What one round of planning did not take, and whether another backward plan could change that."""
+
+    refusals: list[Refusal] = field(default_factory=list)
+    demand_unmet: bool = False
+
+    def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
+        """Note why something is no candidate, or lost."""
+        refusal = Refusal(direction, start, stop, name, reason)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+
+    def refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
+        """A no that another backward plan could turn into a yes."""
+        self.demand_unmet = True
+        self.refuse(fusion.direction, start, stop, fusion.name, reason)
+
+
+def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
+    """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
+    points = {p for _, start, stop in problem.matches for p in (start, stop)}
+    found = []
+    for stretch in problem.stretches:
+        lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
+        ranges = set(lone)
+        if registry.enabled(registry.STRETCH):
+            ends = sorted({stretch.start, stretch.stop} | {p for p in points if stretch.start < p < stretch.stop})
+            ranges |= set(itertools.combinations(ends, 2))
+            # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
+            ranges -= lone - set(itertools.pairwise(ends)) if problem.options.kernels != "torch" else set()
+        edges = {(a, b): derive(stretch, a, b) for a, b in sorted(ranges)}
+        if None in edges.values():
+            edges |= {(a, b): derive(stretch, a, b) for a, b in sorted(lone - set(edges))}
+        found += [edge for edge in edges.values() if edge is not None]
+    return found
+
+
+def kernel_step(problem: Problem, prices: Prices, kernel: KernelPlan, start: int, stop: int) -> Step:
+    """A row kernel as the step for the ops start..stop-1."""
+    description = kernel.description
+    first = problem.nodes[start]
+    spec = problem.graph.values[first.input].spec
+    c = prices.of_kernel(description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1])
+    names = [load.name for load in description.loads]
+    outs = [t.name for t in description.stores] + [t.name for t in description.sums]
+    inputs = list(zip(names, kernel.inputs, strict=True))
+    if description.streams:
+        inputs.append(("seed", SEED))
+    outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))
+    outputs += [(f"= {_ref_text(ref)}", new) for new, ref in kernel.aliases]
+    made = {r for _, r in outputs}
+    inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in made]
+    if kernel.lead not in {r for _, r in inputs}:
+        inputs.append(("shape", kernel.lead))
+    empty = not description.stores and not description.sums
+    name = "alias" if empty else description.name
+    c = Cost(launches=0) if empty else c
+    return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, prices.seconds(c, first))
+
+
+def _ref_text(ref: Ref) -> str:
+    return " ".join(str(part) for part in ref)
+
+
+__all__ = ["NO_TENSOR", "TICK", "Edge", "Ledger", "Limits", "kernel_step", "row_edges"]

@@ -1,0 +1,165 @@
+"""Candidates for forward plans, which must give what backward demands: row kernels, opaque ops, fusions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from te_fuser.codegen.description import NotOneKernel
+from te_fuser.fuser.backward_candidates import saved_by
+from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, kernel_step, row_edges
+from te_fuser.fuser.derivation import DerivedStretch
+from te_fuser.fuser.graph import Node
+from te_fuser.fuser.plan import FusionTask, OpForward, Step
+from te_fuser.fuser.prices import Prices
+from te_fuser.fuser.problem import Problem
+from te_fuser.fuser.refs import SEED, Ref, emitted_ref, value_ref
+from te_fuser.fusions import registry
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import UnfusedOperation
+
+
+class ForwardCandidates:
+    """Every candidate for the forward of one problem that gives what is demanded.
+
+    Args:
+        joint: the joint fusions of the backward cover, which are forced.
+    """
+
+    def __init__(self, problem: Problem, prices: Prices, demands: set[Ref], joint: list[Edge], ledger: Ledger) -> None:
+        self.problem, self.prices, self.demands, self.joint, self.ledger = problem, prices, demands, joint, ledger
+        self.graph, self.nodes = problem.graph, problem.nodes
+
+    def edges(self) -> list[Edge]:
+        """All of them, apart from those that would break a forced joint fusion."""
+        found = row_edges(self.problem, self._row)
+        found += [self._opaque(n) for n in self.nodes if not n.is_row]
+        for fusion, start, stop in self.problem.matches:
+            forced = any(e.fusion is fusion and (e.start, e.stop) == (start, stop) for e in self.joint)
+            silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
+            if fusion.has_forward and (fusion.direction != "joint" or forced or silent):
+                edge = self._fusion(fusion, start, stop, forced)
+                found += [edge] if edge is not None else []
+        return [e for e in found if not any(_breaks(e, j) for j in self.joint)]
+
+    def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
+        stores = dict.fromkeys(self.graph.root(v) for v in stretch.values_leaving(start, stop))
+        for node in self.nodes[start:stop]:
+            if value_ref(self.graph.root(node.output)) in self.demands:
+                stores[self.graph.root(node.output)] = None
+        made = [v for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop]
+        digests = [d[2] for d in sorted(r for r in self.demands if r[0] == "statistic" and r[1] == stretch.start)]
+        try:
+            kernel = stretch.forward(start, stop, made, stretch.statistics_of(start, stop, digests))
+        except NotOneKernel as why:
+            self.ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
+            return None
+        steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
+        name = steps[0].name if steps else "none"
+        return Edge(start, stop, name, steps, sum(s.seconds for s in steps))
+
+    # ------------------------------------------------------------------------------------ opaque ops
+
+    def _opaque(self, node: Node) -> Edge:
+        inputs: list[tuple[str, Ref]] = [("input", value_ref(self.graph.root(node.input)))]
+        inputs += [(p, self.problem.parameter_ref(node, p)) for p in node.parameters]
+        inputs += [(a, value_ref(self.graph.root(v))) for a, v in node.named_in.items()]
+        inputs += [("seed", SEED)] if node.draws else []
+        outputs = [("output", value_ref(node.output)), *self._emitted(node)]
+        c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
+        start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
+        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpForward(node), c, seconds)
+        return Edge(start, stop, node.role, (step,), seconds)
+
+    def _emitted(self, node: Node) -> list[tuple[str, Ref]]:
+        """What an opaque op emits; its size is known from here on."""
+        assert isinstance(node.op, UnfusedOperation)
+        sizes = node.op.emitted_bytes(self.graph.values[node.input].spec)
+        found = [(name, emitted_ref(node.index, name)) for name in node.op.emits]
+        self.prices.learn({ref: sizes.get(name, 0) for name, ref in found})
+        return found
+
+    # --------------------------------------------------------------------------------------- fusions
+
+    def _fusion(self, fusion: Fusion, start: int, stop: int, joint: bool) -> Edge | None:
+        nodes = self.nodes[start:stop]
+        if not self.problem.ends_in_a_tensor(nodes):
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, NO_TENSOR)
+            return None
+        inside = {self.graph.root(v) for n in nodes for v in (n.output, *n.named_out)}
+        owed = self._owed(nodes, inside)
+        why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
+        if why is not None:
+            self.ledger.refuse_for_demand(fusion, start, stop, why)
+            return None
+        inputs = self._fusion_inputs(nodes, inside)
+        outputs = self._fusion_outputs(fusion, nodes, owed)
+        if joint:
+            outputs += saved_by(fusion, nodes, self.problem, self.prices)
+        c = self.prices.of_fusion(fusion, self.problem.match(start, stop), nodes, "forward", inputs, outputs)
+        seconds, task = self.prices.seconds(c, nodes[0]), FusionTask(fusion, "forward", nodes)
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
+        return Edge(start, stop, fusion.name, (step,), seconds, fusion)
+
+    def _owed(self, nodes: tuple[Node, ...], inside: set[int]) -> set[int]:
+        """The values of a range that backward or somebody outside it reads, by storage."""
+        start, stop = nodes[0].index, nodes[-1].index + 1
+        made = [v for n in nodes for v in (n.output, *n.named_out)]
+        outside = {self.graph.root(v) for v in made if self.problem.read_outside(v, start, stop)}
+        return self._demanded(inside) | outside
+
+    def _demanded(self, values: set[int]) -> set[int]:
+        return {r[1] for r in self.demands if r[0] == "value" and r[1] in values}
+
+    def _why_no_fusion(
+        self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[int], inside: set[int], joint: bool
+    ) -> str | None:
+        """What the fusion would have to give and does not."""
+        emitted = _emitted_values(fusion, nodes, self.graph.root)
+        missing = owed - {*emitted.values(), self.graph.root(nodes[-1].output), self.graph.root(nodes[0].input)}
+        if missing:
+            wants = ", ".join(sorted(self.graph.values[v].name for v in missing))
+            reader = "backward" if missing <= self._demanded(inside) else "a later op"
+            has = ", ".join(("its output", *fusion.emits))
+            return f"{reader} reads {wants}, and it gives only {has}"
+        if not joint and self._statistics_owed(nodes[0].index, nodes[-1].index + 1):
+            return "backward reads per-row statistics or op results that it does not give"
+        return None
+
+    def _fusion_inputs(self, nodes: tuple[Node, ...], inside: set[int]) -> list[tuple[str, Ref]]:
+        inputs: list[tuple[str, Ref]] = [("input", value_ref(self.graph.root(nodes[0].input)))]
+        for k, node in enumerate(nodes):
+            inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in node.parameters]
+            named = [(a, self.graph.root(v)) for a, v in node.named_in.items()]
+            inputs += [(f"{k}.{a}", value_ref(v)) for a, v in named if v not in inside]
+        return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
+
+    def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[int]) -> list[tuple[str, Ref]]:
+        last = self.graph.root(nodes[-1].output)
+        emitted = _emitted_values(fusion, nodes, self.graph.root).items()
+        return [("output", value_ref(last)), *((n, value_ref(v)) for n, v in emitted if v in owed and v != last)]
+
+    def _statistics_owed(self, start: int, stop: int) -> bool:
+        for r in self.demands:
+            if r[0] == "emitted" and start <= r[1] < stop:
+                return True
+            if r[0] == "statistic":
+                stretch = next(s for s in self.problem.stretches if s.start == r[1])
+                low, high = max(start, stretch.start), min(stop, stretch.stop)
+                if low < high and stretch.statistics_of(low, high, [r[2]]):
+                    return True
+        return False
+
+
+def _emitted_values(fusion: Fusion, nodes: tuple[Node, ...], root: Callable[[int], int]) -> dict[str, int]:
+    """What the fusion can emit -> the value, by storage."""
+    outputs = {f"{k}.output": root(n.output) for k, n in enumerate(nodes)}
+    return {name: outputs[name] for name in fusion.emits if name in outputs}
+
+
+def _breaks(edge: Edge, joint: Edge) -> bool:
+    """Whether a forward edge overlaps a forced joint fusion without being it."""
+    overlaps = edge.start < joint.stop and joint.start < edge.stop
+    return overlaps and edge.fusion is not joint.fusion
+
+
+__all__ = ["ForwardCandidates"]

@@ -1,0 +1,125 @@
+"""What steps take and what keeping takes: bytes of tensors, costs of kernels, ops and fusions, predicted seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.fuser import cost as costs
+from te_fuser.fuser.graph import Node
+from te_fuser.fuser.problem import Problem
+from te_fuser.fuser.refs import DTYPE_NAMES, Ref
+from te_fuser.fusions.match import Cost, Match
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import UnfusedOperation
+
+_SEED_BYTES = 16
+_SCRATCH_LAUNCHES = 10
+# The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
+_EPILOGUE = 0.99
+
+Named = Iterable[tuple[str, Ref]]
+
+
+class Prices:
+    """Costs within one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.graph = problem, problem.graph
+        self._sizes: dict[Ref, int] = {}  # of what ops and fusions emit
+        self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
+
+    # ----------------------------------------------------------------------------------------- bytes
+
+    def learn(self, sizes: Mapping[Ref, int]) -> None:
+        """Note the bytes of what an op or a fusion emits."""
+        self._sizes |= sizes
+
+    def size(self, ref: Ref) -> int:
+        """The bytes of a tensor."""
+        kind, number = ref[0], ref[-1] if ref[0] == "seed" else ref[1]
+        if kind in ("value", "recomputed", "gradient"):
+            return costs.bytes_of(self.graph.values[number].spec)
+        if kind in ("parameter", "parameter gradient"):
+            return costs.bytes_of(self.graph.parameter_specs[number])
+        if kind == "cast":
+            return costs.bytes_of(replace(self.graph.parameter_specs[number], dtype=ref[2]))
+        if kind == "statistic":
+            first = self.graph.values[self.graph.nodes[number].input].spec
+            return first.rows * (8 if first.dtype == torch.float64 else 4)
+        if kind == "term":
+            return self.size(number)
+        return _SEED_BYTES if kind == "seed" else self._sizes.get(ref, 0)
+
+    def kept_bytes(self, refs: Iterable[Ref]) -> int:
+        """What keeping these for backward takes, the call's own inputs and parameters apart."""
+        return sum(
+            self.size(r)
+            for r in set(refs)
+            if r[0] in ("emitted", "fused") or r[0] == "value" and self.graph.producer(r[1]) is not None
+        )
+
+    def of_keeping(self, refs: Iterable[Ref], weight: float) -> float:
+        """Seconds that keeping these is worth, where a kept byte is worth `weight` passes over it."""
+        return self.kept_bytes(refs) * weight / self.problem.options.device.bandwidth
+
+    # ----------------------------------------------------------------------------------------- costs
+
+    def seconds(self, cost: Cost, node: Node) -> float:
+        """The predicted time, in the dtype that an op gets."""
+        dtype = self.graph.values[node.input].spec.dtype
+        return self.problem.options.device.seconds(cost, DTYPE_NAMES[dtype])
+
+    def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
+        """One launch that reads and writes these tensors once."""
+        read = sum(self.size(r) for r in {r for _, r in inputs})
+        return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
+
+    def of_kernel(self, description: KernelDescription, rows: int, samples: int) -> Cost:
+        """A row kernel."""
+        key = (id(description), rows, samples)
+        if key not in self._kernels:
+            generated = self.problem.options.kernels != "torch"
+            # The description is kept too, so that its id is not given to another one.
+            self._kernels[key] = costs.kernel_cost(description, rows, samples, generated), description
+        return self._kernels[key][0]
+
+    def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
+        """An opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
+        assert isinstance(node.op, UnfusedOperation)
+        if node.op.views:
+            return Cost(launches=0)
+        c = self.of_launch(inputs, outputs, costs.flops_of(self.graph, [node]) * work)
+        extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
+        if not extra:
+            return c
+        # Operations of their own go over the scratch, after the products and not beside them.
+        seconds = self.seconds(c, node) + self.seconds(Cost(extra, extra, launches=_SCRATCH_LAUNCHES), node)
+        return replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES, seconds=seconds)
+
+    def of_fusion(
+        self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named
+    ) -> Cost:
+        """What a fusion says that it takes, else one launch with the products' operations."""
+        stated = _stated(fusion, match, direction)
+        if direction == "backward":
+            products = sum(len(self.problem.gradients(n)) for n in nodes if not n.is_row)
+            return stated or self.of_launch(inputs, outputs, costs.flops_of(self.graph, nodes) * products)
+        if stated is not None:
+            return stated
+        efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
+        return replace(self.of_launch(inputs, outputs, costs.flops_of(self.graph, nodes)), efficiency=efficiency)
+
+
+def _stated(fusion: Fusion, match: Match, direction: str) -> Cost | None:
+    """What the fusion says that it takes; a joint one may say it for each direction."""
+    if fusion.cost is None:
+        return None
+    c = fusion.cost(match)
+    return c[direction == "backward"] if isinstance(c, tuple) else c
+
+
+__all__ = ["Prices"]
