@@ -52,11 +52,13 @@ std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::
   return step;
 }
 
-std::unique_ptr<FunctionStep> make_function_step(const py::object& function, Slots inputs, Py_ssize_t output) {
+std::unique_ptr<FunctionStep> make_function_step(const std::string& name, const py::object& function, Slots inputs,
+                                                 Slots outputs) {
   auto step = std::make_unique<FunctionStep>();
+  step->name = name;
   step->function = hold(function);
   step->inputs = std::move(inputs);
-  step->output = output;
+  step->outputs = std::move(outputs);
   return step;
 }
 
@@ -106,8 +108,8 @@ void bind_steps(py::module_& module) {
       .def(py::init(&make_kernel_step), py::arg("name"), py::arg("kernel"), py::arg("inputs"), py::arg("lead"),
            py::arg("batch_dim"), py::arg("outputs"), py::arg("streams"), py::arg("aliases"), py::arg("many_rows"),
            py::arg("large"));
-  py::class_<FunctionStep, Step>(module, "FunctionStep", "slots[output] = function(*slots[inputs]).")
-      .def(py::init(&make_function_step), py::arg("function"), py::arg("inputs"), py::arg("output"));
+  py::class_<FunctionStep, Step>(module, "FunctionStep", "slots[outputs] = function(*slots[inputs]).")
+      .def(py::init(&make_function_step), py::arg("name"), py::arg("function"), py::arg("inputs"), py::arg("outputs"));
   py::class_<Program>(module, "Program", "Steps in order, and after each the slots that nobody reads any more.",
                       py::custom_type_setup(collect_programs))
       .def(py::init(&make_program), py::arg("steps"))

@@ -158,11 +158,30 @@ bool KernelStep::run(PyObject* slots) {
   return true;
 }
 
+bool FunctionStep::unpack(PyObject* made, PyObject* slots) const {
+  if (!PyTuple_Check(made) || static_cast<size_t>(PyTuple_GET_SIZE(made)) != outputs.size()) {
+    PyErr_Format(PyExc_TypeError, "step '%s' must give a tuple of %zu tensors, got %s", name.c_str(), outputs.size(),
+                 Py_TYPE(made)->tp_name);
+    return false;
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (outputs[i] < 0) continue;
+    PyObject* item = PyTuple_GET_ITEM(made, static_cast<Py_ssize_t>(i));
+    Py_INCREF(item);
+    if (!fill_slot(slots, outputs[i], item)) return false;
+  }
+  return true;
+}
+
 bool FunctionStep::run(PyObject* slots) {
   Array<PyObject*> arguments(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) arguments[i] = PyList_GET_ITEM(slots, inputs[i]);
-  PyObject* made = PyObject_Vectorcall(function.get(), arguments.data(), inputs.size(), nullptr);
-  return made != nullptr && fill_slot(slots, output, made);
+  Reference made = Reference::steal(PyObject_Vectorcall(function.get(), arguments.data(), inputs.size(), nullptr));
+  if (!made) return false;
+  if (outputs.size() != 1) return unpack(made.get(), slots);
+  if (is_tensor(made.get())) return fill_slot(slots, outputs[0], made.release());
+  PyErr_Format(PyExc_TypeError, "step '%s' must give a tensor, got %s", name.c_str(), Py_TYPE(made.get())->tp_name);
+  return false;
 }
 
 bool Program::run(PyObject* slots) {

@@ -63,14 +63,18 @@ class KernelStep : public Step {
   PyObject* make_output(const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;
 };
 
-// output = function(*inputs)
+// output = function(*inputs), or (output, ...) = function(*inputs)
 class FunctionStep : public Step {
  public:
   Reference function;
+  std::string name;
   std::vector<Py_ssize_t> inputs;
-  Py_ssize_t output = 0;
+  std::vector<Py_ssize_t> outputs;  // -1 for a result that nobody reads
 
   bool run(PyObject* slots) override;
+
+ private:
+  bool unpack(PyObject* made, PyObject* slots) const;
 };
 
 // Steps in order, and after each the slots that nobody reads any more.

@@ -215,23 +215,54 @@ bool borrow(PyObject* object, const ArgumentSite& site, dlpack::Tensor* tensor) 
   return false;
 }
 
+bool check_dtype(const dlpack::Tensor& tensor, const DType& expected, const ArgumentSite& site) {
+  if (tensor.code == expected.code && tensor.bits == expected.bits && tensor.lanes == 1) return true;
+  refuse_dtype(tensor, expected, site);
+  return false;
+}
+
+// Freed storages (FSDP), zero tensors and functionalized tensors show a shape without memory behind it.
+bool refuse_freed(const ArgumentSite& site) {
+  refuse_value("has a shape but no memory (its storage was freed, or it is a transformed tensor)", site);
+  return false;
+}
+
 bool read_memory(const dlpack::Tensor& tensor, const DType& expected, const ArgumentSite& site, Memory* memory) {
-  if (tensor.code != expected.code || tensor.bits != expected.bits || tensor.lanes != 1) {
-    refuse_dtype(tensor, expected, site);
-    return false;
-  }
+  if (!check_dtype(tensor, expected, site)) return false;
   int64_t count = 0;
   if (!is_row_major(tensor, &count)) {
     refuse_value("must be contiguous (row-major)", site);
     return false;
   }
-  // Freed storages (FSDP), zero tensors and functionalized tensors show a shape without memory behind it.
-  if (tensor.data == nullptr && count > 0) {
-    refuse_value("has a shape but no memory (its storage was freed, or it is a transformed tensor)", site);
-    return false;
-  }
+  if (tensor.data == nullptr && count > 0) return refuse_freed(site);
   *memory = {static_cast<char*>(tensor.data) + tensor.byte_offset, count * (expected.bits / 8)};
   return true;
+}
+
+// How a tensor lies as a matrix; false when its leading dimensions have no common stride, or its columns overlap.
+bool as_matrix(const dlpack::Tensor& tensor, Matrix* matrix) {
+  matrix->columns = tensor.ndim > 0 ? tensor.shape[tensor.ndim - 1] : 1;
+  matrix->rows = 1;
+  int64_t stride = 0;  // of the innermost leading dimension that has more than one row
+  bool even = true;
+  for (int32_t axis = tensor.ndim - 2; axis >= 0; --axis) {
+    if (tensor.shape[axis] != 1) {
+      if (stride == 0 && matrix->rows == 1) stride = tensor.strides[axis];
+      even = even && tensor.strides[axis] == stride * matrix->rows;
+    }
+    matrix->rows *= tensor.shape[axis];
+  }
+  const int64_t across = matrix->columns > 1 ? tensor.strides[tensor.ndim - 1] : 1;
+  matrix->stride = matrix->rows > 1 ? stride : matrix->columns;
+  matrix->flipped = false;
+  if (matrix->rows * matrix->columns == 0) {
+    matrix->stride = matrix->columns;
+    return true;
+  }
+  if (even && across == 1 && matrix->stride >= matrix->columns) return true;
+  matrix->flipped = even && (matrix->rows == 1 || stride == 1) && across >= matrix->rows;
+  matrix->stride = across;
+  return matrix->flipped;
 }
 
 // Whether a tensor is on the device of the call; the first one says which that is.
@@ -275,6 +306,8 @@ bool init_tensor_api() {
   return load_exchange_table();
 }
 
+bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, torch_api.tensor); }
+
 bool view_tensor(PyObject* object, const ArgumentSite& site, TensorView* view) {
   dlpack::Tensor tensor;
   if (!borrow(object, site, &tensor)) return false;
@@ -302,6 +335,18 @@ bool read_cuda_tensor(PyObject* object, const DType& expected, const ArgumentSit
   dlpack::Tensor tensor;
   return borrow(object, site, &tensor) && check_device(tensor, site, device) &&
          read_memory(tensor, expected, site, memory);
+}
+
+bool read_cuda_matrix(PyObject* object, const DType& expected, const ArgumentSite& site, int32_t* device,
+                      Matrix* matrix, bool* fits) {
+  dlpack::Tensor tensor;
+  if (!borrow(object, site, &tensor) || !check_device(tensor, site, device) || !check_dtype(tensor, expected, site)) {
+    return false;
+  }
+  *fits = as_matrix(tensor, matrix);
+  if (tensor.data == nullptr && matrix->rows * matrix->columns > 0) return refuse_freed(site);
+  matrix->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  return true;
 }
 
 bool current_cuda_stream(int32_t device, void** stream) {

@@ -31,6 +31,9 @@ struct ArgumentSite {
   Py_ssize_t index;
 };
 
+// Whether an object is a torch.Tensor, of whatever subclass.
+bool is_tensor(PyObject* object);
+
 // What is known of a tensor without looking at its elements; borrowed: it is valid while the tensor lives.
 struct TensorView {
   const int64_t* shape;
@@ -57,6 +60,18 @@ struct Memory {
 // the others must be, too.
 bool read_cuda_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, int32_t* device,
                       Memory* memory);
+
+// A tensor as a matrix: its leading dimensions are its rows, whose elements lie side by side and `stride` apart.
+struct Matrix {
+  void* data = nullptr;
+  int64_t rows = 0, columns = 0, stride = 0;
+  bool flipped = false;  // it is the transpose of such a matrix: `stride` lies between columns
+};
+
+// Reads a tensor on a CUDA device as a matrix; one of a single dimension is one row. `fits` is false, without an error,
+// when its strides are those of no matrix.
+bool read_cuda_matrix(PyObject* object, const DType& expected, const ArgumentSite& site, int32_t* device,
+                      Matrix* matrix, bool* fits);
 
 // PyTorch's current stream of a CUDA device; false with a Python error set.
 bool current_cuda_stream(int32_t device, void** stream);

@@ -163,9 +163,10 @@ class KernelStep(Step):
         """
 
 class FunctionStep(Step):
-    """slots[output] = function(*slots[inputs])."""
+    """slots[outputs] = function(*slots[inputs])."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[int], output: int) -> None: ...
+    def __init__(self, name: str, function: Callable[..., Any], inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """Prepare a step; a function with several outputs returns a tuple. Slot -1 takes what nobody reads."""
 
 class Program:
     """Steps in order, and after each the slots that nobody reads any more."""

@@ -52,7 +52,7 @@ ABSTRACT = {"te_fuser.ops.base", "te_fuser.fusions.match", "te_fuser.fusions.pat
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {"__init__", "base", "checks", "parameters", "products"}
 ASPECTS = {
-    "": {"bad_input", "benchmarks", "cuda_native", "docs", "layout", "native"},
+    "": {"bad_input", "benchmarks", "cuda_native", "docs", "layout", "native", "steps"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

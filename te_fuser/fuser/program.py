@@ -19,7 +19,7 @@ from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGrad
 from te_fuser.fuser.refs import DTYPES, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan, Output
 from te_fuser.fusions.match import FusionCall
-from te_fuser.ops.base import OpCall, UnfusedOperation, batch_layout
+from te_fuser.ops.base import OpCall, TensorFunction, UnfusedOperation, batch_layout
 
 Slots = list[Any]
 Runner = Callable[[Slots], None]
@@ -106,6 +106,17 @@ def _alike(plan: KernelPlan, inputs: int) -> list[int | None]:
     return found
 
 
+def _op_step(step: Step, task: OpForward | OpGradient, slots: SlotMap) -> Runner:
+    """A method of an opaque op: its plain function in a native step where it has one."""
+    method = getattr(task.node.op, "op_forward" if isinstance(task, OpForward) else task.gradient.method)
+    plain: TensorFunction | None = getattr(method, "plain", None)
+    read, made = dict(step.inputs), list(step.outputs)
+    if plain is None or len(made) != 1 or any(name not in read for name in plain.reads):
+        return OpRunner(step, task, slots) if isinstance(task, OpForward) else GradientRunner(step, task, slots)
+    reads = [slots[read[name]] for name in plain.reads]
+    return _native.FunctionStep(task.node.label, plain.function, reads, [slots[made[0][1]]])
+
+
 class OpRunner:
     """Runs an opaque op's own forward."""
 
@@ -178,6 +189,21 @@ def _gradient(label: str, made: Mapping[str, torch.Tensor | None], name: str) ->
     return found
 
 
+def _fusion_step(step: Step, task: FusionTask, slots: SlotMap) -> Runner:
+    """A registered fusion: in a native step where its body is a plain function of tensors."""
+    fusion = task.fusion
+    if not fusion.takes:
+        return FusionRunner(step, task, slots)
+    read, made = dict(step.inputs), {name.removeprefix("d_"): slots[r] for name, r in step.outputs}
+    missing = [name for name in fusion.takes if name not in read]
+    if missing:
+        raise ValueError(f"fusion {fusion.name!r} takes {missing[0]!r}, which it has not (there are {sorted(read)})")
+    body = fusion.run_forward if task.direction == "forward" else fusion.run_backward
+    assert body is not None
+    inputs = [slots[read[name]] for name in fusion.takes]
+    return _native.FunctionStep(f"fusion {fusion.name}", body, inputs, [made.get(name, -1) for name in fusion.gives])
+
+
 class FusionRunner:
     """Runs a registered fusion in one direction."""
 
@@ -224,32 +250,23 @@ class FusionRunner:
             slots[k] = _gradient(self._label, made, name)
 
 
-class AddRunner:
+def _add_step(step: Step, slots: SlotMap) -> Runner:
     """Adds up contributions to one gradient."""
-
-    __slots__ = ("_inputs", "_output")
-
-    def __init__(self, step: Step, slots: SlotMap) -> None:
-        self._inputs = tuple(slots[r] for r in step.reads())
-        self._output = slots[step.outputs[0][1]]
-
-    def __call__(self, slots: Slots) -> None:
-        total = slots[self._inputs[0]]
-        for k in self._inputs[1:]:
-            total = total + slots[k]
-        slots[self._output] = total
+    reads = [slots[r] for r in step.reads()]
+    function = torch.add if len(reads) == 2 else _sum
+    return _native.FunctionStep(step.name, function, reads, [slots[step.outputs[0][1]]])
 
 
-class CastRunner:
+def _sum(*terms: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(torch.add, terms)
+
+
+def _cast_step(step: Step, task: CastTask, slots: SlotMap) -> Runner:
     """A parameter in another dtype."""
-
-    __slots__ = ("_dtype", "_input", "_output")
-
-    def __init__(self, step: Step, task: CastTask, slots: SlotMap) -> None:
-        self._input, self._output, self._dtype = slots[step.inputs[0][1]], slots[step.outputs[0][1]], task.dtype
-
-    def __call__(self, slots: Slots) -> None:
-        slots[self._output] = slots[self._input].to(self._dtype)
+    dtype = task.dtype
+    return _native.FunctionStep(
+        step.name, lambda p: p.to(dtype), [slots[step.inputs[0][1]]], [slots[step.outputs[0][1]]]
+    )
 
 
 @dataclass(frozen=True)
@@ -307,16 +324,14 @@ def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -
     task = step.task
     if isinstance(task, KernelPlan):
         return _kernel_step(task, kernels.get(task.description.key), slots)
-    if isinstance(task, OpForward):
-        return OpRunner(step, task, slots)
-    if isinstance(task, OpGradient):
-        return GradientRunner(step, task, slots)
+    if isinstance(task, (OpForward, OpGradient)):
+        return _op_step(step, task, slots)
     if isinstance(task, FusionTask):
-        return FusionRunner(step, task, slots)
+        return _fusion_step(step, task, slots)
     if isinstance(task, CastTask):
-        return CastRunner(step, task, slots)
+        return _cast_step(step, task, slots)
     assert isinstance(task, AddTask)
-    return AddRunner(step, slots)
+    return _add_step(step, slots)
 
 
 def descriptions(steps: Iterable[Step]) -> dict[str, KernelDescription]:

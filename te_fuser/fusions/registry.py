@@ -25,6 +25,7 @@ class Fusion:
         emits: values inside the match that the forward gives beside its output, e.g. "0.output".
         reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
         saves: names that a joint fusion's forward gives to its own backward; `saved_bytes` says how large they are.
+        takes, gives: of one whose body is a plain function of tensors: the names of its arguments and of its results.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Fusion:
     saves: tuple[str, ...] = ()
     doc: str = ""
     saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
 
     @property
     def has_forward(self) -> bool:
@@ -179,7 +182,13 @@ def only(*on: str | Fusion) -> Iterator[None]:
 
 
 # What a fusion declares -> the directions that have it.
-_DECLARED = {"emits": ("forward", "joint"), "reads": ("backward", "joint"), "saves": ("joint",)}
+_DECLARED = {
+    "emits": ("forward", "joint"),
+    "reads": ("backward", "joint"),
+    "saves": ("joint",),
+    "takes": ("forward", "backward"),
+    "gives": ("forward", "backward"),
+}
 
 
 def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequence[str]]) -> None:
@@ -208,6 +217,8 @@ def fusion(
     reads: Sequence[str] = (),
     saves: Sequence[str] = (),
     saved_bytes: Callable[[Match], Mapping[str, int]] | None = None,
+    takes: Sequence[str] = (),
+    gives: Sequence[str] = (),
     registered: bool = True,
 ) -> Callable[[Any], Fusion]:
     """Declare a fusion; give exactly one of `forward`, `backward`, `joint`, a pattern in the order of the list.
@@ -222,6 +233,10 @@ def fusion(
         cost: f(match) -> Cost, or of a joint fusion (forward's, backward's); by default one launch, the bytes that
             enter and leave, and the products' flops.
         saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
+        takes: of a forward or backward fusion that needs nothing but tensors: their names ("input" or "dy",
+            "0.weight", ...). The body is then called with these tensors instead of (m, x): the shortest way to it.
+        gives: the names of what such a body returns, as a tuple where they are several; "output" or "input" (dx) alone
+            by default.
         registered: whether to register it at once.
 
     Raises:
@@ -232,7 +247,8 @@ def fusion(
     if len(chosen) != 1:
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
-    _check_names(direction, name, {"emits": emits, "reads": reads, "saves": saves})
+    _check_names(direction, name, {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives})
+    made = tuple(gives) or (("output" if direction == "forward" else "input",) if takes else ())
 
     def declare(body: Any) -> Fusion:
         own = name or body.__name__
@@ -256,6 +272,8 @@ def fusion(
             tuple(saves),
             (body.__doc__ or "").strip(),
             saved_bytes,
+            tuple(takes),
+            made,
         )
         return register(entry) if registered else entry
 

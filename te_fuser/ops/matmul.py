@@ -8,10 +8,30 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation, check_floating
+from te_fuser.ops.base import Gradient, Spec, UnfusedOperation, check_floating, forward_of, gradient_of
 from te_fuser.ops.checks import check_features, feature_size
 from te_fuser.ops.parameters import empty, randomized
 from te_fuser.ops.products import linear, product
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y = x W^T."""
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"MatMul takes x and weight of one dtype, got {x.dtype} and {weight.dtype}: "
+            "convert one with .to(), or run under torch.autocast"
+        )
+    return in_shape_of(x, linear(as_rows(x), weight))
+
+
+def _input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dx = dy W."""
+    return in_shape_of(dy, product(as_rows(dy), weight))
+
+
+def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dW = dy^T x."""
+    return product(as_rows(dy).t(), as_rows(x))
 
 
 class MatMul(UnfusedOperation):
@@ -70,23 +90,9 @@ class MatMul(UnfusedOperation):
             Gradient(("weight",), ("input",), "weight_gradient"),
         )
 
-    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        weight = call["weight"]
-        if x.dtype != weight.dtype:
-            raise TypeError(
-                f"MatMul takes x and weight of one dtype, got {x.dtype} and {weight.dtype}: "
-                "convert one with .to(), or run under torch.autocast"
-            )
-        return in_shape_of(x, linear(as_rows(x), weight))
-
-    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """dx = dy W."""
-        weight = call["weight"]
-        return {"input": in_shape_of(dy, product(as_rows(dy), weight))}
-
-    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """dW = dy^T x."""
-        return {"weight": product(as_rows(dy).t(), as_rows(call["input"]))}
+    op_forward = forward_of(_forward, "input", "weight")
+    input_gradient = gradient_of("input", _input_gradient, "dy", "weight")
+    weight_gradient = gradient_of("weight", _weight_gradient, "dy", "input")
 
     def example(self, features: int, rng: torch.Generator) -> MatMul:
         return randomized(MatMul(features, self.out_features, device="meta"), rng, spread=max(features, 1) ** -0.5)
