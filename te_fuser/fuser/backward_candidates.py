@@ -190,7 +190,7 @@ class BackwardCandidates:
             outputs.append(("input", gradient_ref(nodes[0].input)))
         made = {v for n in nodes for v in (n.output, *n.named_out)}
         for k, node in enumerate(nodes):
-            for name in self.problem.needed(node) - {"input"}:
+            for name in sorted(self.problem.needed(node) - {"input"}):
                 if node.named_in.get(name) in made:
                     continue
                 needed.add(f"{k}.{name}")

@@ -100,7 +100,7 @@ def _with_sums(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step
     result: list[Step] = []
     for step in steps:
         result.append(_rename_outputs(step, seen))
-        complete = [r for r in shared & set(step.writes()) if len(seen[r]) == counts[r]]
+        complete = [r for r in dict.fromkeys(step.writes()) if r in shared and len(seen[r]) == counts[r]]
         result += [_sum(problem, prices, ref, seen[ref], step) for ref in complete]
     return result
 
@@ -136,20 +136,27 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
 
 
 def kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
-    """Everything that backward steps read and none of them makes."""
+    """Everything that backward steps read and none of them makes; of views of one memory only the first has bytes."""
     found: dict[Ref, Kept] = {}
     made: set[Ref] = set()
+    counted: set[int] = set()
     for step in backward:
         for name, ref in step.inputs:
-            if ref not in found and ref not in made and ref[0] in _OWNERS:
-                found[ref] = _kept(problem, prices, name, ref, step)
+            if ref in found or ref in made or ref[0] not in _OWNERS:
+                continue
+            entry = _kept(problem, prices, name, ref, step)
+            if ref[0] == "value":
+                storage = problem.graph.storage(ref[1])
+                entry = replace(entry, bytes=0) if storage in counted else entry
+                counted.add(storage)
+            found[ref] = entry
         made |= set(step.writes())
     return tuple(found.values())
 
 
 def _kept(problem: Problem, prices: Prices, name: str, ref: Ref, step: Step) -> Kept:
     graph, kind = problem.graph, ref[0]
-    owner = "input" if kind == "value" and graph.producer(ref[1]) is None else _OWNERS[kind]
+    given = kind == "value" and graph.producer(graph.storage(ref[1])) is None
     names = {
         "value": lambda: graph.values[ref[1]].name,
         "parameter": lambda: graph.parameters[ref[1]].name,
@@ -157,7 +164,7 @@ def _kept(problem: Problem, prices: Prices, name: str, ref: Ref, step: Step) -> 
         "seed": lambda: "seed",
     }
     text = names[kind]() if kind in names else f"{step.name}: {name}"
-    return Kept(ref, text, prices.size(ref), owner)
+    return Kept(ref, text, prices.size(ref), "input" if given else _OWNERS[kind])
 
 
 # --------------------------------------------------------------------------------------------------- segments

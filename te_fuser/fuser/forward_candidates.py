@@ -64,19 +64,12 @@ class ForwardCandidates:
         inputs += [(p, self.problem.parameter_ref(node, p)) for p in node.parameters]
         inputs += [(a, value_ref(self.graph.root(v))) for a, v in node.named_in.items()]
         inputs += [("seed", SEED)] if node.draws else []
-        outputs = [("output", value_ref(node.output)), *self._emitted(node)]
+        assert isinstance(node.op, UnfusedOperation)
+        outputs = [("output", value_ref(node.output)), *((n, emitted_ref(node.index, n)) for n in node.op.emits)]
         c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
         start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
         step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpForward(node), c, seconds)
         return Edge(start, stop, node.role, (step,), seconds)
-
-    def _emitted(self, node: Node) -> list[tuple[str, Ref]]:
-        """What an opaque op emits; its size is known from here on."""
-        assert isinstance(node.op, UnfusedOperation)
-        sizes = node.op.emitted_bytes(self.graph.values[node.input].spec)
-        found = [(name, emitted_ref(node.index, name)) for name in node.op.emits]
-        self.prices.learn({ref: sizes.get(name, 0) for name, ref in found})
-        return found
 
     # --------------------------------------------------------------------------------------- fusions
 

@@ -82,6 +82,14 @@ class Graph:
         return found
 
     @functools.cached_property
+    def _storages(self) -> list[int]:
+        found = list(self._roots)
+        for n in self.nodes:  # what a node reads comes before what it makes
+            for value in (n.output, *n.named_out):
+                found[value] = found[n.input] if getattr(n.op, "views", False) else found[self._roots[value]]
+        return found
+
+    @functools.cached_property
     def _consumers(self) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self.values]
         for n in self.nodes:
@@ -98,8 +106,12 @@ class Graph:
         return found
 
     def root(self, value: int) -> int:
-        """The value whose storage this one shares."""
+        """The value that this one is, under another name."""
         return self._roots[value]
+
+    def storage(self, value: int) -> int:
+        """The first value in this one's memory: through other names, and through ops whose output is a view."""
+        return self._storages[value]
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""

@@ -90,7 +90,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor kept between forward and backward, its bytes, and whose it is."""
+    """A tensor kept between forward and backward, its bytes (0: in the memory of another one), and whose it is."""
 
     ref: Ref
     name: str

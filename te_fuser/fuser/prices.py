@@ -11,7 +11,7 @@ from te_fuser.codegen.description import KernelDescription
 from te_fuser.fuser import cost as costs
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import DTYPE_NAMES, Ref
+from te_fuser.fuser.refs import DTYPE_NAMES, Ref, value_ref
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import UnfusedOperation
@@ -29,13 +29,13 @@ class Prices:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.graph = problem, problem.graph
-        self._sizes: dict[Ref, int] = {}  # of what ops and fusions emit
+        self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
 
     # ----------------------------------------------------------------------------------------- bytes
 
     def learn(self, sizes: Mapping[Ref, int]) -> None:
-        """Note the bytes of what an op or a fusion emits."""
+        """Note the bytes of what a joint fusion saves."""
         self._sizes |= sizes
 
     def size(self, ref: Ref) -> int:
@@ -50,15 +50,20 @@ class Prices:
         if kind == "statistic":
             first = self.graph.values[self.graph.nodes[number].input].spec
             return first.rows * (8 if first.dtype == torch.float64 else 4)
+        if kind == "emitted":
+            node = self.graph.nodes[number]
+            assert isinstance(node.op, UnfusedOperation)
+            return node.op.emitted_bytes(self.graph.values[node.input].spec).get(ref[2], 0)
         if kind == "term":
             return self.size(number)
         return _SEED_BYTES if kind == "seed" else self._sizes.get(ref, 0)
 
     def kept_bytes(self, refs: Iterable[Ref]) -> int:
-        """What keeping these for backward takes, the call's own inputs and parameters apart."""
+        """What keeping these for backward takes, the call's own inputs and parameters apart; a view takes nothing."""
+        storages = {value_ref(self.graph.storage(r[1])) if r[0] == "value" else r for r in refs}
         return sum(
             self.size(r)
-            for r in set(refs)
+            for r in storages
             if r[0] in ("emitted", "fused") or r[0] == "value" and self.graph.producer(r[1]) is not None
         )
 

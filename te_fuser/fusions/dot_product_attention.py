@@ -55,7 +55,8 @@ def _declare(provider: Provider) -> Fusion:
 
     def saved_bytes(m: Match) -> dict[str, int]:
         rows = m.x.rows * _op(m).heads
-        return {name: 4 * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
+        wide = 8 if m.dtype == torch.float64 else 4
+        return {name: wide * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
 
     Body.__doc__ = f"{type(provider).__doc__ or ''}".strip()
     return fusion(

@@ -279,9 +279,9 @@ class DotProductAttention(UnfusedOperation):
         return (Gradient(("input",), (*self.reads, *self.named_inputs()), "whole_backward", work=2.5),)
 
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
-        """One float32 for each row of scores."""
+        """One number for each row of scores, in the dtype that they are computed in."""
         samples, positions = self.packed.lengths(x.shape)
-        return {"logsumexp": samples * self.heads * positions * 4}
+        return {"logsumexp": samples * self.heads * positions * (8 if x.dtype == torch.float64 else 4)}
 
     def draws(self) -> bool:
         """Whether probabilities are dropped."""

@@ -51,6 +51,15 @@ def test_edges():
     assert [n.label for n in (matmul, bias)] == ["op 1 (MatMul '1.matmul')", "op 2 (Bias '1.bias')"]
 
 
+def test_views_are_in_the_memory_of_what_they_view():
+    model = sequential(ops.Reshape(4, 10), ops.Identity(), ops.Reshape(10, 4), ops.GELU(), ops.Reshape(5, 8))
+    graph = graph_of(model)
+    values = [graph.storage(n.output) for n in graph.nodes]
+    gelu = graph.nodes[3].output
+    assert values == [0, 0, 0, gelu, gelu]
+    assert len({graph.root(n.output) for n in graph.nodes}) == 4  # Identity alone is a name
+
+
 def test_what_shares_storage():
     model = sequential(
         ops.Fork("a"), ops.Identity(), ops.Dropout(0.5), ops.GELU(), ops.Output("o"), ops.Add("a")

@@ -223,6 +223,26 @@ def test_a_dropout_mask_is_not_kept():
     assert_as_meant(model, X)
 
 
+def test_a_view_is_kept_in_the_memory_of_what_it_views():
+    """Attention's backward reads its output, the product behind Reshape reads the same elements as a view."""
+    attention = ops.DotProductAttention(2, 4, mask="causal")
+    model = sequential(ops.Linear(8, 24), attention, ops.Reshape(-1, 4), ops.Linear(4, 8))
+    x = tensor(5, 3, 8)
+    found = {k.name: k.bytes for k in model.plan(x).kept if k.owner == "activation"}
+    assert {"dot_product_attention.output", "reshape.output"} <= set(found)
+    assert sorted(found[n] for n in ("dot_product_attention.output", "reshape.output")) == [0, 5 * 3 * 8 * 8]
+    assert model.plan(x).kept_bytes() == sum(found.values())
+    assert_as_meant(model, x)
+
+
+def test_a_view_of_the_calls_own_input_is_the_calls():
+    model = sequential(ops.Reshape(-1, 4), ops.Linear(4, 8))
+    plan = model.plan(X)
+    assert [(k.name, k.owner) for k in plan.kept if k.owner != "parameter"] == [("reshape.output", "input")]
+    assert plan.kept_bytes() == 0
+    assert_as_meant(model, X)
+
+
 LISTS = {
     "mlp": lambda **o: mlp(**o),
     "norm_between_products": lambda **o: sequential(

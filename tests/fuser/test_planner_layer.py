@@ -170,9 +170,15 @@ def test_bytes_are_those_of_the_tensors() -> None:
 def test_emitted_tensors_are_counted() -> None:
     kept = {k.name.rpartition(": ")[2]: k.bytes for k in seed_plan().kept}
     assert kept["cudnn_logsumexp"] == 4 * 32 * 2048 * 4
-    explicit = te_fuser.Sequential(ops.DotProductAttention(2, 4, dropout=0.1), kernels="reference")
-    plan = explicit.plan(torch.randn(5, 3, 24, requires_grad=True))
-    assert {k.name.rpartition(": ")[2]: k.bytes for k in plan.kept}["logsumexp"] == 3 * 2 * 5 * 4
+    explicit = te_fuser.Sequential(ops.DotProductAttention(2, 4, dropout=0.1), kernels="reference", memory="fast")
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = torch.randn(5, 3, 24, dtype=dtype, requires_grad=True)
+        plan = explicit.plan(x)
+        size = 3 * 2 * 5 * (8 if dtype == torch.float64 else 4)
+        assert {k.name.rpartition(": ")[2]: k.bytes for k in plan.kept}["logsumexp"] == size
+        # Backward reads it beside dy, x and the seed, and goes over its scratch twice.
+        scratch = 2 * explicit[0].scratch_bytes(plan.x)
+        assert plan.backward[0].cost.read == size + x.nbytes // 3 + x.nbytes + 16 + scratch
 
 
 def test_segments_end_where_gradients_pile_up() -> None:

@@ -82,6 +82,19 @@ def test_what_it_keeps():
         torch.testing.assert_close(model(x), model.reference(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_stated_of_the_logsumexp_is_its_size(dtype, fused):
+    model, x = sequential(attention(mask="causal"), dtype=dtype), tensor(SAMPLES, POSITIONS, 24, dtype=dtype)
+    with fusions.only(*(fusions.names() if fused else ())):
+        (stated,) = (k.bytes for k in model.plan(x).kept if k.name.endswith("logsumexp"))
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            model(x)
+    shape = (SAMPLES, 2, POSITIONS)
+    assert [t.nbytes for t in saved if t.shape == shape] == [stated]
+
+
 def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
     model, x = layer(attention(dropout=0.3)), tensor(SAMPLES, POSITIONS, 8)
     forward, backward = names(model, x)
