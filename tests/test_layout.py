@@ -24,7 +24,7 @@ KNOWS = {
     "formula": set(),
     "ops": {"formula"},
     "codegen": {"formula", "config", "_native"},
-    "kernels": {"formula", "ops", "_native"},
+    "kernels": {"formula", "ops", "codegen", "config", "_native"},
     "fusions": {"formula", "ops", "codegen", "kernels"},
     "fuser": {"formula", "ops", "codegen", "fusions", "config", "_native"},
     "sequential": {"ops", "fusions", "fuser"},

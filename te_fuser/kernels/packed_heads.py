@@ -1,0 +1,289 @@
+"""Packed queries, keys and values in one pass: gathered, turned by their position, stored, their columns added up.
+
+    packed = turn(x + bias)                       before attention
+    dqkv, dbias = turn_back(dq | dk | dv), sums   after it, from what its kernels return apart
+
+The kernel's text is `packed_heads.cu`; NVRTC compiles it for the numbers of heads at hand.
+
+Legend: B samples, S positions, G key/value heads, R query heads of each, D features of a head,
+F = (G * R + 2 * G) * D packed features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.config import config
+from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads
+from te_fuser.ops.rotary_embedding import rotation_table
+
+if TYPE_CHECKING:
+    from te_fuser import _native
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_ACCESS = 16  # bytes: the widest access
+_ROWS = 4  # kRows of the text
+_THREADS = (256, 128, 64, 32)  # of a block
+_RESIDENT = 512  # threads of a multiprocessor that hide the latency of memory, with four rows each on their way
+_MOST_ROWS = 2**31 - 1
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How queries and keys turn; see `ops.RotaryEmbedding`, whose arguments these are."""
+
+    rotary_dim: int
+    base: float
+    style: str
+    position_offset: int = 0
+
+
+@dataclass(frozen=True)
+class PackedPass:
+    """What the text is written for.
+
+    Attributes:
+        dtype: of what is read and stored.
+        parts: whether queries, keys and values come from three tensors.
+        rotary_dim, style: what turns; 0: nothing does.
+        back: whether it turns back.
+        bias, sums: dtypes of the bias that is added and of the sums over rows, if any.
+        blocks: blocks of a multiprocessor; 0: as many as hide the latency of memory.
+    """
+
+    heads: PackedHeads
+    dtype: torch.dtype
+    parts: bool = False
+    rotary_dim: int = 0
+    style: str = "half"
+    back: bool = False
+    bias: torch.dtype | None = None
+    sums: torch.dtype | None = None
+    blocks: int = 0
+
+    @property
+    def vector(self) -> int:
+        """Neighbours that a thread takes at once: at most 16 bytes, within a head, partners in one place."""
+        dim, turning = self.heads.head_dim, self.rotary_dim
+        wanted = _ACCESS // self.dtype.itemsize
+        unit = turning // 2 if self.style == "half" else turning
+        while dim % wanted or (turning and unit % wanted):
+            wanted //= 2
+        return wanted
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a row: each has two vectors of a head."""
+        heads, dim, vector = self.heads.heads + 2 * self.heads.kv_heads, self.heads.head_dim, self.vector
+        across = self.rotary_dim and (self.style == "half" or vector == 1)
+        paired = self.rotary_dim if across else 0
+        return heads * (paired // 2 // vector + (((dim - paired) // vector) + 1) // 2)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: as many as leave the fewest idle."""
+        return min(_THREADS, key=lambda t: (-(-self.lanes // t) * t, -t))
+
+    @property
+    def tiles(self) -> int:
+        """Blocks side by side in a row."""
+        return -(-self.lanes // self.threads)
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return self.blocks or min(16, _RESIDENT // self.threads)
+
+    def text(self) -> str:
+        """The CUDA text: the constants, and `packed_heads.cu`."""
+        dtypes = {"Element": self.dtype, "BiasElement": self.bias, "SumElement": self.sums}
+        types = {name: CTYPES[_DTYPES[dtype or self.dtype]] for name, dtype in dtypes.items()}
+        heads = self.heads
+        integers = {
+            "kQueries": heads.heads, "kGroups": heads.kv_heads, "kHeadDim": heads.head_dim, "kRotary": self.rotary_dim,
+            "kVector": self.vector, "kThreads": self.threads, "kBlocks": self.per_multiprocessor, "kTiles": self.tiles,
+        }  # fmt: skip
+        flags = {
+            "kBlocked": heads.packing == "blocked", "kParts": self.parts, "kApart": self.style == "half",
+            "kBias": self.bias is not None, "kSums": self.sums is not None,
+        }  # fmt: skip
+        lines = ['#include "te_cuda.cuh"', "", *(f"using {name} = {ctype};" for name, ctype in types.items())]
+        lines += [f"constexpr int {name} = {value};" for name, value in integers.items()]
+        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        lines += [f"constexpr float kDirection = {-1.0 if self.back else 1.0};", "", _SOURCE.read_text()]
+        return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------- calling it
+
+
+def turn(
+    heads: PackedHeads,
+    rotation: Rotation,
+    x: torch.Tensor,
+    *,
+    back: bool = False,
+    bias: torch.Tensor | None = None,
+    sums: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn queries and keys of x + bias, or turn them back.
+
+    Args:
+        x: packed heads in the layout of `heads`, on a CUDA device; float32, bfloat16 or float16.
+        bias: [F], of any of these dtypes.
+        sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
+
+    Returns: the packed result, contiguous, and the sums [F] or None.
+    """
+    p = PackedPass(_key(heads), x.dtype, False, rotation.rotary_dim, rotation.style, back, _dtype(bias), sums)
+    sequence, batch = LAYOUTS[heads.layout]
+    x = _readable(x, p.vector)
+    strides = (x.stride(sequence), x.stride(batch), 0, 0)
+    return _run(p, heads, rotation, (x,), (strides,), (x.shape[batch], x.shape[sequence]), bias)
+
+
+def pack(
+    heads: PackedHeads,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    rotation: Rotation | None = None,
+    sums: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Pack the gradients of queries [B, G, R, S, D], keys and values [B, G, S, D], turned back by a rotation if given.
+
+    Args:
+        parts: on a CUDA device, of one dtype, with any strides.
+        sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
+
+    Returns: the packed gradient in the layout of `heads`, and the sums [F] or None.
+    """
+    turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
+    p = PackedPass(_key(heads), parts[0].dtype, True, *turning, True, None, sums)
+    q, k, v = (_readable(part, p.vector) for part in parts)
+    strides = ((q.stride(3), q.stride(0), q.stride(1), q.stride(2)), *(_positions_first(t) for t in (k, v)))
+    return _run(p, heads, rotation, (q, k, v), strides, (q.shape[0], q.shape[3]), None)
+
+
+def _positions_first(part: torch.Tensor) -> tuple[int, int, int]:
+    return part.stride(2), part.stride(0), part.stride(1)
+
+
+@functools.cache
+def _key(heads: PackedHeads) -> PackedHeads:
+    """The text is the same for every layout."""
+    return replace(heads, layout="sequence_first")
+
+
+def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def _readable(x: torch.Tensor, vector: int) -> torch.Tensor:
+    """x, or a copy whose vectors the kernel can read."""
+    steps = x.stride()[:-1]
+    fits = x.stride(-1) == 1 and all(step % vector == 0 and step // vector < 2**31 for step in steps)
+    return x if fits or not x.numel() else x.contiguous()
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """All that x reaches, as one contiguous dimension: the native runtime takes nothing else."""
+    if x.is_contiguous():
+        return x
+    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((reach,), (1,))
+
+
+def _run(
+    p: PackedPass,
+    heads: PackedHeads,
+    rotation: Rotation | None,
+    sources: Sequence[torch.Tensor],
+    strides: Sequence[Sequence[int]],
+    lengths: tuple[int, int],
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    samples, positions = lengths
+    first = sources[0]
+    sequence, batch = LAYOUTS[heads.layout]
+    shape = (positions, samples) if sequence == 0 else (samples, positions)
+    out = torch.empty((*shape, heads.features), dtype=p.dtype, device=first.device)
+    sums = None if p.sums is None else torch.empty(heads.features, dtype=p.sums, device=first.device)
+    if not out.numel():
+        return out, None if sums is None else sums.zero_()
+    if samples * positions > _MOST_ROWS:
+        raise ValueError(f"{samples} samples of {positions} positions are more than {_MOST_ROWS} rows: split the batch")
+    tensors = [_flat(source) for source in sources]
+    if rotation is not None:
+        table = (rotation.rotary_dim, rotation.base, torch.float32, first.device)
+        tensors += rotation_table(rotation.position_offset, positions, *table)
+    tensors += [t.contiguous() for t in (bias,) if t is not None]
+    tensors += [out] if sums is None else [out, sums]
+    steps = [out.stride(sequence), out.stride(batch), *(step for source in strides for step in source)]
+    kernel = _kernel(p, _arch(first.device))
+    kernel(tuple(tensors), samples * positions, 1, samples, tuple(step // p.vector for step in steps))
+    return out, sums
+
+
+# ------------------------------------------------------------------------------------------------- making it
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def _kernel(p: PackedPass, arch: str) -> _native.CudaKernel:
+    compiled = nvrtc.compile_source(p.text(), arch, name="packed_heads", cache=config.cache_dir)
+    return native_kernel(p, compiled.cubin)
+
+
+def native_kernel(p: PackedPass, cubin: bytes) -> _native.CudaKernel:
+    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+    from te_fuser import _native
+
+    element, wide = _DTYPES[p.dtype], p.vector * p.dtype.itemsize
+    read = [(element, wide)] * (3 if p.parts else 1)
+    read += [("float32", 4)] * 2 if p.rotary_dim else []
+    read += [(_DTYPES[p.bias], p.bias.itemsize)] if p.bias else []
+    written = [(element, wide)] + ([(_DTYPES[p.sums], p.sums.itemsize)] if p.sums else [])
+    dtypes, alignments = zip(*read, *written, strict=True)
+    return _native.CudaKernel(
+        "packed_heads",
+        cubin,
+        dtypes,
+        alignments,
+        len(read),
+        _launches(p, len(read)),
+        (p.heads.features,) if p.sums else (),
+        0,
+        2 + (4 + 3 + 3 if p.parts else 4),
+    )
+
+
+def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:
+    """Where the arguments come from; what is not there is never read, and any address stands for it."""
+    nothing = ("tensor", 0)
+    sources = [("tensor", k) for k in ((0, 1, 2) if p.parts else (0, 0, 0))]
+    after = 3 if p.parts else 1
+    angles = [("tensor", after), ("tensor", after + 1)] if p.rotary_dim else [nothing, nothing]
+    bias = ("tensor", out - 1) if p.bias else nothing
+    partial = ("partial", 0) if p.sums else nothing
+    counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
+    steps = [("integer", k) for k in range(2 + (10 if p.parts else 4))] + ([] if p.parts else [("batch_size", 0)] * 6)
+    grid = (p.tiles, _ROWS, p.per_multiprocessor, False, p.sums is not None)
+    arguments = (*sources, *angles, bias, ("tensor", out), partial, *counts, *steps)
+    launches: list[_native.CudaLaunch] = [("packed_heads", p.threads, 0, grid, arguments)]
+    if p.sums:
+        finish = (("partial", 0), ("tensor", out + 1), ("groups", 0))
+        launches.append(("packed_heads_finish", 1024, 0, (-(-p.heads.features // 32), 0), finish))
+    return tuple(launches)

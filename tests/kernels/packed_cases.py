@@ -1,0 +1,137 @@
+"""What the kernel over packed heads is tested on, with and without a GPU: settings, inputs, their meaning in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser.kernels.packed_heads import PackedPass, Rotation, pack, turn
+from te_fuser.ops.base import OpCall
+from te_fuser.ops.dot_product_attention import PackedHeads
+from te_fuser.ops.rotary_embedding import RotaryEmbedding
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the kernel.
+
+    Attributes:
+        rotary: how many features turn; 0: none.
+        bias, sums: dtypes, if any.
+        order: the memory order of the parts' five dimensions [B, G, R, S, D].
+    """
+
+    name: str
+    heads: PackedHeads
+    dtype: torch.dtype
+    rotary: int = 0
+    style: str = "half"
+    parts: bool = False
+    back: bool = False
+    bias: torch.dtype | None = None
+    sums: torch.dtype | None = None
+    offset: int = 0
+    order: tuple[int, ...] = (3, 0, 1, 2, 4)
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return Rotation(self.rotary, 10000.0, self.style, self.offset) if self.rotary else None
+
+    @property
+    def kernel(self) -> PackedPass:
+        back = self.back or self.parts
+        heads = PackedHeads(self.heads.heads, self.heads.kv_heads, self.heads.head_dim, packing=self.heads.packing)
+        return PackedPass(heads, self.dtype, self.parts, self.rotary, self.style, back, self.bias, self.sums)
+
+    def inputs(self, samples: int, positions: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The packed source, of both signs, and the bias."""
+        rng = torch.Generator().manual_seed(seed)
+        shape = (positions, samples) if self.heads.layout == "sequence_first" else (samples, positions)
+        x = torch.randn(*shape, self.heads.features, generator=rng).to(self.dtype)
+        bias = None if self.bias is None else torch.randn(self.heads.features, generator=rng).to(self.bias)
+        return x, bias
+
+    def run(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The kernel's result."""
+        if not self.parts:
+            assert self.rotation is not None
+            return turn(self.heads, self.rotation, x, back=self.back, bias=bias, sums=self.sums)
+        q, k, v = self.heads.split(x)
+        inverse = [self.order.index(d) for d in range(5)]
+        q = q.permute(self.order).contiguous().permute(inverse)
+        k, v = (t[:, :, None].permute(self.order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
+        return pack(self.heads, (q, k, v), rotation=self.rotation, sums=self.sums)
+
+    def meant(
+        self, x: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype = torch.float64
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same by the op's own meaning."""
+        y = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+        if self.rotary:
+            op = RotaryEmbedding(
+                self.heads.head_dim, heads=self.heads.heads, kv_heads=self.heads.kv_heads, layout=self.heads.layout,
+                packing=self.heads.packing, style=self.style, rotary_dim=self.rotary, position_offset=self.offset,
+            )  # fmt: skip
+            if self.back or self.parts:
+                leaf = torch.zeros_like(y).requires_grad_()
+                (y,) = torch.autograd.grad(op.reference(OpCall(), leaf), leaf, y)
+            else:
+                y = op.reference(OpCall(), y)
+        return y, None if self.sums is None else y.reshape(-1, y.shape[-1]).sum(0)
+
+
+def heads(heads: int, kv_heads: int, dim: int, **options: str) -> PackedHeads:
+    return PackedHeads(heads, kv_heads, dim, **options)
+
+
+BATCH_FIRST, BLOCKED = {"layout": "batch_first"}, {"packing": "blocked"}
+CASES = [
+    Case("forward", heads(4, 4, 16), BF16, 16),
+    Case("forward of one sample's positions", heads(4, 2, 16, **BATCH_FIRST), BF16, 16, bias=BF16, offset=5),
+    Case("bias in float32", heads(6, 2, 8, **BLOCKED), F16, 8, bias=F32),
+    Case("neighbours", heads(4, 2, 24), F32, 24, "interleaved", bias=F32),
+    Case("some neighbours", heads(3, 1, 24, **BLOCKED, **BATCH_FIRST), BF16, 8, "interleaved"),
+    Case("some of an odd head", heads(5, 5, 7), F32, 4, "half"),
+    Case("neighbours of an odd head", heads(2, 1, 5, **BATCH_FIRST), F16, 4, "interleaved", bias=F16),
+    Case("pairs that are no whole vectors", heads(4, 2, 24), BF16, 12),
+    Case("backward", heads(4, 4, 16), BF16, 16, back=True),
+    Case("backward with sums", heads(40, 40, 64), BF16, 64, back=True, sums=BF16),
+    Case("backward with sums in float32", heads(6, 3, 40, **BLOCKED), F16, 16, "interleaved", back=True, sums=F32),
+    Case("packed", heads(4, 4, 16), BF16, parts=True),
+    Case("packed with sums", heads(24, 24, 64), BF16, parts=True, sums=BF16),
+    Case("packed of groups", heads(6, 2, 24, **BLOCKED), F16, parts=True, sums=F16, order=(0, 1, 2, 3, 4)),
+    Case("packed of samples", heads(6, 2, 16, **BATCH_FIRST), BF16, parts=True, sums=F32, order=(0, 3, 1, 2, 4)),
+    Case("packed and turned", heads(8, 2, 16), BF16, 16, parts=True, sums=BF16),
+    Case(
+        "packed, turned blocks", heads(4, 2, 16, **BLOCKED, **BATCH_FIRST), F32, 8, "interleaved", parts=True, offset=3
+    ),
+    Case("packed, odd heads", heads(3, 3, 5), F32, 4, parts=True, sums=F32, order=(0, 1, 2, 3, 4)),
+]
+SIZES = [(1, 1), (2, 7), (3, 33), (1, 130)]  # samples, positions
+EMPTY = [(0, 4), (3, 0)]
+
+
+def complaints(
+    case: Case, samples: int, positions: int, got: tuple[torch.Tensor, torch.Tensor | None], seed: int
+) -> str:
+    """What is wrong: a result may err twice as much as PyTorch does in float32 and one rounding, and one unit more."""
+    x, bias = case.inputs(samples, positions, seed)
+    exact, plain = case.meant(x, bias), case.meant(x, bias, torch.float32)
+    for name, one, want, usual in zip(("output", "sums"), got, exact, plain, strict=True):
+        if one is None or want is None or usual is None:
+            assert one is None and want is None
+            continue
+        dtype = case.dtype if name == "output" else case.sums
+        if one.dtype != dtype or one.shape != want.shape or not one.is_contiguous():
+            return f"{name} is {one.dtype} {list(one.shape)}"
+        error, allowed = (one.double() - want).abs(), (usual.to(dtype).double() - want).abs()
+        scale = max(want.abs().max().item(), 1e-6)
+        slack = torch.finfo(one.dtype).eps * scale
+        # Sums of float32 numbers err by the order they are added in.
+        slack += 2.0**-22 * samples * positions**0.5 * scale if name == "sums" else 0.0
+        if not error.max() <= 2 * allowed.max() + slack:
+            return f"{name} errs by {error.max():.2e}, PyTorch by {allowed.max():.2e}, of {scale:.2e}"
+    return ""

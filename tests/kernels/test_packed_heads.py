@@ -1,0 +1,149 @@
+"""The kernel over packed heads, run on the CPU by an emulated driver, and compiled for the GPUs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels import packed_heads
+from te_fuser.kernels.packed_heads import PackedPass, Rotation, native_kernel, pack, turn
+from te_fuser.ops.dot_product_attention import PackedHeads
+from tests.codegen import cuda_on_cpu
+from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
+
+
+def has_nvrtc() -> bool:
+    try:
+        nvrtc.compiler_version()
+    except nvrtc.CompilerMissing:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
+needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels of all cases run by a driver that executes them on the CPU."""
+    folder = tmp_path_factory.mktemp("packed")
+    passes = list(dict.fromkeys(case.kernel for case in CASES))
+    texts = [SimpleNamespace(source=p.text(), launches=_symbols(p)) for p in passes]
+    assert CXX is not None
+    built = cuda_on_cpu.build(CXX, texts, folder)  # type: ignore[arg-type]
+    kernels = {
+        p: native_kernel(p, f"{b.library._name}:{b.number}".encode()) for p, b in zip(passes, built, strict=True)
+    }
+    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
+        patch.setattr(packed_heads, "_kernel", lambda p, arch: kernels[p])
+        patch.setattr(packed_heads, "_arch", lambda device: "sm_90a")
+        yield driver
+
+
+def _symbols(p: PackedPass) -> list[SimpleNamespace]:
+    names = ["packed_heads", "packed_heads_finish"] if p.sums else ["packed_heads"]
+    return [SimpleNamespace(symbol=name) for name in names]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values(case: Case, emulated: FakeDriver) -> None:
+    for seed, (samples, positions) in enumerate(SIZES):
+        got = case.run(*case.inputs(samples, positions, seed))
+        assert not complaints(case, samples, positions, got, seed), (samples, positions)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_nothing(case: Case, emulated: FakeDriver) -> None:
+    for samples, positions in EMPTY:
+        x, bias = case.inputs(samples, positions)
+        y, sums = case.run(x, bias)
+        assert y.shape == x.shape and (sums is None) == (case.sums is None)
+        assert sums is None or (sums == 0).all()
+
+
+@needs_compiler
+def test_strided_inputs(emulated: FakeDriver) -> None:
+    case = BY_NAME["forward of one sample's positions"]
+    x, bias = case.inputs(3, 10)
+    assert bias is not None
+    for strided in (
+        x.transpose(0, 1).contiguous().transpose(0, 1),
+        torch.cat((x, x), -1)[..., : x.shape[-1]],
+        torch.cat((x, x[..., :3]), -1)[..., : x.shape[-1]],
+        torch.stack((x, x), -1)[..., 0],
+    ):
+        got = case.run(strided, torch.stack((bias, bias), -1)[:, 0])
+        assert not strided.is_contiguous() and not complaints(case, 3, 10, got, 0)
+    one = x[:1, :1].expand(x.shape)
+    y, _ = case.run(one, bias)
+    torch.testing.assert_close(y, case.run(one.contiguous(), bias)[0], rtol=0, atol=0)
+
+
+@needs_compiler
+def test_one_launch_and_one_for_sums(emulated: FakeDriver) -> None:
+    for name, launches in (("forward", 1), ("backward with sums", 2), ("packed and turned", 2), ("packed", 1)):
+        emulated.launches = emulated.copies = 0
+        BY_NAME[name].run(*BY_NAME[name].inputs(2, 9))
+        assert emulated.launches == launches and emulated.copies == 0
+
+
+@needs_compiler
+def test_a_gradient_of_the_kernels_own_order_is_read_where_it_lies(emulated: FakeDriver) -> None:
+    """Also heads and samples at one stride, as attention's kernels return them."""
+    case = BY_NAME["packed and turned"]
+    dim = case.heads.head_dim
+    whole = [torch.randn(9, 2 * n, dim).to(case.dtype).permute(1, 0, 2) for n in (8, 2, 2)]  # [B * heads, S, D]
+    q, k, v = (part.unflatten(0, (2, 2, -1)) for part in whole)
+    parts = (q, k[:, :, 0], v[:, :, 0])
+    x = case.heads.pack(*parts, case.dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "contiguous", lambda self: pytest.fail("a copy"))
+        y, sums = pack(case.heads, parts, rotation=case.rotation, sums=case.sums)
+    want, total = case.meant(x, None)
+    assert sums is not None and total is not None
+    torch.testing.assert_close(y.double(), want, rtol=2.0**-8, atol=2.0**-8)
+    torch.testing.assert_close(sums.double(), total, rtol=2.0**-8, atol=2.0**-6)
+
+
+def test_widths_and_lanes() -> None:
+    def made(dim: int, **options: object) -> PackedPass:
+        return PackedPass(PackedHeads(4, 2, dim), **{"dtype": torch.bfloat16, **options})  # type: ignore[arg-type]
+
+    for p, vector, lanes in (
+        (made(128), 8, 64), (made(128, rotary_dim=128), 8, 64), (made(128, dtype=torch.float32), 4, 128),
+        (made(8), 8, 8), (made(8, rotary_dim=8), 4, 8), (made(24, rotary_dim=16), 8, 16), (made(5), 1, 24),
+        (made(24, rotary_dim=12, style="interleaved"), 4, 24), (made(5, rotary_dim=4, style="interleaved"), 1, 24),
+    ):  # fmt: skip
+        assert (p.vector, p.lanes) == (vector, lanes), p
+        assert p.tiles * p.threads >= p.lanes > (p.tiles - 1) * p.threads
+
+
+def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_heads, "_MOST_ROWS", 5)
+    heads, rotation = PackedHeads(1, 1, 4), Rotation(4, 10000.0, "half")
+    with pytest.raises(ValueError, match="3 samples of 2 positions are more than 5 rows"):
+        turn(heads, rotation, torch.zeros(2, 3, 12))
+    with pytest.raises(ValueError, match="more than 5 rows"):
+        pack(heads, heads.split(torch.zeros(2, 3, 12)))
+
+
+COMPILED = ["backward with sums", "packed and turned", "packed, turned blocks", "neighbours of an odd head"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for name in COMPILED:
+        compiled = nvrtc.compile_source(BY_NAME[name].kernel.text(), arch, name="packed_heads", cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} >= {"packed_heads"}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (name, compiled.resources)
