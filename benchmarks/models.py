@@ -56,11 +56,15 @@ class Rival:
 
     def forward_and_backward(self) -> Any:
         """The output; the gradients are new ones each time, as after optimizer.zero_grad()."""
-        for leaf in self.leaves:
-            leaf.grad = None
+        self.clear()
         y = self.model(self.x, **self.named)
         torch.autograd.backward(y, self.dy)
         return y
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def runner(self, direction: str) -> Callable[[], Any]:
         """What a direction calls."""
@@ -69,6 +73,13 @@ class Rival:
     def like(self, model: nn.Module) -> Rival:
         """Another model for the same call."""
         return Rival(model, self.x, self.named, self.dy, (self.x, *self.named.values(), *model.parameters()))
+
+    def again(self) -> Rival:
+        """The same model with other inputs of the same shapes."""
+        x, *named = (torch.randn_like(t).requires_grad_() for t in (self.x, *self.named.values()))
+        one = isinstance(self.dy, torch.Tensor)
+        dy = torch.randn_like(self.dy) if one else tuple(map(torch.randn_like, self.dy))  # type: ignore[arg-type]
+        return Rival(self.model, x, dict(zip(self.named, named, strict=True)), dy).like(self.model)
 
 
 def rivals(pair: Pair, dtype: torch.dtype, device: torch.device = torch.device("cpu")) -> dict[str, Rival]:  # noqa: B008

@@ -1,0 +1,54 @@
+"""One first call of the seed layer in this process, timed; prints JSON. The benchmark's part first-call runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+START = time.perf_counter()
+
+import models  # noqa: E402
+import torch  # noqa: E402
+from models import Attention  # noqa: E402
+
+import te_fuser  # noqa: E402
+
+
+def main() -> None:
+    """Make the layer and its input, then take the time of its first two steps."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cache", type=Path, help="folder of compiled kernels")
+    parser.add_argument("--eager", action="store_true", help="the twin in torch.nn instead")
+    chosen = parser.parse_args()
+    te_fuser.config.cache_dir = chosen.cache
+    imported = time.perf_counter() - START
+    attention = Attention(128, chosen.positions, dropout=0.1)
+    with torch.device(chosen.device):
+        pair = models.gpt(0.1, attention)(chosen.tokens, chosen.hidden)
+        model = (pair.eager if chosen.eager else pair.fused).to(torch.bfloat16)
+        x = torch.randn(pair.shape, dtype=torch.bfloat16).requires_grad_()
+        dy = torch.randn_like(x)
+    _wait(x)
+    made = time.perf_counter() - START
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        model(x).backward(dy)
+        _wait(x)
+        seconds.append(time.perf_counter() - start)
+    print(json.dumps({"seconds": seconds[0], "second_call": seconds[1], "imports": imported, "until_made": made}))
+
+
+def _wait(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

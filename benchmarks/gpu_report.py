@@ -1,0 +1,260 @@
+"""Records of GPU benchmarks: one JSON for each GPU, whose parts are replaced one by one; tables, document and plot."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import gpu_rivals
+import torch
+from common import ROOT, commit, markdown_table, replace_between, versions
+from gpu_measure import Card, Effort
+from rich.table import Table
+
+RESULTS = ROOT / "benchmarks/results"
+DOCUMENT = ROOT / "docs/performance.md"
+PLOT = ROOT / "docs/images/gpu.svg"
+
+Data = Mapping[str, Any]
+
+
+# -------------------------------------------------------------------------------------------------- records
+
+
+def record_path(card_name: str, kind: str = "gpu") -> Path:
+    """Where a GPU's record lies."""
+    return RESULTS / f"{kind}-{'-'.join(re.findall('[a-z0-9]+', card_name.lower()))}.json"
+
+
+def circumstances(card: Card, given_commit: str | None) -> dict[str, Any]:
+    """What a part's numbers depend on."""
+    found = {**versions(), **gpu_rivals.versions()}
+    if torch.version.cuda:
+        found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
+    return {
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "gpu": card.name,
+        "commit": given_commit or commit(),
+        "versions": found,
+        "command": " ".join(["python", *sys.argv]),
+        "card": card.describe(),
+    }
+
+
+def part_record(
+    about: Data, effort: Effort, quick: bool, seconds: float, cases: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """One part's share of a record."""
+    options = {"rounds": effort.rounds, "block_seconds": effort.block, "warm_up_seconds": effort.warm_up}
+    return {**about, "options": {**options, "quick": quick}, "seconds": round(seconds, 1), "cases": list(cases)}
+
+
+def merge(path: Path, part: str, record: Data) -> dict[str, Any]:
+    """Put a part's record into the file, beside those of other parts; what stands at the top is the latest part's."""
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    parts[part] = dict(record)
+    top = {key: record[key] for key in ("written", "gpu", "commit", "versions", "command") if key in record}
+    merged = {**top, "parts": dict(sorted(parts.items()))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(merged), indent=1) + "\n")
+    return merged
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits are more than any clock gives."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(v) for key, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
+
+
+# --------------------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a contender; a column that stays empty is left out."""
+
+    head: str
+    key: str
+    text: str = "{:.2f}"
+
+    def cell(self, data: Data) -> str:
+        """The number, or nothing."""
+        value = data.get(self.key)
+        return "" if value is None else self.text.format(value)
+
+
+def _time(data: Data) -> str:
+    if "ms" not in data:
+        return ""
+    low, high = data["range_ms"]
+    digits = 3 if data["ms"] < 10 else 2
+    return f"{data['ms']:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+COLUMNS = (
+    Column("over floor", "over_floor", "{:.3f}"),
+    Column("over eager", "over_eager", "{:.3f}"),
+    Column("over best rival", "over_best_rival", "{:.3f}"),
+    Column("over own products", "over_own_products", "{:.3f}"),
+    Column("GB/s", "gbps", "{:.0f}"),
+    Column("of copy", "of_copy", "{:.0%}"),
+    Column("kernels", "kernels", "{:.0f}"),
+    Column("kept MiB", "kept_mib", "{:.0f}"),
+    Column("peak MiB", "peak_mib", "{:.0f}"),
+    Column("J", "joules", "{:.2f}"),
+    Column("MHz", "mhz", "{:.0f}"),
+    Column("first call s", "seconds"),
+    Column("second call s", "second_call", "{:.4f}"),
+    Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+    Column("validation loss", "validation_loss", "{:.4f}"),
+)
+
+
+def table_of(cases: Sequence[Data]) -> tuple[list[str], list[list[str]]]:
+    """(header, rows) of a part: a row for each contender, then one for each rival that was measured earlier."""
+    everyone = [data for entry in cases for data in entry["contenders"].values()]
+    columns = [c for c in COLUMNS if any(c.cell(data) for data in everyone)]
+    timed = any("ms" in data for data in everyone)
+    rows = []
+    for entry in cases:
+        for k, (name, data) in enumerate(entry["contenders"].items()):
+            times = [_time(data)] if timed else []
+            rows.append([entry["case"] if k == 0 else "", name, *times, *(c.cell(data) for c in columns)])
+        for name, ratio in entry.get("earlier", {}).get("over_floor", {}).items():
+            cells = [f"{ratio:.3f}" if c.key == "over_floor" else "" for c in columns]
+            rows.append(["", f"{name} (earlier)", *([""] if timed else []), *cells])
+    return ["case", "contender", *(["ms (range)"] if timed else []), *(c.head for c in columns)], rows
+
+
+def rich_table(part: str, cases: Sequence[Data]) -> Table:
+    """A part for a terminal."""
+    header, rows = table_of(cases)
+    table = Table(title=part, title_justify="left", box=None, pad_edge=False)
+    for k, head in enumerate(header):
+        table.add_column(head, justify="right" if k > 1 else "left")
+    for row in rows:
+        table.add_row(*row, style="bold" if row[1].startswith("te_fuser") else "")
+    return table
+
+
+def plan_table(entry: Data) -> str:
+    """The steps of a plan for a document: where the time goes."""
+    total = sum(row["measured_ms"] for row in entry["plan"])
+    rows = [
+        (
+            row["direction"],
+            f"`{row['step']}`",
+            row["ops"],
+            f"{row['moved_mib']:.0f}",
+            f"{row['predicted_ms']:.3f}",
+            f"{row['measured_ms']:.3f}",
+            f"{row['measured_ms'] / total:.1%}" if total else "",
+            f"{row['limit']}{'' if row['share'] is None else format(row['share'], ' .0%')}",
+        )
+        for row in entry["plan"]
+    ]
+    rows.append(("both", "", "", "", f"{sum(r['predicted_ms'] for r in entry['plan']):.3f}", f"{total:.3f}", "", ""))
+    return _table(("direction", "step", "ops", "moved MiB", "predicted ms", "measured ms", "share", "limit"), rows, 3)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    """A table whose first columns are words."""
+    lines = markdown_table(header, rows).splitlines()
+    marks = ["---"] * words + ["---:"] * (len(header) - words)
+    return "\n".join([lines[0], "| " + " | ".join(marks) + " |", *lines[2:]])
+
+
+# ------------------------------------------------------------------------------------------------- document
+
+
+def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
+    """Put each part's table, of each GPU, between its marks in the document."""
+    for part in sorted({part for record in records for part in record["parts"]}):
+        found = [record["parts"][part] for record in records if part in record["parts"]]
+        replace_between(path, f"gpu {part}", "\n\n".join(_section(r) for r in found))
+    plans = [entry for r in records for part in r["parts"].values() for entry in part["cases"] if "plan" in entry]
+    if plans:
+        replace_between(path, "gpu plan", "\n\n".join(f"{e['case']}:\n\n{plan_table(e)}" for e in plans))
+
+
+def _section(part: Data) -> str:
+    used, options = part["versions"], part["options"]
+    card = ", ".join(f"{name} {value}" for name, value in part["card"].items() if name != "energy")
+    libraries = ", ".join(f"{name} {used[name]}" for name in ("torch", "cuda", "cudnn") if name in used)
+    head = (
+        f"**{part['gpu']}** ({card}); {libraries}; commit {part['commit']}, {part['written'][:10]}; "
+        f"{options['rounds']} rounds of blocks of {options['block_seconds']:g} s or less"
+        f"{' (a quick run: take it as a hint)' if options['quick'] else ''}; `{part['command']}`."
+    )
+    header, rows = table_of(part["cases"])
+    notes = [_note(entry) for entry in part["cases"]]
+    return "\n\n".join([head, _table(header, rows, 2), *filter(None, notes)])
+
+
+def _note(entry: Data) -> str:
+    """What a table cannot hold."""
+    if "over_separate" in entry:
+        return f"One Sequential over separate layers: {entry['over_separate']:.3f}."
+    if "largest_difference" in entry:
+        ours = entry["contenders"]["te_fuser"]
+        return (
+            f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
+            f"differ by {entry['largest_difference']:.3f} nats at most; a bigram model has {entry['bigram_loss']:.3f}."
+        )
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------- plot
+
+_COLOURS = {"eager": "#9aa5b1", "torch.compile": "#5c7fa3", "te_fuser": "#d1495b"}
+_OTHER = "#c9ba9b"
+_PLOTTED = ("layer", "layer-fp16", "mlp", "llama")
+
+
+def plot(record: Data, path: Path = PLOT) -> None:
+    """Time over the floor of every layer and block, by contender, as a picture for the README."""
+    import matplotlib
+    from matplotlib.figure import Figure  # needs no display
+
+    cases = [e for part in _PLOTTED if part in record["parts"] for e in record["parts"][part]["cases"]]
+    bars = [bar for entry in reversed(cases) for bar in _bars(entry)]
+    if not bars:
+        return
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "te_fuser"})
+    figure = Figure(figsize=(8, 0.9 + 0.22 * len(bars)), layout="constrained")
+    axes = figure.add_subplot()
+    for k, (label, ratio, colour, hatch) in enumerate(bars):
+        if ratio is not None:
+            axes.barh(k, ratio - 1, left=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+            axes.text(max(ratio, 1) + 0.002, k, f"{ratio:.3f}", va="center", fontsize=8)
+        else:
+            axes.text(0.999, k, label, va="center", ha="left", fontsize=9, fontweight="bold")
+    axes.set_yticks(range(len(bars)), ["" if ratio is None else label for label, ratio, *_ in bars], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(left=1)
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"time over the floor (products and attention alone), forward + backward, {record['gpu']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _bars(entry: Data) -> list[tuple[str, float | None, str, str]]:
+    """(label, ratio, colour, hatch) of one case, from below; the case's name has no ratio."""
+    found = {name: (data["over_floor"], "") for name, data in entry["contenders"].items() if name != "floor"}
+    for name, ratio in entry.get("earlier", {}).get("over_floor", {}).items():
+        found[f"{name} (earlier)"] = (ratio, "////")
+    bars: list[tuple[str, float | None, str, str]] = [
+        (name, ratio, _COLOURS.get(name.split()[0], _OTHER), hatch) for name, (ratio, hatch) in found.items()
+    ]
+    order: Callable[[Any], float] = lambda bar: bar[1]  # noqa: E731
+    return [*sorted(bars, key=order), (entry["case"], None, "", "")]
