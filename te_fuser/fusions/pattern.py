@@ -1,4 +1,4 @@
-"""Patterns over a list of ops: kinds, alternatives, optional and repeated parts."""
+"""Patterns over a list of ops: kinds, families of kinds, alternatives, optional and repeated parts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any, Union
 
 from te_fuser.ops.base import FusableOperation, RowOp, UnfusedOperation
 
-_ANY_OF = (FusableOperation, RowOp, UnfusedOperation)
-
 
 @dataclass(frozen=True)
 class OneOf:
-    """One op of any of these kinds."""
+    """One op of any of these kinds or families."""
 
     kinds: tuple[type[FusableOperation], ...]
 
@@ -68,25 +66,45 @@ def _check_part(part: Any, fusion: str) -> None:
     if not kinds:
         raise ValueError(f"fusion {fusion!r}: OneOf() without kinds can never match")
     for kind in kinds:
-        if not (isinstance(kind, type) and issubclass(kind, FusableOperation)):
-            name = getattr(kind, "__name__", repr(kind))
-            raise ValueError(f"fusion {fusion!r}: {name} is not a FusableOperation, so its pattern can never match")
-        if kind.lower is not FusableOperation.lower:
-            raise ValueError(
-                f"fusion {fusion!r}: {kind.__name__} is lowered to its elementary ops before fusing, so the pattern "
-                "can never match; name those instead (Linear is MatMul, Bias)"
-            )
-        if kind is not FusableOperation and not issubclass(kind, (RowOp, UnfusedOperation)):
-            raise ValueError(
-                f"fusion {fusion!r}: {kind.__name__} is neither a RowOp nor an UnfusedOperation, so no list holds one "
-                "and the pattern can never match"
+        why = _why_never(kind)
+        if why is not None:
+            raise ValueError(f"fusion {fusion!r}: {why}")
+    return None
+
+
+def _why_never(kind: Any) -> str | None:
+    """Why no list holds an op of this kind; None: one may."""
+    if not (isinstance(kind, type) and issubclass(kind, FusableOperation)):
+        name = getattr(kind, "__name__", repr(kind))
+        return f"{name} is not a FusableOperation, so its pattern can never match"
+    name = kind.__name__
+    if kind.lower is not FusableOperation.lower:
+        return (
+            f"{name} is lowered to its elementary ops before fusing, so the pattern can never match; "
+            "name those instead (Linear is MatMul, Bias)"
+        )
+    if kind is not FusableOperation and not issubclass(kind, (RowOp, UnfusedOperation)):
+        return (
+            f"{name} is neither a RowOp nor an UnfusedOperation, so no list holds one and the pattern can never match"
+        )
+    if kind.family:
+        return None
+    if kind.kind is not kind:
+        own = kind.kind.__name__
+        return f"the kind of {name} is {own}, so the pattern can never match; name {own}"
+    meaning = {RowOp: "compute", UnfusedOperation: "op_forward"}
+    for base, method in meaning.items():
+        if issubclass(kind, base) and getattr(kind, method) is getattr(base, method):
+            return (
+                f"{name} defines no {method}, so no list holds one and the pattern can never match; "
+                f"name its subclasses, or say family = True in {name}"
             )
     return None
 
 
 def _fits(part: type[FusableOperation] | OneOf, op: FusableOperation) -> bool:
     kinds = part.kinds if isinstance(part, OneOf) else (part,)
-    return any(isinstance(op, k) if k in _ANY_OF else op.kind is k for k in kinds)
+    return any(issubclass(op.kind, k) if k.family else op.kind is k for k in kinds)
 
 
 def matches(pattern: Sequence[PatternPart], ops: Sequence[FusableOperation], start: int) -> Iterator[int]:

@@ -194,11 +194,13 @@ def unrounded() -> Iterator[None]:
 class FusableOperation(torch.nn.Module):
     """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
 
-    `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's; a wrapper class
-    put in front of an op's class (as fully_shard does) leaves the kind as it is.
+    `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula
+    may be another; a wrapper class put in front of an op's class (as fully_shard does) leaves the kind as it is.
+    A class that leaves part of its meaning to subclasses says `family = True`: in a pattern it stands for all of them.
     """
 
     kind: ClassVar[type[FusableOperation]]
+    family: ClassVar[bool] = True  # of this class alone: a subclass is a family only where it says so too
     run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
     autocast: ClassVar[str | None] = None  # under torch.autocast: "lower" casts x and parameters down, "float32" x up
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
@@ -208,6 +210,7 @@ class FusableOperation(torch.nn.Module):
         super().__init_subclass__(**kwargs)
         if "kind" not in cls.__dict__ and issubclass(cls.__bases__[0], FusableOperation):
             cls.kind = cls
+        cls.family = cls.__dict__.get("family", False)
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,6 +306,7 @@ class RowOp(FusableOperation):
     by name. On tensors (rows of features) it is the reference, on symbols it gives gradient and kernels.
     """
 
+    family = True
     inputs: ClassVar[Mapping[str, NamedInput]] = {}
     promotes: ClassVar[bool] = False  # whether a wider dtype of a named input is the output's too, as in x + other
 
@@ -397,6 +401,7 @@ class UnfusedOperation(FusableOperation):
     lists them in `gradients` instead.
     """
 
+    family = True
     reads: ClassVar[tuple[str, ...]] = ("input",)
     emits: ClassVar[tuple[str, ...]] = ()
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory

@@ -23,6 +23,8 @@ class GatedUnit(RowOp):
     Source: Shazeer, "GLU variants improve Transformer" (2020).
     """
 
+    family = True
+
     def __init__(self, gate_first: bool = True) -> None:
         super().__init__()
         self.gate_first = gate_first

@@ -7,8 +7,10 @@ import pytest
 from te_fuser import fusions, ops
 from te_fuser.fusions import OneOf, Optional, Repeat
 from te_fuser.fusions.pattern import check, matches, render
+from tests.twins import assert_as_meant, sequential, tensor
 
 KINDS = {"m": ops.MatMul, "b": ops.Bias, "g": ops.GELU, "r": ops.ReLU, "n": ops.LayerNorm, "f": ops.Fork}
+KINDS |= {"s": ops.SwiGLU, "c": ops.ClampedSwiGLU}
 MAKE = {
     "m": lambda: ops.MatMul(4, 4),
     "b": lambda: ops.Bias(4),
@@ -41,6 +43,8 @@ FITS = {
     "optional_repeat": ([M, Optional(Repeat(B, 2)), G], "mbbgmgmbg", [(0, 4), (4, 6)]),
     "any_row_op": ([M, ops.RowOp], "mbmm", [(0, 2)]),
     "any_opaque_op": ([ops.UnfusedOperation], "mb", [(0, 1)]),
+    "family": ([B, ops.GatedUnit], "bsbcbgbr", [(0, 2), (2, 4)]),
+    "family_or": ([OneOf(ops.GatedUnit, G)], "sgb", [(0, 1), (1, 2)]),
     "any_op": ([ops.FusableOperation], "mbf", [(0, 1), (1, 2), (2, 3)]),
     "structure_is_an_op": ([M, B], "mfb", []),
 }
@@ -76,11 +80,53 @@ def test_a_wrapper_in_front_of_the_class_is_the_same_kind():
     assert list(matches([G], [op], 0)) == [1]
 
 
+class MySwiGLU(ops.SwiGLU):
+    pass
+
+
+class WrappedSwiGLU(ops.SwiGLU):
+    kind = ops.SwiGLU
+
+
+def test_a_family_is_every_kind_below_it():
+    """A subclass of a family is a kind like others: in a pattern it stands for itself alone."""
+    for op in (ops.SwiGLU(), ops.GLU(), MySwiGLU(), WrappedSwiGLU()):
+        assert list(matches([ops.GatedUnit], [op], 0)) == [1]
+    assert list(matches([ops.SwiGLU], [MySwiGLU()], 0)) == []
+    assert list(matches([ops.GatedUnit], [ops.SiLU()], 0)) == []
+    families = [k for k in vars(ops).values() if getattr(k, "family", False)]
+    assert set(families) == {ops.FusableOperation, ops.RowOp, ops.UnfusedOperation, ops.GatedUnit}
+
+
+def test_a_fusion_of_a_family_fires():
+    entry = fusions.fusion(forward=[ops.GatedUnit], name="gated", cost=lambda m: fusions.Cost(seconds=0.0))(
+        lambda m, x: m[0].op.compute(x)
+    )
+    try:
+        for op in (ops.GEGLU(), ops.ClampedSwiGLU(gate_first=False)):
+            model, x = sequential(op), tensor(3, 8)
+            assert [s.name for s in model.plan(x).forward] == ["gated"]
+            assert_as_meant(model, x)
+    finally:
+        fusions.unregister(entry)
+
+
 class Compound(ops.Linear):
     pass
 
 
+class Scheme(ops.RowOp):
+    """Leaves its formula to subclasses, and does not say that it is a family."""
+
+
+class OpaqueScheme(ops.UnfusedOperation):
+    pass
+
+
 NEVER = {
+    "other_kind": ([SameGELU], "the kind of SameGELU is GELU, so the pattern can never match; name GELU"),
+    "no_formula": ([Scheme], "Scheme defines no compute, .* never match; name its subclasses, or say family = True"),
+    "no_forward": ([M, OneOf(B, OpaqueScheme)], "OpaqueScheme defines no op_forward"),
     "empty": ([], "its pattern is empty and can never match"),
     "no_kinds": ([M, OneOf()], r"OneOf\(\) without kinds can never match"),
     "linear": ([ops.Linear, G], r"Linear is lowered .* can never match; name those instead \(Linear is MatMul, Bias\)"),
