@@ -1,6 +1,7 @@
 """te_fuser: Transformer models from small fusable operations, run as few, large kernels."""
 
 from te_fuser import fusions, ops
+from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.config import config
 from te_fuser.fuser.fuser import Fuser
 from te_fuser.fusions import fusion
@@ -11,11 +12,13 @@ from te_fuser.verify import VerificationError, VerifyReport, verify
 __all__ = [
     "FusableOperation",
     "Fuser",
+    "GraphedModel",
     "Residual",
     "Sequential",
     "VerificationError",
     "VerifyReport",
     "config",
+    "cuda_graph",
     "fusion",
     "fusions",
     "ops",

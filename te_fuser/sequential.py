@@ -50,13 +50,22 @@ class Sequential(torch.nn.Sequential):
         memory: "fast", "balanced" or "lean", or a budget in bytes: what is kept for backward (see `explain`).
         kernels: "auto" (generated kernels where they can be had), "generated" (an error where they cannot) or
             "reference" (PyTorch operations).
+        fallback: what "auto" does on a GPU where generated kernels cannot be had: "warn" once and run PyTorch's, or
+            raise an "error" that says what is missing.
         verify: check every fused step on the data it sees against float64; slow, raises when a step errs.
     """
 
-    def __init__(self, *ops: Any, memory: str | int = "balanced", kernels: str = "auto", verify: bool = False) -> None:
-        check_options(memory, kernels)
+    def __init__(
+        self,
+        *ops: Any,
+        memory: str | int = "balanced",
+        kernels: str = "auto",
+        fallback: str = "warn",
+        verify: bool = False,
+    ) -> None:
+        check_options(memory, kernels, fallback)
         super().__init__(*ops)
-        self.memory, self.kernels, self.verify = memory, kernels, verify
+        self.memory, self.kernels, self.fallback, self.verify = memory, kernels, fallback, verify
         self._parts: list[Border | Group] = []
         self._token: Any = None
 
@@ -67,7 +76,10 @@ class Sequential(torch.nn.Sequential):
     # ------------------------------------------------------------------------------ list semantics
 
     def _options(self) -> dict[str, Any]:
-        return {"memory": self.memory, "kernels": self.kernels, "verify": self.verify}
+        return {**self._planning(), "verify": self.verify}
+
+    def _planning(self) -> dict[str, Any]:
+        return {"memory": self.memory, "kernels": self.kernels, "fallback": self.fallback}
 
     def _like(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Sequential:
         return Sequential(OrderedDict(modules), **self._options())
@@ -191,7 +203,7 @@ class Sequential(torch.nn.Sequential):
             return False
         if [len(h) for h in hooks] != lengths or [op.revision for op in ops] != revisions:
             return False
-        return options == (self.memory, self.kernels)
+        return options == (self.memory, self.kernels, self.fallback)
 
     def _rebuild(self) -> None:
         containers = [m for m in self.modules() if isinstance(m, Sequential)]
@@ -203,7 +215,8 @@ class Sequential(torch.nn.Sequential):
         items = _Flattener().run(self)
         _check_closed(items)
         self._parts = list(self._grouped(items))
-        self._token = (containers, members, hooks, [len(h) for h in hooks], ops, revisions, (self.memory, self.kernels))
+        options = (self.memory, self.kernels, self.fallback)
+        self._token = (containers, members, hooks, [len(h) for h in hooks], ops, revisions, options)
 
     def _grouped(self, items: list[ListedOp | Border]) -> Iterable[Border | Group]:
         run: list[ListedOp] = []
@@ -219,7 +232,7 @@ class Sequential(torch.nn.Sequential):
             yield self._group(run)
 
     def _group(self, run: list[ListedOp]) -> Group:
-        fuser = Fuser(tuple(run), memory=self.memory, kernels=self.kernels)
+        fuser = Fuser(tuple(run), **self._planning())
         bound: set[str] = set()
         reads: dict[str, None] = {}
         gives: dict[str, None] = {}

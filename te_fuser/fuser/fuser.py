@@ -23,6 +23,7 @@ from te_fuser.ops.base import Binding, FusableOperation
 _PLANS_KEPT = 16
 _SHAPES_KEPT = 64
 _MODES = ("auto", "generated", "reference")
+_FALLBACKS = ("warn", "error")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
 
@@ -50,13 +51,21 @@ class Fuser:
             bytes for the activations kept for backward.
         kernels: "auto" (generated kernels where they can be had), "generated" (an error where they cannot),
             "reference" (PyTorch operations).
+        fallback: what "auto" does on a GPU where generated kernels cannot be had: "warn" once and run PyTorch's, or
+            raise an "error" that says what is missing.
     """
 
     def __init__(
-        self, ops: Sequence[FusableOperation | ListedOp], *, memory: str | int = "balanced", kernels: str = "auto"
+        self,
+        ops: Sequence[FusableOperation | ListedOp],
+        *,
+        memory: str | int = "balanced",
+        kernels: str = "auto",
+        fallback: str = "warn",
     ) -> None:
-        check_options(memory, kernels)
-        self.memory, self.kernels = memory, kernels
+        check_options(memory, kernels, fallback)
+        self.memory, self.fallback = memory, fallback
+        self.kernels = "generated" if (kernels, fallback) == ("auto", "error") else kernels
         self._given = tuple(ops)
         # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
@@ -67,10 +76,11 @@ class Fuser:
         self._relist()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ops": self._given, "memory": self.memory, "kernels": self.kernels}
+        return {"ops": self._given, "memory": self.memory, "kernels": self.kernels, "fallback": self.fallback}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["ops"], memory=state["memory"], kernels=state["kernels"])  # type: ignore[misc]
+        ops = state.pop("ops")
+        self.__init__(ops, **state)  # type: ignore[misc]
 
     def _relist(self) -> None:
         listed: list[ListedOp] = []
@@ -296,7 +306,7 @@ def draw_seed(device: torch.device) -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64, device=device).random_()
 
 
-def check_options(memory: str | int, kernels: str) -> None:
+def check_options(memory: str | int, kernels: str, fallback: str) -> None:
     """Check the options of a Fuser or Sequential.
 
     Raises:
@@ -304,6 +314,8 @@ def check_options(memory: str | int, kernels: str) -> None:
     """
     if kernels not in _MODES:
         raise ValueError(f"kernels is one of {', '.join(_MODES)}, got {kernels!r}")
+    if fallback not in _FALLBACKS:
+        raise ValueError(f"fallback is one of {', '.join(_FALLBACKS)}, got {fallback!r}")
     if isinstance(memory, bool) or not (isinstance(memory, int) and memory >= 0 or memory in LAMBDA):
         raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
 

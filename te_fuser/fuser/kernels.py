@@ -82,7 +82,7 @@ def _cuda_obstacle(index: int) -> str | None:
 def _warn_once(why: str) -> None:
     warnings.warn(
         f"te_fuser runs row operations on the GPU by PyTorch's kernels, one for each operation, because {why}. "
-        "print(model.explain(x)) shows the plan; kernels='generated' makes this an error.",
+        "print(model.explain(x)) shows the plan; fallback='error' makes this an error.",
         RuntimeWarning,
         stacklevel=2,
     )

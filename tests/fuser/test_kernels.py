@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from te_fuser import _native
-from te_fuser.codegen import nvrtc
+from te_fuser import Fuser, Sequential, _native, ops
+from te_fuser.codegen import compiler, nvrtc
 from te_fuser.fuser import kernels
 from te_fuser.fuser.fuser import draw_seed
 from te_fuser.fuser.kernels import obstacle, target_for
@@ -79,3 +80,16 @@ def test_a_seed_is_two_numbers_of_the_devices_generator() -> None:
     torch.manual_seed(3)
     assert torch.equal(first, draw_seed(CPU)) and not torch.equal(first, second)
     assert first.dtype == torch.int64 and first.shape == (2,) and (first >= 0).all()
+
+
+def test_a_fallback_may_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Fuser([], fallback="error").kernels == "generated"
+    assert Fuser([], fallback="error", kernels="reference").kernels == "reference"
+    model = Sequential(ops.GELU(), fallback="error")
+    copied = pickle.loads(pickle.dumps(model))
+    monkeypatch.setattr(compiler, "find_compiler", lambda *_: None)
+    for m in (model, copied, model[:1]):
+        with pytest.raises(RuntimeError, match=r"generated kernels were asked for, but no C\+\+ compiler"):
+            m(torch.randn(2, 3))
+    with pytest.raises(ValueError, match="fallback is one of warn, error, got 'ignore'"):
+        Sequential(ops.GELU(), fallback="ignore")
