@@ -4,8 +4,10 @@
 #include <string>
 
 #include "cpu_kernel.h"
+#include "cublaslt.h"
 #include "cuda_driver.h"
 #include "cuda_kernel.h"
+#include "matmul.h"
 #include "step_bindings.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
@@ -31,6 +33,17 @@ py::object cuda_driver_problem() {
   return te::cuda_driver(why) != nullptr ? py::none() : py::object(py::str(why));
 }
 
+py::object cublaslt_problem() {
+  std::string why;
+  return te::cublaslt(why) != nullptr ? py::none() : py::object(py::str(why));
+}
+
+py::object cublaslt_version() {
+  std::string why;
+  const te::CublasLt* library = te::cublaslt(why);
+  return library != nullptr ? py::object(py::int_(library->get_version())) : py::none();
+}
+
 void set_cuda_driver(const std::string& library, bool host_tensors) {
   te::set_cuda_driver(library);
   te::let_cpu_stand_for_cuda(host_tensors);
@@ -53,7 +66,13 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_cuda_driver", &set_cuda_driver, py::arg("library"), py::arg("host_tensors") = false,
              "For tests: take another library for the driver, and tensors on the CPU for ones on CUDA device 0.");
 
+  module.def("cublaslt_problem", &cublaslt_problem, "Why cuBLASLt cannot be used here; None if it can.");
+  module.def("cublaslt_version", &cublaslt_version, "The version of cuBLASLt, as one number; None if there is none.");
+  module.def("set_cublaslt", &te::set_cublaslt, py::arg("path"),
+             "Take another file than the library that PyTorch has loaded; '' for that one again.");
+
   te::bind_steps(module);
   add_type(module, "CpuKernel", te::make_cpu_kernel_type());
   add_type(module, "CudaKernel", te::make_cuda_kernel_type());
+  add_type(module, "CudaMatmul", te::make_cuda_matmul_type());
 }

@@ -25,6 +25,7 @@ struct CudaDriver {
   // Numbers of the driver's enumerations.
   static constexpr int success = 0;
   static constexpr int multiprocessor_count = 16;          // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+  static constexpr int compute_capability_major = 75;      // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
   static constexpr int max_dynamic_shared_size_bytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
   static constexpr int capture_status_none = 0;            // CU_STREAM_CAPTURE_STATUS_NONE
 

@@ -109,6 +109,74 @@ class CudaKernel:
     def sizes(self, rows: int, samples: int, multiprocessors: int) -> tuple[tuple[int, ...], int]:
         """Return the blocks of each launch, and the groups of rows that have partial sums of their own."""
 
+class CudaMatmul:
+    """A matrix product with an epilogue by cuBLASLt: out[m, n] = epilogue(a[m, k] b[k, n] + addend), sums in float32.
+
+    A call takes one tuple of tensors: a, b, out, then, as far as this product has them, c (the addend), bias [n] or
+    sums, aux; `arguments` has their names. Leading dimensions are rows, whose elements lie side by side and that may
+    lie apart; factors may also lie transposed. What is read and lies otherwise is copied, what is written must not.
+
+    Epilogues: "none"; "bias", "relu_bias", "gelu_bias" (tanh form); "gelu_aux_bias" writes the value before GELU to aux
+    [m, n], "relu_aux_bias" a mask of bits to aux, uint8 [m, 16 ceil(n / 128)]; "dgelu" and "drelu" multiply by the
+    activation's slope as aux has it; "dgelu_bgrad" and "drelu_bgrad" also write the sums over the output's rows to
+    bias [n]; "sum_a" writes the sums of a over k to bias [m], "sum_b" those of b to bias [n].
+    """
+
+    def __new__(
+        cls,
+        name: str,
+        dtype: str,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        out_dtype: str | None = None,
+        epilogue: str = "none",
+        add: str = "none",
+        on_empty: Callable[..., Any] | None = None,
+    ) -> CudaMatmul:
+        """Configure a product; neither the library nor a device is needed yet.
+
+        Args:
+            dtype: of the factors: "float32", "bfloat16" or "float16".
+            transpose_a, transpose_b: whether a is given as [k, m], b as [n, k].
+            out_dtype: of everything else but masks.
+            add: "none", "out" (to what out holds) or "c" (a tensor of its own, which is only read).
+            on_empty: called with a call's tensors where m, n or k is 0.
+
+        Raises ValueError for an unknown dtype, epilogue or addend.
+        """
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Run on PyTorch's current stream of the tensors' device; CUDA graphs can capture it once it has run.
+
+        Raises TypeError for a tensor that is a subclass or has another dtype, ValueError for sizes that do not fit, a
+        tensor on another device, or an output that does not lie in rows, torch.OutOfMemoryError, RuntimeError with the
+        library's words, or when the problem had never run and the stream is captured.
+        """
+
+    @property
+    def arguments(self) -> tuple[str, ...]: ...
+    def make(self, *inputs: torch.Tensor) -> Any:
+        """Run on the tensors that are read; what is written is made, and returned alone or as a tuple."""
+
+    def algorithms(self, tensors: tuple[torch.Tensor, ...], most: int = 8) -> tuple[tuple[bytes, int, float], ...]:
+        """Return (algorithm, bytes of workspace, waves) of the library's candidates, its best guess first."""
+
+    def choose(self, tensors: tuple[torch.Tensor, ...], algorithm: bytes) -> None:
+        """Take this algorithm for problems of these sizes, strides and alignments from now on."""
+
+    def refusal(self, m: int, n: int, k: int, device: int = 0) -> str | None:
+        """Return why the library cannot run these sizes, laid out without gaps, on this device; None if it can."""
+
+def cublaslt_problem() -> str | None:
+    """Return why cuBLASLt cannot be used here; None if it can."""
+
+def cublaslt_version() -> int | None:
+    """Return the library's version; None where there is no library."""
+
+def set_cublaslt(path: str) -> None:
+    """Take another file than the library that PyTorch has loaded; "" for that one again."""
+
 def cuda_driver_problem() -> str | None:
     """Return why CUDA kernels cannot be launched here; None if they can."""
 

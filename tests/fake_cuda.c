@@ -44,8 +44,8 @@ int cuGetErrorString(int error, const char** text) {
 int cuDeviceGet(int* device, int ordinal) { return ordinal < fake.devices ? (*device = ordinal, 0) : 101; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
-  if (attribute != 16) return 1;
-  *value = fake.multiprocessors;
+  if (attribute != 16 && attribute != 75) return 1;
+  *value = attribute == 75 ? 9 : fake.multiprocessors; /* the compute capability's major number, or the size */
   return 0;
 }
 int cuDevicePrimaryCtxRetain(struct context** context, int device) {

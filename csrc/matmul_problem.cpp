@@ -1,0 +1,346 @@
+#include "matmul_problem.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace te {
+namespace {
+
+using Lt = CublasLt;
+using Use = Epilogue::Use;
+using Length = Epilogue::Length;
+
+// Sums over the contracted dimension are named after our factors: the library's A is our b.
+constexpr Epilogue epilogues[] = {
+    {"none", Lt::epilogue_default, Use::none, Length::columns, Use::none, false},
+    {"bias", Lt::epilogue_bias, Use::read, Length::columns, Use::none, false},
+    {"relu_bias", Lt::epilogue_relu_bias, Use::read, Length::columns, Use::none, false},
+    {"gelu_bias", Lt::epilogue_gelu_bias, Use::read, Length::columns, Use::none, false},
+    {"relu_aux_bias", Lt::epilogue_relu_aux_bias, Use::read, Length::columns, Use::written, true},
+    {"gelu_aux_bias", Lt::epilogue_gelu_aux_bias, Use::read, Length::columns, Use::written, false},
+    {"drelu", Lt::epilogue_drelu, Use::none, Length::columns, Use::read, true},
+    {"drelu_bgrad", Lt::epilogue_drelu_bgrad, Use::written, Length::columns, Use::read, true},
+    {"dgelu", Lt::epilogue_dgelu, Use::none, Length::columns, Use::read, false},
+    {"dgelu_bgrad", Lt::epilogue_dgelu_bgrad, Use::written, Length::columns, Use::read, false},
+    {"sum_a", Lt::epilogue_bgradb, Use::written, Length::rows, Use::none, false},
+    {"sum_b", Lt::epilogue_bgrada, Use::written, Length::columns, Use::none, false},
+};
+
+constexpr size_t most_problems = 4096;  // of one product; beyond that it starts afresh
+constexpr uint32_t most_alignment = 256;
+
+int data_type(const DType& dtype) {
+  const std::string name = dtype.name;
+  return name == "bfloat16" ? Lt::r_16bf : name == "float16" ? Lt::r_16f : Lt::r_32f;
+}
+
+uint32_t alignment_of(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address == 0) return most_alignment;
+  return static_cast<uint32_t>(std::min<uintptr_t>(address & (~address + 1), most_alignment));
+}
+
+uint64_t alignment_bits(const void* pointer) {
+  uint64_t bits = 0;
+  for (uint32_t alignment = alignment_of(pointer); alignment > 1; alignment >>= 1) ++bits;
+  return bits;
+}
+
+template <class T>
+Lt::Status set(const Lt& lt, Lt::Description description, int attribute, const T& value) {
+  return lt.description_set(description, attribute, &value, sizeof(T));
+}
+
+// The library's view of a row-major matrix: its rows are our columns. `flipped` ones lie transposed in memory.
+Lt::Status make_layout(const Lt& lt, Lt::Layout* layout, int type, const Matrix& matrix) {
+  const auto rows = static_cast<uint64_t>(matrix.flipped ? matrix.columns : matrix.rows);
+  const auto columns = static_cast<uint64_t>(matrix.flipped ? matrix.rows : matrix.columns);
+  return lt.layout_create(layout, type, columns, rows, matrix.stride);
+}
+
+class Preference {
+ public:
+  Preference(const Lt& lt, size_t most_workspace) : lt_(lt), status_(lt.preference_create(&preference_)) {
+    const auto bytes = static_cast<uint64_t>(most_workspace);
+    if (status_ == Lt::success) {
+      status_ = lt.preference_set(preference_, Lt::pref_max_workspace_bytes, &bytes, sizeof(bytes));
+    }
+  }
+  Preference(const Preference&) = delete;
+  Preference& operator=(const Preference&) = delete;
+  ~Preference() {
+    if (preference_ != nullptr) lt_.preference_destroy(preference_);
+  }
+
+  void align(int attribute, const void* pointer) {
+    const uint32_t bytes = alignment_of(pointer);
+    if (status_ == Lt::success) status_ = lt_.preference_set(preference_, attribute, &bytes, sizeof(bytes));
+  }
+  Lt::Status status() const { return status_; }
+  Lt::Preference get() const { return preference_; }
+
+ private:
+  const Lt& lt_;
+  Lt::Preference preference_ = nullptr;
+  Lt::Status status_;
+};
+
+const Matrix& addend_of(const MatmulForm& form, const MatmulCall& call) {
+  return form.addend == Addend::c ? call.c : call.out;
+}
+
+}  // namespace
+
+const Epilogue* find_epilogue(const std::string& name) {
+  for (const Epilogue& epilogue : epilogues) {
+    if (name == epilogue.name) return &epilogue;
+  }
+  return nullptr;
+}
+
+std::string known_epilogues() {
+  std::string names;
+  for (const Epilogue& epilogue : epilogues) names += (names.empty() ? "" : ", ") + std::string(epilogue.name);
+  return names;
+}
+
+bool MatmulKey::operator==(const MatmulKey& other) const {
+  return m == other.m && n == other.n && k == other.k && lda == other.lda && ldb == other.ldb && ldout == other.ldout &&
+         ldc == other.ldc && ldaux == other.ldaux && flags == other.flags;
+}
+
+size_t MatmulKeyHash::operator()(const MatmulKey& key) const {
+  uint64_t hash = 1469598103934665603u;  // FNV-1a, a number at a time
+  for (const int64_t number : {key.m, key.n, key.k, key.lda, key.ldb, key.ldout, key.ldc, key.ldaux,
+                               static_cast<int64_t>(key.flags)}) {
+    hash = (hash ^ static_cast<uint64_t>(number)) * 1099511628211u;
+  }
+  return static_cast<size_t>(hash ^ (hash >> 32));
+}
+
+// ---- one problem -----------------------------------------------------------------------------------------------
+
+MatmulProblem::~MatmulProblem() {
+  const Lt& lt = *on_.library;
+  for (Lt::Layout layout : {a_, b_, c_, out_}) {
+    if (layout != nullptr) lt.layout_destroy(layout);
+  }
+  if (description_ != nullptr) lt.description_destroy(description_);
+}
+
+Lt::Status MatmulProblem::describe(const MatmulForm& form, const MatmulKey& key, const MatmulCall& call) {
+  const Lt& lt = *on_.library;
+  const int compute = call.tf32 ? Lt::compute_32f_fast_tf32 : Lt::compute_32f;
+  const int in = data_type(form.dtype), out = data_type(form.out_dtype);
+  const int op_a = form.transpose_b != call.b.flipped ? Lt::op_t : Lt::op_n;
+  const int op_b = form.transpose_a != call.a.flipped ? Lt::op_t : Lt::op_n;
+  Lt::Status status = lt.description_create(&description_, compute, Lt::r_32f);
+  if (status == Lt::success) status = set(lt, description_, Lt::desc_transa, op_a);
+  if (status == Lt::success) status = set(lt, description_, Lt::desc_transb, op_b);
+  if (status == Lt::success) status = set(lt, description_, Lt::desc_epilogue, form.epilogue->number);
+  if (status == Lt::success && form.epilogue->aux != Use::none) {
+    status = set(lt, description_, Lt::desc_aux_ld, key.ldaux);
+  }
+  if (status == Lt::success) status = set_pointers(form, call);
+  if (status == Lt::success) status = make_layout(lt, &a_, in, call.b);
+  if (status == Lt::success) status = make_layout(lt, &b_, in, call.a);
+  if (status == Lt::success) status = make_layout(lt, &c_, out, addend_of(form, call));
+  if (status == Lt::success) status = make_layout(lt, &out_, out, call.out);
+  return status;
+}
+
+Lt::Status MatmulProblem::set_pointers(const MatmulForm& form, const MatmulCall& call) {
+  const Lt& lt = *on_.library;
+  Lt::Status status = Lt::success;
+  if (form.epilogue->bias != Use::none) status = set(lt, description_, Lt::desc_bias_pointer, call.bias);
+  if (status == Lt::success && form.epilogue->aux != Use::none) {
+    status = set(lt, description_, Lt::desc_aux_pointer, call.aux.data);
+  }
+  return status;
+}
+
+Lt::Status MatmulProblem::list(const MatmulForm& form, const MatmulCall& call, int most,
+                               std::vector<Lt::Candidate>& found) {
+  const Lt& lt = *on_.library;
+  Preference preference(lt, on_.most_workspace);
+  preference.align(Lt::pref_min_alignment_a_bytes, call.b.data);
+  preference.align(Lt::pref_min_alignment_b_bytes, call.a.data);
+  preference.align(Lt::pref_min_alignment_c_bytes, addend_of(form, call).data);
+  preference.align(Lt::pref_min_alignment_d_bytes, call.out.data);
+  if (preference.status() != Lt::success) return preference.status();
+  found.resize(static_cast<size_t>(most));
+  int count = 0;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lt::Status status = lt.get_heuristic(on_.handle, description_, a_, b_, c_, out_, preference.get(), most,
+                                             found.data(), &count);
+  found.resize(status == Lt::success ? static_cast<size_t>(count) : 0);
+  found.erase(std::remove_if(found.begin(), found.end(), [](const auto& c) { return c.state != Lt::success; }),
+              found.end());
+  return status == Lt::success && found.empty() ? Lt::not_supported : status;
+}
+
+Lt::Status MatmulProblem::choose(const Lt::Algorithm& algorithm) {
+  Lt::Candidate checked{};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Lt::Status status = on_.library->check_algorithm(on_.handle, description_, a_, b_, c_, out_, &algorithm, &checked);
+  if (status == Lt::success) status = checked.state;
+  if (status == Lt::success && checked.workspace > on_.most_workspace) status = Lt::not_supported;
+  if (status != Lt::success) return status;
+  algorithm_ = algorithm;
+  workspace_ = checked.workspace;
+  return status;
+}
+
+bool MatmulProblem::run(const MatmulForm& form, const MatmulCall& call, Failure& failure) {
+  const float alpha = 1.0f, beta = form.addend == Addend::none ? 0.0f : 1.0f;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // Goes back to PyTorch's allocator at the end, which gives it only to later work of the same stream.
+  DeviceMemory workspace;
+  if (workspace_ > 0 && !workspace.allocate(call.device, static_cast<int64_t>(workspace_), failure.text)) {
+    failure.kind = Failure::Kind::memory;
+    return false;
+  }
+  Lt::Status status = set_pointers(form, call);
+  if (status == Lt::success) {
+    status = on_.library->matmul(on_.handle, description_, &alpha, call.b.data, a_, call.a.data, b_, &beta,
+                                 addend_of(form, call).data, c_, call.out.data, out_, &algorithm_, workspace.data(),
+                                 workspace_, call.stream);
+  }
+  if (status != Lt::success) {
+    failure.text = "cuBLASLt did not run it (perhaps for what an earlier kernel did): " +
+                   cublaslt_error_text(*on_.library, status);
+    return false;
+  }
+  has_run_ = true;
+  return true;
+}
+
+// ---- all problems of a product ---------------------------------------------------------------------------------
+
+MatmulKey Matmul::key_of(const MatmulCall& call) const {
+  const Matrix& c = addend_of(form, call);
+  const bool flipped_a = call.a.flipped, flipped_b = call.b.flipped;
+  uint64_t flags = static_cast<uint64_t>(call.device) << 24 | (flipped_a ? 1u : 0u) | (flipped_b ? 2u : 0u) |
+                   (call.tf32 ? 4u : 0u);
+  int shift = 4;
+  for (const void* pointer : {call.a.data, call.b.data, static_cast<void*>(c.data), call.out.data}) {
+    flags |= alignment_bits(pointer) << shift;
+    shift += 4;
+  }
+  return {call.out.rows,  call.out.columns, form.transpose_a ? call.a.rows : call.a.columns,
+          call.a.stride,  call.b.stride,    call.out.stride,
+          c.stride,       call.aux.stride,  flags};
+}
+
+std::string Matmul::describe(const MatmulCall& call) const {
+  const auto size = [](const Matrix& matrix, bool transposed) {
+    const int64_t rows = transposed ? matrix.columns : matrix.rows, columns = transposed ? matrix.rows : matrix.columns;
+    return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
+  };
+  std::string text = "product '" + form.name + "': a " + size(call.a, form.transpose_a) + " times b " +
+                     size(call.b, form.transpose_b) + " in " + form.dtype.name + " to " + form.out_dtype.name;
+  if (std::string(form.epilogue->name) != "none") text += ", epilogue " + std::string(form.epilogue->name);
+  return text;
+}
+
+bool Matmul::refuse(const MatmulCall& call, const std::string& what, Failure& failure) const {
+  failure.text = describe(call) + ": " + what;
+  return false;
+}
+
+bool Matmul::sizes(const MatmulCall& call, MatmulSizes& sizes, Failure& failure) const {
+  const int64_t inner = form.transpose_b ? call.b.columns : call.b.rows;
+  sizes.m = form.transpose_a ? call.a.columns : call.a.rows;
+  sizes.n = form.transpose_b ? call.b.rows : call.b.columns;
+  sizes.k = form.transpose_a ? call.a.rows : call.a.columns;
+  failure.kind = Failure::Kind::value;
+  const auto is_result = [&](const Matrix& matrix) { return matrix.rows == sizes.m && matrix.columns == sizes.n; };
+  if (inner != sizes.k) return refuse(call, "the sizes do not fit", failure);
+  const auto wrong = [&](const char* what, const Matrix& matrix) {
+    return refuse(call, std::string(what) + " is [" + std::to_string(matrix.rows) + ", " +
+                            std::to_string(matrix.columns) + "] and must be [" + std::to_string(sizes.m) + ", " +
+                            std::to_string(sizes.n) + "]",
+                  failure);
+  };
+  if (!is_result(call.out)) return wrong("out", call.out);
+  if (form.addend == Addend::c && !is_result(call.c)) return wrong("c", call.c);
+  if (form.epilogue->aux != Use::none && !form.epilogue->aux_is_mask && !is_result(call.aux)) {
+    return wrong("aux", call.aux);
+  }
+  if (form.epilogue->aux_is_mask && (call.aux.rows != sizes.m || call.aux.stride < sizes.n || call.aux.stride % 128)) {
+    return refuse(call, "the mask must be uint8 [m, 16 ceil(n / 128)]", failure);
+  }
+  failure.kind = Failure::Kind::runtime;
+  return true;
+}
+
+std::shared_ptr<MatmulProblem> Matmul::prepare(const CublasLtDevice& on, const MatmulKey& key, const MatmulCall& call,
+                                               Failure& failure) const {
+  auto made = std::make_shared<MatmulProblem>(on);
+  std::vector<Lt::Candidate> found;
+  Lt::Status status = made->describe(form, key, call);
+  if (status == Lt::success) status = made->list(form, call, 1, found);
+  if (status == Lt::success) status = made->choose(found[0].algorithm);
+  if (status == Lt::success) return made;
+  refuse(call, "cuBLASLt has no algorithm for it: " + cublaslt_error_text(*on.library, status), failure);
+  return nullptr;
+}
+
+std::shared_ptr<MatmulProblem> Matmul::problem(const MatmulCall& call, bool for_run, Failure& failure) {
+  const MatmulKey key = key_of(call);
+  std::shared_ptr<MatmulProblem> found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto place = problems_.find(key);
+    if (place != problems_.end()) found = place->second;
+  }
+  if (found != nullptr && (found->has_run() || !for_run)) return found;
+  std::string why;
+  const CublasLtDevice* on = cublaslt_on(call.device, why);
+  if (on == nullptr) {
+    refuse(call, why, failure);
+    return nullptr;
+  }
+  int status = CudaDriver::capture_status_none;
+  if (for_run && (on->driver->stream_is_capturing(call.stream, &status) != CudaDriver::success ||
+                  status != CudaDriver::capture_status_none)) {
+    refuse(call, "its stream is being captured, and this problem never ran: run the model once with inputs like these "
+                 "before the capture",
+           failure);
+    return nullptr;
+  }
+  if (found != nullptr) return found;
+  const CurrentContext current(*on->driver, on->context);
+  found = prepare(*on, key, call, failure);
+  if (found == nullptr) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (problems_.size() >= most_problems) problems_.clear();
+  return problems_.emplace(key, found).first->second;
+}
+
+bool Matmul::run(const MatmulCall& call, Failure& failure) {
+  const std::shared_ptr<MatmulProblem> found = problem(call, true, failure);
+  if (found == nullptr) return false;
+  const CurrentContext current(*found->on().driver, found->on().context);
+  return found->run(form, call, failure) || refuse(call, std::string(failure.text), failure);
+}
+
+bool Matmul::list(const MatmulCall& call, int most, std::vector<Lt::Candidate>& candidates, Failure& failure) {
+  const std::shared_ptr<MatmulProblem> found = problem(call, false, failure);
+  if (found == nullptr) return false;
+  const CurrentContext current(*found->on().driver, found->on().context);
+  const Lt::Status status = found->list(form, call, most, candidates);
+  return status == Lt::success || refuse(call, cublaslt_error_text(*found->on().library, status), failure);
+}
+
+bool Matmul::choose(const MatmulCall& call, const Lt::Algorithm& algorithm, Failure& failure) {
+  const std::shared_ptr<MatmulProblem> found = problem(call, false, failure);
+  if (found == nullptr) return false;
+  const CurrentContext current(*found->on().driver, found->on().context);
+  const Lt::Status status = found->choose(algorithm);
+  return status == Lt::success ||
+         refuse(call, "the algorithm does not suit it: " + cublaslt_error_text(*found->on().library, status), failure);
+}
+
+}  // namespace te

@@ -1,0 +1,130 @@
+// A matrix product with an epilogue, by cuBLASLt: what is prepared once for each problem, and its run. Knows nothing of
+// Python.
+//
+// Matrices are row-major here: out[m, n] = a[m, k] b[k, n]. The library's are column-major, so it gets the factors in
+// the other order and sees every matrix transposed: its A is b, its B is a.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "cublaslt.h"
+#include "cuda_launch.h"
+#include "tensor.h"
+
+namespace te {
+
+// What an epilogue is called, its number in the library, and which tensors it takes beside the factors and the output.
+struct Epilogue {
+  enum class Use : uint8_t { none, read, written };
+  enum class Length : uint8_t { columns, rows };  // of a bias or of sums: n or m of the output
+  const char* name;
+  int number;
+  Use bias;
+  Length bias_length;
+  Use aux;
+  bool aux_is_mask;  // one bit for each element
+};
+
+// The epilogue of that name, or nullptr.
+const Epilogue* find_epilogue(const std::string& name);
+std::string known_epilogues();
+
+// What is added to the product before the epilogue: nothing, what the output held, or a tensor of its own.
+enum class Addend : uint8_t { none, out, c };
+
+struct MatmulForm {
+  std::string name;
+  DType dtype;      // of the factors
+  DType out_dtype;  // of the output, the addend, the bias and GELU's aux
+  bool transpose_a, transpose_b;
+  const Epilogue* epilogue;
+  Addend addend;
+};
+
+// The tensors of one call. Rows and columns are those of the tensors; aux.stride counts bits for a mask.
+struct MatmulCall {
+  int32_t device;
+  CublasLt::Stream stream;
+  bool tf32;
+  Matrix a, b, out, c, aux;
+  void* bias;
+};
+
+struct MatmulSizes {
+  int64_t m, n, k;
+};
+
+// Everything that the choice of an algorithm depends on.
+struct MatmulKey {
+  int64_t m, n, k, lda, ldb, ldout, ldc, ldaux;
+  uint64_t flags;  // device, orientation of the factors, precision, alignments
+
+  bool operator==(const MatmulKey& other) const;
+};
+
+struct MatmulKeyHash {
+  size_t operator()(const MatmulKey& key) const;
+};
+
+// One problem with its descriptions and the algorithm that solves it.
+class MatmulProblem {
+ public:
+  explicit MatmulProblem(const CublasLtDevice& on) : on_(on) {}
+  MatmulProblem(const MatmulProblem&) = delete;
+  MatmulProblem& operator=(const MatmulProblem&) = delete;
+  ~MatmulProblem();
+
+  CublasLt::Status describe(const MatmulForm& form, const MatmulKey& key, const MatmulCall& call);
+  CublasLt::Status list(const MatmulForm& form, const MatmulCall& call, int most, std::vector<CublasLt::Candidate>& found);
+  CublasLt::Status choose(const CublasLt::Algorithm& algorithm);
+  bool run(const MatmulForm& form, const MatmulCall& call, Failure& failure);
+  bool has_run() const { return has_run_; }
+  const CublasLtDevice& on() const { return on_; }
+
+ private:
+  CublasLt::Status set_pointers(const MatmulForm& form, const MatmulCall& call);
+
+  const CublasLtDevice& on_;
+  CublasLt::Description description_ = nullptr;
+  CublasLt::Layout a_ = nullptr, b_ = nullptr, c_ = nullptr, out_ = nullptr;
+  // A run writes pointers into the description, so there is one at a time.
+  std::mutex mutex_;
+  CublasLt::Algorithm algorithm_{};
+  size_t workspace_ = 0;
+  std::atomic<bool> has_run_{false};
+};
+
+// A product as it was configured, with the problems that it met. Any number of threads may use it at once.
+// The functions need no interpreter lock, and throw std::bad_alloc.
+class Matmul {
+ public:
+  explicit Matmul(MatmulForm form) : form(std::move(form)) {}
+
+  const MatmulForm form;
+
+  // The sizes of a call, or false when its tensors do not fit together.
+  bool sizes(const MatmulCall& call, MatmulSizes& sizes, Failure& failure) const;
+  bool run(const MatmulCall& call, Failure& failure);
+  bool list(const MatmulCall& call, int most, std::vector<CublasLt::Candidate>& found, Failure& failure);
+  bool choose(const MatmulCall& call, const CublasLt::Algorithm& algorithm, Failure& failure);
+
+ private:
+  std::shared_ptr<MatmulProblem> problem(const MatmulCall& call, bool for_run, Failure& failure);
+  std::shared_ptr<MatmulProblem> prepare(const CublasLtDevice& on, const MatmulKey& key, const MatmulCall& call,
+                                         Failure& failure) const;
+  MatmulKey key_of(const MatmulCall& call) const;
+  bool refuse(const MatmulCall& call, const std::string& what, Failure& failure) const;
+  std::string describe(const MatmulCall& call) const;
+
+  std::mutex mutex_;
+  std::unordered_map<MatmulKey, std::shared_ptr<MatmulProblem>, MatmulKeyHash> problems_;
+};
+
+}  // namespace te

@@ -1,0 +1,205 @@
+"""Matrix products on CUDA by cuBLASLt, with what their epilogues can do: thin fronts of the native type.
+
+Weights are [out, in], as torch.nn.Linear's; x, dy and outputs may have leading dimensions and any row stride, and lie
+transposed; where they cannot be read as they are, a copy is. Sums are in float32. float32 products follow
+`torch.backends.cuda.matmul.fp32_precision` (and `allow_tf32`, which sets it), read at each call. The algorithm is the
+library's first guess for the problem. Empty sizes give zeros, or what is added.
+
+Legend: N rows, I = in, O = out features.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from te_fuser import _native
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
+GELU_MULTIPLE = 8
+
+
+def problem() -> str | None:
+    """Why cuBLASLt cannot be used here, in words; None if it can."""
+    why = _native.cublaslt_problem()
+    if why is not None and torch.version.cuda is not None:
+        for path in _files():  # a PyTorch that has not loaded it yet
+            _native.set_cublaslt(str(path))
+            if _native.cublaslt_problem() is None:
+                return None
+        _native.set_cublaslt("")
+    return why
+
+
+def _files() -> list[Path]:
+    """The library in NVIDIA's packages, which PyTorch depends on."""
+    found = importlib.util.find_spec("nvidia")
+    folders = [Path(p) for p in found.submodule_search_locations or ()] if found else []
+    return sorted((f for p in folders for f in p.glob("*/lib/libcublasLt.so.*")), reverse=True)
+
+
+def refusal(
+    kind: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """Why the product of that kind cannot be had in these sizes on this device; None if it can.
+
+    Raises:
+        KeyError: when there is no such kind.
+    """
+    why = problem()
+    if why is not None:
+        return why
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return configured(kind, dtype, out_dtype or dtype).refusal(m, n, k, index)
+
+
+# Kind -> how the native type is configured. `forward` is x W^T, `dgrad` dy W, `wgrad` dy^T x.
+Options = dict[str, object]
+_FORWARD: Options = {"transpose_b": True}
+_DGRAD: Options = {}
+_WGRAD: Options = {"transpose_a": True}
+KINDS: dict[str, Options] = {
+    "forward": _FORWARD,
+    "forward_bias": {**_FORWARD, "epilogue": "bias"},
+    "forward_add": {**_FORWARD, "add": "c"},
+    "forward_bias_add": {**_FORWARD, "epilogue": "bias", "add": "c"},
+    "forward_bias_relu": {**_FORWARD, "epilogue": "relu_bias"},
+    "forward_bias_relu_mask": {**_FORWARD, "epilogue": "relu_aux_bias"},
+    "forward_bias_gelu": {**_FORWARD, "epilogue": "gelu_bias"},
+    "forward_bias_gelu_aux": {**_FORWARD, "epilogue": "gelu_aux_bias"},
+    "dgrad": _DGRAD,
+    "dgrad_dgelu": {**_DGRAD, "epilogue": "dgelu"},
+    "dgrad_dgelu_sum": {**_DGRAD, "epilogue": "dgelu_bgrad"},
+    "dgrad_drelu": {**_DGRAD, "epilogue": "drelu"},
+    "dgrad_drelu_sum": {**_DGRAD, "epilogue": "drelu_bgrad"},
+    "wgrad": _WGRAD,
+    "wgrad_sum": {**_WGRAD, "epilogue": "sum_a"},
+    "wgrad_onto": {**_WGRAD, "add": "out"},
+}
+
+
+@functools.cache
+def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native.CudaMatmul:
+    """The native product of that kind; one for the process, which knows every problem that it met.
+
+    Raises:
+        KeyError: when there is no such kind.
+        TypeError: for a dtype that cuBLASLt does not take here.
+    """
+    options = KINDS[kind]
+    for given in (dtype, out_dtype):
+        if given not in DTYPES:
+            raise TypeError(f"cuBLASLt's products are in {', '.join(map(_name, DTYPES))}, got {_name(given)}")
+    empty = functools.partial(_write_empty, kind)
+    return _native.CudaMatmul(
+        f"matmul_{kind}",
+        _name(dtype),
+        out_dtype=_name(out_dtype),
+        on_empty=empty,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _write_empty(kind: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
+    """What a product over nothing gives: the addend and the bias alone, sums of zeros."""
+    options = KINDS[kind]
+    epilogue, add = str(options.get("epilogue", "none")), options.get("add", "none")
+    given = list(others)
+    if add == "none":
+        out.zero_()
+    elif add == "c":
+        out.copy_(given.pop(0))
+    if epilogue in ("sum_a", "sum_b"):
+        rows = a if epilogue == "sum_a" else b
+        given[0].copy_(rows.reshape(-1, rows.shape[-1]).sum(0))
+    elif epilogue.endswith("_bgrad"):
+        given[0].zero_()
+    elif "bias" in epilogue:
+        out += given[0]
+        if "relu" in epilogue:
+            if "aux" in epilogue:
+                _write_mask(out, given[1])
+            out.relu_()
+        elif "gelu" in epilogue:
+            if "aux" in epilogue:
+                given[1].copy_(out)
+            out.copy_(torch.nn.functional.gelu(out, approximate="tanh"))
+
+
+def _write_mask(y: torch.Tensor, mask: torch.Tensor) -> None:
+    """One bit for each element, whether it is positive."""
+    wide = y.new_zeros(*y.shape[:-1], 8 * mask.shape[-1], dtype=torch.uint8)
+    wide[..., : y.shape[-1]] = y > 0
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=y.device)
+    mask.copy_((wide.unflatten(-1, (-1, 8)) * weights).sum(-1))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y = x W^T for x [..., I], W [O, I]."""
+    return configured("forward", x.dtype, x.dtype).make(x, weight)
+
+
+def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """y = x W^T + b for b [O]."""
+    return configured("forward_bias", x.dtype, x.dtype).make(x, weight, bias)
+
+
+def linear_add(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """y = x W^T + other for other [..., O]; `other` is only read."""
+    return configured("forward_add", x.dtype, x.dtype).make(x, weight, other)
+
+
+def linear_bias_add(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """y = x W^T + b + other; `other` is only read."""
+    return configured("forward_bias_add", x.dtype, x.dtype).make(x, weight, other, bias)
+
+
+def linear_bias_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """y = max(x W^T + b, 0)."""
+    return configured("forward_bias_relu", x.dtype, x.dtype).make(x, weight, bias)
+
+
+def linear_bias_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """y = gelu(x W^T + b), in the tanh form."""
+    return configured("forward_bias_gelu", x.dtype, x.dtype).make(x, weight, bias)
+
+
+def linear_bias_gelu_aux(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gelu(h), h) for h = x W^T + b, in the tanh form; O is a multiple of 8."""
+    return configured("forward_bias_gelu_aux", x.dtype, x.dtype).make(x, weight, bias)
+
+
+def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dx = dy W for dy [..., O]."""
+    return configured("dgrad", dy.dtype, dy.dtype).make(dy, weight)
+
+
+def input_gradient_dgelu(dy: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """dh = (dy W) * gelu'(h) for the pre-activation h [..., I] of the product's input, a multiple of 8 features."""
+    return configured("dgrad_dgelu", dy.dtype, dy.dtype).make(dy, weight, before)
+
+
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dW = dy^T x, [O, I]."""
+    return configured("wgrad", dy.dtype, dy.dtype).make(dy, x)
+
+
+def weight_and_bias_gradient(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dy^T x, the sum of dy over its rows), [O, I] and [O]."""
+    return configured("wgrad_sum", dy.dtype, dy.dtype).make(dy, x)
+
+
+def add_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor) -> None:
+    """onto += dy^T x in place, `onto` [O, I] in the dtype of dy or float32."""
+    configured("wgrad_onto", dy.dtype, onto.dtype)((dy, x, onto))
+    torch.autograd.graph.increment_version(onto)
