@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from te_fuser.fuser.refs import (
 )
 from te_fuser.ops.base import Binding
 
+Picker = Callable[[list[Any]], tuple[Any, ...]]
 _CREATED_HERE = ("gradient", "parameter gradient", "recomputed", "term")
 
 
@@ -37,6 +39,7 @@ class Segment:
         gradients_in: the slots of the results' gradients; None for a result that takes none.
         gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
         results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
+        take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
     """
 
     values_in: tuple[int, ...]
@@ -52,6 +55,8 @@ class Segment:
     results_at: tuple[int, ...]
     aliased: tuple[bool, ...]
     device: str
+    take_kept: Picker
+    take_gradients: Picker
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
@@ -61,6 +66,8 @@ class Segment:
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
+        if self.aliased == (False,):
+            return [slots[self.results_at[0]]]
         return [
             slots[k].detach() if shared else slots[k] for k, shared in zip(self.results_at, self.aliased, strict=True)
         ]
@@ -80,7 +87,7 @@ class SegmentFunction(torch.autograd.Function):
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
             ctx.mark_non_differentiable(*[t for t, k in zip(outs, segment.gradients_in, strict=True) if k is None])
-        ctx.save_for_backward(*[slots[k] for k in segment.kept])
+        ctx.save_for_backward(*segment.take_kept(slots))
         return tuple(outs)
 
     @staticmethod
@@ -109,7 +116,7 @@ class SegmentFunction(torch.autograd.Function):
                 program.run(slots)
         else:
             program.run(slots)
-        return (None, *[slots[k] for k in segment.gradients_out])
+        return (None, *segment.take_gradients(slots))
 
 
 def _arrived(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
@@ -163,6 +170,7 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
         gradients_in = tuple(slots[gradient_ref(v)] if graph.needs_grad(v) else None for v in values_out)
         gradients_out = tuple(backward.size if r is None else slots[r] for r in returned)
         notes = [(forward_slots[r], slots[r]) for r in notes_refs if r in slots]
+    kept_at = tuple(forward_slots[r] for r in kept) if backward else ()
     return Segment(
         tuple(values_in),
         tuple(values_out),
@@ -170,14 +178,23 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
         uses_seed,
         forward,
         backward,
-        tuple(forward_slots[r] for r in kept) if backward else (),
+        kept_at,
         tuple(notes),
         gradients_in,
         gradients_out,
         tuple(forward_slots[r] for r in outputs),
         _aliased(inputs, outputs, forward_steps),
         graph.values[0].spec.device.type,
+        _picker(kept_at),
+        _picker(gradients_out),
     )
+
+
+def _picker(places: tuple[int, ...]) -> Picker:
+    """A function that takes these places out of a list."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda items: tuple(items[k] for k in places)
 
 
 def _crossing(plan: Plan, start: int, stop: int) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ def block(dropout: float) -> Sequential:
     attention = [
         ops.LayerNorm(64),
         ops.Linear(64, 192),
-        ops.DotProductAttention(4, 16, mask="causal", layout="bs"),
+        ops.DotProductAttention(4, 16, mask="causal", layout="batch_first"),
         ops.Linear(64, 64),
         ops.Dropout(dropout),
     ]
