@@ -1,5 +1,14 @@
-# Thin wrappers for those who type make; ./dev does the work and takes arguments.
-.PHONY: train test lint
+# Thin wrappers for those who type make; ./dev and the commands in benchmarks/ do the work and take arguments.
+#
+#   make gpu-test  [PART=name] [COMMIT=name]             the tests that need a GPU; PART=list says what the parts are
+#   make gpu-bench [PART=name] [COMMIT=name] [QUICK=1]   the GPU benchmark, likewise
+#   make gpu-docs                                        the records in benchmarks/results into docs/performance.md
+#
+# COMMIT names what is measured where the tree is no git repository.
+.PHONY: train test lint gpu-test gpu-bench gpu-docs
+
+PYTHON := $(shell test -x .venv/bin/python && echo .venv/bin/python || echo python3)
+CHOSEN = $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))
 
 train:
 	./dev train
@@ -9,3 +18,12 @@ test:
 
 lint:
 	./dev lint
+
+gpu-test:
+	$(PYTHON) benchmarks/gpu_tests.py $(CHOSEN)
+
+gpu-bench:
+	$(PYTHON) benchmarks/gpu.py $(CHOSEN) $(if $(QUICK),--quick)
+
+gpu-docs:
+	$(PYTHON) benchmarks/gpu.py --only-docs

@@ -37,6 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-<name>.json)")
     parser.add_argument("--write-docs", action="store_true", help="put the records into docs/performance.md, and plot")
+    parser.add_argument("--only-docs", action="store_true", help="that alone: measure nothing")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, one call each, on the CPU: does it run at all")
     found = parser.parse_args(arguments)
     unknown = sorted(set(found.part or ()) - set(PARTS) - {"list"})
@@ -50,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def bench_for(chosen: argparse.Namespace, console: Console) -> Bench:
+def bench_for(chosen: argparse.Namespace) -> Bench:
     """What the command line asks for.
 
     Raises:
@@ -87,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, part in PARTS.items():
             console.print(f"{name:<12} {part.meaning}")
         return 0
-    bench = bench_for(chosen, console)
+    if chosen.only_docs:
+        document(console)
+        return 0
+    bench = bench_for(chosen)
     path = chosen.record or (None if chosen.quick or chosen.toy else gpu_report.record_path(bench.card.name))
     about = gpu_report.circumstances(bench.card, chosen.commit)
     for name in chosen.part or PARTS:
@@ -97,10 +101,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gpu_report.merge(path, name, record)
             console.print(f"record: {path}")
     if chosen.write_docs:
-        records = [json.loads(p.read_text()) for p in sorted(gpu_report.RESULTS.glob("gpu-*.json"))]
-        gpu_report.write_docs(records)
-        gpu_report.plot(records[0])
+        document(console)
     return 0
+
+
+def document(console: Console) -> None:
+    """Put the records into the document, and make the plot of the first one."""
+    paths = [p for p in sorted(gpu_report.RESULTS.glob("gpu-*.json")) if not p.name.startswith("gpu-tests-")]
+    records = [json.loads(p.read_text()) for p in paths]
+    if not records:
+        console.print(f"no record of a GPU in {gpu_report.RESULTS}: nothing to write")
+        return
+    gpu_report.write_docs(records)
+    gpu_report.plot(records[0])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ since a product that is timed alone has another clock. Attention is cuDNN's wher
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from models import Attention, gated_features
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# (left [m, k], right [k, n]) -> [m, n], either side of any strides.
+from te_fuser.kernels import matmul
+
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Way = Mapping[str, Multiply]  # by the kind of product
 
 _BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -90,14 +92,21 @@ def layer_work(attention: Attention, mlp: Callable[[int, int], Work]) -> Callabl
 
 
 class Multiplication:
-    """One product of the sequence: its operands, and how it is computed."""
+    """One product of the sequence: what it is, its operands, and how it is computed."""
 
-    def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        self.left, self.right = left, right
-        self.by: Multiply = torch.mm
+    def __init__(self, kind: str, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.kind, self.left, self.right = kind, left, right
+        self.by: Multiply = _TORCH[kind]
 
     def __call__(self) -> torch.Tensor:
         return self.by(self.left, self.right)
+
+
+_TORCH: dict[str, Multiply] = {
+    "linear": lambda x, weight: torch.mm(x, weight.t()),
+    "input_gradient": torch.mm,
+    "weight_gradient": lambda dy, x: torch.mm(dy.t(), x),
+}
 
 
 def multiplications(product: Product, dtype: torch.dtype, device: torch.device) -> tuple[Multiplication, ...]:
@@ -105,33 +114,26 @@ def multiplications(product: Product, dtype: torch.dtype, device: torch.device) 
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     x, dy = (torch.randn(product.rows, n, **options) for n in (product.inputs, product.outputs))
     weight = torch.randn(product.outputs, product.inputs, **options) * product.inputs**-0.5
-    return Multiplication(x, weight.t()), Multiplication(dy, weight), Multiplication(dy.t(), x)
+    operands = {"linear": (x, weight), "input_gradient": (dy, weight), "weight_gradient": (dy, x)}
+    return tuple(Multiplication(kind, *pair) for kind, pair in operands.items())
 
 
-def ways_to_multiply(device: torch.device) -> dict[str, Multiply]:
-    """By name; torch.mm first."""
-    ways: dict[str, Multiply] = {"torch.mm": torch.mm}
-    ours = _own_multiply() if device.type == "cuda" else None
-    return {**ways, "te_fuser cuBLASLt": ours} if ours else ways
+def ways_to_multiply(device: torch.device) -> dict[str, Way]:
+    """By name; PyTorch's first."""
+    ways: dict[str, Way] = {"torch.mm": _TORCH}
+    if device.type == "cuda" and matmul.problem() is None:
+        ways["te_fuser cuBLASLt"] = {kind: getattr(matmul, kind) for kind in _TORCH}
+    return ways
 
 
-def _own_multiply() -> Multiply | None:
-    """te_fuser's plain product, where this version has one."""
-    try:
-        from te_fuser.kernels import matmul
-    except ImportError:
-        return None
-    return getattr(matmul, "mm", None)
-
-
-def choose(steps: Sequence[Multiplication], run: Step, ways: dict[str, Multiply], card: Card) -> dict[str, int]:
+def choose(steps: Sequence[Multiplication], run: Step, ways: dict[str, Way], card: Card) -> dict[str, int]:
     """Give each product the way that is faster in its place; how many took which."""
     if len(ways) == 1:
         return {name: len(steps) for name in ways}
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
     for _ in range(_TRIALS):
         for name, way in ways.items():
-            clocked = [_Clocked(way) for _ in steps]
+            clocked = [_Clocked(way[step.kind]) for step in steps]
             for step, by in zip(steps, clocked, strict=True):
                 step.by = by
             run()
@@ -140,13 +142,13 @@ def choose(steps: Sequence[Multiplication], run: Step, ways: dict[str, Multiply]
     taken = dict.fromkeys(ways, 0)
     for k, step in enumerate(steps):
         fastest = min(ways, key=lambda name: statistics.median(t[k] for t in times[name]))
-        step.by = ways[fastest]
+        step.by = ways[fastest][step.kind]
         taken[fastest] += 1
     return taken
 
 
 class _Clocked:
-    """A way to multiply with events around it."""
+    """A product with events around it."""
 
     def __init__(self, way: Multiply) -> None:
         self.way = way

@@ -253,7 +253,7 @@ def traced(step: Step, card: Card, repeats: int = _TRACED) -> Trace | None:
     for _ in range(_TRACED):
         step()
     card.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         for _ in range(repeats):
             step()
         card.synchronize()

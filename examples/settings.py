@@ -18,6 +18,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DTYPE_ON = {"cpu": "float32", "cuda": "bfloat16"}  # the faster one of each that trains as well
 
 
+# Name -> the settings that differ from the defaults.
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {},
+    # 101 million parameters, for a GPU: some minutes on an H200.
+    "large": {"layers": 8, "hidden": 1024, "heads": 8, "context": 1024, "batch": 32, "steps": 2000, "lr": 6e-4},
+}
+
+
 class BadArguments(Exception):
     """What was asked for cannot be; the message says why, and what can."""
 
@@ -105,7 +113,8 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         BadArguments: when it asks for what cannot be.
     """
     given = vars(_parser().parse_args(argv))
-    chosen = {field.name: given[field.name] for field in fields(Settings) if field.name in given}
+    explicit = {field.name: given[field.name] for field in fields(Settings) if field.name in given}
+    chosen = {**SIZES[given["size"]], **explicit}
     if "text" in chosen:
         chosen["text"] = str(Path(chosen["text"]).resolve())  # a run may be resumed from another folder
     return Arguments(
@@ -128,7 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Ctrl-C saves the run and says how to go on.",
     )
     # Settings have no defaults here, so that a resumed run can tell what was given.
-    setting = _Setting(parser.add_argument_group("the model"))
+    group = parser.add_argument_group("the model")
+    group.add_argument(
+        "--size", choices=tuple(SIZES), default="small",
+        help="all settings at once; those given beside it win (default: small; large: 101 M parameters, for a GPU)",
+    )  # fmt: skip
+    setting = _Setting(group)
     setting("layers", "blocks of attention and MLP")
     setting("hidden", "features of the residual stream")
     setting("heads", "attention heads; they divide hidden")

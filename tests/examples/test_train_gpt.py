@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import checkpoint  # noqa: E402
 import gpt  # noqa: E402
+import settings  # noqa: E402
 import text  # noqa: E402
 import train_gpt  # noqa: E402
 import trainer  # noqa: E402
@@ -118,6 +119,15 @@ def test_bfloat16_trains(folder: Path, tmp_path: Path) -> None:
     assert run(folder, tmp_path / "low", "--steps", "4", "--dtype", "bfloat16") == 0
     assert run(folder, tmp_path / "full", "--steps", "4") == 0
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "full"), abs=0.05)
+
+
+def test_a_size_sets_everything_and_what_is_given_wins(folder: Path) -> None:
+    large = settings.parse(["--size", "large", "--steps", "7", "--text", str(folder)]).settings()
+    assert (large.hidden, large.batch, large.steps) == (1024, 32, 7)
+    with torch.device("meta"):
+        models = [gpt.build_gpt(large.shape), twin.build_twin(large.shape)]
+    assert [sum(p.numel() for p in m.parameters()) for m in models] == [pytest.approx(101e6, rel=0.01)] * 2
+    assert settings.parse([]).settings() == settings.parse(["--size", "small"]).settings()
 
 
 def test_a_run_that_diverges_says_so(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

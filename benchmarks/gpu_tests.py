@@ -1,0 +1,233 @@
+"""The tests that need a GPU, part by part, with a record of what passed.
+
+python benchmarks/gpu_tests.py                    # every part, the sanitizers last
+python benchmarks/gpu_tests.py --part capture     # one part; the record keeps the others as they were
+python benchmarks/gpu_tests.py --part list        # what the parts are
+
+Each file in tests/gpu is a part; so are the GPU tests that stand in other files (elsewhere), and the sanitizers
+(memcheck and racecheck on every schedule of the generator and on a block).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import gpu_report
+import torch
+from common import ROOT
+from gpu_measure import Card
+from rich.console import Console
+from rich.table import Table
+
+LIMIT = 300  # seconds of a part
+SANITIZER = "compute-sanitizer"
+FOUND_ERRORS = 86  # its exit status then; none of pytest's
+# Tool -> tests. Of libraries' kernels racecheck says little that is true, so it has none of them.
+_SCHEDULES = tuple(
+    f"tests/gpu/test_generated_kernels.py::{test}" for test in ("test_every_schedule", "test_second_reads_through_l2")
+)
+SANITIZED: dict[str, tuple[str, ...]] = {
+    "memcheck": (*_SCHEDULES, "tests/gpu/test_cuda_kernels_in_plans.py::test_gpt_block"),
+    "racecheck": _SCHEDULES,
+}
+
+
+class Missing(Exception):
+    """What a part needs is not here; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some tests: arguments of pytest, and what runs it."""
+
+    tests: tuple[str, ...]
+    tool: str | None = None
+
+
+@dataclass
+class Counts:
+    """What came of a part."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether something ran and all of it passed."""
+        return self.passed > 0 and not self.failed and not self.problems
+
+    def add(self, other: Counts) -> None:
+        """Take another run's in."""
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+        self.seconds += other.seconds
+        self.problems += other.problems
+
+
+def parts() -> dict[str, list[Part]]:
+    """Name -> what it runs."""
+    files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    found = {_name(path): [Part((path,))] for path in files}
+    elsewhere = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if _has_gpu_tests(path)]
+    found["elsewhere"] = [Part(tuple(path.relative_to(ROOT).as_posix() for path in elsewhere))]
+    found["sanitizer"] = [Part(tests, tool) for tool, tests in SANITIZED.items()]
+    return found
+
+
+def _name(path: str) -> str:
+    return Path(path).stem.removeprefix("test_").replace("_", "-")
+
+
+def _has_gpu_tests(path: Path) -> bool:
+    return path.parent.name != "gpu" and "@pytest.mark.gpu" in path.read_text()
+
+
+# -------------------------------------------------------------------------------------------------- running
+
+
+def run(part: Part) -> Counts:
+    """Run one part's tests in a process of their own.
+
+    Raises:
+        Missing: without the sanitizer, if it is a sanitizer's part.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [*prefix(part.tool), sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                [*command, *part.tests], cwd=ROOT, env=environment(part.tool), timeout=2 * LIMIT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Counts(seconds=2.0 * LIMIT, problems=[f"stopped after {2 * LIMIT} s"])
+        seconds = time.perf_counter() - start
+        counts = counted(report.read_text()) if report.exists() else Counts(problems=["pytest left no report"])
+    counts.seconds = seconds
+    counts.problems += problems(part, done.returncode, counts)
+    return counts
+
+
+def prefix(tool: str | None) -> list[str]:
+    """What stands before the command.
+
+    Raises:
+        Missing: when the sanitizer is not installed.
+    """
+    if tool is None:
+        return []
+    path = shutil.which(SANITIZER) or shutil.which(f"/usr/local/cuda/bin/{SANITIZER}")
+    if path is None:
+        raise Missing(
+            f"{SANITIZER} is neither on the PATH nor in /usr/local/cuda/bin: it comes with the CUDA toolkit (package "
+            "cuda-sanitizer); run the other parts without it by PART=<name>"
+        )
+    return [path, "--tool", tool, "--error-exitcode", str(FOUND_ERRORS)]
+
+
+def environment(tool: str | None) -> dict[str, str]:
+    """Under memcheck each tensor is an allocation of its own, so that a step beyond its end is seen."""
+    return {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else dict(os.environ)
+
+
+def counted(report: str) -> Counts:
+    """Counts from pytest's JUnit report."""
+    suites = list(ElementTree.fromstring(report).iter("testsuite"))
+    total, failed, errors, skipped = (
+        sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")
+    )
+    return Counts(total - failed - errors - skipped, failed + errors, skipped)
+
+
+def problems(part: Part, status: int, counts: Counts) -> list[str]:
+    """What is wrong beside failed tests."""
+    if status == FOUND_ERRORS:
+        return [f"{part.tool} found errors: they stand above"]
+    if not counts.passed and not counts.failed:
+        return ["no test ran"]
+    if status not in (0, 1):
+        return [f"the command ended with exit status {status}"]
+    return []
+
+
+# --------------------------------------------------------------------------------------------------- command
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    known = parts()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", metavar="NAME", help=f"only these: {', '.join(known)}; or list")
+    parser.add_argument("--commit", help="what is tested, where the tree is no git repository")
+    parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-tests-<name>.json)")
+    found = parser.parse_args(arguments)
+    unknown = sorted(set(found.part or ()) - set(known) - {"list"})
+    if unknown:
+        parser.error(f"there is no part {', '.join(unknown)}; parts: {', '.join(known)}")
+    return found
+
+
+def table_of(found: Mapping[str, Counts]) -> Table:
+    """The results for a terminal."""
+    table = Table("part", box=None, pad_edge=False)
+    for head in ("passed", "failed", "skipped", "seconds"):
+        table.add_column(head, justify="right")
+    table.add_column("problem")
+    for name, c in found.items():
+        cells = (str(c.passed), str(c.failed), str(c.skipped), f"{c.seconds:.0f}", "; ".join(c.problems))
+        table.add_row(name, *cells, style="" if c.good else "red")
+    return table
+
+
+def run_part(name: str, chosen: Sequence[Part]) -> Counts:
+    """All that a part consists of."""
+    counts = Counts()
+    for part in chosen:
+        try:
+            counts.add(run(part))
+        except Missing as missing:
+            counts.add(Counts(problems=[str(missing)]))
+    if counts.seconds > LIMIT:
+        print(f"the part {name} took {counts.seconds:.0f} s; a part should end within {LIMIT} s", file=sys.stderr)
+    return counts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; the exit status is 0 if everything passed."""
+    chosen, known = parse(arguments), parts()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if chosen.part == ["list"]:
+        for name, members in known.items():
+            runs = [f"{p.tool}: {' '.join(p.tests)}" if p.tool else " ".join(p.tests) for p in members]
+            console.print(f"{name:<24} {'; '.join(runs)}", soft_wrap=True)
+        return 0
+    if not torch.cuda.is_available():
+        console.print("the GPU tests need a CUDA device, and PyTorch sees none here; ./dev test runs the others")
+        return 2
+    card, found = Card(torch.device("cuda")), {}
+    path = chosen.record or gpu_report.record_path(card.name, "gpu-tests")
+    about = gpu_report.circumstances(card, chosen.commit)
+    for name in chosen.part or known:
+        found[name] = run_part(name, known[name])
+        gpu_report.merge(path, name, {**about, **asdict(found[name])})
+    console.print(table_of(found))
+    console.print(f"record: {path}")
+    return 0 if all(c.good for c in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
