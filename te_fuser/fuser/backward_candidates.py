@@ -203,7 +203,7 @@ class BackwardCandidates:
         if name == "output":
             return value_ref(self.graph.root(nodes[-1].output))
         place, _, what = name.partition(".")
-        if place.isdigit() and int(place) < len(nodes):
+        if place.removeprefix("-").isdigit() and -len(nodes) <= int(place) < len(nodes):
             ref = self.problem.read_ref(nodes[int(place)], what)
             if ref is not None:
                 return ref
@@ -215,7 +215,8 @@ class BackwardCandidates:
 
 def saved_by(fusion: Fusion, nodes: tuple[Node, ...], problem: Problem, prices: Prices) -> list[tuple[str, Ref]]:
     """What a joint fusion hands to its own backward; its size is known from here on."""
-    start, stop = nodes[0].index, nodes[-1].index + 1
+    stop = nodes[-1].index + 1
+    start = fusion.forward_start(nodes[0].index, stop)
     found = [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
     sizes = fusion.saved_bytes(problem.match(start, stop)) if fusion.saved_bytes else {}
     prices.learn({ref: sizes.get(name, 0) for name, ref in found})

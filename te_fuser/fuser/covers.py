@@ -56,7 +56,11 @@ def _round(problem: Problem, prices: Prices, keeping: Keeping, limits: Limits, l
     backward = shortest(problem, "backward", edges, keeping, ledger)
     if backward is None:
         return None
-    joint = [e for e in backward if e.fusion is not None and e.fusion.direction == "joint"]
+    joint = [
+        replace(e, start=e.fusion.forward_start(e.start, e.stop))
+        for e in backward
+        if e.fusion is not None and e.fusion.direction == "joint"
+    ]
     edges = ForwardCandidates(problem, prices, _demands(in_running_order(backward)), joint, ledger).edges()
     forward = shortest(problem, "forward", edges, keeping, ledger)
     return None if forward is None else Covers(forward, backward, ledger.refusals)

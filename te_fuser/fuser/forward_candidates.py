@@ -22,7 +22,7 @@ class ForwardCandidates:
     """Every candidate for the forward of one problem that gives what is demanded.
 
     Args:
-        joint: the joint fusions of the backward cover, which are forced.
+        joint: the joint fusions of the backward cover, over what their forward covers; they are forced.
     """
 
     def __init__(self, problem: Problem, prices: Prices, demands: set[Ref], joint: list[Edge], ledger: Ledger) -> None:
@@ -33,7 +33,7 @@ class ForwardCandidates:
         """All of them, apart from those that would break a forced joint fusion."""
         found = row_edges(self.problem, self._row)
         found += [self._opaque(n) for n in self.nodes if not n.is_row]
-        for fusion, start, stop in self.problem.matches:
+        for fusion, start, stop in dict.fromkeys((f, f.forward_start(a, b), b) for f, a, b in self.problem.matches):
             forced = any(e.fusion is fusion and (e.start, e.stop) == (start, stop) for e in self.joint)
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
             if fusion.has_forward and (fusion.direction != "joint" or forced or silent):

@@ -18,7 +18,7 @@ from te_fuser.fusions.registry import (
 )
 
 # The built-in fusions register themselves.
-from te_fuser.fusions import dot_product_attention, matmul_bias  # noqa: E402, F401  isort: skip
+from te_fuser.fusions import dot_product_attention, matmul_bias, rotary_embedding  # noqa: E402, F401  isort: skip
 
 __all__ = [
     "STRETCH",

@@ -1,4 +1,8 @@
-"""DotProductAttention by PyTorch's own kernels, one joint fusion for each of them: attention_<provider>."""
+"""DotProductAttention by library kernels, one joint fusion for each of them: attention_<provider>.
+
+The CUDA providers take the ops before attention into their backward: what the library returns apart is packed, turned
+back by RotaryEmbedding and added up for the gradient of a projection's Bias in one pass.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,73 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Fusion, fusion
+from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
+from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
+from te_fuser.ops.rotary_embedding import RotaryEmbedding
+
+# Packing comes after the products and not beside them: so many operations of products take as long as moving a byte.
+_OPERATIONS_PER_BYTE = 188.0  # H200: 790e12 / 4.2e12
 
 
 def _settings(m: FusionCall) -> AttentionSettings:
     """What was planned: the op may have left training since its forward."""
-    op = m[0].op
-    return replace(op.settings(), dropout=op.dropout if m.draws(0) else 0.0)
+    op, last = _op(m), len(m) - 1
+    return replace(op.settings(), dropout=op.dropout if m.draws(last) else 0.0)
 
 
-def _op(m: Match) -> DotProductAttention:
-    return cast(DotProductAttention, m[0].op)
+def _op(m: Match | FusionCall) -> DotProductAttention:
+    return cast(DotProductAttention, m[len(m) - 1].op)
 
 
-def _declare(provider: Provider) -> Fusion:
+def _rotary(m: Match | FusionCall) -> RotaryEmbedding | None:
+    """The rotation just before attention, if it is part of the match."""
+    op = m[len(m) - 2].op if len(m) > 1 else None
+    return cast(RotaryEmbedding, op) if op is not None and op.kind is RotaryEmbedding else None
+
+
+def _why_not_the_ops_before(m: Match) -> str | None:
+    """Why what comes before attention cannot be part of its backward; None when it can, or there is nothing."""
+    if len(m) == 1:
+        return None
+    rotary, heads = _rotary(m), _op(m).packed
+    if rotary is not None and rotary.packed != heads:
+        return f"it turns heads that lie as {rotary.packed}, attention reads them as {heads}"
+    return rotary_embedding.why_no_kernel(m)
+
+
+def _attention_inputs(m: FusionCall, provider: Provider) -> dict[str, Any]:
+    """What the provider's backward takes, by its names."""
+    tensors = {name: m[name] for name in ("output", *provider.emits)} | {"input": m["-1.input"]}
+    if _op(m).named_inputs():
+        tensors["attention_mask"] = m[f"{len(m) - 1}.attention_mask"]
+    return tensors
+
+
+def _whole_backward(m: FusionCall, dy: torch.Tensor, provider: Provider) -> Any:
+    """The gradient of what enters the match, and that of its bias."""
+    settings, tensors = _settings(m), _attention_inputs(m, provider)
+    if len(m) == 1:
+        return provider.backward(settings, tensors, dy)
+    rotary, wanted = _rotary(m), m.needs("0.bias")
+    rotation = rotary_embedding.rotation_of(rotary) if rotary is not None else None
+    parts = provider.gradients(settings, tensors, dy)
+    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=m["0.bias"].dtype if wanted else None)
+    return (dx, {"0.bias": dbias}) if wanted else dx
+
+
+def declare(provider: Provider, registered: bool = True) -> Fusion:
+    """The joint fusion that runs attention by a provider; a provider of your own becomes part of plans by this call."""
+
     class Body:
         @staticmethod
         def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-            op = m[0].op
-            mask = m["0.attention_mask"] if op.named_inputs() else None
+            mask = m["0.attention_mask"] if _op(m).named_inputs() else None
             random = m.random(0) if provider.draws and m.draws(0) else None
             y, saved = provider.forward(_settings(m), x, mask, random)
             for name, tensor in saved.items():
@@ -36,22 +85,12 @@ def _declare(provider: Provider) -> Fusion:
             return y
 
         @staticmethod
-        def backward(m: FusionCall, dy: torch.Tensor) -> torch.Tensor:
-            op = m[0].op
-            tensors: dict[str, Any] = {name: m[name] for name in ("input", "output", *provider.emits)}
-            if op.named_inputs():
-                tensors["attention_mask"] = m["0.attention_mask"]
-            return provider.backward(_settings(m), tensors, dy)
+        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
+            return _whole_backward(m, dy, provider)
 
     def when(m: Match) -> bool | str:
-        return provider.reason_not(AttentionProblem.of(_op(m).settings(), m.x, m.capability)) or True
-
-    def cost(m: Match) -> tuple[Cost, Cost]:
-        x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
-        flops = _op(m).flops(m.x, {})
-        forward, backward = provider.speed
-        # Backward has five products to forward's two: it makes the scores again.
-        return Cost(x, y, flops, efficiency=forward), Cost(x + 2 * y, x, 2.5 * flops, efficiency=backward)
+        problem = AttentionProblem.of(_op(m).settings(), m.x, m.capability)
+        return provider.reason_not(problem) or _why_not_the_ops_before(m) or True
 
     def saved_bytes(m: Match) -> dict[str, int]:
         rows = m.x.rows * _op(m).heads
@@ -59,15 +98,32 @@ def _declare(provider: Provider) -> Fusion:
         return {name: wide * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
 
     Body.__doc__ = f"{type(provider).__doc__ or ''}".strip()
+    before = (Optional(Bias), Optional(RotaryEmbedding)) if provider.on_cuda else ()
     return fusion(
-        joint=[DotProductAttention],
+        joint=[*before, DotProductAttention],
         name=f"attention_{provider.name}",
         when=when,
-        cost=cost,
-        reads=("input", "output"),
+        cost=lambda m: _costs(m, provider),
+        reads=("-1.input", "output"),
         saves=provider.emits,
         saved_bytes=saved_bytes,
+        forward_ops=1,
+        registered=registered,
     )(Body)
 
 
-FUSIONS = tuple(_declare(p) for p in PROVIDERS)
+def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
+    """Forward, and backward: five products to forward's two, since it makes the scores again, and the packing."""
+    op = _op(m)
+    x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
+    flops = max(op.flops(m.x, {}), 1.0)
+    forward, backward = provider.speed.shares(op.settings(), op.packed.lengths(m.x.shape)[1])
+    products, packing = 2.5 * flops, 2.0 * x * _OPERATIONS_PER_BYTE
+    share = products / (products / backward + packing)
+    return (
+        Cost(x, y, flops, efficiency=forward),
+        Cost(2 * x + 2 * y, 2 * x, products, 2 + (m[0].op.kind is Bias), efficiency=share),
+    )
+
+
+FUSIONS = tuple(declare(p) for p in PROVIDERS)

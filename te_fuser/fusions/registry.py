@@ -25,6 +25,8 @@ class Fusion:
         emits: values inside the match that the forward gives beside its output, e.g. "0.output".
         reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
         saves: names that a joint fusion's forward gives to its own backward; `saved_bytes` says how large they are.
+        forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
+            they are planned, and backward in this fusion, whose names may count from the end: "-1.input".
         takes, gives: of one whose body is a plain function of tensors: the names of its arguments and of its results.
     """
 
@@ -42,6 +44,7 @@ class Fusion:
     saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    forward_ops: int = 0
 
     @property
     def has_forward(self) -> bool:
@@ -52,6 +55,10 @@ class Fusion:
     def has_backward(self) -> bool:
         """Whether it takes part in backward plans."""
         return self.run_backward is not None
+
+    def forward_start(self, start: int, stop: int) -> int:
+        """The first op that forward covers, where the match is start..stop-1."""
+        return stop - self.forward_ops if self.forward_ops else start
 
     def refusal(self, match: Match) -> str | None:
         """Why this fusion does not take the match, in words; None when it does."""
@@ -219,6 +226,7 @@ def fusion(
     saved_bytes: Callable[[Match], Mapping[str, int]] | None = None,
     takes: Sequence[str] = (),
     gives: Sequence[str] = (),
+    forward_ops: int = 0,
     registered: bool = True,
 ) -> Callable[[Any], Fusion]:
     """Declare a fusion; give exactly one of `forward`, `backward`, `joint`, a pattern in the order of the list.
@@ -237,6 +245,8 @@ def fusion(
             "0.weight", ...). The body is then called with these tensors instead of (m, x): the shortest way to it.
         gives: the names of what such a body returns, as a tuple where they are several; "output" or "input" (dx) alone
             by default.
+        forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
+            they are planned, and backward in this fusion; `reads` may count from the end: "-1.input".
         registered: whether to register it at once.
 
     Raises:
@@ -248,6 +258,8 @@ def fusion(
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
     _check_names(direction, name, {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives})
+    if forward_ops < 0 or (forward_ops and direction != "joint"):
+        raise ValueError(f"forward_ops is a number of ops of a joint fusion, got {forward_ops} for a {direction} one")
     made = tuple(gives) or (("output" if direction == "forward" else "input",) if takes else ())
 
     def declare(body: Any) -> Fusion:
@@ -274,6 +286,7 @@ def fusion(
             saved_bytes,
             tuple(takes),
             made,
+            forward_ops,
         )
         return register(entry) if registered else entry
 

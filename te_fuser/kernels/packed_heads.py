@@ -123,6 +123,12 @@ class PackedPass:
         return "\n".join(lines)
 
 
+def reason_not(*dtypes: torch.dtype) -> str | None:
+    """Why the kernel does not take tensors of these dtypes; None when it does."""
+    wrong = next((dtype for dtype in dtypes if dtype not in _DTYPES), None)
+    return None if wrong is None else f"its kernel takes {', '.join(_DTYPES.values())}, there is {wrong}"
+
+
 # -------------------------------------------------------------------------------------------------- calling it
 
 

@@ -71,9 +71,11 @@ STRETCHES = ["Bias Dropout Add Fork LayerNorm", "Bias GELU", "Bias Dropout Add"]
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 def test_one_generated_kernel_between_two_products(memory: str, attention: bool) -> None:
     plan = seed_plan(memory, attention=attention)
-    # The bias before attention, and before another product, is the epilogue's in forward.
+    # The bias before attention, and before another product, is the epilogue's in forward; the gradient of the one before
+    # attention is that of the pass which packs attention's gradients.
+    alone = [] if attention else ["Bias"]
     assert kernels(plan, "forward") == ["Fork LayerNorm", *STRETCHES]
-    assert kernels(plan, "backward") == [*reversed(STRETCHES), "Bias", "Fork LayerNorm"]
+    assert kernels(plan, "backward") == [*reversed(STRETCHES), *alone, "Fork LayerNorm"]
 
 
 def test_forward_has_nine_steps() -> None:
@@ -89,7 +91,7 @@ def test_forward_has_nine_steps() -> None:
         "mat_mul",
         "bias_dropout_add_fwd",
     ]
-    assert len(plan.backward) == 14
+    assert len(plan.backward) == 13
 
 
 def kept_mib(plan: Plan) -> float:
@@ -151,9 +153,9 @@ def test_attention_is_predicted_for_its_own_speed() -> None:
     plan = seed_plan()
     forward = next(s for s in plan.forward if s.name == "attention_cuda_cudnn")
     backward = next(s for s in plan.backward if s.name == "attention_cuda_cudnn")
-    # Measured in the layer on an H200: 0.309 ms, and 1.096 ms for 2.5 times the operations.
-    assert forward.seconds * 1e3 == pytest.approx(0.309, rel=0.05)
-    assert backward.seconds * 1e3 == pytest.approx(1.096, rel=0.05)
+    # Measured alone on an H200: 0.259 ms, and 0.828 ms for 2.5 times the operations, before 403 MB are moved to pack.
+    assert forward.seconds * 1e3 == pytest.approx(0.259, rel=0.05)
+    assert backward.seconds * 1e3 == pytest.approx(0.828 + 0.096, rel=0.05)
     assert backward.cost.flops == 2.5 * forward.cost.flops
 
 

@@ -1,4 +1,4 @@
-"""What the kernel over packed heads is tested on, with and without a GPU: settings, inputs, their meaning in float64."""
+"""What the kernel over packed heads is tested on, with and without a GPU: settings, inputs, the meaning."""
 
 from __future__ import annotations
 

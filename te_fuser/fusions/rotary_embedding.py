@@ -1,0 +1,61 @@
+"""RotaryEmbedding on CUDA as one kernel over packed heads, with the Bias of the projection before it: y = turn(x + b).
+
+Backward turns dy back and adds up its columns for the bias in the same pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.pattern import Optional
+from te_fuser.fusions.registry import fusion
+from te_fuser.kernels import packed_heads
+from te_fuser.ops.bias import Bias
+from te_fuser.ops.rotary_embedding import RotaryEmbedding
+
+_PATTERN = (Optional(Bias), RotaryEmbedding)
+
+
+def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
+    """How an op turns heads."""
+    return packed_heads.Rotation(op.rotary_dim, op.base, op.style, op.position_offset)
+
+
+def why_no_kernel(m: Match) -> str | None:
+    """Why the kernel over packed heads cannot run on what enters the match, or None."""
+    if m.device.type != "cuda":
+        return f"it runs on cuda, the input is on {m.device.type}"
+    if m.kernels != "cuda":
+        return "it is a kernel that is compiled for the GPU at hand, and this plan is one without generated kernels"
+    return packed_heads.reason_not(m.dtype, m[0].bias.dtype if m[0].op.kind is Bias else m.dtype)
+
+
+def _op(m: Match | FusionCall) -> RotaryEmbedding:
+    return cast(RotaryEmbedding, m[len(m) - 1].op)
+
+
+def _when(m: Match) -> bool | str:
+    return why_no_kernel(m) or True
+
+
+def _size(m: Match) -> int:
+    return m.x.rows * m.x.features * m.x.dtype.itemsize
+
+
+@fusion(forward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)))
+def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+    """One pass that adds the bias, if there is one, and turns queries and keys."""
+    op, bias = _op(m), m["0.bias"] if len(m) > 1 else None
+    return packed_heads.turn(op.packed, rotation_of(op), x, bias=bias)[0]
+
+
+@fusion(backward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m), launches=len(m)))
+def rotary_embedding_backward(m: FusionCall, dy: torch.Tensor) -> Any:
+    """One pass that turns back, and adds up columns for the gradient of the bias."""
+    op, wanted = _op(m), m.needs("0.bias")
+    sums = m["0.bias"].dtype if wanted else None
+    dx, dbias = packed_heads.turn(op.packed, rotation_of(op), dy, back=True, sums=sums)
+    return (dx, {"0.bias": dbias}) if wanted else dx
