@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from te_fuser.fuser.reference import reference_run
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp, walk
 from te_fuser.ops.fork import Fork
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.tune import TuneReport
 
 
 @dataclass(frozen=True)
@@ -324,10 +327,59 @@ class Sequential(torch.nn.Sequential):
         """(plan, times) for each group of ops between plain modules."""
         from te_fuser.fuser.measure import measured_run
 
+        def run(*call: Any) -> tuple[Any, Any]:
+            plan, times, made = measured_run(*call)
+            return (plan, times), made
+
+        return self._for_each_group(run, x, outputs, inputs)
+
+    def tune(
+        self,
+        x: torch.Tensor,
+        *,
+        outputs: Sequence[str] = (),
+        rounds: int = 7,
+        seconds: float = 0.2,
+        margin: float = 0.005,
+        **inputs: torch.Tensor,
+    ) -> TuneReport:
+        """Measure other choices of fusions in this model on this device, and plan by what is faster from now on.
+
+        Every fusion that fits somewhere is tried where it was not taken and left out where it was, forward and
+        backward together, in alternating rounds. What is found is kept on disk for this list of ops, device and
+        number of rows (by power of two), and holds for later processes too.
+
+        Args:
+            x: an input like those of the calls to come; gradients are measured for what requires one.
+            outputs: names of `Output`s, as in the calls to come.
+            rounds, seconds: how often each of two plans has its turn, and how long a turn lasts.
+            margin: the share of the time that a choice must gain to be taken.
+            **inputs: the tensors that ops read by name.
+
+        Returns:
+            What was tried and what it gave; prints as a table.
+        """
+        from te_fuser.fuser.tune import Effort, TuneReport, tune
+
+        effort = Effort(rounds, seconds, margin)
+
+        def run(fuser: Fuser, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
+            return tune(fuser, x, given, wanted, effort)
+
+        return TuneReport.of(self._for_each_group(run, x, outputs, inputs))
+
+    def _for_each_group(
+        self,
+        run: Callable[[Fuser, torch.Tensor, Mapping[str, torch.Tensor], tuple[str, ...]], tuple[Any, Any]],
+        x: torch.Tensor,
+        outputs: Sequence[str],
+        inputs: Mapping[str, torch.Tensor],
+    ) -> list[Any]:
+        """What `run` finds for each group of ops between plain modules; it gives that and what the group returns."""
         parts = self._prepared()
         qualified = self._wanted(outputs)
         values = named_tensors(inputs)
-        found = []
+        results = []
         for k, part in enumerate(parts):
             later = {name for p in parts[k + 1 :] for name in _reads(p)} | set(qualified)
             if isinstance(part, Border):
@@ -336,11 +388,11 @@ class Sequential(torch.nn.Sequential):
             check_input(x)
             given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else values
             wanted = tuple(n for n in part.gives if n in later)
-            plan, times, made = measured_run(part.fuser, x, given, wanted)
-            found.append((plan, times))
+            result, made = run(part.fuser, x, given, wanted)
+            results.append(result)
             x, *extra = made if wanted else (made,)
             values.update(zip(wanted, extra, strict=True))
-        return found
+        return results
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """The same result op by op from their meaning, in plain differentiable PyTorch operations."""

@@ -17,7 +17,7 @@ from te_fuser.fuser.backward_candidates import BackwardCandidates
 from te_fuser.fuser.candidates import TICK, Edge, Ledger, Limits
 from te_fuser.fuser.forward_candidates import ForwardCandidates
 from te_fuser.fuser.keeping import Keeping
-from te_fuser.fuser.plan import OpGradient, Refusal, Step
+from te_fuser.fuser.plan import FusionTask, OpGradient, Refusal, Step
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
 from te_fuser.fuser.refs import Ref, recomputed_ref
@@ -108,6 +108,8 @@ def shortest(
 ) -> list[Edge] | None:
     """The cheapest way from the first op to the last; None when there is none. Fusions that lost are noted."""
     best: dict[tuple[int, int], Edge] = {}
+    if problem.preferred:  # measured faster, whatever their price
+        edges = [replace(e, weight=0.0) if _is_preferred(problem, e) else e for e in edges]
     for edge in edges:
         key = (edge.start, edge.stop)
         if key not in best or edge.length < best[key].length:
@@ -127,6 +129,10 @@ def shortest(
         for edge, reason in _why_they_lost(losers, chosen, graph, len(problem.nodes), weighed):
             ledger.refuse(direction, edge.start, edge.stop, edge.name, reason)
     return chosen
+
+
+def _is_preferred(problem: Problem, edge: Edge) -> bool:
+    return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in problem.preferred
 
 
 def _why_they_lost(
@@ -175,7 +181,8 @@ def in_running_order(backward: list[Edge]) -> list[Step]:
 
 def _use_recomputed(step: Step, recomputed: frozenset[int]) -> Step:
     """A hanging node reads what was computed again, where something was."""
-    if not isinstance(step.task, OpGradient) or step.chain:
+    apart = isinstance(step.task, OpGradient) or isinstance(step.task, FusionTask) and step.task.gradient is not None
+    if not apart or step.chain:
         return step
     inputs = tuple((n, recomputed_ref(r[1]) if r[0] == "value" and r[1] in recomputed else r) for n, r in step.inputs)
     return replace(step, inputs=inputs)

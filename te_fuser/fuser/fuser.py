@@ -17,6 +17,7 @@ from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
 from te_fuser.fuser.program import descriptions
 from te_fuser.fuser.segment import Segment, SegmentFunction, build_segments
+from te_fuser.fuser.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fusions import registry
 from te_fuser.ops.base import Binding, FusableOperation
 
@@ -153,32 +154,22 @@ class Fuser:
         self, signature: Any, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
     ) -> Prepared:
         """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
-        graph, options = self._problem(x, inputs, outputs)
+        graph, options = self.problem(x, inputs, outputs)
         shapes, rest = signature
         places = tuple(find_matches(graph, options)[0])
         key = (tuple(_shape_class(s) for s in shapes), rest, places)
-        prepared = self._plans.get(key) or self._make(graph, options, x, outputs)
+        prepared = self._plans.get(key) or prepare(self._planned(graph, options), outputs)
         with self._lock:
             _remember(self._plans, key, prepared, _PLANS_KEPT)
             _remember(self._by_shape, signature, prepared, _SHAPES_KEPT)
         return prepared
 
-    def _make(self, graph: Graph, options: Options, x: torch.Tensor, outputs: tuple[str, ...]) -> Prepared:
-        plan = self._planned(graph, options)
-        found = descriptions([*plan.forward, *plan.backward])
-        kernels = load_kernels(list(found.values()), plan.kernels, x.device)
-        segments = build_segments(plan, kernels)
-        return Prepared(
-            plan,
-            segments,
-            bool(plan.backward),
-            # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
-            any(n.draws for n in plan.graph.nodes),
-            torch.is_autocast_enabled(x.device.type),
-            tuple(plan.graph.named_inputs.items()),
-            plan.graph.output,
-            tuple(plan.graph.named_outputs[name] for name in outputs),
-        )
+    def forget_plans(self) -> None:
+        """Plan anew at the next call."""
+        with self._lock:
+            self._plans.clear()
+            self._by_shape.clear()
+            self._last = (None, None)
 
     def plan(
         self,
@@ -193,9 +184,9 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        return self._planned(*self._problem(x, named_tensors(inputs or {}), outputs, device))
+        return self._planned(*self.problem(x, named_tensors(inputs or {}), outputs, device))
 
-    def _problem(
+    def problem(
         self,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
@@ -212,10 +203,17 @@ class Fuser:
         graph = GraphBuilder(self._listed, self._specs(x, inputs, outputs, there)).build()
         if device is not None and device.kind == "cuda":
             return graph, Options(device, target_on_gpu(x.dtype, self.kernels), capability=device.capability)
-        return graph, Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
+        options = Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
+        return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
+
+    def _tuned(self, graph: Graph, device: torch.device) -> Choices:
+        return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
 
     def _planned(self, graph: Graph, options: Options) -> Plan:
         plan = Planner(graph, replace(options, memory=self.memory)).plan()
+        if options.tuned:
+            listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
+            plan = replace(plan, notes=(*plan.notes, f"measured choices of tune(): {listed}"))
         if plan.kernels != "torch" or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
             return plan
         why = obstacle(plan.x.device, plan.x.dtype)
@@ -233,6 +231,23 @@ class Fuser:
         named = {name: (spec_of(t, absent), t.requires_grad) for name, t in inputs.items()}
         x_spec = spec_of(x, absent)
         return CallSpecs(x_spec, x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast, absent)
+
+
+def prepare(plan: Plan, outputs: tuple[str, ...]) -> Prepared:
+    """A plan made ready to run: its kernels compiled and loaded, its segments built."""
+    found = descriptions([*plan.forward, *plan.backward])
+    kernels = load_kernels(list(found.values()), plan.kernels, plan.x.device)
+    return Prepared(
+        plan,
+        build_segments(plan, kernels),
+        bool(plan.backward),
+        # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
+        any(n.draws for n in plan.graph.nodes),
+        torch.is_autocast_enabled(plan.x.device.type),
+        tuple(plan.graph.named_inputs.items()),
+        plan.graph.output,
+        tuple(plan.graph.named_outputs[name] for name in outputs),
+    )
 
 
 def execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:

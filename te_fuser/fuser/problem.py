@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.device import Device
@@ -18,6 +20,7 @@ from te_fuser.fuser.refs import (
     parameter_ref,
     value_ref,
 )
+from te_fuser.fuser.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.registry import Fusion
@@ -32,14 +35,23 @@ class Options:
     kernels: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
     memory: str | int = "balanced"  # a name in LAMBDA, or a budget in bytes
     capability: tuple[int, int] | None = None  # of a GPU that is not at hand
+    tuned: Choices = field(default_factory=dict)  # measured choices, whatever the prices say
 
 
 def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     """What a fusion's condition and cost see of the ops start..stop-1."""
     nodes = graph.nodes[start:stop]
-    ops = tuple(MatchedOp(n.op, {k: graph.parameters[p] for k, p in n.parameters.items()}) for n in nodes)
+    ops = tuple(
+        MatchedOp(n.op, {k: graph.parameters[p] for k, p in n.parameters.items()}, _dtypes(graph, n)) for n in nodes
+    )
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
     return Match(ops, x.spec, y.spec, options.kernels, y.needs_grad, options.capability)
+
+
+def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
+    """Parameter or named input of an op -> the dtype in which it is read."""
+    found = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
+    return found | dict(node.casts) | {name: graph.values[v].spec.dtype for name, v in node.named_in.items()}
 
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
@@ -49,7 +61,10 @@ def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int
     for fusion in registry.active():
         for start in range(len(ops)):
             for stop in fusion.stops(ops, start):
-                why = fusion.refusal(match_at(graph, options, start, stop))
+                match = match_at(graph, options, start, stop)
+                why = fusion.refusal(match)
+                if why is None and options.tuned.get(place_of(fusion, match)) == OFF:
+                    why = "measured slower in its place by tune()"
                 if why is None:
                     found.append((fusion, start, stop))
                 else:
@@ -64,6 +79,11 @@ class Problem:
         self.graph, self.options = graph, options
         self.nodes = graph.nodes
         self.matches, self.conditions = find_matches(graph, options)
+        self.preferred = {
+            (fusion.name, start, stop)
+            for fusion, start, stop in (self.matches if options.tuned else ())
+            if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
+        }
         self.stretches = [DerivedStretch(graph, a, b) for a, b in self._runs()]
         self.hanging_reads = self._hanging_reads()
 

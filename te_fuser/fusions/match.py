@@ -49,8 +49,17 @@ class Cost:
 class MatchedOp:
     """One matched op while planning: its attributes, and its parameters as they are bound."""
 
-    def __init__(self, op: FusableOperation, parameters: Mapping[str, Binding]) -> None:
-        self.op, self._bindings = op, parameters
+    def __init__(
+        self,
+        op: FusableOperation,
+        parameters: Mapping[str, Binding],
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        self.op, self._bindings, self._dtypes = op, parameters, dtypes or {}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""
+        return self._dtypes[name]
 
     def __getattr__(self, name: str) -> Any:
         binding = self._bindings.get(name)

@@ -12,6 +12,7 @@ from typing import Any
 
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.pattern import PatternPart, check, matches, render
+from te_fuser.ops.base import Gradient
 
 Condition = Callable[[Match], "bool | str | None"]
 
@@ -28,6 +29,9 @@ class Fusion:
         forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
             they are planned, and backward in this fusion, whose names may count from the end: "-1.input".
         takes, gives: of one whose body is a plain function of tensors: the names of its arguments and of its results.
+        gradients: of a backward fusion whose nodes can run apart: what each produces and reads; the body is a class whose
+            static methods are plain functions (dy, *reads) -> produces.
+        choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Fusion:
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     forward_ops: int = 0
+    gradients: tuple[Gradient, ...] = ()
+    choose: Callable[[Match, str], Callable[..., Any]] | None = None
 
     @property
     def has_forward(self) -> bool:
@@ -195,10 +201,11 @@ _DECLARED = {
     "saves": ("joint",),
     "takes": ("forward", "backward"),
     "gives": ("forward", "backward"),
+    "gradients": ("backward",),
 }
 
 
-def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequence[str]]) -> None:
+def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequence[Any]]) -> None:
     label = f"fusion {fusion!r}" if fusion else "fusion"
     for what, names in declared.items():
         if isinstance(names, str):
@@ -226,6 +233,8 @@ def fusion(
     saved_bytes: Callable[[Match], Mapping[str, int]] | None = None,
     takes: Sequence[str] = (),
     gives: Sequence[str] = (),
+    gradients: Sequence[Gradient] = (),
+    choose: Callable[[Match, str], Callable[..., Any]] | None = None,
     forward_ops: int = 0,
     registered: bool = True,
 ) -> Callable[[Any], Fusion]:
@@ -245,6 +254,11 @@ def fusion(
             "0.weight", ...). The body is then called with these tensors instead of (m, x): the shortest way to it.
         gives: the names of what such a body returns, as a tuple where they are several; "output" or "input" (dx) alone
             by default.
+        gradients: of a backward fusion: its nodes, where they can run apart. It then decorates a class, each node's
+            `method` is a static one f(dy, *reads) -> what it produces, and `cost` may give a Cost for each node. What
+            produces no "input" runs once what it reads is there, so that may be computed again first.
+        choose: f(match, method) -> the plain function to run in a match; `method` is "forward", "backward", or a node's.
+            It is asked while planning, and needs `takes` or `gradients`.
         forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
             they are planned, and backward in this fusion; `reads` may count from the end: "-1.input".
         registered: whether to register it at once.
@@ -257,9 +271,12 @@ def fusion(
     if len(chosen) != 1:
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
-    _check_names(direction, name, {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives})
+    given_names = {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives}
+    _check_names(direction, name, {**given_names, "gradients": gradients})
     if forward_ops < 0 or (forward_ops and direction != "joint"):
         raise ValueError(f"forward_ops is a number of ops of a joint fusion, got {forward_ops} for a {direction} one")
+    if choose is not None and not (takes or gradients):
+        raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
     made = tuple(gives) or (("output" if direction == "forward" else "input",) if takes else ())
 
     def declare(body: Any) -> Fusion:
@@ -287,6 +304,8 @@ def fusion(
             tuple(takes),
             made,
             forward_ops,
+            tuple(gradients),
+            choose,
         )
         return register(entry) if registered else entry
 

@@ -1,0 +1,192 @@
+"""Tuning: other choices of fusions, measured in the running model; what makes the whole faster is kept, also on disk.
+
+A fusion that was not taken is tried, one that was taken is left out: one place after the other, each against the best
+so far in alternating rounds, forward and backward together. Alone a kernel may win and in a model lose: the card's
+power and caches are shared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.fuser import Fuser, Prepared, execute, prepare
+from te_fuser.fuser.graph import Graph
+from te_fuser.fuser.plan import FusionTask, Plan, size_text
+from te_fuser.fuser.planner import Planner
+from te_fuser.fuser.problem import Options, find_matches, match_at
+from te_fuser.fuser.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
+
+_WARM_UP = 3
+_MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, unless memory="fast"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds, seconds of each turn, and the share of the time that a choice must gain."""
+
+    rounds: int = 7
+    seconds: float = 0.2
+    margin: float = 0.005
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice that was looked at: its time over that of the best plan before it, and what came of it."""
+
+    place: str
+    choice: str
+    ratio: float | None
+    taken: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What was tried; prints as a table.
+
+    Attributes:
+        trials: in order.
+        ratios: for each group of ops between plain modules, the time of the plan that was found over that of the plan
+            that the prices alone give.
+    """
+
+    trials: tuple[Trial, ...]
+    ratios: tuple[float, ...]
+
+    @classmethod
+    def of(cls, reports: Sequence[TuneReport]) -> TuneReport:
+        """One report of several."""
+        return cls(tuple(t for r in reports for t in r.trials), tuple(x for r in reports for x in r.ratios))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{t.place:40} {t.choice:4} {'' if t.ratio is None else f'{t.ratio:.4f}':8} "
+            f"{'taken' if t.taken else t.reason or 'no gain'}"
+            for t in self.trials
+        ]
+        head = f"{'place':40} {'':4} {'ratio':8}"
+        found = ", ".join(f"{ratio:.4f}" for ratio in self.ratios)
+        return "\n".join([head, *lines, f"time over that of the plan by prices alone: {found}"])
+
+
+# contest(first, second, effort) -> seconds of the second over seconds of the first
+Contest = Callable[[Callable[[], None], Callable[[], None], Effort], float]
+
+
+def tune(
+    fuser: Fuser,
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: tuple[str, ...] = (),
+    effort: Effort = Effort(),  # noqa: B008 - frozen
+    contest: Contest | None = None,
+) -> tuple[TuneReport, Any]:
+    """Tune the plan of a call like this one; (report, what the call returns)."""
+    contest = contest or _contest_on(x.device)
+    graph, options = fuser.problem(x, inputs, outputs)
+    options = dataclasses.replace(options, memory=fuser.memory)
+
+    def plan_with(choices: Choices) -> Plan:
+        return Planner(graph, dataclasses.replace(options, tuned=choices)).plan()
+
+    def call_of(plan: Plan) -> Callable[[], None]:
+        return _call(prepare(plan, outputs), x, inputs)
+
+    first = best = plan_with({})
+    choices: dict[str, str] = {}
+    trials: list[Trial] = []
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+        for place, choice in _candidates(first, options):
+            plan = plan_with({**choices, place: choice})
+            reason = _unfit(plan, best, fuser.memory)
+            if reason:
+                trials.append(Trial(place, choice, None, False, reason))
+                continue
+            ratio = contest(call_of(best), call_of(plan), effort)
+            taken = ratio < 1 - effort.margin
+            trials.append(Trial(place, choice, ratio, taken))
+            if taken:
+                choices[place], best = choice, plan
+        total = contest(call_of(first), call_of(best), effort) if choices else 1.0
+        result = execute(prepare(best, outputs), x, inputs)
+    _keep(graph, fuser, x.device, choices, total)
+    return TuneReport(tuple(trials), (total,)), result
+
+
+def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
+    """(place, choice) of every fusion that fits somewhere: the other choice than the plan's."""
+    steps = [s for s in (*plan.forward, *plan.backward) if isinstance(s.task, FusionTask)]
+    taken = {(s.task.fusion.name, s.start, s.stop) for s in steps}  # type: ignore[union-attr]
+    found: dict[str, str] = {}
+    for fusion, start, stop in find_matches(plan.graph, options)[0]:
+        place = place_of(fusion, match_at(plan.graph, options, start, stop))
+        if place not in found or (fusion.name, start, stop) in taken:
+            found[place] = OFF if (fusion.name, start, stop) in taken else ON
+    return iter(found.items())
+
+
+def _unfit(plan: Plan, best: Plan, memory: str | int) -> str:
+    """Why a plan is not worth measuring; empty when it is."""
+    if signature(plan) == signature(best):
+        return "gives the same plan"
+    if memory != "fast" and plan.kept_bytes() > _MORE_MEMORY * best.kept_bytes():
+        return f"keeps {size_text(plan.kept_bytes() - best.kept_bytes())} more for backward"
+    return ""
+
+
+def _call(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """One forward and, where there is one, backward; gradients that tensors hold are left alone."""
+    parameters = [b.get() for b in prepared.plan.graph.parameters]
+    wanted = [t for t in (x, *inputs.values(), *parameters) if t.requires_grad]
+
+    def run() -> None:
+        result = execute(prepared, x, inputs)
+        if prepared.with_grad:
+            made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
+            torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
+
+    return run
+
+
+def _contest_on(device: torch.device) -> Contest:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def turn(call: Callable[[], None], times: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        wait()
+        return (time.perf_counter() - start) / times
+
+    def contest(first: Callable[[], None], second: Callable[[], None], effort: Effort) -> float:
+        for call in (first, second):
+            turn(call, _WARM_UP)
+        times = max(1, round(effort.seconds / max(turn(first, _WARM_UP), 1e-9)))
+        ratios = []
+        for k in range(effort.rounds):  # who begins changes, so that neither always follows a pause
+            if k % 2:
+                after, before = turn(second, times), turn(first, times)
+            else:
+                before, after = turn(first, times), turn(second, times)
+            ratios.append(after / before)
+        return statistics.median(ratios)
+
+    return contest
+
+
+def _keep(graph: Graph, fuser: Fuser, device: torch.device, choices: Choices, ratio: float) -> None:
+    store_for(device_name(device)).put(list_key(graph, fuser.memory, fuser.kernels), choices, ratio)
+    fuser.forget_plans()
+
+
+__all__ = ["Contest", "Effort", "Trial", "TuneReport", "tune"]

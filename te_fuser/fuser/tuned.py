@@ -1,0 +1,119 @@
+"""What `tune` found, on disk: for each list of ops and device, which fusions to take where, whatever their price says.
+
+A place is a fusion and the feature sizes of what it covers, so equal layers of a stack are one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_fuser.codegen.compiler import default_cache_dir
+from te_fuser.config import config
+from te_fuser.fuser.graph import Graph
+from te_fuser.fuser.plan import Plan
+from te_fuser.fusions.match import Match
+from te_fuser.fusions.registry import Fusion
+
+ON, OFF = "on", "off"
+Choices = Mapping[str, str]  # place -> ON or OFF
+_FORMAT = 1
+
+
+def place_of(fusion: Fusion, match: Match) -> str:
+    """The place where a fusion fits: "matmul_bias 4096>12288"."""
+    return f"{fusion.name} {match.x.features}>{match.y.features}"
+
+
+def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
+    """A digest of what measured choices depend on: ops, sizes, dtypes, rows by power of two, needed gradients."""
+    x = graph.values[0].spec
+    described: list[Any] = [_FORMAT, memory, kernels, x.rows.bit_length()]
+    for node in graph.nodes:
+        spec = graph.values[node.output].spec
+        parameters = [(graph.parameter_specs[p].shape, graph.parameter_needs[p]) for p in node.parameters.values()]
+        described.append((node.op.kind.__name__, spec.features, str(spec.dtype), node.draws, parameters))
+        described.append([graph.values[v].index for v in (node.input, *node.named_in.values())])
+    described.append([v.needs_grad for v in graph.values])
+    return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:32]
+
+
+class Store:
+    """The choices for one device; a file that cannot be read counts as empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._entries: dict[str, dict[str, Any]] | None = None
+
+    def find(self, key: str) -> Choices:
+        """The choices for a list of ops; none where it was never tuned."""
+        with self._lock:
+            if self._entries is None:
+                self._entries = self._read()
+            return dict(self._entries.get(key, {}).get("places", {}))
+
+    def put(self, key: str, choices: Choices, ratio: float) -> None:
+        """Keep the choices for a list of ops, and by how much they are faster; other processes' stay."""
+        with self._lock:
+            entries = self._read()
+            entries[key] = {"places": dict(choices), "ratio": ratio}
+            self._write(entries)
+            self._entries = entries
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            found = json.loads(self.path.read_text())
+            entries = found["entries"] if found["format"] == _FORMAT else {}
+            return {k: e for k, e in entries.items() if set(e["places"].values()) <= {ON, OFF}}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _write(self, entries: dict[str, dict[str, Any]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"format": _FORMAT, "entries": entries}, file, indent=1)
+            os.replace(name, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+_stores: dict[Path, Store] = {}
+_stores_lock = threading.Lock()
+
+
+def device_name(device: torch.device) -> str:
+    """What tells machines apart: the GPU's name, or the processor's kind and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
+
+
+def store_for(device_name: str) -> Store:
+    """The store of a device, in the cache folder as it is set now."""
+    file = "".join(c if c.isalnum() else "-" for c in device_name.lower()) + ".json"
+    path = (config.cache_dir or default_cache_dir()) / "tuned" / file
+    with _stores_lock:
+        return _stores.setdefault(path, Store(path))
+
+
+def signature(plan: Plan) -> tuple[Any, ...]:
+    """What two plans must share to run the same steps."""
+    steps = [(s.name, s.start, s.stop, s.inputs, s.outputs) for s in (*plan.forward, *plan.backward)]
+    return (*steps, plan.segments)
+
+
+__all__ = ["OFF", "ON", "Choices", "Store", "device_name", "list_key", "place_of", "signature", "store_for"]

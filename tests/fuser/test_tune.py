@@ -1,0 +1,132 @@
+"""Tuning by measured choices: what is tried, what is taken, what stays on disk. The clock is made up here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import Sequential, fusions, ops
+from te_fuser.fuser import tune as tuning
+from te_fuser.fuser.tuned import OFF, ON, Store, device_name, store_for
+from te_fuser.fusions import fusion
+from te_fuser.fusions.match import Cost
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    yield
+
+
+@pytest.fixture
+def slow_gelu() -> Iterator[None]:
+    """A fusion whose price is so high that no plan takes it."""
+
+    @fusion(forward=[ops.Bias, ops.GELU], name="slow_gelu", cost=lambda m: Cost(seconds=1.0), emits=["0.output"])
+    def slow_gelu(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
+        biased = x + m[1 - 1].bias
+        m.emit("0.output", biased)
+        return torch.nn.functional.gelu(biased, approximate="tanh")
+
+    yield
+    fusions.unregister("slow_gelu")
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, ratio: Callable[[], float]) -> None:
+    """Both calls run once; `ratio` says how they compare."""
+
+    def contest(first: Callable[[], None], second: Callable[[], None], effort: tuning.Effort) -> float:
+        first()
+        second()
+        return ratio()
+
+    monkeypatch.setattr(tuning, "_contest_on", lambda device: contest)
+
+
+def names(model: Sequential, x: torch.Tensor) -> list[str]:
+    return [s.name for s in model.plan(x).forward]
+
+
+def test_a_faster_choice_is_taken_and_kept_for_other_models(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:
+    def model() -> Sequential:
+        torch.manual_seed(0)
+        return Sequential(ops.Bias(6), ops.GELU(), ops.Linear(6, 4))
+
+    tuned, x = model(), torch.randn(5, 6, requires_grad=True)
+    y = tuned(x)
+    assert "slow_gelu" not in names(tuned, x)
+    clock(monkeypatch, lambda: 0.8)
+    report = tuned.tune(x)
+    assert ("slow_gelu 6>6", ON, True) in [(t.place, t.choice, t.taken) for t in report.trials]
+    assert report.ratios == (0.8,) and "slow_gelu 6>6" in str(report)
+    other = model()
+    for m in (tuned, other):
+        assert "slow_gelu" in names(m, x) and "slow_gelu 6>6 on" in str(m.explain(x))
+        torch.testing.assert_close(m(x), y)
+    assert "slow_gelu" not in names(model(), torch.randn(500, 6)), "another class of rows"
+    assert "slow_gelu" not in names(model().requires_grad_(False), x.detach()), "without gradients it is another list"
+
+
+def test_a_slower_choice_is_not_taken(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:
+    model, x = Sequential(ops.Bias(6), ops.GELU(), ops.Linear(6, 4)), torch.randn(5, 6)
+    before = names(model, x)
+    clock(monkeypatch, lambda: 0.999)
+    report = model.tune(x)
+    assert report.trials and not any(t.taken for t in report.trials) and report.ratios == (1.0,)
+    assert names(model, x) == before
+
+
+def test_a_taken_fusion_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Sequential(ops.Linear(64, 32), ops.GELU()), torch.randn(128, 64)
+    assert "matmul_bias" in names(model, x)
+    clock(monkeypatch, lambda: 0.9)
+    report = model.tune(x)
+    assert ("matmul_bias 64>32", OFF, True) in [(t.place, t.choice, t.taken) for t in report.trials]
+    assert "matmul_bias" not in names(model, x)
+    assert "measured slower in its place" in str(model.explain(x))
+
+
+def test_gradients_and_random_numbers_stay(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:
+    model, x = Sequential(ops.Bias(6), ops.GELU(), ops.Dropout(0.5)), torch.randn(5, 6, requires_grad=True)
+    clock(monkeypatch, lambda: 0.9)
+    state = torch.get_rng_state()
+    model.tune(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert x.grad is None and all(p.grad is None for p in model.parameters())
+
+
+def test_the_real_clock_measures_a_ratio() -> None:
+    calls: list[int] = []
+    contest = tuning._contest_on(torch.device("cpu"))
+    ratio = contest(lambda: calls.append(1), lambda: calls.append(2), tuning.Effort(rounds=2, seconds=1e-5))
+    assert ratio > 0 and calls.count(1) and calls.count(2)
+
+
+def test_the_store_survives_other_writers_and_broken_files(tmp_path: Path) -> None:
+    path = tmp_path / "tuned" / "gpu.json"
+    first, second = Store(path), Store(path)
+    first.put("a", {"f 1>1": ON}, 0.9)
+    second.put("b", {"f 2>2": OFF}, 0.8)
+    assert Store(path).find("a") == {"f 1>1": ON} and Store(path).find("b") == {"f 2>2": OFF}
+    for text in (
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 99, "entries": {}}',
+        '{"format": 1, "entries": {"a": {"places": 3}}}',
+    ):
+        path.write_text(text)
+        assert Store(path).find("a") == {}
+    Store(path).put("c", {}, 1.0)
+    assert json.loads(path.read_text())["entries"].keys() == {"c"}
+
+
+def test_stores_are_by_device() -> None:
+    device = torch.device("cpu")
+    assert store_for(device_name(device)) is store_for(device_name(device))
+    assert store_for(device_name(device)) is not store_for("NVIDIA H200")
