@@ -226,24 +226,29 @@ _ATTENTION = ("cudnn", "sdpa", "flash", "fmha", "attention")
 
 @dataclass(frozen=True)
 class Trace:
-    """What one call put on the GPU, seen by the profiler.
+    """What one call put on the GPU, seen by the profiler; times in seconds.
 
     Attributes:
         kernels: kernels, copies and memsets together.
-        seconds: from the first one's begin to the last one's end, of calls one after the other.
-        own_seconds: in matrix products and attention.
+        span: from the first one's begin to the last one's end, of calls one after the other.
+        products, attention, rest: in kernels of either kind, and in all others.
     """
 
     kernels: float
-    seconds: float
-    own_seconds: float
+    span: float
+    products: float
+    attention: float
+    rest: float
 
     def as_data(self) -> dict[str, Any]:
         """For a record."""
         found: dict[str, Any] = {"kernels": self.kernels}
-        if self.own_seconds:
-            found |= {"own_products_ms": 1e3 * self.own_seconds, "over_own_products": self.seconds / self.own_seconds}
-        return found
+        own = self.products + self.attention
+        if not own:
+            return found
+        idle = self.span - own - self.rest
+        parts = {"products": self.products, "attention": self.attention, "rest": self.rest, "idle": idle}
+        return {**found, "over_own_products": self.span / own, **{f"{k}_ms": 1e3 * v for k, v in parts.items()}}
 
 
 def traced(step: Step, card: Card, repeats: int = _TRACED) -> Trace | None:
@@ -270,12 +275,16 @@ def summarized(events: Sequence[Mapping[str, Any]], repeats: int) -> Trace:
     if not found:
         raise RuntimeError("the profiler saw no kernel: is another profiler attached to this process?")
     span = max(e["ts"] + e["dur"] for e in found) - min(e["ts"] for e in found)
-    own = sum(e["dur"] for e in found if _is_one_of(e["name"], (*_PRODUCTS, *_ATTENTION)))
-    return Trace(len(found) / repeats, span * 1e-6 / repeats, own * 1e-6 / repeats)
+    spent = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+    for e in found:
+        spent[_kind(e["name"].lower())] += e["dur"]
+    return Trace(len(found) / repeats, span * 1e-6 / repeats, **{k: t * 1e-6 / repeats for k, t in spent.items()})
 
 
-def _is_one_of(name: str, parts: Sequence[str]) -> bool:
-    return any(part in name.lower() for part in parts)
+def _kind(name: str) -> str:
+    """Whose kernel it is, by its name; attention first, since its libraries' names may hold a product's."""
+    kinds = (("attention", _ATTENTION), ("products", _PRODUCTS))
+    return next((kind for kind, parts in kinds if any(part in name for part in parts)), "rest")
 
 
 def peak_bytes(step: Step, card: Card) -> int | None:

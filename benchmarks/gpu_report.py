@@ -166,6 +166,17 @@ def plan_table(entry: Data) -> str:
     return _table(("direction", "step", "ops", "moved MiB", "predicted ms", "measured ms", "share", "limit"), rows, 3)
 
 
+def time_table(entry: Data) -> str:
+    """Where each contender's time goes: products, attention, everything else, and nothing."""
+    keys = ("products_ms", "attention_ms", "rest_ms", "idle_ms")
+    rows = [
+        (name, *(f"{data[key]:.3f}" for key in keys), f"{data['rest_ms'] + data['idle_ms']:.3f}")
+        for name, data in entry["contenders"].items()
+        if keys[0] in data
+    ]
+    return _table(("contender", "products", "attention", "other kernels", "no kernel", "beyond the products"), rows, 1)
+
+
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
     """A table whose first columns are words."""
     lines = markdown_table(header, rows).splitlines()
@@ -184,6 +195,7 @@ def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
     plans = [entry for r in records for part in r["parts"].values() for entry in part["cases"] if "plan" in entry]
     if plans:
         replace_between(path, "gpu plan", "\n\n".join(f"{e['case']}:\n\n{plan_table(e)}" for e in plans))
+        replace_between(path, "gpu time", "\n\n".join(f"{e['case']}, ms:\n\n{time_table(e)}" for e in plans))
 
 
 def _section(part: Data) -> str:
@@ -237,7 +249,8 @@ def plot(record: Data, path: Path = PLOT) -> None:
             axes.barh(k, ratio - 1, left=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
             axes.text(max(ratio, 1) + 0.002, k, f"{ratio:.3f}", va="center", fontsize=8)
         else:
-            axes.text(0.999, k, label, va="center", ha="left", fontsize=9, fontweight="bold")
+            place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(label, (1, k), fontsize=9, fontweight="bold", **place)
     axes.set_yticks(range(len(bars)), ["" if ratio is None else label for label, ratio, *_ in bars], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(left=1)

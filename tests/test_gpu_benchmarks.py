@@ -131,7 +131,9 @@ def test_a_trace_counts_kernels_and_finds_products() -> None:
         event("aten::mm", 0.0, 100.0, "cpu_op"),
     ]
     trace = gpu_measure.summarized(events, repeats=2)
-    assert trace.kernels == 2 and trace.seconds == pytest.approx(45e-6) and trace.own_seconds == pytest.approx(39.5e-6)
+    assert trace.kernels == 2 and trace.span == pytest.approx(45e-6)
+    assert [trace.products, trace.attention, trace.rest] == pytest.approx([25e-6, 14.5e-6, 5.5e-6])
+    assert trace.as_data()["over_own_products"] == pytest.approx(45 / 39.5)
     with pytest.raises(RuntimeError, match="no kernel"):
         gpu_measure.summarized(events[-1:], 1)
 
@@ -175,6 +177,8 @@ ABOUT = {
 def layer_record() -> dict[str, Any]:
     results = {"floor": result(1.0), "eager": result(1.3), "te_fuser": result(1.1)}
     entry = gpu_parts.compared("seed layer bf16 dropout 0.1", results)
+    spent = {"products_ms": 8.0, "attention_ms": 1.0, "rest_ms": 0.5, "idle_ms": 0.25}
+    entry["contenders"]["te_fuser"] |= spent
     row = {"direction": "forward", "step": "mat_mul", "ops": "MatMul", "moved_mib": 1.0, "predicted_ms": 1.0}
     entry["plan"] = [{**row, "measured_ms": 2.0, "limit": "products", "share": 0.5}]
     return gpu_report.part_record(ABOUT, gpu_measure.FULL, False, 12.34, [entry])
@@ -197,17 +201,18 @@ def test_a_record_has_the_name_of_its_gpu() -> None:
 
 def test_documents_take_tables_and_plans(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- begin gpu {n} -->\n<!-- end gpu {n} -->\n" for n in ("layer", "plan")))
+    page.write_text("".join(f"<!-- begin gpu {n} -->\n<!-- end gpu {n} -->\n" for n in ("layer", "plan", "time")))
     gpu_report.write_docs([{**ABOUT, "parts": {"layer": layer_record()}}], page)
     text = page.read_text()
     assert "| seed layer bf16 dropout 0.1 | floor | 1000.00" in text and "Transformer Engine (earlier)" in text
     assert "**NVIDIA Test 1** (driver 1); torch 2; commit abc, 2026-01-02; 5 rounds" in text
+    assert "| te_fuser | 8.000 | 1.000 | 0.500 | 0.250 | 0.750 |" in text
     assert "| forward | `mat_mul` | MatMul | 1 | 1.000 | 2.000 | 100.0% | products 50% |" in text
 
 
 def test_the_document_has_a_place_for_every_part() -> None:
     text = gpu_report.DOCUMENT.read_text()
-    for name in (*gpu_parts.PARTS, "plan"):
+    for name in (*gpu_parts.PARTS, "plan", "time"):
         assert f"<!-- begin gpu {name} -->" in text and f"<!-- end gpu {name} -->" in text
 
 
