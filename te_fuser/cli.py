@@ -90,7 +90,7 @@ def _cache(chosen: argparse.Namespace) -> int:
         if chosen.clear:
             for path in files:
                 path.unlink(missing_ok=True)
-    print(f"{'deleted' if chosen.clear else 'together'}: {kernels} compiled kernels, {_size(size)}")
+    print(f"{'deleted' if chosen.clear else 'together'}: {kernels} files, {_size(size)}")
     return 0
 
 
@@ -100,6 +100,7 @@ def _cache_folders() -> Iterator[tuple[str, Path, str]]:
 
     yield "CPU kernels", config.cache_dir or compiler.default_cache_dir(), "*.so"
     yield "GPU kernels", nvrtc.cache_folder(), "*.cubin"
+    yield "tuned choices", (config.cache_dir or compiler.default_cache_dir()) / "tuned", "*.json"
 
 
 def _bytes_on_disk(files: Sequence[Path]) -> int:
@@ -180,7 +181,7 @@ _PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
 
 COMMANDS = (
     Command("devices", "list the devices that plans can be made for by name", _devices),
-    Command("cache", "show or clear the folders of compiled kernels", _cache, _cache_options),
+    Command("cache", "show or clear the folders of compiled kernels and tuned choices", _cache, _cache_options),
     Command("version", "show versions, and what is missing here", _version),
 )
 

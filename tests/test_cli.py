@@ -38,44 +38,46 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_empty_cache(capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]) -> None:
-    cpu, gpu, total = lines(capsys, "cache")
+    cpu, gpu, tuned, total = lines(capsys, "cache")
     assert cpu == f"CPU kernels: 0 in {folders[0]} (0 bytes)"
     assert gpu == f"GPU kernels: 0 in {folders[1]} (0 bytes)"
-    assert total == "together: 0 compiled kernels, 0 bytes"
+    assert tuned == f"tuned choices: 0 in {folders[0] / 'tuned'} (0 bytes)"
+    assert total == "together: 0 files, 0 bytes"
     assert not folders[0].exists()
 
 
 def fill(folders: tuple[Path, Path]) -> list[Path]:
-    """Two kernels in one file, one alone, one for the GPU, and a file that is none."""
-    for folder in folders:
-        folder.mkdir(parents=True)
+    """Two kernels in one file, one alone, one for the GPU, measured choices, and a file that is none."""
+    for folder in (*folders, folders[0] / "tuned"):
+        folder.mkdir(parents=True, exist_ok=True)
     first, second, third = (folders[0] / f"{name}.so" for name in "abc")
     first.write_bytes(b"x" * 3000)
     os.link(first, second)
     third.write_bytes(b"x" * 1000)
-    cubin, other = folders[1] / "d.cubin", folders[0] / "notes.txt"
+    cubin, tuned, other = folders[1] / "d.cubin", folders[0] / "tuned" / "gpu.json", folders[0] / "notes.txt"
     cubin.write_bytes(b"x" * 24)
+    tuned.write_text("{}")
     other.write_text("mine")
-    return [first, second, third, cubin, other]
+    return [first, second, third, cubin, tuned, other]
 
 
 def test_the_cache_counts_kernels_and_bytes_on_disk(
     capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
 ) -> None:
     fill(folders)
-    cpu, gpu, total = lines(capsys, "cache")
+    cpu, gpu, tuned, total = lines(capsys, "cache")
     assert cpu.startswith("CPU kernels: 3 in ") and cpu.endswith("(3.9 KiB)")
     assert gpu.startswith("GPU kernels: 1 in ") and gpu.endswith("(24 bytes)")
-    assert total == "together: 4 compiled kernels, 3.9 KiB"
+    assert tuned.startswith("tuned choices: 1 in ") and total == "together: 5 files, 3.9 KiB"
 
 
 def test_clearing_the_cache_deletes_kernels_alone(
     capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
 ) -> None:
     *kernels, other = fill(folders)
-    assert lines(capsys, "cache", "--clear")[-1] == "deleted: 4 compiled kernels, 3.9 KiB"
+    assert lines(capsys, "cache", "--clear")[-1] == "deleted: 5 files, 3.9 KiB"
     assert not any(path.exists() for path in kernels) and other.exists()
-    assert lines(capsys, "cache")[-1] == "together: 0 compiled kernels, 0 bytes"
+    assert lines(capsys, "cache")[-1] == "together: 0 files, 0 bytes"
 
 
 def test_the_cache_is_where_the_setting_says(
