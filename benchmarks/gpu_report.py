@@ -62,8 +62,14 @@ def merge(path: Path, part: str, record: Data) -> dict[str, Any]:
     top = {key: record[key] for key in ("written", "gpu", "commit", "versions", "command") if key in record}
     merged = {**top, "parts": dict(sorted(parts.items()))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(merged), indent=1) + "\n")
+    path.write_text(_as_text(_rounded(merged)) + "\n")
     return merged
+
+
+def _as_text(value: Any) -> str:
+    """JSON with lists of numbers on one line each."""
+    text = json.dumps(value, indent=1)
+    return re.sub(r"\[\s+[^\[\]{}]*?\s+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
 
 
 def _rounded(value: Any) -> Any:
@@ -101,6 +107,7 @@ def _time(data: Data) -> str:
 
 
 COLUMNS = (
+    Column("goal", "goal", "{}"),
     Column("over floor", "over_floor", "{:.3f}"),
     Column("over eager", "over_eager", "{:.3f}"),
     Column("over best rival", "over_best_rival", "{:.3f}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ def test_earlier_runs_without_a_floor_go_by_eager() -> None:
     assert gpu_rivals.earlier_over_floor("something new", 1.0) == {}
 
 
+def test_what_is_installed_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.SimpleNamespace(LayerNorm=torch.nn.LayerNorm)
+    monkeypatch.setattr(gpu_rivals, "_imported", lambda name: library if name == "transformer_engine.pytorch" else None)
+    found = gpu_rivals.installed("LayerNorm", 8, 0.0)
+    assert list(found) == [gpu_rivals.TE] and found[gpu_rivals.TE].normalized_shape == (8,)
+    assert gpu_rivals.installed("Llama layer", 8, 0.0) == {}
+
+
 def event(name: str, ts: float, dur: float, cat: str = "kernel") -> Mapping[str, Any]:
     return {"name": name, "ts": ts, "dur": dur, "cat": cat}
 
@@ -191,6 +200,7 @@ def test_records_merge_by_part(tmp_path: Path) -> None:
     gpu_report.merge(path, "mlp", {**layer_record(), "commit": "new", "seconds": 1.23456789})
     record = json.loads(path.read_text())
     assert list(record["parts"]) == ["layer", "mlp"] and record["commit"] == "new"
+    assert '"rounds_ms": [1000.0],' in path.read_text()
     assert record["parts"]["layer"]["commit"] == "abc" and record["parts"]["mlp"]["seconds"] == 1.23457
 
 
