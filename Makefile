@@ -1,10 +1,10 @@
 # Thin wrappers for those who type make; ./dev and the commands in benchmarks/ do the work and take arguments.
 #
-#   make gpu-test  [PART=name] [COMMIT=name]             the tests that need a GPU; PART=list says what the parts are
-#   make gpu-bench [PART=name] [COMMIT=name] [QUICK=1]   the GPU benchmark, likewise
-#   make gpu-docs                                        the records in benchmarks/results into docs/performance.md
+#   make gpu-test  [PART=name]                       the tests that need a GPU; PART=list says what the parts are
+#   make gpu-bench [PART=name] [QUICK=1] [TUNE=1]    the GPU benchmark, likewise
+#   make gpu-docs                                    the records in benchmarks/results into docs/performance.md
 #
-# COMMIT names what is measured where the tree is no git repository.
+# COMMIT=name says what is measured where the tree is no git repository.
 .PHONY: train test lint gpu-test gpu-bench gpu-docs
 
 PYTHON := $(shell test -x .venv/bin/python && echo .venv/bin/python || echo python3)
@@ -23,7 +23,7 @@ gpu-test:
 	$(PYTHON) benchmarks/gpu_tests.py $(CHOSEN)
 
 gpu-bench:
-	$(PYTHON) benchmarks/gpu.py $(CHOSEN) $(if $(QUICK),--quick)
+	$(PYTHON) benchmarks/gpu.py $(CHOSEN) $(if $(QUICK),--quick) $(if $(TUNE),--tune)
 
 gpu-docs:
 	$(PYTHON) benchmarks/gpu.py --only-docs

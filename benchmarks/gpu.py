@@ -33,6 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds; nothing is written")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--tune", action="store_true", help="let te_fuser's layers and blocks tune themselves first")
     parser.add_argument("--rounds", type=int, help=f"how often each contender has its block (usual: {FULL.rounds})")
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-<name>.json)")
@@ -64,7 +65,7 @@ def bench_for(chosen: argparse.Namespace) -> Bench:
     effort = QUICK if chosen.quick else FULL
     if chosen.rounds:
         effort = Effort(chosen.rounds, effort.block, effort.warm_up)
-    return Bench(Card(torch.device("cuda")), Scale(), effort, with_compile=not chosen.no_compile)
+    return Bench(Card(torch.device("cuda")), Scale(), effort, with_compile=not chosen.no_compile, tune=chosen.tune)
 
 
 def run_part(name: str, bench: Bench, console: Console) -> tuple[list[dict[str, Any]], float]:

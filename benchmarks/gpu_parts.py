@@ -66,13 +66,13 @@ TOY = Scale(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where, how big and how long to measure."""
+    """Where, how big and how long to measure; `tune`: whether te_fuser's models may measure their choices first."""
 
     card: Card
     scale: Scale = field(default_factory=Scale)
     effort: Effort = field(default_factory=Effort)
     with_compile: bool = True
-    say: Callable[[str], None] = print
+    tune: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -158,6 +158,10 @@ def _model_rivals(bench: Bench, case: Case) -> dict[str, Rival]:
     libraries = gpu_rivals.installed(case.library, case.hidden, case.dropout) if bench.device.type == "cuda" else {}
     for name, module in libraries.items():
         found[name] = eager.like(module.to(bench.device, case.dtype))
+    if bench.tune:
+        for name, rival in found.items():
+            if name.startswith(OURS):
+                rival.model.tune(rival.x, **rival.named)
     return found
 
 
