@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--tune", action="store_true", help="let te_fuser's layers and blocks tune themselves first")
     parser.add_argument("--rounds", type=int, help=f"how often each contender has its block (usual: {FULL.rounds})")
+    parser.add_argument("--train-steps", type=int, help="steps of the part train (usual: 1000)")
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-<name>.json)")
     parser.add_argument("--write-docs", action="store_true", help="put the records into docs/performance.md, and plot")
@@ -65,7 +67,10 @@ def bench_for(chosen: argparse.Namespace) -> Bench:
     effort = QUICK if chosen.quick else FULL
     if chosen.rounds:
         effort = Effort(chosen.rounds, effort.block, effort.warm_up)
-    return Bench(Card(torch.device("cuda")), Scale(), effort, with_compile=not chosen.no_compile, tune=chosen.tune)
+    scale = Scale()
+    if chosen.train_steps:
+        scale = replace(scale, train=("--size", "large", "--steps", str(chosen.train_steps)))
+    return Bench(Card(torch.device("cuda")), scale, effort, with_compile=not chosen.no_compile, tune=chosen.tune)
 
 
 def run_part(name: str, bench: Bench, console: Console) -> tuple[list[dict[str, Any]], float]:
