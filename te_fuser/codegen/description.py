@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from te_fuser.formula.expr import Axes, Expr, part, render, substitute, topological
+from te_fuser.formula.expr import Axes, Expr, over, part, render_together, substitute, topological
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,11 @@ class KernelDescription:
     def __str__(self) -> str:
         lines = [f"kernel {self.name}"]
         lines += [f"  load  {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype}" for t in self.loads]
+        steps, texts = render_together(self.roots)
+        lines += [f"  {step}" for step in steps]
+        rest = iter(texts)
         for item in self.outputs:
-            body = ", ".join(render(p) for p in item.parts)
+            body = ", ".join(next(rest) for _ in item.parts)
             kind = type(item).__name__.lower()
             lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {item.dtype} = {body}")
         return "\n".join(lines)
@@ -207,13 +210,17 @@ def describe(
     )
 
 
+_MARKS = ("value", "broadcast")
+
+
 def strip_values(expressions: Iterable[Expr]) -> list[Expr]:
-    """The expressions without the marks of op outputs, which mean nothing to a kernel."""
-
-    def unmark(node: Expr) -> Expr | None:
-        return strip_values(node.args)[0] if node.op == "value" else None
-
-    return substitute(list(expressions), unmark)
+    """The expressions without the marks of op outputs and of broadcast values, which mean nothing to a kernel."""
+    roots = list(expressions)
+    plain: dict[int, Expr] = {}
+    for node in topological(roots):
+        args = tuple(plain[id(a)] for a in node.args)
+        plain[id(node)] = args[0] if node.op in _MARKS else over(node, args)
+    return [plain[id(r)] for r in roots]
 
 
 def _unit_width(expressions: Iterable[Expr], targets: Iterable[Target]) -> int:
@@ -238,10 +245,8 @@ def _narrow_reductions(e: Expr, unit: int) -> Expr:
             return None
         pieces = node.args[0].width // unit
         parts = [_narrow_reductions(part(node.args[0], k, pieces), unit) for k in range(pieces)]
-        combined = expr.row_sum(parts[0]) if node.op == "row_sum" else expr.row_max(parts[0])
-        for p in parts[1:]:
-            other = expr.row_sum(p) if node.op == "row_sum" else expr.row_max(p)
-            combined = expr.add(combined, other) if node.op == "row_sum" else expr.binary("maximum", combined, other)
-        return combined
+        if node.op == "row_max":
+            return functools.reduce(lambda a, b: expr.binary("maximum", a, b), map(expr.row_max, parts))
+        return functools.reduce(expr.add, [expr.sum_features(p, unit) for p in parts])
 
     return substitute([e], narrow)[0]

@@ -92,6 +92,7 @@ RULES: dict[str, Callable[[Expr, Expr], Contributions]] = {
     "row_sum": lambda e, g: (g,),
     "row_max": _row_max,
     "value": lambda e, g: (g,),
+    "broadcast": lambda e, g: (g,),
 }
 
 

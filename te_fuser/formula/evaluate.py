@@ -116,6 +116,9 @@ class Interpreter:
     def _value(self, e: Expr, args: list[Any]) -> Any:
         return args[0]
 
+    def _broadcast(self, e: Expr, args: list[Any]) -> torch.Tensor:
+        return self._spread(e, args[0])
+
     def _where(self, e: Expr, args: list[Any]) -> torch.Tensor:
         condition, a, b = (self._tensor(arg) for arg in args)
         return torch.where(condition != 0, a, b)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -46,28 +47,28 @@ class Expr:
     digest: str
 
     def __add__(self, other: Any) -> Expr:
-        return add(self, lift(other))
+        return written(add, self, lift(other))
 
     def __radd__(self, other: Any) -> Expr:
-        return add(lift(other), self)
+        return written(add, lift(other), self)
 
     def __sub__(self, other: Any) -> Expr:
-        return sub(self, lift(other))
+        return written(sub, self, lift(other))
 
     def __rsub__(self, other: Any) -> Expr:
-        return sub(lift(other), self)
+        return written(sub, lift(other), self)
 
     def __mul__(self, other: Any) -> Expr:
-        return mul(self, lift(other))
+        return written(mul, self, lift(other))
 
     def __rmul__(self, other: Any) -> Expr:
-        return mul(lift(other), self)
+        return written(mul, lift(other), self)
 
     def __truediv__(self, other: Any) -> Expr:
-        return div(self, lift(other))
+        return written(div, self, lift(other))
 
     def __rtruediv__(self, other: Any) -> Expr:
-        return div(lift(other), self)
+        return written(div, lift(other), self)
 
     def __neg__(self) -> Expr:
         return mul(const(-1), self)
@@ -168,7 +169,7 @@ def keep_leaf(name: str, threshold: int, axes: Axes, width: int) -> Expr:
 
 def value(name: str, inner: Expr) -> Expr:
     """A named op output: simplification stops here, because this is what can be stored and read again."""
-    if inner.op in ("input", "const"):
+    if inner.op in ("input", "const") or inner.op == "broadcast" and is_const(inner.args[0]):
         return inner
     return make("value", (inner,), (name, 0, inner.width), inner.axes, inner.width)
 
@@ -296,6 +297,25 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     return pointwise("where", condition, a, b)
 
 
+def broadcast(e: Expr, axes: Axes, width: int = 1) -> Expr:
+    """`e` as it stands for every place along `axes` (`width` features); a kernel does not see this mark."""
+    if e.axes & axes == axes:
+        return e
+    return make("broadcast", (e,), (), e.axes | axes, e.width if e.axes & Axes.FEATURE else width)
+
+
+def written(build: Callable[..., Expr], *args: Expr) -> Expr:
+    """What a formula has written: simplified, but over the features of all its arguments, as it is on tensors.
+
+    x - x is 0 for each feature, so that a row sum of x - x + m counts m once for each.
+    """
+    found = build(*args)
+    if found.axes & Axes.FEATURE:
+        return found
+    axes, width = _join(args)
+    return broadcast(found, Axes.FEATURE, width) if axes & Axes.FEATURE else found
+
+
 # ----------------------------------------------------------------------------------- parts of the row
 
 
@@ -352,6 +372,8 @@ def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr
         attrs = (*head, offset + index * width, full)
         inner = tuple(_part(a, index, pieces, done) for a in e.args)
         return make(e.op, inner, attrs, e.axes, width)
+    if e.op == "broadcast":
+        return broadcast(_part(e.args[0], index, pieces, done), e.axes, width)
     if e.op == "concat":
         count = len(e.args)
         if count % pieces == 0:
@@ -381,6 +403,8 @@ def sum_features(e: Expr, width: int) -> Expr:
     """
     if not e.axes & Axes.FEATURE:
         return mul(const(width), e)
+    if e.op == "broadcast":
+        return sum_features(e.args[0], width)
     if e.op == "concat":
         total = ZERO
         for p in e.args:
@@ -421,6 +445,8 @@ def row_max(e: Expr) -> Expr:
     """The largest feature of each row."""
     if not e.axes & Axes.FEATURE:
         return e
+    if e.op == "broadcast":
+        return row_max(e.args[0])
     return make("row_max", (e,), (), e.axes & ~Axes.FEATURE, 1)
 
 
@@ -472,20 +498,23 @@ def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) ->
         if found is None:
             found = replace(node)
             if found is None:
-                args = tuple(visit(a) for a in node.args)
-                same = all(x is y for x, y in zip(args, node.args, strict=True))
-                found = node if same else _rebuild_part(node, args)
+                found = over(node, tuple(visit(a) for a in node.args))
             done[id(node)] = found
         return found
 
     return [visit(r) for r in roots]
 
 
-def _rebuild_part(node: Expr, args: tuple[Expr, ...]) -> Expr:
+def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The node over other arguments, simplified; over as many features as before, where it has some of its own."""
+    if all(x is y for x, y in zip(args, node.args, strict=True)):
+        return node
     if node.op == "value" and args[0].op not in ("input", "const"):
         return make("value", args, node.attrs, args[0].axes, args[0].width)
     if node.op == "concat":
         return concat(args, node.width)
+    if node.op == "broadcast":
+        return broadcast(args[0], node.axes, node.width)
     if node.op == "row_sum":
         return sum_features(args[0], node.args[0].width)
     return rebuild(node.op, args, node.attrs)
@@ -496,22 +525,29 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=",
 
 def render(e: Expr) -> str:
     """The expression as one line of text; what a long one uses more than once gets a name, t0, t1, ..., before it."""
-    order = topological([e])
+    steps, (text,) = render_together([e])
+    return "; ".join([*steps, text])
+
+
+def render_together(roots: Iterable[Expr]) -> tuple[list[str], list[str]]:
+    """Each expression as text, over names t0, t1, ... for what long ones use or share: ("t0 = ...", ...), texts."""
+    roots = list(roots)
+    order = topological(roots)
     sizes: dict[int, int] = {}
     uses: dict[int, int] = {}
     for node in order:
         sizes[id(node)] = 1 + sum(sizes[id(a)] for a in node.args)
-        for a in node.args:
-            uses[id(a)] = uses.get(id(a), 0) + 1
-    named = sizes[id(e)] > _READABLE
+    for a in itertools.chain(roots, *(node.args for node in order)):
+        uses[id(a)] = uses.get(id(a), 0) + 1
+    named = sum(sizes[id(r)] for r in roots) > _READABLE
     texts: dict[int, str] = {}
     steps: list[str] = []
     for node in order:
         texts[id(node)] = _text(node, [texts[id(a)] for a in node.args])
-        if named and node.args and uses.get(id(node), 0) > 1:
+        if named and node.args and uses[id(node)] > 1:
             steps.append(f"t{len(steps)} = {texts[id(node)]}")
             texts[id(node)] = f"t{len(steps) - 1}"
-    return "; ".join([*steps, texts[id(e)]])
+    return steps, [texts[id(r)] for r in roots]
 
 
 _READABLE = 60  # nodes, counted as often as they are written

@@ -68,7 +68,7 @@ def clamp(x: Operand, low: float = -math.inf, high: float = math.inf) -> Any:
 def where(condition: Operand, a: Operand, b: Operand) -> Any:
     """a where the condition holds, else b."""
     if any(isinstance(v, Expr) for v in (condition, a, b)):
-        return expr.where(expr.lift(condition), expr.lift(a), expr.lift(b))
+        return expr.written(expr.where, expr.lift(condition), expr.lift(a), expr.lift(b))
     if not isinstance(condition, torch.Tensor):
         return a if condition else b
     return torch.where(condition if condition.dtype == torch.bool else condition != 0, a, b)

@@ -144,7 +144,11 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
     backward_steps = [s for s in plan.backward if start <= s.start < stop]
     values_in, values_out = _crossing(plan, start, stop)
     reads = _reads(forward_steps, backward_steps)
-    parameters = sorted({r[1] for r in reads if r[0] == "parameter"})
+    # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
+    made = {r for s in backward_steps for r in s.writes()}
+    parameters = sorted(
+        {r[1] for r in reads if r[0] == "parameter"} | {r[1] for r in made if r[0] == "parameter gradient"}
+    )
     uses_seed = SEED in reads
     kept = _kept_refs(backward_steps)
     inputs: list[Ref] = [value_ref(graph.root(v)) for v in values_in]
@@ -162,7 +166,7 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
         returned = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_in]
         returned += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in parameters]
         returned += [None] if uses_seed else []
-        made = {r for s in backward_steps for r in s.writes()} | set(arriving)
+        made |= set(arriving)
         returned = [r if r in made else None for r in returned]
         backward, slots = build_program(
             backward_steps, [*arriving, *kept], [r for r in returned if r is not None], kernels, wrap

@@ -115,7 +115,8 @@ class Stretch:
         features = self.graph.values[node.output].spec.features
         if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
-        marked = expr.value(f"{role}.output", y)
+        # It may be stored and read again, and then it is there for every row and feature.
+        marked = expr.value(f"{role}.output", expr.broadcast(y, Axes.FULL, features))
         if marked.op == "value":
             self.marks[f"{role}.output"] = node.output
         return marked
@@ -226,12 +227,13 @@ class Stretch:
             dtype = DTYPE_NAMES[v.spec.dtype]
             if ref in {o.ref for o in outputs}:
                 continue
-            same = cut.alias(e, dtype) or made.get((id(e), dtype))
+            key = (id(e), dtype, v.spec.features)
+            same = cut.alias(e, dtype) or made.get(key)
             if same is not None:
                 if same != ref:
                     aliases.append((ref, same))
                 continue
-            made[(id(e), dtype)] = ref
+            made[key] = ref
             name = self._output_name(value)
             targets.append(Target(name, e, Axes.FULL, v.spec.features, dtype))
             outputs.append(Output(ref, Axes.FULL, v.spec.features, dtype))
@@ -290,15 +292,16 @@ class Stretch:
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         reduced, used = self._reduce(roots, cut, readable_marks, silent)
         targets, sums, outputs, sum_outputs, aliases = [], [], [], [], []
-        made: dict[tuple[int, str], Ref] = {}
+        made: dict[Any, Ref] = {}
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             target = Target(f"d_{name}", e, output.axes, output.width, output.dtype)
             if output.axes & Axes.OUTER:
-                same = used.alias(e, output.dtype) or made.get((id(e), output.dtype))
+                key = (id(e), output.dtype, output.axes, output.width)
+                same = used.alias(e, output.dtype) or made.get(key)
                 if same is not None:
                     aliases.append((output.ref, same))
                     continue
-                made[(id(e), output.dtype)] = output.ref
+                made[key] = output.ref
                 targets.append(target)
                 outputs.append(output)
             else:

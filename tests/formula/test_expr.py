@@ -10,7 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser.formula import Axes, absolute, clamp, concat, exp, expr, relu, row_max, row_mean, row_sum, split, where
+from te_fuser.formula import (
+    Axes,
+    absolute,
+    clamp,
+    concat,
+    exp,
+    expr,
+    maximum,
+    relu,
+    row_max,
+    row_mean,
+    row_sum,
+    split,
+    where,
+)
+from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import ONE, ZERO, Expr, const, substitute, topological
 
@@ -68,13 +83,15 @@ def test_digest_is_of_the_meaning_alone() -> None:
 
 # ------------------------------------------------------------------------------------- simplification
 
+NOTHING = expr.broadcast(ZERO, Axes.FEATURE, WIDTH)  # on tensors it has features, so it has them here
+
 SAME: dict[str, Callable[[], tuple[Expr, Any]]] = {
     "plus_zero": lambda: (full() + 0, full()),
     "zero_minus": lambda: (0 - full(), -full()),
     "times_one": lambda: (full() * 1.0, full()),
-    "times_zero": lambda: (full() * 0, ZERO),
-    "minus_itself": lambda: (full() - full(), ZERO),
-    "minus_itself_scaled": lambda: (2 * full() * 3 - 6 * full(), ZERO),
+    "times_zero": lambda: (full() * 0, NOTHING),
+    "minus_itself": lambda: (full() - full(), NOTHING),
+    "minus_itself_scaled": lambda: (2 * full() * 3 - 6 * full(), NOTHING),
     "twice": lambda: (full() + full(), 2 * full()),
     "numbers_meet": lambda: (2 * (full() * 0.5), full()),
     "minus_negative": lambda: (full() - (-1 * full("y")), full() + full("y")),
@@ -133,6 +150,39 @@ def test_a_simplified_sum_has_the_same_value_and_no_more_stages(name: str) -> No
     plain, found = plain_row_sum(inner), row_sum(inner)
     torch.testing.assert_close(value_of(found), value_of(plain), rtol=1e-12, atol=1e-12)
     assert found.depth <= plain.depth
+
+
+# Written with features, and simplified to what has none: on tensors a row has them all the same.
+VANISHED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "minus_itself": lambda x, m, w: x - x + m,
+    "itself_from_it": lambda x, m, w: m - (x - x),
+    "times_zero": lambda x, m, w: m * (0 * x + 3),
+    "zero_over": lambda x, m, w: (x * 0) / (x + 9) - m,
+    "like_terms": lambda x, m, w: 2 * x - (x + x) + m * m,
+    "weights": lambda x, m, w: m + (w - w),
+    "a_function_of_it": lambda x, m, w: exp(x - x) * m,
+    "the_larger": lambda x, m, w: maximum(x - x, m),
+    "chosen": lambda x, m, w: where(x > 0, m, m),
+    "in_a_part": lambda x, m, w: split(x - x + m, 3)[1],
+    "beside": lambda x, m, w: concat([x - x + m, x]),
+    "with_the_rest": lambda x, m, w: x * ((w - w) + m) + m,
+}
+
+
+@pytest.mark.parametrize("reduction", [row_sum, row_mean, row_max])
+@pytest.mark.parametrize("name", VANISHED)
+def test_what_vanishes_leaves_its_features(name: str, reduction: Callable[[Any], Any]) -> None:
+    formula = VANISHED[name]
+    tensors = {n: value_of(e).requires_grad_() for n, e in (("x", full()), ("m", per_row()))}
+    weights = value_of(feature()).requires_grad_()
+    y = reduction(formula(tensors["x"], tensors["m"], weights)) * tensors["x"]
+    e = reduction(formula(full(), per_row(), feature())) * full()
+    torch.testing.assert_close(value_of(e), y.detach(), rtol=1e-12, atol=1e-12)
+    dy = value_of(full("y"))
+    want = torch.autograd.grad(y, [*tensors.values()], dy)
+    adjoints = differentiate({e: full("y")}, [full(), per_row()])
+    for adjoint, gradient in zip(adjoints.values(), want, strict=True):
+        torch.testing.assert_close(value_of(adjoint).expand(gradient.shape), gradient, rtol=1e-11, atol=1e-11)
 
 
 def test_a_sum_is_spread_when_that_saves_a_stage_or_a_term_only() -> None:
@@ -209,7 +259,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "uneven_split": (lambda: split(full("x", 7), 2), ValueError, "cannot split 7 features into 2"),
     "concat_widths": (lambda: concat([full("x", 4), full("y", 6)]), ValueError, r"one feature width, got \[4, 6\]"),
     "concat_of_rows": (lambda: concat([per_row("a"), per_row("b")]), ValueError, "none with features"),
-    "sum_of_a_constant": (lambda: row_sum(full() - full() + 2), ValueError, "feature count"),
+    "sum_of_a_constant": (lambda: row_sum(const(2)), ValueError, "feature count"),
 }
 
 

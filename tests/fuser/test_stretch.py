@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.formula import exp, row_max, row_sum
+from te_fuser.codegen.compiler import find_compiler
+from te_fuser.formula import Axes, exp, row_max, row_sum
 from tests.fuzz.covers import random_cover
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -52,3 +54,61 @@ def test_the_largest_feature_is_that_of_what_is_read(seed: int) -> None:
     x.grad = None
     model.reference(x, other=other).float().square().sum().backward()
     torch.testing.assert_close(got, x.grad, rtol=0.1, atol=0.02)
+
+
+class Levelled(ops.RowOp):
+    """What x becomes is m for every feature, and a sum of it is m times their number."""
+
+    inputs = {"m": ops.NamedInput("m", Axes.ROWS)}
+
+    def compute(self, x: Any, m: Any) -> Any:
+        return x * row_sum(x - x + m) + (0 * x + m)
+
+
+class Summed(ops.RowOp):
+    """Every feature plus the sum of its row."""
+
+    def compute(self, x: Any) -> Any:
+        return x * 0.5 + row_sum(x)
+
+
+class Level(ops.RowOp):
+    """m for every feature of x."""
+
+    inputs = {"m": ops.NamedInput("m", Axes.ROWS)}
+
+    def compute(self, x: Any, m: Any) -> Any:
+        return x - x + m
+
+
+class Weighted(ops.Scale):
+    """The weight of every row, whatever x is, and m."""
+
+    inputs = {"m": ops.NamedInput("m", Axes.ROWS)}
+
+    def compute(self, x: Any, weight: Any, m: Any) -> Any:
+        return 0 * x + weight + 0 * m
+
+
+LEVELS: dict[str, Callable[[], tuple[ops.FusableOperation, ...]]] = {
+    "in_one_op": lambda: (Levelled(), ops.GELU()),
+    "in_two": lambda: (ops.Scale(5), Level(), Summed()),
+    "gated": lambda: (ops.Linear(5, 10), Level(), ops.SwiGLU(), Summed()),
+    "of_weights": lambda: (Weighted(5), Summed(), ops.GELU()),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_value_that_lost_its_features_is_summed_over_all_of_them(name: str) -> None:
+    x, m = tensor(7, 5), tensor(7, 1, seed=1)
+    assert_as_meant(sequential(*LEVELS[name]()), x, m=m)
+    with te_fuser.fusions.only():  # stored after every op: there it has every row and feature
+        assert_as_meant(sequential(*LEVELS[name]()), x, m=m)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_so_it_is_in_generated_kernels(name: str) -> None:
+    model, x = te_fuser.Sequential(*LEVELS[name]()), tensor(7, 5, dtype=torch.float32)
+    m = tensor(7, 1, dtype=torch.float32, seed=1)
+    assert model.plan(x, m=m).kernels == ("torch" if find_compiler() is None else "cpp")
+    te_fuser.verify(model, x, m=m)

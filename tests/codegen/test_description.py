@@ -1,0 +1,64 @@
+"""A kernel's description as text: what it says is what it computes, and nothing is written twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser import formula
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.formula import exp, relu, row_sum, split
+from tests.codegen.corpus import Kit, inputs, reference
+
+WIDTH = 6
+
+
+def deep(steps: int) -> KernelDescription:
+    """Every step uses the one before it four times, and two outputs share all of them."""
+    kit = Kit()
+    x = kit.full("x", 2 * WIDTH)
+    first, second = split(x, 2)
+    e = first * second
+    for _ in range(steps):
+        e = e * 0.5 + relu(e) - e * e * 0.01
+    return kit.forward("deep", {"a": (e + row_sum(e), WIDTH), "b": (exp(-e * e), WIDTH)})
+
+
+def meaning(text: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the lines of a description compute, read as Python."""
+    env: dict[str, Any] = {**vars(formula), "x": x}
+    found = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) > 2 and words[1] == "=":
+            name, _, body = line.strip().partition(" = ")
+            env[name] = eval(body.replace("x[", "x[:, "), env)
+        elif words[0] == "store":
+            found[words[1].rstrip(":")] = eval(line.partition(" = ")[2].replace("x[", "x[:, "), env)
+    return found
+
+
+def test_a_deep_description_is_short_and_says_what_is_computed() -> None:
+    d = deep(30)
+    text = str(d)
+    assert len(text) < 100 * len(d.nodes)
+    tensors = inputs(d, rows=5)
+    found = meaning(text, tensors["x"].double())
+    assert list(found) == ["a", "b"]
+    for got, want in zip(found.values(), reference(d, tensors, 5), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_outputs_share_is_written_once() -> None:
+    lines = str(deep(12)).splitlines()
+    assert len(set(lines)) == len(lines)
+    stored = [line for line in lines if line.startswith("  store")]
+    assert all(len(line) < 80 for line in stored)
+    steps = [line.partition(" = ")[2] for line in lines if line.strip().startswith("t")]
+    assert len(set(steps)) == len(steps) > 12
+
+
+def test_a_short_description_names_nothing() -> None:
+    lines = str(deep(0)).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["kernel deep", "  load  x", "  store a", "  store b"]
