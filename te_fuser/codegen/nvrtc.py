@@ -52,7 +52,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, and what its kernels take."""
+    """Machine code, and what its kernels take as the assembler reports it: nothing where NVRTC passes no report on."""
 
     cubin: bytes
     resources: tuple[Resources, ...]
