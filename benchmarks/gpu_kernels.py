@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from te_fuser.codegen import cuda
 from te_fuser.codegen import schedule as plan
+from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, describe
 from te_fuser.codegen.nvrtc import Resources
@@ -150,7 +151,7 @@ def copy_speed() -> float:
 def variants(d: KernelDescription) -> list[Schedule]:
     """Schedules worth a try, whatever the estimates say of them; the picked one first."""
     device, d = plan.device_of(arch()), rewrite(d)
-    picked = plan.candidates(d, device)[0]
+    picked = model.candidates(d, device)[0]
     make = _column_variants if picked.kind == Kind.COLUMNS else _row_variants
     most = 1024 if d.sums else 2048
     fitting = [

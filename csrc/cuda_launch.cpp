@@ -7,9 +7,12 @@ namespace te {
 namespace {
 
 constexpr int64_t scratch_alignment = 256;
+constexpr int64_t few_blocks = 64;
 constexpr unsigned default_shared_bytes = 48 * 1024;  // more than this a kernel must be allowed to use
 
 int64_t round_up(int64_t bytes) { return (bytes + scratch_alignment - 1) / scratch_alignment * scratch_alignment; }
+
+int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool fits_int32(int64_t value) { return value <= std::numeric_limits<int32_t>::max(); }
 
@@ -22,7 +25,13 @@ bool is_misaligned(const Memory& memory, int64_t alignment) {
 int64_t RowGrid::groups(int64_t rows, int64_t samples, int64_t multiprocessors) const {
   if (!per_sample) samples = 1;
   if (samples == 0 || (rows == 0 && !sums)) return 0;
-  const int64_t wanted = (std::max<int64_t>(1, rows / samples) + rows_per_block - 1) / rows_per_block;
+  int64_t wanted = ceiling(std::max<int64_t>(1, rows / samples), rows_per_block);
+  if (sums) {
+    // A block does rows four times before another one is worth its partial sums, but a few blocks are always worth
+    // having, unless one is done after two turns and nothing is left to add up.
+    const int64_t few = std::min(wanted, ceiling(few_blocks, tiles * samples));
+    wanted = wanted <= 2 ? 1 : std::max(few, ceiling(wanted, 4));
+  }
   const int64_t room = multiprocessors * blocks_per_multiprocessor / (tiles * samples);
   return samples * std::max<int64_t>(1, std::min(wanted, room));
 }
@@ -35,7 +44,9 @@ CudaSizes CudaProgram::sizes(int64_t rows, int64_t samples, int64_t multiprocess
       found.blocks[i] = grid->tiles * found.groups;
     } else {
       const auto& sums = std::get<SumGrid>(launches[i].grid);
-      found.blocks[i] = sums.fixed + sums.per_sample * samples;
+      // Where each sum comes from one block, that block has stored it itself.
+      found.partial = found.groups != (sums.fixed == 0 ? samples : 1);
+      found.blocks[i] = found.partial ? sums.fixed + sums.per_sample * samples : 0;
     }
   }
   return found;
@@ -116,7 +127,7 @@ class LaunchFrame {
   }
 
   int64_t partial_bytes(int64_t width) const {
-    return round_up(sizes_.groups * width * static_cast<int64_t>(sizeof(float)));
+    return sizes_.partial ? round_up(sizes_.groups * width * static_cast<int64_t>(sizeof(float))) : 0;
   }
 
   CudaSizes sizes_;

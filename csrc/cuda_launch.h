@@ -59,10 +59,11 @@ struct TensorParameter {
 // Over the rows, for column sums alone, for adding up what the blocks found: no kernel has more.
 constexpr size_t most_launches = 4;
 
-// The grid of each launch, and the groups of rows that have partial sums.
+// The grid of each launch, the groups of rows, and whether their partial sums are to be added up.
 struct CudaSizes {
   std::array<int64_t, most_launches> blocks{};
   int64_t groups = 0;
+  bool partial = true;
 
   int64_t most_blocks() const { return *std::max_element(blocks.begin(), blocks.end()); }
 };

@@ -10,14 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from te_fuser.codegen import schedule as plan
-from te_fuser.codegen.cuda_body import SUFFIX, ColumnText, Parameter, RowText
+from te_fuser.codegen import schedule_model as model
+from te_fuser.codegen.cuda_body import SUFFIX, Parameter
+from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
+from te_fuser.codegen.cuda_rows import RowText
 from te_fuser.codegen.cuda_text import CTYPES, Names, Text
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
 from te_fuser.codegen.schedule import Kind, Schedule
 from te_fuser.formula.expr import Axes
 
 # ------------------------------------------------------------------------------------ what a launch needs
+
+
+_FEW_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,18 @@ class RowGrid:
     sums: bool
 
     def groups(self, rows: int, samples: int, multiprocessors: int) -> int:
-        """Groups of rows, each with its own partial sums; a multiple of `samples` where sums belong to samples."""
+        """Groups of rows, each with its own partial sums; a multiple of `samples` where sums belong to samples.
+
+        With sums a block does rows four times before another block is worth its partial sums, but a few blocks are
+        always worth having, unless one of them is done after two turns and nothing is left to add up.
+        """
         samples = samples if self.per_sample else 1
         if samples == 0 or (rows == 0 and not self.sums):
             return 0
         wanted = -(-max(1, rows // samples) // self.rows_per_block)
+        if self.sums:
+            few = min(wanted, -(-_FEW_BLOCKS // (self.tiles * samples)))
+            wanted = 1 if wanted <= 2 else max(few, -(-wanted // 4))
         room = multiprocessors * self.blocks_per_multiprocessor // (self.tiles * samples)
         return samples * max(1, min(wanted, room))
 
@@ -53,6 +66,8 @@ class SumGrid:
 
     def blocks(self, groups: int, samples: int) -> int:
         """The grid size."""
+        if groups == (samples if self.fixed == 0 else 1):
+            return 0  # each sum comes from one block, which stores it itself
         return self.fixed + self.per_sample * samples
 
 
@@ -95,7 +110,8 @@ class CudaKernel:
         counts = [x.grid.groups(rows, samples, multiprocessors) for x in self.launches if isinstance(x.grid, RowGrid)]
         groups = counts[-1]  # sums are in the last kernel over rows
         blocks = [x.grid.blocks(g, samples) for x, g in zip(self.launches, [*counts, groups], strict=False)]
-        return Sizes(tuple(blocks), groups, tuple(groups * p.width for p in self.partials), rows)
+        scratch = groups if blocks[-1] else 0
+        return Sizes(tuple(blocks), groups, tuple(scratch * p.width for p in self.partials), rows)
 
 
 @dataclass(frozen=True)
@@ -135,9 +151,9 @@ def generate(
     rewritten = rewrite(description)
     device = plan.device_of(arch)
     if not schedules:
-        whole = plan.pick(rewritten, device, alignment)
+        whole = model.pick(rewritten, device, alignment)
         parts = (rewritten,) if whole else plan.split(rewritten)
-        schedules = [s for part in parts if (s := plan.pick(part, device, alignment))]
+        schedules = [s for part in parts if (s := model.pick(part, device, alignment))]
     parts = (rewritten,) if len(schedules) == 1 else plan.split(rewritten)
     kernels = list(zip(parts, schedules, strict=True))
     return _assemble(description, kernels, alignment)
@@ -192,7 +208,11 @@ def _assemble(
         writer = (ColumnText if s.kind == Kind.COLUMNS else RowText)(_symbol(d.name), d, s, space)
         bodies.append(f"// {s}.\n{writer.write()}")
         grid = RowGrid(
-            s.tiles(d.width), _rows_per_block(s), s.blocks_per_multiprocessor, writer.per_sample, bool(d.sums)
+            s.tiles(d.width),
+            s.slots * (s.ahead if s.kind == Kind.COLUMNS else 1),
+            s.blocks_per_multiprocessor * (s.rounds or _EVERY_ROW),
+            writer.per_sample,
+            bool(d.sums),
         )
         launches.append(CudaLaunch(writer.symbol, writer.parameters, s.threads, plan.shared_bytes(d, s), grid))
     if description.sums:
@@ -207,9 +227,9 @@ def _assemble(
     return CudaKernel(description.name, source, tuple(launches), partials, tuple(values), alignment, schedules)
 
 
+# Rounds of blocks that are more than any rows need, and less than a grid may have.
+_EVERY_ROW = 1 << 18
+
+
 def _symbol(name: str) -> str:
     return Names().fresh(name)
-
-
-def _rows_per_block(s: Schedule) -> int:
-    return s.slots * (s.ahead if s.kind == Kind.COLUMNS else 1)

@@ -7,7 +7,7 @@ Four kinds of schedule, by where a row waits for the passes after the first:
     shared       shared memory holds them, filled by asynchronous copies, the next row already on its way
     reread       nobody holds them: each pass reads the row again, from L2
 
-Every choice here is made from the description and a device's limits; nothing is measured.
+Which schedule a kernel gets is the business of `schedule_model`.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Schedule:
     ahead: int
     blocks_per_multiprocessor: int
     sums: Sums
+    rounds: int = 1
+    keeps: bool = False
 
     @property
     def threads(self) -> int:
@@ -280,134 +282,12 @@ def _narrowed(description: KernelDescription) -> KernelDescription:
     )
 
 
-# ------------------------------------------------------------------------------------------- the choice
-
-_WARP = 32
-_THREADS = 256  # of a block that nothing forces to another size
-_ENOUGH_THREADS = 512  # per multiprocessor, to hide the time of arithmetic and of barriers
-_ENOUGH_BYTES = 48 * 1024  # loads in flight per multiprocessor, to hide the time of memory
-_BYTES_AHEAD = 96  # that one thread has on their way while it walks down columns
-# Addresses, loop counters, row values.
-_BASE_REGISTERS = {Kind.COLUMNS: 28, Kind.REGISTERS: 20, Kind.SHARED: 32, Kind.REREAD: 32}
-_SUM_THREADS = 512  # per multiprocessor in a kernel with column sums: more make the partial sums expensive
-_KEPT_REGISTERS = 16  # for parameters
+# ------------------------------------------------------------------------------------- what lies where
 
 
-def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
-    """Elements of one access: 16 bytes of the narrowest full-size tensor, less where the width forbids it.
-
-    With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
-    """
-    every: list[Load | Store] = [*description.loads, *description.stores]
-    tensors = [t for t in every if t.axes & Axes.FEATURE]
-    full = [item_size(t.dtype) for t in tensors if t.axes & Axes.OUTER] or [4]
-    draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
-    vector = 8 if draws else 16 // min(full)
-    if largest_bytes < 16:  # what is wider than 16 bytes is several accesses, what is wider than less is not
-        vector = max(1, largest_bytes // max((item_size(t.dtype) for t in tensors), default=4))
-    while description.width % vector:
-        vector //= 2
-    return vector
-
-
-def pick(description: KernelDescription, device: Device, largest_bytes: int = 16) -> Schedule | None:
-    """The schedule for one kernel; None where its column sums need a kernel of their own."""
-    vector = vector_of(description, largest_bytes)
-    if not description.reductions:
-        return _columns(description, vector, device)
-    for kind, sums in _ORDER:
-        found = list(_candidates(description, kind, sums if description.sums else Sums.NONE, vector, device))
-        if found:
-            return max(found, key=functools.partial(_merit, description))
-    return None if description.sums else _reread(description, vector, device)
-
-
-def candidates(description: KernelDescription, device: Device, largest_bytes: int = 16) -> list[Schedule]:
-    """Every schedule that fits, the picked one first: for tuning, and for tests."""
-    vector = vector_of(description, largest_bytes)
-    picked = pick(description, device, largest_bytes)
-    found = [picked] if picked else []
-    if description.reductions:
-        for kind, sums in _ORDER:
-            found += _candidates(description, kind, sums if description.sums else Sums.NONE, vector, device)
-        found += [] if description.sums else [_reread(description, vector, device)]
-    else:
-        found += [dataclasses.replace(found[0], ahead=n) for n in (1, 2, 4)]
-    return list(dict.fromkeys(found))
-
-
-# Tried in this order: nearest to the arithmetic first.
-_ORDER = (
-    (Kind.REGISTERS, Sums.REGISTERS),
-    (Kind.SHARED, Sums.REGISTERS),
-    (Kind.SHARED, Sums.SHARED),
-)
-
-
-def _columns(description: KernelDescription, vector: int, device: Device) -> Schedule:
-    vectors = -(-description.width // vector)
-    lanes = min(_THREADS, 1 << (vectors - 1).bit_length())
-    bytes_ahead = max(1, _travelling_bytes(description) * vector)
-    ahead = next((n for n in (4, 2) if n * bytes_ahead <= _BYTES_AHEAD), 1)
-    sums = Sums.REGISTERS if description.sums else Sums.NONE
-    draft = Schedule(Kind.COLUMNS, vector, lanes, _THREADS // lanes, 1, ahead, 1, sums)
-    blocks = max(1, min(6 if sums == Sums.NONE else 4, _resident(description, draft, device)))
-    return dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
-
-
-def _reread(description: KernelDescription, vector: int, device: Device) -> Schedule:
-    lanes = min(512, max(_WARP, _power_below(description.width // vector)))
-    chunks = -(-description.width // (lanes * vector))
-    slots = _THREADS // lanes if lanes <= _WARP else 1
-    draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE)
-    return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, _resident(description, draft, device))))
-
-
-def _power_below(n: int) -> int:
-    return 1 << max(0, n.bit_length() - 1)
-
-
-def _candidates(
-    description: KernelDescription, kind: Kind, sums: Sums, vector: int, device: Device
-) -> Iterator[Schedule]:
-    vectors = -(-description.width // vector)
-    for lanes in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-        chunks = -(-vectors // lanes)
-        scattered = lanes < min(vectors, _WARP)  # neighbours of a warp should read neighbours in memory
-        if scattered or (lanes > 1 and lanes >= 2 * vectors) or chunks > _MOST_CHUNKS[kind]:
-            continue
-        slots = _THREADS // lanes if lanes <= _WARP else 1
-        for ahead in (2, 1) if kind == Kind.SHARED else (1,):
-            draft = Schedule(kind, vector, lanes, slots, chunks, ahead, 1, sums)
-            blocks = _resident(description, draft, device)
-            if description.sums:
-                blocks = min(blocks, max(1, _SUM_THREADS // draft.threads))
-            if blocks * draft.threads >= (_ENOUGH_THREADS if kind == Kind.REGISTERS else 1):
-                yield dataclasses.replace(draft, blocks_per_multiprocessor=min(blocks, 16))
-
-
-# Vectors of a row per thread: with more, the compiler takes more registers than it is given.
-_MOST_CHUNKS = {Kind.REGISTERS: 4, Kind.SHARED: 8}
-
-
-def _merit(description: KernelDescription, s: Schedule) -> tuple[float, ...]:
-    """Loads in flight on busy lanes first, as far as they help; then threads; then small blocks with cheap barriers."""
-    row = s.covered * _loaded_bytes(description)
-    share = s.ahead if s.kind == Kind.SHARED else 1
-    flight = min(1.0, s.blocks_per_multiprocessor * s.slots * row * share / _ENOUGH_BYTES)
-    used = description.width / s.covered
-    busy = min(_ENOUGH_THREADS, s.blocks_per_multiprocessor * s.threads)
-    return round(flight * used, 1), busy, -s.lanes
-
-
-def _full_loads(description: KernelDescription) -> list[Expr]:
+def full_loads(description: KernelDescription) -> list[Expr]:
+    """The tensors that are read row by row."""
     return [n for n in description.nodes if n.op == "input" and is_full(n)]
-
-
-def _loaded_bytes(description: KernelDescription) -> int:
-    """Bytes that are read for each feature of a row."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    return sum(sizes[n.attrs[0]] for n in _full_loads(description))
 
 
 def kept(description: KernelDescription, s: Schedule) -> tuple[Expr, ...]:
@@ -416,63 +296,7 @@ def kept(description: KernelDescription, s: Schedule) -> tuple[Expr, ...]:
     Only beside column sums: few threads run there, and registers are left; elsewhere more threads are worth more.
     """
     features = tuple(n for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE)
-    few = features and s.sums == Sums.REGISTERS and s.chunks * s.vector * _features(description) <= _KEPT_REGISTERS
-    return features if few else ()
-
-
-def _travelling_bytes(description: KernelDescription) -> int:
-    """Bytes that kind `columns` reads for each feature of a row: not the parameters, which stay with their thread."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    owned = any(t.axes & Axes.BATCH for t in description.sums)
-    stays = Axes.SAMPLE_FEATURES if owned else Axes.FEATURE
-    return sum(
-        sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE and n.axes & ~stays
-    )
-
-
-def _resident(description: KernelDescription, s: Schedule, device: Device) -> int:
-    """Blocks of this schedule that fit a multiprocessor at once; 0 where one block is too much."""
-    registers = registers_of(description, s)
-    shared = shared_bytes(description, s) + static_bytes(description, s)
-    if registers > 255 or shared > device.shared_bytes:
-        return 0
-    by_registers = device.registers // (-(-registers // 8) * 8 * s.threads)
-    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
-    return min(by_registers, by_shared, device.resident_threads // s.threads)
-
-
-def registers_of(description: KernelDescription, s: Schedule) -> int:
-    """An estimate of the registers of a thread, fitted to what the assembler needed without spilling.
-
-    A narrow element that waits counts as a whole register: the compiler keeps it converted.
-    """
-    waiting = _in_registers(description) if s.kind == Kind.REGISTERS else 0
-    sums = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE) if s.sums == Sums.REGISTERS else 0
-    stays = len(kept(description, s))
-    own = s.vector * s.chunks
-    arithmetic = s.vector * sum(bool(n.axes & Axes.FEATURE) for n in description.nodes) / 16
-    per_kind = {
-        Kind.COLUMNS: s.vector * (_travelling_bytes(description) / 4 * s.ahead + sums + _features(description) + 1),
-        Kind.REGISTERS: own * (waiting + sums + stays + 1),
-        Kind.SHARED: own * (1.5 * sums + 0.5 * stays),
-        Kind.REREAD: s.vector * _loaded_bytes(description) / 4,
-    }
-    draws = 8 if description.streams else 0
-    return math.ceil(_BASE_REGISTERS[s.kind] + draws + arithmetic + per_kind[s.kind])
-
-
-def _in_registers(description: KernelDescription) -> float:
-    """32-bit words per element that a thread holds between its loads and its stores."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    waits = max((p.waits for p in passes(description, Kind.REGISTERS)), key=len)
-    passing = [n for n in _full_loads(description) if all(n is not w for w in waits)]
-    return len(waits) + sum(sizes[n.attrs[0]] for n in passing) / 4
-
-
-def _features(description: KernelDescription) -> float:
-    """32-bit words per column of the parameters that a thread keeps while it walks down the rows."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    return sum(sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE) / 4
+    return features if s.keeps else ()
 
 
 def shared_bytes(description: KernelDescription, s: Schedule) -> int:
@@ -482,7 +306,7 @@ def shared_bytes(description: KernelDescription, s: Schedule) -> int:
 
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
     """Static shared memory of a block: for row reductions, and for adding up what its slots summed."""
-    exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > _WARP else 0
+    exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > 32 else 0
     return exchanges + (4 * s.threads * s.vector if s.slots > 1 and description.sums else 0)
 
 
@@ -492,7 +316,7 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | No
     found: list[tuple[Expr | None, int]] = []
     if s.kind == Kind.SHARED:
         sizes = {t.name: item_size(t.dtype) for t in description.loads}
-        found += [(n, s.ahead * own * sizes[n.attrs[0]]) for n in _full_loads(description)]
+        found += [(n, s.ahead * own * sizes[n.attrs[0]]) for n in full_loads(description)]
         values = _unique(n for p in passes(description, s.kind) for n in p.waits if n.op != "input")
         found += [(n, own * 4) for n in values]
     if s.sums == Sums.SHARED:

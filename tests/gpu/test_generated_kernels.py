@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.codegen import cuda
 from te_fuser.codegen import schedule as plan
+from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda import CudaKernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription
@@ -81,9 +82,9 @@ VARIED = [
 def variants(d: KernelDescription) -> list[CudaKernel]:
     """One kernel for each schedule that fits this device, and with stores and sums in two kernels."""
     device, new = plan.device_of(arch()), rewrite(d)
-    found = [(s,) for s in plan.candidates(new, device)]
+    found = [(s,) for s in model.candidates(new, device)]
     if d.sums and d.reductions:
-        rows, columns = (plan.pick(part, device) for part in plan.split(new))
+        rows, columns = (model.pick(part, device) for part in plan.split(new))
         found += [(rows, columns)]
     return [cuda.generate(d, arch(), schedules=s) for s in found]
 
@@ -116,7 +117,7 @@ def test_large_rows(family: corpus.Family, width: int, cache: Path) -> None:
 def test_second_reads_through_l2(cache: Path) -> None:
     """The schedule of rows that fit nowhere, on rows that would."""
     d = corpus.softmax(Kit("bfloat16", "bfloat16"), 4096)[0]
-    s = next(s for s in plan.candidates(rewrite(d), plan.device_of(arch())) if s.kind == Kind.REREAD)
+    s = next(s for s in model.candidates(rewrite(d), plan.device_of(arch())) if s.kind == Kind.REREAD)
     kernel = cuda.generate(d, arch(), schedules=(s,))
     (compiled,) = compile_all([kernel], cache)
     check(GpuKernel(kernel, compiled), d, 101)

@@ -114,6 +114,20 @@ TE_DEVICE float get(const Vector<T, kCount>& vector, int index) {
   }
 }
 
+// Makes the compiler forget what it knows of a vector. Without it, numbers that are needed again later stay in
+// registers as converted floats, which takes twice as many as the 16-bit words do.
+template <class T, int kCount>
+TE_DEVICE void forget(Vector<T, kCount>& vector) {
+#if TE_PTX
+  if constexpr (sizeof(vector) == 2) {
+    asm volatile("" : "+h"(vector.element.bits));
+  } else if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < Vector<T, kCount>::kWords; ++i) asm volatile("" : "+r"(vector.words[i]));
+  }
+#endif
+}
+
 namespace access {
 
 struct alignas(8) Two {
@@ -123,40 +137,21 @@ struct alignas(16) Four {
   unsigned words[4];
 };
 
-// Tensors that are read once do not displace in L1 the parameters that every row reads again.
-TE_DEVICE void stream(unsigned* to, const void* from, Four) {
-#if TE_PTX
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-      : "l"(from));
-#else
-  __builtin_memcpy(to, from, 16);
-#endif
-}
-
-TE_DEVICE void stream(unsigned* to, const void* from, Two) {
-#if TE_PTX
-  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-#else
-  __builtin_memcpy(to, from, 8);
-#endif
-}
-
-// Parameters, and the neighbours of a narrow access, stay in L1.
+// Through the read-only path of the cache: nothing that a kernel writes is read by it.
 template <class Piece>
-TE_DEVICE void repeat(unsigned* to, const void* from, Piece) {
+TE_DEVICE void read_piece(unsigned* to, const void* from) {
   const Piece piece = *static_cast<const Piece*>(from);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(Piece) / 4); ++i) to[i] = piece.words[i];
 }
 
-template <bool kStream, int kWords>
+template <int kWords>
 TE_DEVICE void read(unsigned* to, const unsigned* from) {
   if constexpr (kWords >= 4) {
-    if constexpr (kStream) stream(to, from, Four{}); else repeat(to, from, Four{});
-    if constexpr (kWords > 4) read<kStream, kWords - 4>(to + 4, from + 4);
+    read_piece<Four>(to, from);
+    if constexpr (kWords > 4) read<kWords - 4>(to + 4, from + 4);
   } else if constexpr (kWords == 2) {
-    if constexpr (kStream) stream(to, from, Two{}); else repeat(to, from, Two{});
+    read_piece<Two>(to, from);
   } else {
     to[0] = from[0];
   }
@@ -174,29 +169,18 @@ TE_DEVICE void write(unsigned* to, const unsigned* from) {
   }
 }
 
-template <bool kStream, int kCount, class T>
+}  // namespace access
+
+// kCount neighbours of a tensor.
+template <int kCount, class T>
 TE_DEVICE Vector<T, kCount> load(const T* from) {
   Vector<T, kCount> vector;
   if constexpr (sizeof(vector) == 2) {
     vector.element = *from;
   } else {
-    read<kStream, Vector<T, kCount>::kWords>(vector.words, reinterpret_cast<const unsigned*>(from));
+    access::read<Vector<T, kCount>::kWords>(vector.words, reinterpret_cast<const unsigned*>(from));
   }
   return vector;
-}
-
-}  // namespace access
-
-// kCount neighbours of a tensor that is read once.
-template <int kCount, class T>
-TE_DEVICE Vector<T, kCount> load(const T* from) {
-  return access::load<true, kCount>(from);
-}
-
-// kCount neighbours of a tensor that other rows read as well.
-template <int kCount, class T>
-TE_DEVICE Vector<T, kCount> load_repeated(const T* from) {
-  return access::load<false, kCount>(from);
 }
 
 // Rounds and writes kCount neighbours.
@@ -402,6 +386,17 @@ TE_DEVICE void add_slots(float* shared, int slot, int lane, float (&sums)[kCount
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       for (int other = 1; other < kSlots; ++other) sums[i] += shared[(i * kSlots + other) * kLanes + lane];
+  }
+}
+
+// Stores the sums of a block: where they belong if no other block adds to them, else where `finish` finds them.
+template <class T, int kCount>
+TE_DEVICE void store_sums(bool alone, T* total, float* partial, const float (&sums)[kCount]) {
+  if (alone) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total[i] = rounded<T>(sums[i]);  // totals may be anywhere in a larger buffer
+  } else {
+    store(partial, sums);
   }
 }
 

@@ -1,0 +1,109 @@
+"""The function of a kernel without row reductions: threads own columns and walk down the rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from te_fuser.codegen.cuda_body import KernelText
+from te_fuser.codegen.cuda_text import part_role
+from te_fuser.formula.expr import Axes, Expr
+
+
+class ColumnText(KernelText):
+    """No row reductions: a thread owns `kVector` columns and walks down the rows."""
+
+    def write(self) -> str:
+        """The function."""
+        with self.text.block(self.signature()):
+            self._prologue()
+            with self.text.block("if (column < kWidth)") if self._ragged else contextlib.nullcontext():
+                self._rows()
+            self._epilogue()
+        return self.finished()
+
+    @property
+    def _tiles(self) -> int:
+        return self.s.tiles(self.d.width)
+
+    @property
+    def _ragged(self) -> bool:
+        return self._tiles * self.s.covered != self.d.width
+
+    @property
+    def _group(self) -> tuple[str, str]:
+        return ("group", "groups") if self._tiles > 1 else ("blockIdx.x", "gridDim.x")
+
+    def _leaves(self, travelling: bool) -> list[Expr]:
+        """Tensors that are read for each row, or those that stay while a thread walks down."""
+        own = Axes.FEATURE if not self.per_sample else Axes.SAMPLE_FEATURES
+        leaves = [n for n in self.d.nodes if n.op == "input" and n.axes & Axes.FEATURE]
+        return [n for n in leaves if bool(n.axes & ~own) == travelling]
+
+    def _prologue(self) -> None:
+        text = self.text
+        self.declare_threads({"kTiles": self._tiles, "kAhead": self.s.ahead})
+        if self._tiles > 1:
+            text("const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles, groups = gridDim.x / kTiles;")
+        tile = "(tile * kLanes + lane)" if self._tiles > 1 else "lane"
+        text(f"const int column = {tile} * kVector;")
+        self.declare_range(*self._group)
+        self.call_level()
+        for t in self.d.sums:
+            for k in range(len(t.parts)) if t.axes & Axes.FEATURE else ():
+                text(f"float {self.sum_names[t.name, k]}[kVector] = {{}};")
+        self.declare_scalar_sums()
+
+    def _rows(self) -> None:
+        text = self.text
+        stays = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(False)}
+        for n in self._leaves(False):
+            text(f"const {self.vector_type(n)} {stays[id(n)]} = {self.load(n)};")
+        travels = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True)}
+        slot = " + slot" if self.s.slots > 1 else ""
+        with text.block(f"for (long long base = first{slot}; base < count; base += step * kAhead)"):
+            numbers = [n for n in self.d.nodes if n.op == "input" and n.axes == Axes.ROWS]
+            self._numbers = {id(n): self.names.fresh(f"{n.attrs[0]}_ahead") for n in numbers}
+            if travels or numbers:
+                text("// All loads first, so that they are on their way together.")
+                for n in self._leaves(True):
+                    text(f"{self.vector_type(n)} {travels[id(n)]}[kAhead];")
+                for name in self._numbers.values():
+                    text(f"float {name}[kAhead];")
+                with text.loop("ahead", "kAhead"), self._row():
+                    if any(n.axes & Axes.OUTER == 0 for n in self._leaves(True)):
+                        self._sample()
+                    for n in self._leaves(True):
+                        text(f"{travels[id(n)]}[ahead] = {self.load(n)};")
+                    for n in numbers:
+                        text(f"{self._numbers[id(n)]}[ahead] = {self._scalar_leaf(n)};")
+            with text.loop("ahead", "kAhead"), self._row():
+                self._one_row({**stays, **{i: f"{name}[ahead]" for i, name in travels.items()}})
+
+    @contextlib.contextmanager
+    def _row(self) -> Iterator[None]:
+        index = "base + ahead * step"
+        self.text(f"const long long row = {self.row_at(index)};")
+        with self.text.block("if (row < rows)"):
+            yield
+
+    def _sample(self) -> None:
+        if self.needs_sample and not self.per_sample:
+            self.text("const int sample = te::sample_of(row, batch_inner, batch_size);")
+
+    def _one_row(self, vectors: Mapping[int, str]) -> None:
+        known = {**self.known, **{i: f"{name}[ahead]" for i, name in self._numbers.items()}}
+        self._sample()
+        self.row_level(0, known)
+        self.last_pass(known, vectors, "")
+        self.row_stores(known, "tile == 0 && lane == 0" if self._tiles > 1 else "lane == 0")
+
+    def _epilogue(self) -> None:
+        group = f"static_cast<long long>({self._group[0]})"
+        for t in self.d.sums:
+            if t.axes & Axes.FEATURE:
+                for k in range(len(t.parts)):
+                    inside = " && column < kWidth" if self._ragged else ""
+                    self.write_sums(self.sum_names[t.name, k], t, k * self.d.width, group, inside)
+        first = "threadIdx.x == 0 && tile == 0" if self._tiles > 1 else "threadIdx.x == 0"
+        self.write_scalar_sums(group, first)

@@ -1,0 +1,350 @@
+"""The function of a kernel with row reductions: threads share a row and walk over it once for each stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from te_fuser.codegen import schedule as plan
+from te_fuser.codegen.cuda_body import KernelText
+from te_fuser.codegen.cuda_text import bare, number, part_role
+from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.schedule import Kind, Schedule, Sums
+from te_fuser.formula.expr import Axes, Expr
+
+
+class RowText(KernelText):
+    """Row reductions: `kLanes` threads share a row and walk over it once for each stage, and once more to store."""
+
+    def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
+        super().__init__(symbol, description, schedule, space)
+        self.passes = plan.passes(description, schedule.kind)
+        leaves = [n for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE]
+        self.full = [n for n in leaves if n.axes & Axes.OUTER]
+        self.features = [n for n in leaves if not n.axes & Axes.OUTER]
+        self.row_names = {id(n): self.names.fresh(f"{part_role(n)}_row") for n in self.full}
+        self.vector_names = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
+        self.kept = plan.kept(description, schedule)
+        numbers = [n for n in description.nodes if n.op == "input" and n.axes == Axes.ROWS]
+        travelling = numbers if schedule.kind == Kind.SHARED and schedule.ahead > 1 else []
+        self.coming = {id(n): self.names.fresh(f"{n.attrs[0]}_coming") for n in travelling}
+        values = {id(n): n for p in self.passes for n in p.waits if n.op != "input"}
+        self.waiting = {i: self.names.fresh("waiting") for i in values}
+        self.ragged = schedule.covered != description.width
+        self.index = "row" if self.plain_rows else "base"
+        self.first, self.count = ("blockIdx.x", "rows") if self.plain_rows else ("first", "count")
+        self.step = "gridDim.x" if self.plain_rows else "step"
+        self.loop = f"{self.index} = {self.first}; {self.index} < {self.count}; {self.index} += {self.step}"
+
+    def write(self) -> str:
+        """The function."""
+        text = self.text
+        with text.block(self.signature()):
+            self._prologue()
+            with text.block(f"for (long long {self.loop})"):
+                self._row()
+            self._epilogue()
+        return self.finished()
+
+    # ---- before the loop over rows
+
+    def _prologue(self) -> None:
+        text, s = self.text, self.s
+        self.declare_threads({"kChunks": s.chunks, "kThreads": s.threads, "kAhead": s.ahead})
+        self._declare_shelves()
+        stages = [len(p.reductions) for p in self.passes if p.reductions]
+        if s.lanes > 32:
+            for count in sorted(set(stages)):
+                text(f"__shared__ float exchange_{count}[2][{count}][32];")
+            text("int phase = 0;")
+        self.declare_range("blockIdx.x", "gridDim.x")
+        self.call_level()
+        self._declare_sums()
+        self._keep_features()
+        if s.kind == Kind.SHARED:
+            self._declare_fetch()
+
+    def _declare_shelves(self) -> None:
+        shelves = plan.shelves(self.d, self.s)
+        if not shelves:
+            return
+        self.text("extern __shared__ uint4 shelves[];")
+        offset, sums = 0, iter(self._feature_sums())
+        for node, size in shelves:
+            at = f"shelves + {offset // 16}"
+            if node is None:
+                self.text(f"float* const {self.sum_names[next(sums)]} = reinterpret_cast<float*>({at});")
+            elif node.op == "input":
+                kind = self.vector_type(node)
+                self.text(f"{kind}* const {self.row_names[id(node)]} = reinterpret_cast<{kind}*>({at});")
+            else:
+                self.text(f"float* const {self.waiting[id(node)]} = reinterpret_cast<float*>({at});")
+            offset += size
+
+    def _feature_sums(self) -> list[tuple[str, int]]:
+        return [(t.name, k) for t in self.d.sums if t.axes & Axes.FEATURE for k in range(len(t.parts))]
+
+    def _declare_sums(self) -> None:
+        for key in self._feature_sums():
+            if self.s.sums == Sums.REGISTERS:
+                self.text(f"float {self.sum_names[key]}[kChunks][kVector] = {{}};")
+            else:
+                with self.text.loop("chunk", "kChunks"):
+                    self.text(
+                        f"te::put<kThreads>({self.sum_names[key]}, chunk, threadIdx.x, te::Zeros<kVector>().values);"
+                    )
+        self.declare_scalar_sums()
+
+    def _keep_features(self) -> None:
+        for n in self.kept:
+            self.row_names[id(n)] = self.names.fresh(f"{part_role(n)}_vectors")
+            self.text(f"{self.vector_type(n)} {self.row_names[id(n)]}[kChunks];")
+        if self.kept:
+            with self._chunks():
+                for n in self.kept:
+                    self.text(f"{self.row_names[id(n)]}[chunk] = {self.load(n)};")
+
+    def _declare_fetch(self) -> None:
+        text = self.text
+        text("// Each thread copies what it will read itself, so that no barrier is needed.")
+        with text.block(f"const auto fetch_row = [&](long long {self.index}, int turn)"):
+            self._declare_row()
+            with self._chunks():
+                for n in self.full:
+                    source = self.address(self.load_pointer(n), n.axes, n.attrs[2], n.attrs[1])
+                    text(f"te::fetch(&{self._shelf(n)}, {source});")
+        text.lines[-1] += ";"
+        if self.coming:
+            self._declare_fetch_numbers()
+        if self.s.ahead > 1:
+            text("int turn = 0;")
+            with text.loop("early", "kAhead - 1"):
+                text(f"const long long {self.index} = {self.first} + early * static_cast<long long>({self.step});")
+                text(f"if ({self.index} < {self.count}) fetch_row({self.index}, early);")
+                text("te::depart();")
+
+    def _declare_fetch_numbers(self) -> None:
+        """What a row has one of is loaded one row before it is needed."""
+        text = self.text
+        for name in self.coming.values():
+            text(f"float {name} = 0.0f;")
+        with text.block(f"const auto fetch_numbers = [&](long long {self.index})"):
+            self._declare_row()
+            for n in self.d.nodes:
+                if id(n) in self.coming:
+                    text(f"{self.coming[id(n)]} = {self._scalar_leaf(n)};")
+        text.lines[-1] += ";"
+        text(f"if ({self.first} < {self.count}) fetch_numbers({self.first});")
+
+    def _shelf(self, n: Expr) -> str:
+        turn = "turn * kChunks + chunk" if self.s.ahead > 1 else "chunk"
+        return f"{self.row_names[id(n)]}[({turn}) * kThreads + threadIdx.x]"
+
+    # ---- one row
+
+    def _declare_row(self) -> None:
+        """`row`; slots beyond the last row compute that one again, and `mine` keeps them from storing it."""
+        if not self.plain_rows:
+            index = "base + slot" if self.s.slots > 1 else "base"
+            self.text(f"const long long wanted = {self.row_at(index)};")
+            self.text("const bool mine = wanted < rows;")
+            self.text("const long long row = mine ? wanted : rows - 1;")
+
+    def _row(self) -> None:
+        text, known = self.text, dict(self.known)
+        self._declare_row()
+        if self.needs_sample and not self.per_sample:
+            text("const int sample = te::sample_of(row, batch_inner, batch_size);")
+        if self.s.kind == Kind.SHARED:
+            self._wait_for_row(known)
+        if self.s.kind == Kind.REGISTERS:
+            self._load_row()
+        self.row_level(0, known)
+        for stage, p in enumerate(self.passes):
+            if p.reductions:
+                self._reducing_pass(stage, p, known)
+                self._forget()
+                self.row_level(stage + 1, known)
+        with contextlib.nullcontext() if self.plain_rows else text.block("if (mine)"):
+            self._storing_pass(known)
+        if self.s.kind == Kind.SHARED and self.s.ahead > 1:
+            text("turn = turn + 1 == kAhead ? 0 : turn + 1;")
+
+    def _wait_for_row(self, known: dict[int, str]) -> None:
+        text = self.text
+        if self.s.ahead == 1:
+            text(f"fetch_row({self.index}, 0);")
+            text("te::depart();")
+            text("te::arrived<0>();")
+            return
+        text("// Rows to come travel while this one is computed.")
+        text(f"const long long later = {self.index} + (kAhead - 1) * static_cast<long long>({self.step});")
+        text(f"if (later < {self.count}) fetch_row(later, turn == 0 ? kAhead - 1 : turn - 1);")
+        text("te::depart();")
+        for n in self.d.nodes:
+            if id(n) in self.coming:
+                known[id(n)] = self.names.fresh(f"{n.attrs[0]}_value")
+                text(f"const float {known[id(n)]} = {self.coming[id(n)]};")
+        if self.coming:
+            following = f"{self.index} + {self.step}"
+            text(f"if ({following} < {self.count}) fetch_numbers({following});")
+        text("te::arrived<kAhead - 1>();")
+
+    def _load_row(self) -> None:
+        for n in self.full:
+            self.text(f"{self.vector_type(n)} {self.row_names[id(n)]}[kChunks];")
+        with self._chunks():
+            for n in self.full:
+                self.text(f"{self.row_names[id(n)]}[chunk] = {self.load(n)};")
+        for name in self.waiting.values():
+            self.text(f"float {name}[kChunks][kVector];")
+
+    @contextlib.contextmanager
+    def _chunks(self) -> Iterator[None]:
+        fully = self.s.kind == Kind.REGISTERS or self.s.sums == Sums.REGISTERS
+        unroll = "#pragma unroll" if fully else "#pragma unroll 2"
+        with self.text.loop("chunk", "kChunks", unroll):
+            self.text("const int column = (chunk * kLanes + lane) * kVector;")
+            guard = self.text.block("if (column < kWidth)") if self.ragged else contextlib.nullcontext()
+            with guard, self.names.scope():
+                yield
+
+    def _reducing_pass(self, stage: int, p: plan.Pass, known: dict[int, str]) -> None:
+        names, kinds = [], []
+        for r in p.reductions:
+            kind = "Sum" if r.op == "row_sum" else "Max"
+            names.append(self.names.fresh(f"row_{kind.lower()}"))
+            kinds.append(f"te::{kind}")
+            self.text(f"float {names[-1]} = {'0.0f' if kind == 'Sum' else '-te::infinity()'};")
+        before = self.passes[stage - 1].waits if stage else ()
+        new = [n for n in p.waits if n.op != "input" and all(n is not b for b in before)]
+        with self._chunks():
+            shelved = self._shelved(new)
+
+            def then(inner: dict[int, str]) -> None:
+                for n in new:
+                    self.text(f"{shelved[id(n)]}[i] = {bare(inner[id(n)])};")
+                    inner[id(n)] = f"{shelved[id(n)]}[i]"
+                for r, name in zip(p.reductions, names, strict=True):
+                    value = bare(number(r.args[0], inner))
+                    self.text(f"{name} += {value};" if r.op == "row_sum" else f"{name} = te::maximum({name}, {value});")
+
+            self._chunk_elements([*new, *(r.args[0] for r in p.reductions)], before, known, then)
+            if self.s.kind == Kind.SHARED:
+                for n in new:
+                    self.text(f"te::put<kThreads>({self.waiting[id(n)]}, chunk, threadIdx.x, {shelved[id(n)]});")
+        listed = ", ".join(names)
+        if self.s.lanes > 32:
+            exchange = f"exchange_{len(names)}[phase]"
+            self.text(f"te::reduce_block<kThreads, {', '.join(kinds)}>({exchange}, {listed});")
+            self.text("phase ^= 1;")
+        elif self.s.lanes > 1:
+            self.text(f"te::reduce_lanes<kLanes, {', '.join(kinds)}>({listed});")
+        known.update({id(r): name for r, name in zip(p.reductions, names, strict=True)})
+
+    def _forget(self) -> None:
+        """What waits in registers waits as it was loaded."""
+        held = self.full if self.s.kind == Kind.REGISTERS else ()
+        narrow = [n for n in held if self.loads[n.attrs[0]].dtype != "float32"]
+        if narrow:
+            with self.text.loop("chunk", "kChunks"):
+                for n in narrow:
+                    self.text(f"te::forget({self.row_names[id(n)]}[chunk]);")
+
+    def _shelved(self, nodes: Sequence[Expr]) -> dict[int, str]:
+        """Where the elements of waiting values are while a chunk is computed."""
+        if self.s.kind == Kind.REGISTERS:
+            return {id(n): f"{self.waiting[id(n)]}[chunk]" for n in nodes}
+        found = {id(n): self.names.fresh("waiting_values") for n in nodes}
+        for name in found.values():
+            self.text(f"float {name}[kVector];")
+        return found
+
+    def _chunk_elements(
+        self,
+        targets: Sequence[Expr],
+        waiting: Iterable[Expr],
+        known: Mapping[int, str],
+        then: Callable[[dict[int, str]], None],
+    ) -> None:
+        inner, vectors = self._chunk_inputs(targets, waiting, known)
+        self.elements(targets, inner, vectors, then)
+
+    def _chunk_inputs(
+        self, targets: Sequence[Expr], waiting: Iterable[Expr], known: Mapping[int, str]
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Vectors and waiting values that a chunk needs, read where they are."""
+        inner = dict(known)
+        values = [n for n in waiting if n.op != "input"]
+        wanted = {id(n) for n in plan.above(targets, [*known, *map(id, values)])}
+        direct = {id(a) for n in plan.above(targets, [*known, *map(id, values)]) for a in n.args} | set(
+            map(id, targets)
+        )
+        for n in values:
+            if id(n) in direct:
+                (name,) = self._shelved([n]).values()
+                if self.s.kind == Kind.SHARED:
+                    self.text(f"te::take<kThreads>({self.waiting[id(n)]}, chunk, threadIdx.x, {name});")
+                inner[id(n)] = f"{name}[i]"
+        vectors: dict[int, str] = {}
+        for n in (*self.full, *self.features):
+            if id(n) in wanted:
+                vectors[id(n)] = self._vector(n)
+        return inner, vectors
+
+    def _vector(self, n: Expr) -> str:
+        if (n.axes & Axes.OUTER and self.s.kind == Kind.REGISTERS) or n in self.kept:
+            return f"{self.row_names[id(n)]}[chunk]"
+        source = self._shelf(n) if n.axes & Axes.OUTER and self.s.kind == Kind.SHARED else self.load(n)
+        self.text(f"const {self.vector_type(n)} {self.vector_names[id(n)]} = {source};")
+        return self.vector_names[id(n)]
+
+    def _storing_pass(self, known: dict[int, str]) -> None:
+        text = self.text
+        waiting = self.passes[-2].waits
+        targets = [p for p in self.d.roots if p.axes & Axes.FEATURE] + self._broadcast()
+        if targets:
+            with self._chunks():
+                inner, vectors = self._chunk_inputs(targets, waiting, known)
+                chunk = "[chunk]" if self.s.sums == Sums.REGISTERS else ""
+                if self.s.sums == Sums.SHARED:
+                    kept = {key: self.sum_names[key] for key in self._feature_sums()}
+                    for key, shelf in kept.items():
+                        self.sum_names[key] = self.names.fresh(f"{shelf}_chunk")
+                        text(f"float {self.sum_names[key]}[kVector];")
+                        text(f"te::take<kThreads>({shelf}, chunk, threadIdx.x, {self.sum_names[key]});")
+                self.last_pass(inner, vectors, chunk)
+                if self.s.sums == Sums.SHARED:
+                    for key, shelf in kept.items():
+                        text(f"te::put<kThreads>({shelf}, chunk, threadIdx.x, {self.sum_names[key]});")
+                        self.sum_names[key] = shelf
+        self.row_stores(known, "lane == 0")
+
+    def _broadcast(self) -> list[Expr]:
+        """Numbers of a row that are stored or summed for every feature."""
+        items: list[Store | Sum] = [*self.d.stores, *self.d.sums]
+        return [p for t in items if t.axes & Axes.FEATURE for p in t.parts if not p.axes & Axes.FEATURE]
+
+    # ---- after the loop
+
+    def _epilogue(self) -> None:
+        group = "static_cast<long long>(blockIdx.x)"
+        sums = [t for t in self.d.sums if t.axes & Axes.FEATURE]
+        if sums:
+            with self.text.loop("chunk", "kChunks"):
+                self.text("const int column = (chunk * kLanes + lane) * kVector;")
+                for t in sums:
+                    for k in range(len(t.parts)):
+                        self._write_sum(t, k, group)
+        self.write_scalar_sums(group, "threadIdx.x == 0")
+
+    def _write_sum(self, t: Sum, k: int, group: str) -> None:
+        name = self.sum_names[t.name, k]
+        if self.s.sums == Sums.SHARED:
+            shelf, name = name, self.names.fresh(f"{name}_chunk")
+            self.text(f"float {name}[kVector];")
+            self.text(f"te::take<kThreads>({shelf}, chunk, threadIdx.x, {name});")
+        else:
+            name = f"{name}[chunk]"
+        inside = " && column < kWidth" if self.ragged else ""
+        self.write_sums(name, t, k * self.d.width, group, inside)

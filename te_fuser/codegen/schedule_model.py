@@ -1,0 +1,269 @@
+"""Which schedule a kernel gets: every one that fits is given a merit, and the best of them is picked.
+
+A kernel of this kind waits for memory, so its merit is the share of the memory's bandwidth that it can be expected to
+reach. The rules were fitted to some 4,000 timings on an H200 (norms, gated units, dropout and residual stretches, 512
+to 16,384 features, 16 to 32,768 rows; `benchmarks/gpu_kernels.py --variants` repeats them):
+
+- Without column sums each block does one row, or as many as its threads hold at once, and ends. The GPU hands out
+  blocks as multiprocessors become free; blocks that walk over a fixed share of the rows are 4 to 8 % slower, because
+  some multiprocessors are farther from memory than others.
+- Rows that wait in registers must be 40 to 48 KiB on each multiprocessor, some of them on their way while others are
+  reduced or stored: with 32 KiB such a kernel reaches 88 %. So what counts is how few registers a row takes. A row that
+  fits nowhere else waits in shared memory, with the next ones on their way.
+- Column sums must not depend on who was free first, so there the rows are shared out beforehand, and copies of the
+  rows to come hide the differences. About 36 KiB of rows at once are best: with less, memory waits; with more, the
+  partial sums cost more, and so do reads and writes that get in each other's way.
+- Threads that own columns: small blocks, as many as fit; with column sums, 8 rows of 32 threads in a block, because
+  wide blocks leave few rows for each of them and make more partial sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
+from te_fuser.codegen.schedule import (
+    Device,
+    Kind,
+    Schedule,
+    Sums,
+    full_loads,
+    passes,
+    shared_bytes,
+    static_bytes,
+)
+from te_fuser.formula.expr import Axes
+
+_WARP = 32
+_KIB = 1024
+_ROWS_HELD = 40 * _KIB  # per multiprocessor, without column sums
+_ROWS_SUMMED = 36 * _KIB  # with them
+_ROW_THREADS = 128  # of a block whose threads do several rows
+_COLUMN_THREADS = 256  # of a block that walks down columns to sum them
+_COLUMN_BYTES = 32  # that one of its threads has on their way
+# Vectors of a row per thread: with more, the compiler takes more registers than it is given.
+_MOST_CHUNKS = {Kind.REGISTERS: 5, Kind.SHARED: 8}
+
+
+def pick(description: KernelDescription, device: Device, largest_bytes: int = 16) -> Schedule | None:
+    """The schedule for one kernel; None where its column sums need a kernel of their own."""
+    return next(iter(candidates(description, device, largest_bytes)), None)
+
+
+def candidates(description: KernelDescription, device: Device, largest_bytes: int = 16) -> list[Schedule]:
+    """Every schedule that fits, the best first."""
+    vector = vector_of(description, largest_bytes)
+    if not description.reductions:
+        return list(dict.fromkeys(_columns(description, vector, device)))
+    found = sorted(_rows(description, vector, device), key=functools.partial(merit, description), reverse=True)
+    return list(dict.fromkeys(found)) + ([] if description.sums else [_reread(description, vector, device)])
+
+
+def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
+    """Elements of one access: 16 bytes of the narrowest full-size tensor, less where the width forbids it.
+
+    With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
+    """
+    every: list[Load | Store] = [*description.loads, *description.stores]
+    tensors = [t for t in every if t.axes & Axes.FEATURE]
+    full = [item_size(t.dtype) for t in tensors if t.axes & Axes.OUTER] or [4]
+    draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
+    vector = 8 if draws else 16 // min(full)
+    if largest_bytes < 16:  # what is wider than 16 bytes is several accesses, what is wider than less is not
+        vector = max(1, largest_bytes // max((item_size(t.dtype) for t in tensors), default=4))
+    while description.width % vector:
+        vector //= 2
+    return vector
+
+
+# ------------------------------------------------------------------------------------------------ what there is
+
+
+def _columns(description: KernelDescription, vector: int, device: Device) -> Iterator[Schedule]:
+    """Threads that own columns, the best first."""
+    vectors = -(-description.width // vector)
+    if description.sums:
+        lanes = min(_WARP, 1 << (vectors - 1).bit_length())
+        bytes_ahead = max(1, _travelling_bytes(description) * vector)
+        ahead = max(1, min(4, _COLUMN_BYTES // bytes_ahead))
+        for lanes_now, n in ((lanes, ahead), (lanes, 1), (lanes, 2), (min(2 * lanes, 2 * vectors), ahead)):
+            draft = Schedule(Kind.COLUMNS, vector, lanes_now, _COLUMN_THREADS // lanes_now, 1, n, 1, Sums.REGISTERS)
+            blocks = max(1, min(4, resident(description, draft, device)))
+            yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
+    else:
+        lanes = min(_ROW_THREADS, 1 << (vectors - 1).bit_length())
+        for ahead in (1, 2, 4):
+            draft = Schedule(Kind.COLUMNS, vector, lanes, _ROW_THREADS // lanes, 1, ahead, 1, Sums.NONE, rounds=0)
+            blocks = max(1, min(16, resident(description, draft, device)))
+            yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
+
+
+def _rows(description: KernelDescription, vector: int, device: Device) -> Iterator[Schedule]:
+    """Threads that share a row: every schedule that fits."""
+    vectors = -(-description.width // vector)
+    for lanes in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        chunks = -(-vectors // lanes)
+        scattered = lanes < min(vectors, _WARP)  # neighbours of a warp should read neighbours in memory
+        if scattered or (lanes > 1 and lanes >= 2 * vectors):
+            continue
+        for slots in (_ROW_THREADS // lanes, 2 * _ROW_THREADS // lanes) if lanes <= _WARP else (1,):
+            for draft in _drafts(description, vector, lanes, slots, chunks):
+                if chunks <= _MOST_CHUNKS[draft.kind]:
+                    yield from _filled(description, draft, device)
+
+
+def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int, chunks: int) -> Iterator[Schedule]:
+    row = functools.partial(Schedule, vector=vector, lanes=lanes, slots=slots, chunks=chunks)
+    if description.sums:
+        for ahead in (3, 2, 1):
+            for sums in (Sums.REGISTERS, Sums.SHARED):
+                yield row(Kind.SHARED, ahead=ahead, blocks_per_multiprocessor=1, sums=sums, keeps=True)
+        yield row(Kind.REGISTERS, ahead=1, blocks_per_multiprocessor=1, sums=Sums.REGISTERS, keeps=True)
+        return
+    for keeps in (True, False):
+        yield row(Kind.REGISTERS, ahead=1, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=0, keeps=keeps)
+    yield row(Kind.SHARED, ahead=1, blocks_per_multiprocessor=1, sums=Sums.NONE, rounds=0)
+    for ahead in (3, 2):
+        yield row(Kind.SHARED, ahead=ahead, blocks_per_multiprocessor=1, sums=Sums.NONE)
+
+
+def _filled(description: KernelDescription, draft: Schedule, device: Device) -> Iterator[Schedule]:
+    """The draft with as many blocks as fit; with column sums, fewer as well."""
+    most = min(resident(description, draft, device), 1024 // draft.threads if description.sums else 32)
+    least = min(most, max(1, 256 // draft.threads)) if description.sums else most
+    for blocks in range(max(1, least), most + 1):
+        yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
+
+
+def _reread(description: KernelDescription, vector: int, device: Device) -> Schedule:
+    """The row read again for each pass, which any row can be."""
+    lanes = min(512, max(_WARP, 1 << max(0, (description.width // vector).bit_length() - 1)))
+    chunks = -(-description.width // (lanes * vector))
+    slots = _COLUMN_THREADS // lanes if lanes <= _WARP else 1
+    draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE, rounds=0)
+    return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, resident(description, draft, device))))
+
+
+# ------------------------------------------------------------------------------------------------ how good it is
+
+
+def merit(description: KernelDescription, s: Schedule) -> float:
+    """The share of the bandwidth that a schedule with row reductions can be expected to reach."""
+    rows = s.blocks_per_multiprocessor * s.slots
+    held = rows * description.width * _loaded_bytes(description)
+    idle = description.width / s.covered  # lanes beyond the row's end take registers and do nothing
+    shape = idle**0.2 * _CHUNKS.get(s.chunks, 0.94)
+    if description.sums:
+        return shape * _merit_of_sums(description, s, held)
+    if s.kind == Kind.SHARED:
+        coming = min(1.0, s.ahead * held / (96 * _KIB)) ** 0.45
+        return shape * 0.8 * (coming if s.ahead > 1 else _filling(rows, held))
+    return shape * _filling(rows, held) * (1.06 if s.keeps else 1.0)
+
+
+# By vectors of a row per thread: fewer threads meet at cheaper barriers, more have less to do between them.
+_CHUNKS = {1: 0.98, 2: 1.0, 3: 0.99, 4: 0.985, 5: 0.98}
+
+
+def _filling(rows: int, held: float) -> float:
+    """By rows that a multiprocessor holds: some load while others reduce or store."""
+    return min(1.0, held / _ROWS_HELD) ** 0.45 * (1 - 0.2 / rows)
+
+
+_TYPICAL_ROWS = 8192
+_MULTIPROCESSORS = 132
+
+
+def _merit_of_sums(description: KernelDescription, s: Schedule, held: float) -> float:
+    filling = (held / _ROWS_SUMMED) ** 0.5 if held < _ROWS_SUMMED else (_ROWS_SUMMED / held) ** 0.4
+    busy = min(1.0, s.blocks_per_multiprocessor * s.threads / 512) ** 0.1
+    # Partial sums are written and read once more, mostly in L2.
+    parts = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE)
+    partial = 8 * parts * s.blocks_per_multiprocessor * _MULTIPROCESSORS
+    moved = _TYPICAL_ROWS * max(1, _loaded_bytes(description) + _stored_bytes(description))
+    where = 1.0 if s.sums == Sums.REGISTERS else 0.85
+    return filling * busy * _ahead(s) * where * (1 - 0.5 * partial / moved)
+
+
+def _ahead(s: Schedule) -> float:
+    """Copies of rows to come: where only one or two rows are at work, they hide less of each other's barriers."""
+    if s.kind != Kind.SHARED or s.ahead == 1:
+        return 0.8 if s.kind == Kind.SHARED else 0.75
+    few = s.blocks_per_multiprocessor * s.slots < 3
+    return 1.0 if (s.ahead == 3) == few else 0.96 if few else 0.985
+
+
+def _loaded_bytes(description: KernelDescription) -> int:
+    """Bytes that are read for each feature of a row."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    return sum(sizes[n.attrs[0]] for n in full_loads(description))
+
+
+def _stored_bytes(description: KernelDescription) -> int:
+    """Bytes that are written for each feature of a row."""
+    return sum(item_size(t.dtype) * len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
+
+
+def _travelling_bytes(description: KernelDescription) -> int:
+    """Bytes that kind `columns` reads for each feature of a row: not the parameters, which stay with their thread."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    owned = any(t.axes & Axes.BATCH for t in description.sums)
+    stays = Axes.SAMPLE_FEATURES if owned else Axes.FEATURE
+    return sum(
+        sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE and n.axes & ~stays
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what fits
+
+
+def resident(description: KernelDescription, s: Schedule, device: Device) -> int:
+    """Blocks of this schedule that fit a multiprocessor at once; 0 where one block is too much."""
+    registers = registers_of(description, s)
+    shared = shared_bytes(description, s) + static_bytes(description, s)
+    if registers > 255 or shared > device.shared_bytes or s.threads > device.resident_threads:
+        return 0
+    by_registers = device.registers // (-(-registers // 8) * 8 * s.threads)
+    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
+    return min(by_registers, by_shared, device.resident_threads // s.threads)
+
+
+def registers_of(description: KernelDescription, s: Schedule) -> int:
+    """An estimate of the registers that a thread needs, fitted to what the assembler took without spilling.
+
+    16-bit elements that wait count as half a register each: the compiler is kept from holding them converted.
+    """
+    own = s.vector * s.chunks
+    draws = 8 if description.streams else 0
+    features = _feature_words(description)
+    sums = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE) if s.sums == Sums.REGISTERS else 0
+    arithmetic = sum(bool(n.axes & Axes.FEATURE) for n in description.nodes) / 16
+    if s.kind == Kind.COLUMNS:
+        words = _travelling_bytes(description) / 4 * s.ahead + features
+        results = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
+        return math.ceil(20 + draws + s.vector * (words + 1.5 * sums + max(0, results - 2)))
+    if s.kind == Kind.REREAD:
+        return math.ceil(32 + draws + s.vector * (_loaded_bytes(description) / 4 + arithmetic))
+    if description.sums:
+        waiting = _waiting_words(description) if s.kind == Kind.REGISTERS else 0.0
+        return math.ceil(24 + draws + own * (sums + waiting + 0.5 + features) + s.vector * arithmetic / 4)
+    if s.kind == Kind.SHARED:
+        return math.ceil(32 + draws + s.vector * arithmetic)
+    share = features if s.keeps else features / 2
+    return math.ceil(24 + draws * 0.75 + 1.15 * own * (_waiting_words(description) + share))
+
+
+def _waiting_words(description: KernelDescription) -> float:
+    """32-bit words per element that a thread holds between its loads and its stores."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    waits = max((p.waits for p in passes(description, Kind.REGISTERS)), key=len)
+    return sum(sizes[n.attrs[0]] / 4 if n.op == "input" else 1.0 for n in waits)
+
+
+def _feature_words(description: KernelDescription) -> float:
+    """32-bit words per column of the parameters that are the same for every row."""
+    sizes = {t.name: item_size(t.dtype) for t in description.loads}
+    return sum(sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE) / 4
