@@ -96,6 +96,8 @@ class Fuser:
         self._bindings = tuple(unique.values())
         self._slots = tuple((b.owner._parameters, b.name) for b in self._bindings)
         self._computed = any(name not in parameters for parameters, name in self._slots)
+        kinds = map(type, self._ops)
+        self._states = tuple(dict.fromkeys(k.global_state for k in kinds if k.global_state is not None))
         self._revisions = self._revision()
 
     def _revision(self) -> tuple[int, ...]:
@@ -147,6 +149,7 @@ class Fuser:
             registry.state(),
             self._revisions,
             tuple([op.training for op in self._ops]),
+            tuple([state() for state in self._states]),
             tuple([(p.__class__, p.dtype, p.device, p.requires_grad) for p in parameters]),  # type: ignore[union-attr]
         )
 

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -204,6 +204,7 @@ class FusableOperation(torch.nn.Module):
     run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
     autocast: ClassVar[str | None] = None  # under torch.autocast: "lower" casts x and parameters down, "float32" x up
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
+    global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -211,6 +211,19 @@ def hidden_positions(causal: bool, mask: torch.Tensor | None, length: int, devic
     return later[None, None] if mask is None else later | mask
 
 
+# Which of PyTorch's attention kernels -> whether PyTorch may use it (torch.nn.attention.sdpa_kernel sets these).
+KERNEL_SWITCHES: dict[str, Callable[[], bool]] = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+}
+
+
+def switches() -> tuple[bool, ...]:
+    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now."""
+    return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
+
+
 class DotProductAttention(UnfusedOperation):
     """Attention of packed queries, keys and values: softmax(q k^T * scale) v for each head.
 
@@ -232,6 +245,7 @@ class DotProductAttention(UnfusedOperation):
 
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
+    global_state = staticmethod(switches)
 
     def __init__(
         self,

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser import fuser as fuser_module
+from te_fuser.kernels import attention
+from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES
 from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
 
 X = tensor(6, 8)
@@ -163,6 +165,57 @@ def test_a_plan_is_not_reused_where_a_condition_changes_its_mind(planned):
         assert seen == [48, 48] and len(planned) == 3
     finally:
         fusions.unregister("many_rows")
+
+
+SWITCHES = {
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_attention_is_planned_again_when_a_switch_is_set(name, planned):
+    asked, switch = SWITCHES[name]
+    before = asked()
+    attending = sequential(ops.Linear(8, 24), te_fuser.Sequential(ops.DotProductAttention(2, 4)), dtype=torch.float32)
+    without = mlp()
+    x = tensor(5, 3, 8, dtype=torch.float32)
+    try:
+        for _ in range(2):
+            for value in (before, not before):
+                switch(value)
+                step(attending, x)
+                step(without)
+    finally:
+        switch(before)
+    assert len(planned) == 3  # twice for attention, whose two plans are kept; nothing else looks at it
+
+
+def test_the_switches_are_those_that_attention_looks_at():
+    assert set(attention._SWITCHES.values()) == set(KERNEL_SWITCHES.values())
+
+
+class Chosen(ops.ReLU):
+    """Its fusion is taken where a switch of the user's own says so."""
+
+    on = False
+    global_state = staticmethod(lambda: Chosen.on)
+
+
+def test_a_plan_follows_the_state_that_an_op_names():
+    entry = fusions.fusion(forward=[Chosen], name="chosen", when=lambda m: Chosen.on, registered=False)(
+        lambda m, x: x.relu()
+    )
+    model = sequential(ops.Linear(8, 8), Chosen())
+    fuser = te_fuser.Fuser(list(model), kernels="reference")
+    with fusions.only(entry), torch.no_grad():
+        taken = []
+        for Chosen.on in (False, True, False):
+            taken.append("chosen" in [s.name for s in fuser.prepare(X, {}).plan.forward])
+            torch.testing.assert_close(fuser(X), model.reference(X))
+    assert taken == [False, True, False]
 
 
 def test_dtypes(planned):
