@@ -143,9 +143,11 @@ bool read_matrix(const Product& product, size_t index, PyObject* tensor, Matrix*
   bool fits = false;
   if (!read_cuda_matrix(tensor, *argument.dtype, site, &reading.call.device, matrix, &fits)) return false;
   const bool factor = argument.role == Role::a || argument.role == Role::b;
+  // The library sums factors only as they usually lie.
+  const bool may_be_flipped = factor && product.matmul.form.epilogue->bias != Use::written;
   const bool needs_alignment = argument.role == Role::bias || argument.role == Role::aux;
   const auto suits = [&] {
-    return fits && (factor || !matrix->flipped) && !(needs_alignment && is_misaligned(matrix->data));
+    return fits && (may_be_flipped || !matrix->flipped) && !(needs_alignment && is_misaligned(matrix->data));
   };
   if (suits()) return true;
   if (!argument.written) {

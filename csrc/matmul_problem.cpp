@@ -302,6 +302,8 @@ std::shared_ptr<MatmulProblem> Matmul::problem(const MatmulCall& call, bool for_
     refuse(call, why, failure);
     return nullptr;
   }
+  // Threads of the autograd engine may have no context yet, and then a stream will not even say what it is.
+  const CurrentContext current(*on->driver, on->context);
   int status = CudaDriver::capture_status_none;
   if (for_run && (on->driver->stream_is_capturing(call.stream, &status) != CudaDriver::success ||
                   status != CudaDriver::capture_status_none)) {
@@ -311,7 +313,6 @@ std::shared_ptr<MatmulProblem> Matmul::problem(const MatmulCall& call, bool for_
     return nullptr;
   }
   if (found != nullptr) return found;
-  const CurrentContext current(*on->driver, on->context);
   found = prepare(*on, key, call, failure);
   if (found == nullptr) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from te_fuser.codegen.description import NotOneKernel
-from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, Limits, kernel_step, row_edges
+from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, Limits, chosen, kernel_step, row_edges
 from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.keeping import Keeping
@@ -145,6 +145,8 @@ class BackwardCandidates:
         if why is not None:
             self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
             return None
+        if fusion.gradients:
+            return self._fusion_apart(fusion, nodes)
         needed, outputs = self._fusion_gradients(nodes)
         inputs = self._fusion_inputs(fusion, nodes)
         if any(self._is_withheld(r) for _, r in inputs):
@@ -153,9 +155,57 @@ class BackwardCandidates:
             return None
         c = self.prices.of_fusion(fusion, self.problem.match(start, stop), nodes, "backward", inputs, outputs)
         seconds = self.prices.seconds(c, nodes[0])
-        task = FusionTask(fusion, "backward", nodes, frozenset(needed))
+        body = chosen(fusion, self.problem.match(start, stop), "backward")
+        task = FusionTask(fusion, "backward", nodes, frozenset(needed), body=body)
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(step.reads()), fusion)
+
+    def _fusion_apart(self, fusion: Fusion, nodes: tuple[Node, ...]) -> Edge | None:
+        """A fusion whose nodes run apart: those of parameters alone hang off the chain."""
+        start, stop = nodes[0].index, nodes[-1].index + 1
+        needed, outputs = self._fusion_gradients(nodes)
+        targets = dict(outputs)
+        steps: list[Step] = []
+        for k, gradient in enumerate(fusion.gradients):
+            wanted = needed & set(gradient.produces)
+            if not wanted:
+                continue
+            step = self._node_of_fusion(fusion, nodes, k, targets) if wanted == set(gradient.produces) else None
+            if step is None:
+                idle = ", ".join(sorted(set(gradient.produces) - wanted))
+                why = f"nobody needs the gradient of {idle}, which it makes with {', '.join(sorted(wanted))}"
+                why = why if idle else "it reads what the forward fusion does not give"
+                self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
+                return None
+            steps.append(step)
+        missing = needed - {p for g in fusion.gradients for p in g.produces}
+        if missing or not steps:
+            why = f"it gives no gradient of {', '.join(sorted(missing))}"
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
+            return None
+        # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
+        kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, start, stop)]
+        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        return Edge(start, stop, fusion.name, tuple(steps), weight, fusion)
+
+    def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
+        producer = self.graph.producer(ref[1]) if ref[0] == "value" else None
+        return producer is not None and self.problem.made_by_row_op(ref) and not start <= producer < stop
+
+    def _node_of_fusion(self, fusion: Fusion, nodes: tuple[Node, ...], k: int, targets: dict[str, Ref]) -> Step | None:
+        """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""
+        gradient, (start, stop) = fusion.gradients[k], (nodes[0].index, nodes[-1].index + 1)
+        inputs = [("dy", gradient_ref(nodes[-1].output))]
+        inputs += [(name, self._fusion_ref(fusion, nodes, name)) for name in gradient.reads]
+        if any(self._is_withheld(r) for _, r in inputs):
+            return None
+        outputs = tuple((name, targets[name]) for name in gradient.produces)
+        match = self.problem.match(start, stop)
+        c = self.prices.of_node(fusion, match, nodes, k, inputs, outputs)
+        body = chosen(fusion, match, gradient.method)
+        task = FusionTask(fusion, "backward", nodes, frozenset(gradient.produces), gradient, body)
+        seconds, chain = self.prices.seconds(c, nodes[0]), "input" in gradient.produces
+        return Step(fusion.name, start, stop, tuple(inputs), outputs, task, c, seconds, chain=chain)
 
     def _why_no_fusion(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
         if fusion.has_forward and not self.problem.ends_in_a_tensor(nodes):

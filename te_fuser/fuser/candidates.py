@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.plan import Choice, Refusal, Step
@@ -13,7 +14,7 @@ from te_fuser.fuser.problem import Problem
 from te_fuser.fuser.refs import SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions import registry
-from te_fuser.fusions.match import Cost
+from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import batch_layout
 
@@ -74,6 +75,11 @@ class Ledger:
         self.refuse(fusion.direction, start, stop, fusion.name, reason)
 
 
+def chosen(fusion: Fusion, match: Match, method: str) -> Callable[..., Any] | None:
+    """The function that a fusion chooses for a match; None where it leaves that to its declaration."""
+    return fusion.choose(match, method) if fusion.choose is not None else None
+
+
 def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
     """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
     points = {p for _, start, stop in problem.matches for p in (start, stop)}
@@ -120,4 +126,4 @@ def _ref_text(ref: Ref) -> str:
     return " ".join(str(part) for part in ref)
 
 
-__all__ = ["NO_TENSOR", "TICK", "Edge", "Ledger", "Limits", "kernel_step", "row_edges"]
+__all__ = ["NO_TENSOR", "TICK", "Edge", "Ledger", "Limits", "chosen", "kernel_step", "row_edges"]

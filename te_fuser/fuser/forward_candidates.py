@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.backward_candidates import saved_by
-from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, kernel_step, row_edges
+from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, chosen, kernel_step, row_edges
 from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.plan import FusionTask, OpForward, Step
@@ -88,8 +88,10 @@ class ForwardCandidates:
         outputs = self._fusion_outputs(fusion, nodes, owed)
         if joint:
             outputs += saved_by(fusion, nodes, self.problem, self.prices)
-        c = self.prices.of_fusion(fusion, self.problem.match(start, stop), nodes, "forward", inputs, outputs)
-        seconds, task = self.prices.seconds(c, nodes[0]), FusionTask(fusion, "forward", nodes)
+        match = self.problem.match(start, stop)
+        c = self.prices.of_fusion(fusion, match, nodes, "forward", inputs, outputs)
+        seconds = self.prices.seconds(c, nodes[0])
+        task = FusionTask(fusion, "forward", nodes, body=chosen(fusion, match, "forward"))
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds, fusion)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Union
+from typing import Any, Union
 
 import torch
 
@@ -34,12 +35,19 @@ class OpGradient:
 
 @dataclass(frozen=True)
 class FusionTask:
-    """A registered fusion in one direction over the ops start..stop-1."""
+    """A registered fusion in one direction over the ops start..stop-1.
+
+    Attributes:
+        gradient: which node of a backward fusion whose nodes run apart.
+        body: the plain function of tensors that was chosen to run here; None: what the fusion declares.
+    """
 
     fusion: Fusion
     direction: str
     nodes: tuple[Node, ...]
     needed: frozenset[str] = frozenset()
+    gradient: Gradient | None = None
+    body: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

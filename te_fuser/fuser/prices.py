@@ -118,6 +118,16 @@ class Prices:
         efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
         return replace(self.of_launch(inputs, outputs, costs.flops_of(self.graph, nodes)), efficiency=efficiency)
 
+    def of_node(
+        self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
+    ) -> Cost:
+        """Node k of a backward fusion whose nodes run apart: what the fusion says, else a launch with one product."""
+        c = fusion.cost(match) if fusion.cost is not None else None
+        stated = c[k] if isinstance(c, tuple) else c
+        work = fusion.gradients[k].work
+        products = costs.flops_of(self.graph, nodes) * (1.0 if work is None else work)
+        return stated or self.of_launch(inputs, outputs, products)
+
 
 def _stated(fusion: Fusion, match: Match, direction: str) -> Cost | None:
     """What the fusion says that it takes; a joint one may say it for each direction."""

@@ -192,16 +192,20 @@ def _gradient(label: str, made: Mapping[str, torch.Tensor | None], name: str) ->
 def _fusion_step(step: Step, task: FusionTask, slots: SlotMap) -> Runner:
     """A registered fusion: in a native step where its body is a plain function of tensors."""
     fusion = task.fusion
-    if not fusion.takes:
+    takes, gives = fusion.takes, fusion.gives
+    body = task.body or (fusion.run_forward if task.direction == "forward" else fusion.run_backward)
+    if task.gradient is not None:
+        takes, gives = ("dy", *task.gradient.reads), task.gradient.produces
+        body = task.body or getattr(body, task.gradient.method)
+    if not takes:
         return FusionRunner(step, task, slots)
     read, made = dict(step.inputs), {name.removeprefix("d_"): slots[r] for name, r in step.outputs}
-    missing = [name for name in fusion.takes if name not in read]
+    missing = [name for name in takes if name not in read]
     if missing:
         raise ValueError(f"fusion {fusion.name!r} takes {missing[0]!r}, which it has not (there are {sorted(read)})")
-    body = fusion.run_forward if task.direction == "forward" else fusion.run_backward
     assert body is not None
-    inputs = [slots[read[name]] for name in fusion.takes]
-    return _native.FunctionStep(f"fusion {fusion.name}", body, inputs, [made.get(name, -1) for name in fusion.gives])
+    inputs = [slots[read[name]] for name in takes]
+    return _native.FunctionStep(f"fusion {fusion.name}", body, inputs, [made.get(name, -1) for name in gives])
 
 
 class FusionRunner:

@@ -18,7 +18,16 @@ from te_fuser.fusions.registry import (
 )
 
 # The built-in fusions register themselves.
-from te_fuser.fusions import dot_product_attention, matmul_bias, rotary_embedding  # noqa: E402, F401  isort: skip
+from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
+    dot_product_attention,
+    gelu_matmul,
+    matmul,
+    matmul_add,
+    matmul_bias,
+    matmul_bias_gelu,
+    matmul_bias_relu,
+    rotary_embedding,
+)
 
 __all__ = [
     "STRETCH",

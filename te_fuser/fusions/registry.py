@@ -29,8 +29,8 @@ class Fusion:
         forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
             they are planned, and backward in this fusion, whose names may count from the end: "-1.input".
         takes, gives: of one whose body is a plain function of tensors: the names of its arguments and of its results.
-        gradients: of a backward fusion whose nodes can run apart: what each produces and reads; the body is a class whose
-            static methods are plain functions (dy, *reads) -> produces.
+        gradients: of a backward fusion whose nodes can run apart: what each produces and reads; its body is a class
+            whose static methods are plain functions (dy, *reads) -> produces.
         choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`.
     """
 
@@ -257,7 +257,7 @@ def fusion(
         gradients: of a backward fusion: its nodes, where they can run apart. It then decorates a class, each node's
             `method` is a static one f(dy, *reads) -> what it produces, and `cost` may give a Cost for each node. What
             produces no "input" runs once what it reads is there, so that may be computed again first.
-        choose: f(match, method) -> the plain function to run in a match; `method` is "forward", "backward", or a node's.
+        choose: f(match, method) -> the plain function to run in a match; `method` is "forward", "backward" or a node's.
             It is asked while planning, and needs `takes` or `gradients`.
         forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
             they are planned, and backward in this fusion; `reads` may count from the end: "-1.input".

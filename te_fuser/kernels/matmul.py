@@ -157,7 +157,7 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> to
     return configured("forward_add", x.dtype, x.dtype).make(x, weight, other)
 
 
-def linear_bias_add(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def linear_bias_add(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """y = x W^T + b + other; `other` is only read."""
     return configured("forward_bias_add", x.dtype, x.dtype).make(x, weight, other, bias)
 

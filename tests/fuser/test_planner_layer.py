@@ -71,24 +71,23 @@ STRETCHES = ["Bias Dropout Add Fork LayerNorm", "Bias GELU", "Bias Dropout Add"]
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 def test_one_generated_kernel_between_two_products(memory: str, attention: bool) -> None:
     plan = seed_plan(memory, attention=attention)
-    # The bias before attention, and before another product, is the epilogue's in forward; the gradient of the one before
-    # attention is that of the pass which packs attention's gradients.
-    alone = [] if attention else ["Bias"]
-    assert kernels(plan, "forward") == ["Fork LayerNorm", *STRETCHES]
-    assert kernels(plan, "backward") == [*reversed(STRETCHES), *alone, "Fork LayerNorm"]
+    # Biases before attention, before another product and before GELU are epilogues' in forward. In backward the
+    # gradient of the one before attention is that of the pass which packs attention's gradients, else of an epilogue.
+    assert kernels(plan, "forward") == ["Fork LayerNorm", *(s for s in STRETCHES if "GELU" not in s)]
+    assert kernels(plan, "backward") == [*reversed(STRETCHES), "Fork LayerNorm"]
+    assert ("matmul_bias_backward" in {s.name for s in plan.backward}) == (not attention)
 
 
-def test_forward_has_nine_steps() -> None:
+def test_forward_has_eight_steps() -> None:
     plan = seed_plan()
     assert [s.name for s in plan.forward] == [
         "layer_norm_fwd",
         "matmul_bias",
         "attention_cuda_cudnn",
-        "mat_mul",
+        "matmul",
         "bias_dropout_add_layer_norm_fwd",
-        "mat_mul",
-        "bias_gelu_fwd",
-        "mat_mul",
+        "matmul_bias_gelu_aux",
+        "matmul",
         "bias_dropout_add_fwd",
     ]
     assert len(plan.backward) == 13
@@ -146,7 +145,7 @@ def test_equal_layers_have_equal_plans() -> None:
     plan = seed_plan(layers=4)
     assert recomputed(plan) == {"gelu.output": [True] * 4, "layer_norm.output": [False] * 8}
     descriptions = {s.task.description.key for s in plan.forward if isinstance(s.task, KernelPlan)}
-    assert len(descriptions) == 4  # the first norm, two stretches that repeat, the last sum
+    assert len(descriptions) == 3  # the first norm, a stretch that repeats, the last sum
 
 
 def test_attention_is_predicted_for_its_own_speed() -> None:

@@ -1,0 +1,57 @@
+"""gelu_matmul_backward: GELU's slope in the epilogue of the gradient's product, where that is cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from te_fuser import ops
+from te_fuser.fusions import matmul
+from tests.fusions.products import plan, reasons
+
+
+@pytest.fixture
+def free() -> Iterator[None]:
+    """As if the epilogue cost nothing."""
+    before = dict(matmul._EFFICIENCY)
+    matmul._EFFICIENCY.update(dict.fromkeys(before, 1.0))
+    yield
+    matmul._EFFICIENCY.update(before)
+
+
+def mlp(gelu: str = "tanh", inner: int = 16384) -> tuple[ops.FusableOperation, ...]:
+    return ops.Linear(4096, inner), ops.GELU(gelu), ops.Linear(inner, 4096)
+
+
+def test_it_reads_the_value_before_gelu_and_keeps_its_output(free: None) -> None:
+    p = plan(*mlp(), memory="fast")
+    dgrad, wgrad = (s for s in p.backward if s.name == "gelu_matmul_backward")
+    assert [n for n, _ in dgrad.inputs] == ["dy", "1.weight", "input"] and dgrad.chain
+    assert [n for n, _ in wgrad.inputs] == ["dy", "0.output"] and not wgrad.chain
+    assert {"bias.output", "gelu.output"} <= {k.name for k in p.kept}
+
+
+def test_where_memory_counts_the_kernel_that_computes_gelu_again_wins(free: None) -> None:
+    p = plan(*mlp(), memory="lean")
+    assert "gelu_matmul_backward" not in {s.name for s in p.backward}
+    assert "gelu.output" not in {k.name for k in p.kept}
+
+
+def test_measured_it_loses_to_the_generated_kernel() -> None:
+    p = plan(*mlp(), memory="fast")
+    assert any("us more than" in r for r in reasons(p, "gelu_matmul_backward"))
+
+
+@pytest.mark.parametrize(
+    ("gelu", "inner", "dtype", "reason"),
+    [
+        ("none", 16384, torch.bfloat16, "the epilogue's GELU is the tanh form, and this one is exact (erf)"),
+        ("tanh", 1004, torch.bfloat16, "in rows of a multiple of 8, and this one has 1004"),
+        ("tanh", 16384, torch.float32, "the epilogue's tanh errs by 1e-5, too much for float32"),
+    ],
+)
+def test_reasons(gelu: str, inner: int, dtype: torch.dtype, reason: str) -> None:
+    (why,) = reasons(plan(*mlp(gelu, inner), dtype=dtype), "gelu_matmul_backward")
+    assert reason in why

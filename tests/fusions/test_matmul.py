@@ -1,0 +1,140 @@
+"""matmul, matmul_backward: cuBLASLt on CUDA, each gradient on its own; reasons elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.fusions import Cost, fusion
+from te_fuser.ops.base import Gradient
+from tests.fusions.products import covered, plan, reasons
+from tests.twins import assert_as_meant, sequential, tensor
+
+
+def test_both_directions_on_a_gpu() -> None:
+    p = plan(ops.MatMul(4096, 1024))
+    assert covered(p.forward) == [("matmul", 0, 1)]
+    assert covered(p.backward) == [("matmul_backward", 0, 1)] * 2
+    dgrad, wgrad = p.backward
+    assert [n for n, _ in dgrad.outputs] == ["input"] and [n for n, _ in wgrad.outputs] == ["0.weight"]
+    assert dgrad.chain and not wgrad.chain
+    x, w, y = 8192 * 4096 * 2, 4096 * 1024 * 2, 8192 * 1024 * 2
+    assert [(s.cost.read, s.cost.written) for s in (*p.forward, dgrad, wgrad)] == [(x + w, y), (y + w, x), (y + x, w)]
+
+
+def test_only_what_is_needed_runs() -> None:
+    model = te_fuser.Sequential(ops.MatMul(64, 64), ops.MatMul(64, 64)).to("meta", torch.bfloat16)
+    model[1].weight.requires_grad_(False)
+    p = model.plan(torch.empty(16, 64, dtype=torch.bfloat16, device="meta"), device="h200")
+    assert [(s.start, [n for n, _ in s.outputs]) for s in p.backward] == [(1, ["input"]), (0, ["0.weight"])]
+
+
+def test_a_weight_gradient_waits_for_what_is_computed_again() -> None:
+    p = plan(ops.LayerNorm(4096), ops.MatMul(4096, 4096), ops.SiLU(), memory="lean")
+    names = [s.name for s in p.backward]
+    assert names == ["silu_bwd", "matmul_backward", "layer_norm_bwd", "matmul_backward"]
+    assert dict(p.backward[-1].inputs)["input"][0] == "recomputed"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": None, "rows": 8}, "cuBLASLt runs on cuda, the input is on cpu"),
+        ({"kernels": "reference"}, "this plan is one of PyTorch's operations alone"),
+        (
+            {"dtype": torch.float64},
+            "cuBLASLt's products are in bfloat16, float16 and float32, and this one is in float64",
+        ),
+    ],
+)
+def test_reasons(options: dict[str, object], reason: str) -> None:
+    p = plan(ops.MatMul(64, 64), features=64, **options)  # type: ignore[arg-type]
+    assert reasons(p, "matmul") == reasons(p, "matmul_backward") == {reason}
+    assert [s.name for s in p.forward] == ["mat_mul"]
+
+
+def test_under_autocast_the_weight_is_read_as_it_is_cast() -> None:
+    model = te_fuser.Sequential(ops.MatMul(64, 64)).to("meta")
+    x = torch.empty(16, 64, device="meta", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        p = model.plan(x, device="h200")
+    assert "matmul" in [s.name for s in p.forward]
+
+
+# ---- backward fusions whose nodes run apart, of which these are the first ------------------------------------------
+
+
+class _Bodies:
+    @staticmethod
+    def dx(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return dy @ weight
+
+    @staticmethod
+    def parameters(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dy, x = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
+        return dy.T @ x, dy.sum(0)
+
+
+def apart(**changes: object) -> fusions.Fusion:
+    options = {
+        "backward": [ops.MatMul, ops.Bias],
+        "gradients": (
+            Gradient(("input",), ("0.weight",), "dx"),
+            Gradient(("0.weight", "1.bias"), ("input",), "parameters"),
+        ),
+        "cost": lambda m: (Cost(seconds=1e-9), Cost(seconds=2e-9)),
+        "name": "apart",
+        "registered": False,
+    }
+    return fusion(**{**options, **changes})(_Bodies)  # type: ignore[arg-type]
+
+
+def test_nodes_run_apart_and_are_right() -> None:
+    model, x = sequential(ops.SiLU(), ops.Linear(8, 6), ops.SiLU()), tensor(5, 8)
+    with fusions.only(apart(), "stretch"):
+        steps = [s for s in model.plan(x).backward if s.name == "apart"]
+        assert [(s.seconds, s.chain) for s in steps] == [(1e-9, True), (2e-9, False)]
+        assert_as_meant(model, x)
+        te_fuser.verify(apart(), kernels="reference")
+
+
+def test_nodes_are_chosen_for_a_match() -> None:
+    asked = []
+
+    def choose(m: fusions.Match, method: str) -> object:
+        asked.append((len(m), method))
+        return getattr(_Bodies, method)
+
+    model, x = sequential(ops.Linear(8, 6)), tensor(5, 8)
+    with fusions.only(apart(choose=choose)):
+        assert_as_meant(model, x)
+    assert set(asked) == {(2, "dx"), (2, "parameters")}
+
+
+def test_what_is_made_together_must_be_needed_together() -> None:
+    model, x = sequential(ops.Linear(8, 6)), tensor(5, 8)
+    model[0].bias.requires_grad_(False)
+    with fusions.only(apart()):
+        why = "nobody needs the gradient of 1.bias, which it makes with 0.weight"
+        assert reasons(model.plan(x), "apart") == {why}
+    model[0].weight.requires_grad_(False)
+    with fusions.only(apart()):
+        assert covered(model.plan(x).backward)[0] == ("apart", 0, 2)
+        (dx,) = torch.autograd.grad(model(x).sum(), x)
+        assert torch.equal(dx, torch.ones(5, 6, dtype=x.dtype) @ model[0].weight)
+
+
+def test_a_gradient_that_no_node_gives() -> None:
+    model, x = sequential(ops.Linear(8, 6)), tensor(5, 8)
+    entry = apart(gradients=(Gradient(("input",), ("0.weight",), "dx"),), cost=None)
+    with fusions.only(entry):
+        assert reasons(model.plan(x), "apart") == {"it gives no gradient of 0.weight, 1.bias"}
+
+
+def test_declarations_that_mean_nothing() -> None:
+    with pytest.raises(ValueError, match="a forward fusion has no gradients; that is for backward"):
+        apart(backward=None, forward=[ops.MatMul])
+    with pytest.raises(ValueError, match="choose gives a plain function of tensors: name its arguments"):
+        fusion(forward=[ops.MatMul], choose=lambda m, method: None)(lambda m, x: x)  # type: ignore[arg-type, return-value]
