@@ -116,8 +116,11 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     """Forward, and backward: five products to forward's two, since it makes the scores again, and the packing."""
     op = _op(m)
     x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
-    flops = max(op.flops(m.x, {}), 1.0)
-    forward, backward = provider.speed.shares(op.settings(), op.packed.lengths(m.x.shape)[1])
+    flops, settings = max(op.flops(m.x, {}), 1.0), op.settings()
+    if settings.causal and settings.masked:
+        # The mask then holds the later positions too, and the kernel goes over all of them.
+        flops, settings = 2.0 * flops, replace(settings, causal=False)
+    forward, backward = provider.speed.shares(settings, op.packed.lengths(m.x.shape)[1])
     products, packing = 2.5 * flops, 2.0 * x * _OPERATIONS_PER_BYTE
     share = products / (products / backward + packing)
     return (

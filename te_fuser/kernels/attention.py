@@ -502,7 +502,6 @@ class CudaCudnn(_CudaProvider):
         _IN_GRID,
         _needs(lambda p: p.cudnn >= 90000, lambda p: f"it needs cuDNN 9.0, found {p.cudnn}"),
         _needs(lambda p: p.positions != 1, lambda p: "it takes no sequence of length 1"),
-        _needs(lambda p: not p.settings.masked, lambda p: "with a given mask it gave NaN (H200, cuDNN 9.19)"),
         _needs(lambda p: not p.deterministic, lambda p: "its backward does not repeat bit for bit"),
         _needs(
             lambda p: p.settings.dropout == 0.0 or not 91100 < p.cudnn < 91400,

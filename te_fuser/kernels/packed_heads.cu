@@ -7,42 +7,50 @@
 //   kBlocked                           [all queries | all keys | all values], else [queries..., key, value] of each group
 //   kParts                             queries, keys and values come from three tensors
 //   kRotary                            features of a head that turn, the first ones; 0: none
-//   kApart                             a feature's partner is kRotary / 2 features away, else it is its neighbour
+//   kDistance                          how far apart the two features of a pair are
+//   kPartner                           where a thread finds the partners of its vector: see below
 //   kDirection                         1: as the position says; -1: back
 //   kVector                            neighbours that a thread takes at once
 //   kBias, kSums                       whether a bias is added, whether columns are added up
 //   kThreads, kBlocks, kTiles          threads of a block, blocks of a multiprocessor, blocks side by side in a row
+//   kRows                              rows that a thread loads before it uses the first
 //
-// A thread has two vectors of one head, in all rows that its block walks over: partners where these are apart. So sines
-// and cosines, which neighbouring rows of one position share, and the sums stay in registers.
+// A thread has the same columns in all rows that its block walks over, so that sums stay in registers. The sines and
+// cosines of the next rows come to shared memory while these are computed. What a warp loads at once should be whole lines
+// of the cache, 128 bytes: loads of halves of lines cost up to twice the time.
+
+// Partners lie in the same vector (kInside), in the thread's second vector (kSecond), where half a head is a line or more,
+// or in the vector of another lane (kLane).
 
 constexpr int kHeads = kQueries + 2 * kGroups, kPerGroup = kQueries / kGroups, kFeatures = kHeads * kHeadDim;
-// Where partners are apart, or neighbours that one vector does not hold, a thread has one in each of its vectors.
-constexpr bool kAcross = kRotary > 0 && (kApart || kVector == 1);
-constexpr bool kWithin = kRotary > 0 && !kAcross;
-constexpr int kPaired = kAcross ? kRotary : 0, kPairLanes = kPaired / 2 / kVector;
-// The other vectors of a head: the second half of them are a thread's second ones.
-constexpr int kOthers = (kHeadDim - kPaired) / kVector, kOtherLanes = (kOthers + 1) / 2;
-constexpr int kLanes = kPairLanes + kOtherLanes;
-constexpr int kAngles = kWithin ? kVector / 2 : kVector;  // of one vector
-constexpr int kRows = 4;  // that a thread loads before it uses the first
+constexpr int kTable = kRotary / 2;                                  // angles of one position
+constexpr int kStride = kTable > 0 ? (kTable + 3) / 4 * 4 : 4;       // the same, padded to 16 bytes
+constexpr int kFetched = kTable % 4 == 0 ? 4 : 1;                    // angles that are copied at once
+constexpr int kAngles = kPartner == kInside ? (kVector + 1) / 2 : kVector;  // of one vector
+constexpr bool kTwo = kPartner == kSecond;                           // whether a thread has two vectors
+// Of a head, where threads have two vectors: first those with partners, then the others in two halves.
+constexpr int kPairs = kTwo ? kTable / kVector : 0, kOthers = (kHeadDim - 2 * kPairs * kVector) / kVector;
+constexpr int kLanes = kTwo ? kPairs + (kOthers + 1) / 2 : kHeadDim / kVector;
+constexpr unsigned kLaneDistance = kDistance / kVector;
 
-static_assert(kHeadDim % kVector == 0 && kPaired % 2 == 0, "vectors do not cross heads");
-static_assert(!kAcross || !kApart || kRotary / 2 % kVector == 0, "partners lie in two vectors");
-static_assert(!kWithin || (kVector % 2 == 0 && kRotary % kVector == 0), "partners lie in one vector");
+static_assert(kHeadDim % kVector == 0, "vectors do not cross heads");
+static_assert(kRotary == 0 || kPartner != kInside || (kDistance == 1 && kVector % 2 == 0 && kRotary % kVector == 0), "");
+static_assert(kPartner != kSecond || kTable % kVector == 0, "");
+static_assert(kPartner != kLane || (32 % kLanes == 0 && kLanes % (2 * kLaneDistance) == 0), "");
 
-// Where a thread's two vectors lie in their head, and the angles of the first and the second.
-struct Lane {
+// Where a thread's vectors lie in their head.
+struct Place {
   int first, second;
   bool has_second;
 
-  static __device__ __forceinline__ Lane of(int number) {
-    if (number < kPairLanes) {
-      const int first = kApart ? number * kVector : 2 * number;
-      return {first, first + (kApart ? kRotary / 2 : 1), true};
+  static __device__ __forceinline__ Place of(int lane) {
+    if (!kTwo) return {lane * kVector, 0, false};
+    if (lane < kPairs) {
+      const int first = kDistance == 1 ? 2 * lane : lane * kVector;
+      return {first, first + kDistance, true};
     }
-    const int other = number - kPairLanes;
-    return {kPaired + other * kVector, kPaired + (other + kOtherLanes) * kVector, other + kOtherLanes < kOthers};
+    const int other = lane - kPairs, second = other + (kOthers + 1) / 2;
+    return {2 * kPairs * kVector + other * kVector, 2 * kPairs * kVector + second * kVector, second < kOthers};
   }
 };
 
@@ -62,43 +70,91 @@ struct Head {
   }
 };
 
-// The vectors of one row.
-struct Pair {
-  te::Vector<Element, kVector> first, second;
-};
-
+// Cosines and sines of the positions of kRows rows.
 struct Angles {
-  float cosine[kAngles], sine[kAngles];
+  alignas(16) float cosine[kRows][kStride], sine[kRows][kStride];
 };
 
-TE_DEVICE void set_angles(Angles& to, const float* cosines, const float* sines, int at) {
-#pragma unroll
-  for (int i = 0; i < kAngles; ++i) to.cosine[i] = cosines[at + i], to.sine[i] = kDirection * sines[at + i];
+// Starts to copy those of the positions from `position` on.
+TE_DEVICE void fetch(Angles& to, const float* cosines, const float* sines, int position, int positions) {
+  using Piece = te::Vector<float, kFetched>;
+  constexpr int kPieces = kTable / kFetched;
+  for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
+    const int row = i / kPieces, column = i % kPieces * kFetched;
+    if (position + row >= positions) break;
+    const long long at = static_cast<long long>(position + row) * kTable + column;
+    te::fetch<kFetched>(reinterpret_cast<Piece*>(&to.cosine[row][column]), cosines + at);
+    te::fetch<kFetched>(reinterpret_cast<Piece*>(&to.sine[row][column]), sines + at);
+  }
+  te::depart();
 }
 
-TE_DEVICE void turn(float& a, float& b, float cosine, float sine) {
-  const float turned = a * cosine - b * sine;
-  b = b * cosine + a * sine;
-  a = turned;
+using Elements = te::Vector<Element, kVector>;
+using Few = te::Vector<float, kAngles>;
+
+// A vector with the bias added.
+TE_DEVICE void numbers(float (&to)[kVector], const Elements& from, const float (&bias)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) to[i] = te::get(from, i) + bias[i];
+}
+
+TE_DEVICE void read_bias(float (&to)[kVector], const BiasElement* from) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) to[i] = te::number(from[i]);
+}
+
+// The vector of the lane that has the partners; all lanes of a warp call it together.
+template <class Words>
+TE_DEVICE Words exchanged(const Words& own) {
+  Words other = own;
+  if constexpr (kPartner == kLane) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(own) / 4); ++i)
+      other.words[i] = te::as_bits(__shfl_xor_sync(te::kWarp, te::as_float(own.words[i]), kLaneDistance));
+  }
+  return other;
+}
+
+// (a, b) -> (a cos - b sin, b cos + a sin): the first of each pair becomes the first of the result, or the second does.
+TE_DEVICE float turned(float own, float partner, float cosine, float sine, bool is_second) {
+  return own * cosine + (is_second ? partner : -partner) * (kDirection * sine);
+}
+
+TE_DEVICE void turn(float (&first)[kVector], float (&second)[kVector], const float* cosines, const float* sines,
+                    bool is_second) {
+  const Few cosine = *reinterpret_cast<const Few*>(cosines), sine = *reinterpret_cast<const Few*>(sines);
+#pragma unroll
+  for (int i = 0; i < kAngles; ++i) {
+    const float c = te::get(cosine, i), s = te::get(sine, i);
+    if constexpr (kPartner == kInside && kVector > 1) {
+      const float a = first[2 * i], b = first[2 * i + 1];
+      first[2 * i] = turned(a, b, c, s, false), first[2 * i + 1] = turned(b, a, c, s, true);
+    } else {
+      const float a = first[i], b = second[i];
+      first[i] = turned(a, b, c, s, is_second);
+      if (kTwo) second[i] = turned(b, a, c, s, true);
+    }
+  }
 }
 
 // Strides count vectors; each tensor of heads has those of its positions, samples, groups and, queries, heads of a group.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
     const Element* __restrict__ queries, const Element* __restrict__ keys, const Element* __restrict__ values,
     const float* __restrict__ cosines, const float* __restrict__ sines, const BiasElement* __restrict__ bias,
-    Element* __restrict__ out, float* __restrict__ partial, long long rows, int samples, int groups,
-    int out_position, int out_sample,
+    Element* __restrict__ out, SumElement* __restrict__ sums, float* __restrict__ partial,
+    long long rows, int samples, int groups, int out_position, int out_sample,
     int query_position, int query_sample, int query_group, int query_head,
     int key_position, int key_sample, int key_group,
     int value_position, int value_sample, int value_group) {
   const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles;
-  const int place = tile * kThreads + threadIdx.x;
-  if (place >= kHeads * kLanes) return;
-  const Head head = Head::of(place / kLanes);
-  const Lane lane = Lane::of(place % kLanes);
-  const int column = place / kLanes * kHeadDim;
-  const bool turns_first = kRotary > 0 && head.kind < 2 && lane.first < kRotary;
-  const bool turns_second = kRotary > 0 && head.kind < 2 && lane.second < kRotary;
+  const int number = tile * kThreads + threadIdx.x;
+  const bool works = number < kHeads * kLanes;  // the others only help to copy angles
+  const Head head = Head::of(works ? number / kLanes : 0);
+  const Place place = Place::of(number % kLanes);
+  const int column = works ? number / kLanes * kHeadDim : 0;
+  const bool turns = kRotary > 0 && head.kind < 2 && place.first < kRotary;
+  const bool is_second = kPartner == kLane && place.first >= kTable;
+  const int angle = kDistance == 1 ? place.first / 2 : is_second ? place.first - kTable : place.first;
 
   const Element* from = queries + column;
   long long by_position = query_position, by_sample = query_sample;
@@ -113,30 +169,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
       by_position = value_position, by_sample = value_sample;
     }
   }
-  by_position *= kVector, by_sample *= kVector;
-  const long long to_position = static_cast<long long>(out_position) * kVector;
-  const long long to_sample = static_cast<long long>(out_sample) * kVector;
-  Element* to = out + column;
+  from += place.first, by_position *= kVector, by_sample *= kVector;
+  const int to_second = place.second - place.first;
+  Element* to = out + column + place.first;
 
+  // Of the first vector, and of the second or of the partners in another lane.
   float first_bias[kVector] = {}, second_bias[kVector] = {};
-  if (kBias) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      first_bias[i] = te::number(bias[column + lane.first + i]);
-      if (lane.has_second) second_bias[i] = te::number(bias[column + lane.second + i]);
-    }
+  if (kBias && works) {
+    const BiasElement* own = bias + column;
+    read_bias(first_bias, own + place.first);
+    if (place.has_second) read_bias(second_bias, own + place.second);
+    if (kPartner == kLane && turns) read_bias(second_bias, own + (is_second ? angle : angle + kTable));
   }
   float first_sums[kVector] = {}, second_sums[kVector] = {};
-  Angles first_angles, second_angles;
-#pragma unroll
-  for (int i = 0; i < kAngles; ++i) {
-    first_angles.cosine[i] = second_angles.cosine[i] = 1.0f;
-    first_angles.sine[i] = second_angles.sine[i] = 0.0f;
-  }
-  int known = -1;  // the position whose angles are there
 
   // Rows are counted position by position, so that neighbours share their angles.
-  for (long long row = static_cast<long long>(group) * kRows; row < rows; row += static_cast<long long>(groups) * kRows) {
+  __shared__ Angles staged[2];
+  const int positions = static_cast<int>(rows / samples);
+  const long long step = static_cast<long long>(groups) * kRows;
+  int stage = 0;
+  long long row = static_cast<long long>(group) * kRows;
+  if (kRotary > 0 && row < rows) fetch(staged[0], cosines, sines, static_cast<unsigned>(row) / samples, positions);
+  for (; row < rows; row += step, stage ^= 1) {
     int position[kRows], sample[kRows];
     position[0] = static_cast<unsigned>(row) / samples, sample[0] = static_cast<unsigned>(row) % samples;
 #pragma unroll
@@ -144,59 +198,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
       const bool next = sample[i - 1] + 1 == samples;
       position[i] = position[i - 1] + next, sample[i] = next ? 0 : sample[i - 1] + 1;
     }
-    Pair loaded[kRows];
+    Elements first[kRows] = {}, second[kTwo ? kRows : 1];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row + i < rows) {
+      if (works && row + i < rows) {
         const Element* source = from + position[i] * by_position + sample[i] * by_sample;
-        loaded[i].first = te::load<kVector>(source + lane.first);
-        if (lane.has_second) loaded[i].second = te::load<kVector>(source + lane.second);
+        first[i] = te::load<kVector>(source);
+        if (kTwo && place.has_second) second[kTwo ? i : 0] = te::load<kVector>(source + to_second);
       }
+    }
+    if (kRotary > 0) {
+      te::arrived<0>();
+      __syncthreads();  // all angles of these rows are there, and nobody reads those of the last ones any more
+      const long long later = row + step;
+      if (later < rows) fetch(staged[stage ^ 1], cosines, sines, static_cast<unsigned>(later) / samples, positions);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (row + i >= rows) break;
-      if (kRotary > 0 && position[i] != known) {
-        known = position[i];
-        const long long angles = static_cast<long long>(known) * (kRotary / 2);
-        const int step = kWithin ? 2 : 1;
-        if (turns_first) {
-          const int at = kAcross && !kApart ? lane.first / 2 : lane.first / step;
-          set_angles(first_angles, cosines + angles, sines + angles, at);
-        }
-        if (kWithin && turns_second) set_angles(second_angles, cosines + angles, sines + angles, lane.second / step);
+      const bool has_second = kTwo && place.has_second;
+      float a[kVector], b[kVector] = {};
+      numbers(a, first[i], first_bias);
+      if (has_second) numbers(b, second[kTwo ? i : 0], second_bias);
+      if constexpr (kPartner == kLane) numbers(b, exchanged(first[i]), second_bias);
+      if (turns) {
+        const Angles& here = staged[stage];
+        const int of = position[i] - position[0];
+        turn(a, b, &here.cosine[of][angle], &here.sine[of][angle], is_second);
       }
-      float first[kVector], second[kVector];
+      if (!works) continue;
+      Element* target = to + (position[i] * static_cast<long long>(out_position) +
+                              sample[i] * static_cast<long long>(out_sample)) * kVector;
+      te::store(target, a);
+      if (has_second) te::store(target + to_second, b);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        first[e] = te::get(loaded[i].first, e) + first_bias[e];
-        second[e] = lane.has_second ? te::get(loaded[i].second, e) + second_bias[e] : 0.0f;
-      }
-      if constexpr (kAcross) {
-        if (turns_first) {
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) turn(first[e], second[e], first_angles.cosine[e], first_angles.sine[e]);
-        }
-      } else if constexpr (kWithin) {
-#pragma unroll
-        for (int e = 0; e + 1 < kVector; e += 2) {
-          turn(first[e], first[e + 1], first_angles.cosine[e / 2], first_angles.sine[e / 2]);
-          turn(second[e], second[e + 1], second_angles.cosine[e / 2], second_angles.sine[e / 2]);
-        }
-      }
-      Element* target = to + position[i] * to_position + sample[i] * to_sample;
-      te::store(target + lane.first, first);
-      if (lane.has_second) te::store(target + lane.second, second);
-      if (kSums) {
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) first_sums[e] += first[e], second_sums[e] += second[e];
-      }
+      for (int e = 0; e < kVector; ++e) first_sums[e] += a[e], second_sums[e] += b[e];
     }
   }
-  if (kSums) {
-    float* sums = partial + static_cast<long long>(group) * kFeatures + column;
-    te::store(sums + lane.first, first_sums);
-    if (lane.has_second) te::store(sums + lane.second, second_sums);
+  if (kSums && works) {
+    // Of one group of rows this is the whole.
+    const int at = column + place.first;
+    float* own = partial + static_cast<long long>(group) * kFeatures + at;
+    te::store_sums(groups == 1, sums + at, own, first_sums);
+    if (kTwo && place.has_second) te::store_sums(groups == 1, sums + at + to_second, own + to_second, second_sums);
   }
 }
 

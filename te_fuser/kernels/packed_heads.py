@@ -12,7 +12,6 @@ F = (G * R + 2 * G) * D packed features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +29,10 @@ if TYPE_CHECKING:
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _ACCESS = 16  # bytes: the widest access
-_ROWS = 4  # kRows of the text
-_THREADS = (256, 128, 64, 32)  # of a block
-_RESIDENT = 512  # threads of a multiprocessor that hide the latency of memory, with four rows each on their way
+_LINE = 128  # bytes of a line of the cache
+_WARP = 32
+_THREADS = range(256, 0, -32)  # of a block
+_RESIDENT = 512  # threads of a multiprocessor that hide the latency of memory, with eight vectors each on their way
 _MOST_ROWS = 2**31 - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -58,6 +58,7 @@ class PackedPass:
         back: whether it turns back.
         bias, sums: dtypes of the bias that is added and of the sums over rows, if any.
         blocks: blocks of a multiprocessor; 0: as many as hide the latency of memory.
+        rows: how many a thread loads before it uses the first; 0: as many as make eight vectors.
     """
 
     heads: PackedHeads
@@ -69,6 +70,7 @@ class PackedPass:
     bias: torch.dtype | None = None
     sums: torch.dtype | None = None
     blocks: int = 0
+    rows: int = 0
 
     @property
     def vector(self) -> int:
@@ -81,17 +83,28 @@ class PackedPass:
         return wanted
 
     @property
+    def partner(self) -> str:
+        """Where a thread finds the partners of its vector, as the text calls it."""
+        if not self.rotary_dim or (self.style == "interleaved" and self.vector > 1):
+            return "kInside"
+        half, whole = self.rotary_dim // 2, self.heads.head_dim // self.vector
+        in_a_warp = _is_power_of_two(whole) and whole <= _WARP and _is_power_of_two(half // self.vector)
+        narrow = half * self.dtype.itemsize < _LINE and self.vector * self.dtype.itemsize == _ACCESS
+        return "kLane" if self.style == "half" and narrow and in_a_warp else "kSecond"
+
+    @property
     def lanes(self) -> int:
-        """Threads of a row: each has two vectors of a head."""
-        heads, dim, vector = self.heads.heads + 2 * self.heads.kv_heads, self.heads.head_dim, self.vector
-        across = self.rotary_dim and (self.style == "half" or vector == 1)
-        paired = self.rotary_dim if across else 0
-        return heads * (paired // 2 // vector + (((dim - paired) // vector) + 1) // 2)
+        """Threads of a row."""
+        heads, vectors = self.heads.heads + 2 * self.heads.kv_heads, self.heads.head_dim // self.vector
+        if self.partner != "kSecond":
+            return heads * vectors
+        pairs = self.rotary_dim // 2 // self.vector
+        return heads * (pairs + (vectors - 2 * pairs + 1) // 2)
 
     @property
     def threads(self) -> int:
         """Of a block: as many as leave the fewest idle."""
-        return min(_THREADS, key=lambda t: (-(-self.lanes // t) * t, -t))
+        return min(_THREADS, key=lambda t: -(-self.lanes // t) * t)
 
     @property
     def tiles(self) -> int:
@@ -101,7 +114,12 @@ class PackedPass:
     @property
     def per_multiprocessor(self) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return self.blocks or min(16, _RESIDENT // self.threads)
+        return self.blocks or _RESIDENT // self.threads
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that a thread loads before it uses the first: eight vectors."""
+        return self.rows or (4 if self.partner == "kSecond" else 8)
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_heads.cu`."""
@@ -111,16 +129,23 @@ class PackedPass:
         integers = {
             "kQueries": heads.heads, "kGroups": heads.kv_heads, "kHeadDim": heads.head_dim, "kRotary": self.rotary_dim,
             "kVector": self.vector, "kThreads": self.threads, "kBlocks": self.per_multiprocessor, "kTiles": self.tiles,
+            "kRows": self.rows_at_once, "kDistance": self.rotary_dim // 2 if self.style == "half" else 1,
         }  # fmt: skip
         flags = {
-            "kBlocked": heads.packing == "blocked", "kParts": self.parts, "kApart": self.style == "half",
-            "kBias": self.bias is not None, "kSums": self.sums is not None,
+            "kBlocked": heads.packing == "blocked", "kParts": self.parts, "kBias": self.bias is not None,
+            "kSums": self.sums is not None,
         }  # fmt: skip
-        lines = ['#include "te_cuda.cuh"', "", *(f"using {name} = {ctype};" for name, ctype in types.items())]
+        lines = ['#include "te_cuda.cuh"', "", "enum { kInside, kSecond, kLane };"]
+        lines += [f"constexpr int kPartner = {self.partner};"]
+        lines += [*(f"using {name} = {ctype};" for name, ctype in types.items())]
         lines += [f"constexpr int {name} = {value};" for name, value in integers.items()]
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr float kDirection = {-1.0 if self.back else 1.0};", "", _SOURCE.read_text()]
         return "\n".join(lines)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
 
 
 def reason_not(*dtypes: torch.dtype) -> str | None:
@@ -150,11 +175,11 @@ def turn(
 
     Returns: the packed result, contiguous, and the sums [F] or None.
     """
-    p = PackedPass(_key(heads), x.dtype, False, rotation.rotary_dim, rotation.style, back, _dtype(bias), sums)
+    ready = _ready(heads, x.dtype, False, rotation, back, None if bias is None else bias.dtype, sums, x.device)
     sequence, batch = LAYOUTS[heads.layout]
-    x = _readable(x, p.vector)
-    strides = (x.stride(sequence), x.stride(batch), 0, 0)
-    return _run(p, heads, rotation, (x,), (strides,), (x.shape[batch], x.shape[sequence]), bias)
+    x = _readable(x, ready.vector)
+    strides = x.stride(sequence), x.stride(batch), 0, 0
+    return _run(ready, heads, [x], strides, x.shape[batch], x.shape[sequence], bias)
 
 
 def pack(
@@ -172,77 +197,106 @@ def pack(
 
     Returns: the packed gradient in the layout of `heads`, and the sums [F] or None.
     """
-    turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
-    p = PackedPass(_key(heads), parts[0].dtype, True, *turning, True, None, sums)
-    q, k, v = (_readable(part, p.vector) for part in parts)
-    strides = ((q.stride(3), q.stride(0), q.stride(1), q.stride(2)), *(_positions_first(t) for t in (k, v)))
-    return _run(p, heads, rotation, (q, k, v), strides, (q.shape[0], q.shape[3]), None)
+    ready = _ready(heads, parts[0].dtype, True, rotation, True, None, sums, parts[0].device)
+    q, k, v = [_readable(part, ready.vector) for part in parts]
+    (q_sample, q_group, q_head, q_position, _), k_steps, v_steps = q.stride(), k.stride(), v.stride()
+    strides = q_position, q_sample, q_group, q_head, *_positions_first(k_steps), *_positions_first(v_steps)
+    return _run(ready, heads, [q, k, v], strides, q.shape[0], q.shape[3], None)
 
 
-def _positions_first(part: torch.Tensor) -> tuple[int, int, int]:
-    return part.stride(2), part.stride(0), part.stride(1)
-
-
-@functools.cache
-def _key(heads: PackedHeads) -> PackedHeads:
-    """The text is the same for every layout."""
-    return replace(heads, layout="sequence_first")
-
-
-def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
+def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
+    """Of [B, G, S, D]."""
+    return steps[2], steps[0], steps[1]
 
 
 def _readable(x: torch.Tensor, vector: int) -> torch.Tensor:
     """x, or a copy whose vectors the kernel can read."""
-    steps = x.stride()[:-1]
-    fits = x.stride(-1) == 1 and all(step % vector == 0 and step // vector < 2**31 for step in steps)
-    return x if fits or not x.numel() else x.contiguous()
+    *steps, last = x.stride()
+    for step in steps:
+        if step % vector or step // vector >= 2**31:
+            last = 0
+    return x if last == 1 or not x.numel() else x.contiguous()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """All that x reaches, as one contiguous dimension: the native runtime takes nothing else."""
     if x.is_contiguous():
         return x
-    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    reach = 1 + sum([(size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)])
     return x.as_strided((reach,), (1,))
 
 
 def _run(
-    p: PackedPass,
+    ready: _Ready,
     heads: PackedHeads,
-    rotation: Rotation | None,
-    sources: Sequence[torch.Tensor],
-    strides: Sequence[Sequence[int]],
-    lengths: tuple[int, int],
+    sources: list[torch.Tensor],
+    strides: tuple[int, ...],
+    samples: int,
+    positions: int,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    samples, positions = lengths
-    first = sources[0]
+    """Allocate, and launch on tensors that can be read where they lie."""
+    first, features = sources[0], heads.features
     sequence, batch = LAYOUTS[heads.layout]
-    shape = (positions, samples) if sequence == 0 else (samples, positions)
-    out = torch.empty((*shape, heads.features), dtype=p.dtype, device=first.device)
-    sums = None if p.sums is None else torch.empty(heads.features, dtype=p.sums, device=first.device)
+    sizes = (positions, samples, features) if sequence == 0 else (samples, positions, features)
+    out = first.new_empty(sizes)
+    sums = None if ready.sums is None else first.new_empty(features, dtype=ready.sums)
     if not out.numel():
         return out, None if sums is None else sums.zero_()
     if samples * positions > _MOST_ROWS:
         raise ValueError(f"{samples} samples of {positions} positions are more than {_MOST_ROWS} rows: split the batch")
     tensors = [_flat(source) for source in sources]
-    if rotation is not None:
-        table = (rotation.rotary_dim, rotation.base, torch.float32, first.device)
-        tensors += rotation_table(rotation.position_offset, positions, *table)
-    tensors += [t.contiguous() for t in (bias,) if t is not None]
+    if ready.rotation is not None:
+        tensors += _angles(ready.rotation, positions, first.device)
+    if bias is not None:
+        tensors.append(bias.contiguous())
     tensors += [out] if sums is None else [out, sums]
-    steps = [out.stride(sequence), out.stride(batch), *(step for source in strides for step in source)]
-    kernel = _kernel(p, _arch(first.device))
-    kernel(tuple(tensors), samples * positions, 1, samples, tuple(step // p.vector for step in steps))
+    vector = ready.vector
+    steps = [step // vector for step in (out.stride(sequence), out.stride(batch), *strides)]
+    ready.kernel(tuple(tensors), samples * positions, 1, samples, tuple(steps))
     return out, sums
+
+
+@functools.lru_cache(maxsize=256)
+def _angles(rotation: Rotation, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return rotation_table(
+        rotation.position_offset, positions, rotation.rotary_dim, rotation.base, torch.float32, device
+    )
 
 
 # ------------------------------------------------------------------------------------------------- making it
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """What a call needs beside its tensors."""
+
+    kernel: _native.CudaKernel
+    vector: int
+    rotation: Rotation | None
+    sums: torch.dtype | None
+
+
 @functools.cache
+def _ready(
+    heads: PackedHeads,
+    dtype: torch.dtype,
+    parts: bool,
+    rotation: Rotation | None,
+    back: bool,
+    bias: torch.dtype | None,
+    sums: torch.dtype | None,
+    device: torch.device,
+) -> _Ready:
+    same_text = replace(heads, layout="sequence_first")
+    turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
+    p = PackedPass(same_text, dtype, parts, *turning, back, bias, sums)
+    kernel = _kernel(p, _arch(device))
+    # Now, since the threads of a backward pass have no context of their own.
+    kernel.load(device.index or 0)
+    return _Ready(kernel, p.vector, rotation, sums)
+
+
 def _arch(device: torch.device) -> str:
     return nvrtc.arch_of(torch.cuda.get_device_capability(device))
 
@@ -283,11 +337,11 @@ def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:
     after = 3 if p.parts else 1
     angles = [("tensor", after), ("tensor", after + 1)] if p.rotary_dim else [nothing, nothing]
     bias = ("tensor", out - 1) if p.bias else nothing
-    partial = ("partial", 0) if p.sums else nothing
+    sums = [("tensor", out + 1), ("partial", 0)] if p.sums else [nothing, nothing]
     counts = [("rows", 0), ("batch_size", 0), ("groups", 0)]
     steps = [("integer", k) for k in range(2 + (10 if p.parts else 4))] + ([] if p.parts else [("batch_size", 0)] * 6)
-    grid = (p.tiles, _ROWS, p.per_multiprocessor, False, p.sums is not None)
-    arguments = (*sources, *angles, bias, ("tensor", out), partial, *counts, *steps)
+    grid = (p.tiles, p.rows_at_once, p.per_multiprocessor, False, p.sums is not None)
+    arguments = (*sources, *angles, bias, ("tensor", out), *sums, *counts, *steps)
     launches: list[_native.CudaLaunch] = [("packed_heads", p.threads, 0, grid, arguments)]
     if p.sums:
         finish = (("partial", 0), ("tensor", out + 1), ("groups", 0))
