@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.codegen import cuda, nvrtc
+from te_fuser.codegen import nvrtc, schedule_model
+from te_fuser.codegen.compiler import default_cache_dir
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, RowGrid
+from te_fuser.codegen.cuda_compile import compile_kernel
+from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, item_size
+from te_fuser.codegen.schedule import Schedule, device_of
+from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.formula.expr import Axes
 
 if TYPE_CHECKING:
@@ -42,9 +47,20 @@ class GpuKernel:
 
 
 def load(
-    descriptions: Sequence[KernelDescription], device: torch.device, *, cache_dir: Path | None = None
+    descriptions: Sequence[KernelDescription],
+    device: torch.device,
+    *,
+    rows: int | None = None,
+    cache_dir: Path | None = None,
 ) -> list[GpuKernel]:
     """The kernels for these descriptions on a CUDA device, in their order, loaded and ready for a captured stream.
+
+    Each has the schedule that was measured to be the best on such a GPU (`tuned_schedules`), else the one that the
+    model picks.
+
+    Args:
+        rows: about how many rows the kernels will have; it selects among measured schedules.
+        cache_dir: the folder for machine code and measured schedules; the user's cache folder if not given.
 
     Raises:
         CompilerMissing, CompileError: from NVRTC; an error in a kernel's text names the kernel and shows the line.
@@ -52,22 +68,79 @@ def load(
             refuses a kernel.
         ValueError: for a description that generated kernels do not cover, such as one with float64.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    arch = nvrtc.arch_of(torch.cuda.get_device_capability(index))
-    with _lock:
-        missing = {d.key: d for d in descriptions if (d.key, arch, index) not in _ready}
-        if missing:
-            _refuse_capture(missing.values(), index)
-            _made.update(_make({k: d for k, d in missing.items() if (k, arch) not in _made}, arch, cache_dir))
-        for key in missing:
-            _made[key, arch].run.load(index)
-            _ready.add((key, arch, index))
-        return [_made[d.key, arch] for d in descriptions]
+    index = _index(device)
+    wanted = {d.key: (d, _measured(d, index, rows, cache_dir)) for d in descriptions}
+    made = dict(zip(wanted, _load(list(wanted.values()), index, cache_dir), strict=True))
+    return [made[d.key] for d in descriptions]
 
 
+def variants(description: KernelDescription, device: torch.device, most: int = 24) -> list[tuple[Schedule, ...]]:
+    """Schedules that are worth measuring for a kernel on a CUDA device, the one that the model picks first.
+
+    Each is what `load_variant` and `TunedSchedules.put` take: one schedule, or two for stores and sums apart.
+    """
+    return schedule_model.variants(rewrite(description), device_of(_arch(_index(device))), most)
+
+
+def load_variant(
+    description: KernelDescription,
+    device: torch.device,
+    schedules: Sequence[Schedule],
+    *,
+    cache_dir: Path | None = None,
+) -> GpuKernel:
+    """The kernel with these schedules, whatever was measured; as `load` otherwise.
+
+    Raises:
+        ValueError: when the schedules do not fit the description or the GPU, with the reason; and as `load`.
+        CompilerMissing, CompileError, RuntimeError: as `load`.
+    """
+    index = _index(device)
+    reason = _misfit(description, tuple(schedules), index)
+    if reason:
+        raise ValueError(f"kernel {description.name}: {reason}")
+    (kernel,) = _load([(description, tuple(schedules))], index, cache_dir)
+    return kernel
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _arch(index: int) -> str:
+    return nvrtc.arch_of(torch.cuda.get_device_capability(index))
+
+
+Wanted = tuple[KernelDescription, tuple[Schedule, ...]]  # no schedule: the model's choice
 _lock = threading.RLock()
-_made: dict[tuple[str, str], GpuKernel] = {}  # by description and architecture
-_ready: set[tuple[str, str, int]] = set()  # what is loaded on which device
+_made: dict[tuple[str, str, tuple[Schedule, ...]], GpuKernel] = {}  # by description, architecture, schedules
+_ready: set[tuple[str, str, tuple[Schedule, ...], int]] = set()  # what is loaded on which device
+
+
+def _measured(
+    description: KernelDescription, index: int, rows: int | None, cache_dir: Path | None
+) -> tuple[Schedule, ...]:
+    """The schedules that were measured to be the best; none where none were, or where they do not fit any more."""
+    folder = cache_dir or default_cache_dir()
+    found = store_for(torch.cuda.get_device_name(index), folder).find(description.key, rows)
+    return () if found and _misfit(description, found, index) else found
+
+
+def _misfit(description: KernelDescription, schedules: tuple[Schedule, ...], index: int) -> str:
+    return schedule_model.misfit(rewrite(description), schedules, device_of(_arch(index)))
+
+
+def _load(wanted: Sequence[Wanted], index: int, cache_dir: Path | None) -> list[GpuKernel]:
+    arch = _arch(index)
+    with _lock:
+        missing = [(d, s) for d, s in wanted if (d.key, arch, s, index) not in _ready]
+        if missing:
+            _refuse_capture([d for d, _ in missing], index)
+            _made.update(_make([(d, s) for d, s in missing if (d.key, arch, s) not in _made], arch, cache_dir))
+        for d, s in missing:
+            _made[d.key, arch, s].run.load(index)
+            _ready.add((d.key, arch, s, index))
+        return [_made[d.key, arch, s] for d, s in wanted]
 
 
 def _refuse_capture(missing: Iterable[KernelDescription], index: int) -> None:
@@ -89,22 +162,21 @@ def _is_capturing(index: int) -> bool:
 
 
 def _make(
-    wanted: Mapping[str, KernelDescription], arch: str, cache_dir: Path | None
-) -> dict[tuple[str, str], GpuKernel]:
-    """Generate and compile; a text is on its way to the compiler while the next one is written."""
+    wanted: Sequence[Wanted], arch: str, cache_dir: Path | None
+) -> dict[tuple[str, str, tuple[Schedule, ...]], GpuKernel]:
+    """Generate and compile, several at a time."""
     if not wanted:
         return {}
     with _Progress(len(wanted), arch) as progress, ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1)) as pool:
         started = []
-        for description in wanted.values():
-            text = cuda.generate(description, arch)
-            job = pool.submit(nvrtc.compile_source, text.source, arch, name=description.name, cache=cache_dir)
+        for description, schedules in wanted:
+            job = pool.submit(compile_kernel, description, arch, schedules=schedules, cache=cache_dir)
             job.add_done_callback(progress.count)
-            started.append((description, text, job))
-        compiled = [(description, text, job.result()) for description, text, job in started]
+            started.append((description, schedules, job))
+        compiled = [(description, schedules, *job.result()) for description, schedules, job in started]
     return {
-        (d.key, arch): GpuKernel(d, text, code.resources, native_kernel(d, text, code.cubin))
-        for d, text, code in compiled
+        (d.key, arch, schedules): GpuKernel(d, text, code.resources, native_kernel(d, text, code.cubin))
+        for d, schedules, text, code in compiled
     }
 
 
@@ -198,4 +270,4 @@ def _alignment(tensor: Load | Store | Sum | None, text: CudaKernel) -> int:
     return min(_WIDEST_ACCESS, size * max(s.vector for s in text.schedules))
 
 
-__all__: Sequence[str] = ("GpuKernel", "load", "native_kernel")
+__all__: Sequence[str] = ("GpuKernel", "load", "load_variant", "native_kernel", "variants")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
 from te_fuser.codegen.schedule import (
@@ -33,6 +33,7 @@ from te_fuser.codegen.schedule import (
     full_loads,
     passes,
     shared_bytes,
+    split,
     static_bytes,
 )
 from te_fuser.formula.expr import Axes
@@ -60,6 +61,43 @@ def candidates(description: KernelDescription, device: Device, largest_bytes: in
         return list(dict.fromkeys(_columns(description, vector, device)))
     found = sorted(_rows(description, vector, device), key=functools.partial(merit, description), reverse=True)
     return list(dict.fromkeys(found)) + ([] if description.sums else [_reread(description, vector, device)])
+
+
+def variants(description: KernelDescription, device: Device, most: int) -> list[tuple[Schedule, ...]]:
+    """What is worth measuring, the picked one first: one schedule, or two for stores and column sums apart."""
+    found = [(s,) for s in candidates(description, device)[:most]]
+    apart: tuple[Schedule | None, ...] = ()
+    if description.sums and description.reductions:
+        apart = tuple(pick(part, device) for part in split(description))
+    return [*found, *([tuple(s for s in apart if s)] if apart and all(apart) else [])]
+
+
+def misfit(description: KernelDescription, schedules: Sequence[Schedule], device: Device) -> str:
+    """Why a kernel cannot have these schedules; empty when it can."""
+    parts = (description,) if len(schedules) == 1 else split(description) if description.sums else ()
+    if len(parts) != len(schedules):
+        return f"{len(schedules)} schedules, where {'one or two are' if description.sums else 'one is'} possible"
+    return next((why for p, s in zip(parts, schedules, strict=True) if (why := _misfit(p, s, device))), "")
+
+
+def _misfit(description: KernelDescription, s: Schedule, device: Device) -> str:
+    if (s.kind == Kind.COLUMNS) == bool(description.reductions):
+        return f"kind {s.kind.value} is not for a kernel {'with' if description.reductions else 'without'} row sums"
+    if (s.sums == Sums.NONE) == bool(description.sums) or (s.kind == Kind.REREAD and description.sums):
+        return (
+            f"column sums in {s.sums.value} with kind {s.kind.value}, where there are {len(description.sums)} of them"
+        )
+    counts = (s.vector, s.lanes, s.slots, s.chunks, s.ahead, s.blocks_per_multiprocessor)
+    if min(counts) < 1 or s.rounds < 0 or (description.sums and s.rounds == 0):
+        return f"a count is too small: {s}"
+    if s.lanes & (s.lanes - 1) or (s.kind != Kind.COLUMNS and s.lanes > _WARP and s.slots > 1):
+        return f"{s.lanes} threads cannot share a row with {s.slots} rows at once"
+    if description.width % s.vector or s.tiles(description.width) * s.covered < description.width:
+        return f"{description.width} features are not covered by {s}"
+    shared = shared_bytes(description, s) + static_bytes(description, s)
+    if s.threads * s.blocks_per_multiprocessor > device.resident_threads or s.threads > 1024:
+        return f"{s.threads} threads, {s.blocks_per_multiprocessor} times, are too many"
+    return f"{shared} bytes of shared memory are too much" if shared > device.shared_bytes else ""
 
 
 def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
-from te_fuser.codegen import cuda_loader, nvrtc
+from te_fuser.codegen import cuda, cuda_loader, nvrtc
+from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
-from te_fuser.codegen.nvrtc import Compiled, CompileError
+from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
+from te_fuser.codegen.schedule import Kind, Schedule, Sums
+from te_fuser.codegen.tuned_schedules import store_for
+from te_fuser.config import config
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus
@@ -32,9 +38,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """A process that has made no kernel yet, on a machine with two GPUs of one kind."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(config, "cache_dir", tmp_path)
     monkeypatch.setattr(cuda_loader, "_is_capturing", lambda index: bool(fake.capturing))
     monkeypatch.setattr(cuda_loader, "_made", {})
     monkeypatch.setattr(cuda_loader, "_ready", set())
@@ -161,18 +169,103 @@ def test_threads_that_want_the_same_share_the_work(driver: FakeDriver, compiler:
     assert len(found) == threads and len(set(map(id, found))) == 1 and len(compiler.names) == 2
 
 
+# ---- schedules that were measured -----------------------------------------------------------------------------
+
+
+def test_measured_schedules_are_used_for_their_rows(driver: FakeDriver, compiler: Compiler, tmp_path: Path) -> None:
+    _, d = corpus.layer_norm(Kit(), 1024)
+    usual, *others = cuda_loader.variants(d, GPU)
+    few, many = others[0], others[1]
+    (kernel,) = cuda_loader.load([d], GPU, cache_dir=tmp_path)
+    assert kernel.text.schedules == usual
+    store = store_for("NVIDIA H200", tmp_path)
+    store.put(d.key, few, rows=100, ms=0.01)
+    store.put(d.key, many)
+    for rows, schedules in ((100, few), (70, few), (5000, many), (None, many)):
+        (kernel,) = cuda_loader.load([d], GPU, rows=rows, cache_dir=tmp_path)
+        assert kernel.text.schedules == schedules
+    assert len(compiler.names) == 3
+
+
+def test_measured_schedules_that_do_not_fit_are_left_out(
+    driver: FakeDriver, compiler: Compiler, tmp_path: Path
+) -> None:
+    _, d = corpus.layer_norm(Kit(), 1024)
+    (usual,) = cuda_loader.variants(d, GPU)[0]
+    store_for("NVIDIA H200", tmp_path).put(d.key, [dataclasses.replace(usual, chunks=1, lanes=1)])
+    assert cuda_loader.load([d], GPU, cache_dir=tmp_path)[0].text.schedules == (usual,)
+
+
+def test_variants_can_be_made_one_by_one(driver: FakeDriver, compiler: Compiler) -> None:
+    _, d = corpus.layer_norm(Kit(), 1024)
+    listed = cuda_loader.variants(d, GPU, most=5)
+    assert len(listed) == len(set(listed)) == 6 and len(listed[-1]) == 2  # the last does stores and sums apart
+    for schedules in listed:
+        assert cuda_loader.load_variant(d, GPU, schedules).text.schedules == schedules
+
+
+MISFITS = [
+    ({"kind": Kind.COLUMNS}, "kind columns is not for a kernel with row sums"),
+    ({"kind": Kind.REREAD}, "column sums in registers with kind reread, where there are 2 of them"),
+    ({"sums": Sums.NONE}, "column sums in none"),
+    ({"vector": 3}, "1024 features are not covered"),
+    ({"chunks": 1, "lanes": 8}, "1024 features are not covered"),
+    ({"blocks_per_multiprocessor": 0}, "a count is too small"),
+    ({"rounds": 0}, "a count is too small"),
+    ({"lanes": 96}, "96 threads cannot share a row"),
+    ({"lanes": 2048}, "2048 threads, 1 times, are too many"),
+    ({"ahead": 1000}, "bytes of shared memory are too much"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), MISFITS, ids=[reason for _, reason in MISFITS])
+def test_schedules_that_do_not_fit_are_refused_with_the_reason(
+    change: dict[str, object], reason: str, driver: FakeDriver, compiler: Compiler
+) -> None:
+    _, d = corpus.layer_norm(Kit(), 1024)
+    s = Schedule(Kind.SHARED, 4, 256, 1, 1, 2, 1, Sums.REGISTERS, keeps=True)
+    cuda_loader.load_variant(d, GPU, [s])
+    with pytest.raises(ValueError, match=f"kernel layer_norm_bwd: .*{reason}"):
+        cuda_loader.load_variant(d, GPU, [dataclasses.replace(s, **change)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="3 schedules, where one or two are possible"):
+        cuda_loader.load_variant(d, GPU, [s, s, s])
+
+
+def test_registers_that_do_not_suffice_cost_blocks(
+    driver: FakeDriver, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that spills gets more registers, until it does not or nothing is left to give."""
+    _, d = corpus.layer_norm(Kit(), 1024)
+    usual = cuda_loader.variants(d, GPU)[0][0].blocks_per_multiprocessor
+    enough = [usual]
+    assert usual > 2
+
+    def spilling(source: str, arch: str, *, name: str, cache: Path | None) -> Compiled:
+        (bounds,) = re.findall(r"__launch_bounds__\(\d+, (\d+)\) layer_norm_bwd\(", source)
+        spilled = 40 if int(bounds) > enough[0] else 8  # 8 bytes are not worth a block
+        return Compiled(b"nowhere:-", (Resources("layer_norm_bwd", 64, spilled, 0, 0),))
+
+    monkeypatch.setattr(nvrtc, "compile_source", spilling)
+    for enough[0], most in ((usual, usual), (usual - 1, usual - 1), (0, usual)):
+        (schedule,) = compile_kernel(d, "sm_90a")[0].schedules
+        assert schedule.blocks_per_multiprocessor == most
+    given = dataclasses.replace(schedule, blocks_per_multiprocessor=usual)
+    enough[0] = 1
+    assert compile_kernel(d, "sm_90a", schedules=[given])[0].schedules == (given,)
+
+
 # ---- what the runtime is told ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_every_kernel_can_be_told_to_the_runtime(name: str) -> None:
     d = CORPUS[name]
-    text = cuda_loader.cuda.generate(d)
+    text = cuda.generate(d)
     assert d.name in repr(cuda_loader.native_kernel(d, text, b""))
 
 
 def alignments(d: KernelDescription) -> dict[str, int]:
-    text = cuda_loader.cuda.generate(d)
+    text = cuda.generate(d)
     return {t.name: cuda_loader._alignment(t, text) for t in (*d.loads, *d.stores, *d.sums)}
 
 
