@@ -96,7 +96,7 @@ class Fuser:
         self._bindings = tuple(unique.values())
         self._slots = tuple((b.owner._parameters, b.name) for b in self._bindings)
         self._computed = any(name not in parameters for parameters, name in self._slots)
-        kinds = map(type, self._ops)
+        kinds = [type(op) for op in self._ops]
         self._states = tuple(dict.fromkeys(k.global_state for k in kinds if k.global_state is not None))
         self._revisions = self._revision()
 

@@ -12,7 +12,7 @@ import networkx as nx
 import torch
 
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, RowOp, Spec, UnfusedOperation
+from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, Place, RowOp, Spec, UnfusedOperation
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Node:
     draws: bool
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     path: str = ""  # in the module tree
+    places: tuple[Place, ...] = ()  # in fused operations
 
     @property
     def is_row(self) -> bool:
@@ -252,6 +253,7 @@ class GraphBuilder:
                 op.draws(),
                 casts,
                 listed.path,
+                listed.lowered.places,
             )
         )
         return output

@@ -23,6 +23,7 @@ from te_fuser.fuser.refs import (
 from te_fuser.fuser.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
+from te_fuser.fusions.pattern import matches
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient, UnfusedOperation
 
@@ -57,10 +58,10 @@ def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     """Where the fusions in force fit, and where their conditions said no, with the reason."""
     found, refusals = [], []
-    ops = [n.op for n in graph.nodes]
+    ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
     for fusion in registry.active():
         for start in range(len(ops)):
-            for stop in fusion.stops(ops, start):
+            for stop in matches(fusion.pattern, ops, start, places):
                 match = match_at(graph, options, start, stop)
                 why = fusion.refusal(match)
                 if why is None and options.tuned.get(place_of(fusion, match)) == OFF:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
-from te_fuser.ops.base import FusableOperation, RowOp, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, FusedOperation, Place, RowOp, UnfusedOperation
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ def _why_never(kind: Any) -> str | None:
         name = getattr(kind, "__name__", repr(kind))
         return f"{name} is not a FusableOperation, so its pattern can never match"
     name = kind.__name__
+    if kind.lower is FusedOperation.lower:
+        return _why_never_of_its_kind(kind)
     if kind.lower is not FusableOperation.lower:
         return (
             f"{name} is lowered to its elementary ops before fusing, so the pattern can never match; "
@@ -87,47 +89,84 @@ def _why_never(kind: Any) -> str | None:
         return (
             f"{name} is neither a RowOp nor an UnfusedOperation, so no list holds one and the pattern can never match"
         )
-    if kind.family:
+    return _why_never_of_its_kind(kind) or _why_without_meaning(kind)
+
+
+def _why_never_of_its_kind(kind: type[FusableOperation]) -> str | None:
+    if kind.family or kind.kind is kind:
         return None
-    if kind.kind is not kind:
-        own = kind.kind.__name__
-        return f"the kind of {name} is {own}, so the pattern can never match; name {own}"
+    own = kind.kind.__name__
+    return f"the kind of {kind.__name__} is {own}, so the pattern can never match; name {own}"
+
+
+def _why_without_meaning(kind: type[FusableOperation]) -> str | None:
     meaning = {RowOp: "compute", UnfusedOperation: "op_forward"}
     for base, method in meaning.items():
-        if issubclass(kind, base) and getattr(kind, method) is getattr(base, method):
+        if not kind.family and issubclass(kind, base) and getattr(kind, method) is getattr(base, method):
             return (
-                f"{name} defines no {method}, so no list holds one and the pattern can never match; "
-                f"name its subclasses, or say family = True in {name}"
+                f"{kind.__name__} defines no {method}, so no list holds one and the pattern can never match; "
+                f"name its subclasses, or say family = True in {kind.__name__}"
             )
     return None
 
 
-def _fits(part: type[FusableOperation] | OneOf, op: FusableOperation) -> bool:
-    kinds = part.kinds if isinstance(part, OneOf) else (part,)
-    return any(issubclass(op.kind, k) if k.family else op.kind is k for k in kinds)
+def _fits(kind: type[FusableOperation], op: FusableOperation) -> bool:
+    return issubclass(op.kind, kind) if kind.family else op.kind is kind
 
 
-def matches(pattern: Sequence[PatternPart], ops: Sequence[FusableOperation], start: int) -> Iterator[int]:
-    """Every stop such that ops[start:stop] fits the whole pattern, each once, longest first."""
-    yield from sorted(set(_stops(tuple(pattern), ops, start)), reverse=True)
+@dataclass(frozen=True)
+class _List:
+    """Elementary ops in a row, and where each stands in fused operations."""
+
+    ops: Sequence[FusableOperation]
+    places: Sequence[tuple[Place, ...]]
+
+    def ends(self, kind: type[FusableOperation], at: int) -> Iterator[int]:
+        """Where the one op, or the run of ops of one fused operation, that begins at `at` and is of this kind ends."""
+        if at >= len(self.ops):
+            return
+        if not issubclass(kind, FusedOperation):
+            yield from [at + 1] if _fits(kind, self.ops[at]) else []
+            return
+        for place in self.places[at] if self.places else ():
+            # Under autocast a Cast may stand between the ops: then they are no run.
+            run = [Place(place.whole, k, place.count) for k in range(place.count)]
+            if _fits(kind, place.whole) and all(p in found for p, found in zip(run, self.places[at:], strict=False)):
+                yield from [at + place.count] if at + place.count <= len(self.ops) else []
 
 
-def _stops(pattern: tuple[PatternPart, ...], ops: Sequence[FusableOperation], at: int) -> Iterator[int]:
+def matches(
+    pattern: Sequence[PatternPart],
+    ops: Sequence[FusableOperation],
+    start: int,
+    places: Sequence[tuple[Place, ...]] = (),
+) -> Iterator[int]:
+    """Every stop such that ops[start:stop] fits the whole pattern, each once, longest first.
+
+    Args:
+        places: of each op, where it stands in fused operations; by default in none.
+    """
+    yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)
+
+
+def _stops(pattern: tuple[PatternPart, ...], listed: _List, at: int) -> Iterator[int]:
     if not pattern:
         yield at
         return
     head, rest = pattern[0], pattern[1:]
     if isinstance(head, Optional):
-        yield from _stops(rest, ops, at)
-        yield from _stops((head.part, *rest), ops, at)
+        yield from _stops(rest, listed, at)
+        yield from _stops((head.part, *rest), listed, at)
     elif isinstance(head, Repeat):
         if head.at_least <= 0:
-            yield from _stops(rest, ops, at)
-        for middle in set(_stops((head.part,), ops, at)):
+            yield from _stops(rest, listed, at)
+        for middle in set(_stops((head.part,), listed, at)):
             if middle > at:
-                yield from _stops((Repeat(head.part, head.at_least - 1), *rest), ops, middle)
-    elif at < len(ops) and _fits(head, ops[at]):
-        yield from _stops(rest, ops, at + 1)
+                yield from _stops((Repeat(head.part, head.at_least - 1), *rest), listed, middle)
+    else:
+        for kind in head.kinds if isinstance(head, OneOf) else (head,):
+            for stop in listed.ends(kind, at):
+                yield from _stops(rest, listed, stop)
 
 
 def render(pattern: Sequence[PatternPart]) -> str:

@@ -11,7 +11,7 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -175,6 +175,16 @@ class LoweredOp:
     op: FusableOperation
     bindings: Mapping[str, Binding]
     suffix: str = ""
+    places: tuple[Place, ...] = ()  # in the fused operations that it comes from, the outermost first
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of a fused operation's `count` elementary ops one is."""
+
+    whole: FusedOperation
+    index: int
+    count: int
 
 
 _PLAIN = {"training"}
@@ -435,7 +445,61 @@ class UnfusedOperation(FusableOperation):
 
 
 class FusedOperation(FusableOperation):
-    """Stands for several consecutive ops; what a fusion runs in their place."""
+    """Stands for several consecutive ops, so that fusions can take exactly these by one name.
+
+    Give the ops by name, in their order: `super().__init__(up=ops.Linear(8, 16), gate=ops.SwiGLU())`. In a list it is
+    lowered to them, and means and trains what they do. A pattern that names its class fits where one such operation
+    stands, and covers all its elementary ops (`m[0]`, `m[1]`, ...); elsewhere the same ops in a row do not fit it.
+
+    Raises:
+        TypeError: when a part is no op; or, when it is used, has hooks, which would not run.
+        ValueError: without any part.
+    """
+
+    family = True
+
+    def __init__(self, **parts: FusableOperation) -> None:
+        super().__init__()
+        if not parts:
+            raise ValueError(f"{type(self).__name__} stands for no op at all; give it some, by name and in order")
+        for name, part in parts.items():
+            if not isinstance(part, FusableOperation):
+                got = type(part).__name__
+                raise TypeError(f"{type(self).__name__}: part {name!r} is a {got}; a fused operation stands for ops")
+            self.add_module(name, part)
+
+    def parts(self) -> dict[str, FusableOperation]:
+        """The ops it stands for, by name."""
+        return {name: part for name, part in self._modules.items() if isinstance(part, FusableOperation)}
+
+    @property
+    def revision(self) -> Any:
+        """What changes when an attribute, a part, or a part's attribute or hooks do."""
+        hooks = [len(h) for part in self.parts().values() for h in _hooks(part)]
+        return (self.__dict__.get("revision", 0), *[p.revision for p in self.parts().values()], *hooks)
+
+    @revision.setter
+    def revision(self, number: int) -> None:
+        self.__dict__["revision"] = number
+
+    def lower(self) -> list[LoweredOp]:
+        for name, part in self.parts().items():
+            if any(_hooks(part)):
+                raise TypeError(
+                    f"{type(self).__name__}: part {name!r} has a hook, which would not run: hook the whole operation, "
+                    "or write the parts into the list"
+                )
+        found = [replace(low, suffix=f".{n}{low.suffix}") for n, part in self.parts().items() for low in part.lower()]
+        return [replace(low, places=(Place(self, k, len(found)), *low.places)) for k, low in enumerate(found)]
+
+    def infer(self, x: Spec) -> Spec:
+        for part in self.parts().values():
+            x = part.infer(x)
+        return x
+
+
+def _hooks(m: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
+    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
 
 
 def walk(module: torch.nn.Module) -> Iterator[FusableOperation]:

@@ -95,7 +95,7 @@ def test_a_family_is_every_kind_below_it():
     assert list(matches([ops.SwiGLU], [MySwiGLU()], 0)) == []
     assert list(matches([ops.GatedUnit], [ops.SiLU()], 0)) == []
     families = [k for k in vars(ops).values() if getattr(k, "family", False)]
-    assert set(families) == {ops.FusableOperation, ops.RowOp, ops.UnfusedOperation, ops.GatedUnit}
+    assert set(families) == {ops.FusableOperation, ops.RowOp, ops.UnfusedOperation, ops.FusedOperation, ops.GatedUnit}
 
 
 def test_a_fusion_of_a_family_fires():
@@ -119,6 +119,10 @@ class Scheme(ops.RowOp):
     """Leaves its formula to subclasses, and does not say that it is a family."""
 
 
+class Neither(ops.FusableOperation):
+    pass
+
+
 class OpaqueScheme(ops.UnfusedOperation):
     pass
 
@@ -139,7 +143,7 @@ NEVER = {
     "all_optional": ([Optional(M), Optional(B)], "every part of its pattern is optional"),
     "repeat_none": ([Repeat(G, at_least=0)], "every part of its pattern is optional"),
     "repeat_optional": ([Repeat(Optional(G)), Optional(B)], "every part of its pattern is optional"),
-    "fused": ([ops.FusedOperation], "FusedOperation is neither a RowOp nor an UnfusedOperation"),
+    "neither": ([Neither], "Neither is neither a RowOp nor an UnfusedOperation"),
 }
 
 
