@@ -51,7 +51,7 @@ PLANNER = (
 ABSTRACT = {"te_fuser.ops.base", "te_fuser.fusions.match", "te_fuser.fusions.pattern", "te_fuser.fusions.registry"}
 
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
-OP_HELPERS = {"__init__", "base", "checks", "parameters", "products"}
+OP_HELPERS = {"__init__", "base", "checks", "main_grad", "parameters", "products"}
 ASPECTS = {
     "": {"bad_input", "benchmarks", "cuda_native", "docs", "layout", "native", "steps"},
     "formula": {"counts", "philox", "row_ops"},

@@ -85,7 +85,7 @@ def test_every_built_in_fusion_that_runs_here_passes() -> None:
             continue  # attention has its own tests, with the errors its kernels are known for
         try:
             assert check(name).passed
-        except te_fuser.verify.VerificationError as error:
+        except VerificationError as error:
             assert "runs on cuda, the input is on cpu" in str(error)
 
 

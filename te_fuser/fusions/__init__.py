@@ -26,6 +26,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     matmul_bias,
     matmul_bias_gelu,
     matmul_bias_relu,
+    matmul_main_grad,
     rotary_embedding,
 )
 

@@ -22,6 +22,8 @@ def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
         return f"cuBLASLt's products are in bfloat16, float16 and float32, and this one is in {_name(m.dtype)}"
     if m.kernels == "torch":
         return "this plan is one of PyTorch's operations alone"
+    if kind.startswith("wgrad") and (kind == "wgrad_onto") != m[at].op.accumulate_into_main_grad:
+        return "the weight's gradient goes to its main_grad"
     if m[at].dtype_of("weight") != m.dtype:
         return f"input and weight differ in dtype, {_name(m.dtype)} and {_name(m[at].dtype_of('weight'))}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked

@@ -199,7 +199,7 @@ def weight_and_bias_gradient(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.T
     return configured("wgrad_sum", dy.dtype, dy.dtype).make(dy, x)
 
 
-def add_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor) -> None:
-    """onto += dy^T x in place, `onto` [O, I] in the dtype of dy or float32."""
-    configured("wgrad_onto", dy.dtype, onto.dtype)((dy, x, onto))
+def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, add: bool = True) -> None:
+    """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], in the dtype of dy or float32."""
+    configured("wgrad_onto" if add else "wgrad", dy.dtype, onto.dtype)((dy, x, onto))
     torch.autograd.graph.increment_version(onto)

@@ -23,6 +23,7 @@ class Linear(FusableOperation):
         bias: whether there is one.
         init_method: called with the weight to fill it, and the bias starts at 0; by default both are filled as
             torch.nn.Linear's, with the same random numbers.
+        accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`: see `MatMul`.
         dtype: the parameters', torch's default if None.
         device: the parameters', torch's default if None.
 
@@ -41,13 +42,16 @@ class Linear(FusableOperation):
         bias: bool = True,
         *,
         init_method: Callable[[torch.Tensor], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         # A tuple, so that torch.nn.Module does not take the two for submodules: the parameters are this op's own.
         self._parts = (
-            meaning_only(MatMul(in_features, out_features, device="meta")),
+            meaning_only(
+                MatMul(in_features, out_features, accumulate_into_main_grad=accumulate_into_main_grad, device="meta")
+            ),
             meaning_only(Bias(out_features, device="meta")),
         )
         self.in_features, self.out_features = self._parts[0].in_features, self._parts[0].out_features

@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.ops.base import Gradient, Spec, UnfusedOperation, check_floating, forward_of, gradient_of
 from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.main_grad import gradient_added, main_grad_of
 from te_fuser.ops.parameters import empty, randomized
 from te_fuser.ops.products import linear, product
 
@@ -34,6 +35,14 @@ def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return product(as_rows(dy).t(), as_rows(x))
 
 
+def _main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """main_grad += dy^T x, or main_grad = dy^T x; gives what autograd gets instead."""
+    held, over = main_grad_of(weight)
+    gradient = _weight_gradient(dy, x)
+    held.copy_(gradient) if over else held.add_(gradient)
+    return gradient_added(weight)
+
+
 class MatMul(UnfusedOperation):
     """Multiply each row with a learnable matrix: y = x W^T, dx = dy W, dW = dy^T x.
 
@@ -41,12 +50,15 @@ class MatMul(UnfusedOperation):
         in_features: the size of x's last dimension; x is [..., in_features].
         out_features: the size of y's last dimension; `weight` is [out_features, in_features].
         init_method: called with the weight to fill it; by default it is filled as torch.nn.Linear's.
+        accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron keeps it, in place of
+            giving it to autograd: see `te_fuser.ops.main_grad`. `weight.grad` is then zeros.
         dtype: the parameter's, torch's default if None.
         device: the parameter's, torch's default if None.
 
     Raises:
         ValueError: when x has another feature size.
         TypeError: when x and weight differ in dtype.
+        RuntimeError: in backward, when the weight should have a main_grad and has none that fits.
     """
 
     autocast = "lower"
@@ -58,6 +70,7 @@ class MatMul(UnfusedOperation):
         out_features: int,
         *,
         init_method: Callable[[torch.Tensor], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -65,6 +78,7 @@ class MatMul(UnfusedOperation):
         self.in_features = feature_size(in_features, "in_features")
         self.out_features = feature_size(out_features, "out_features")
         self.init_method = init_method
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         self.weight = empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.reset_parameters()
 
@@ -85,14 +99,15 @@ class MatMul(UnfusedOperation):
         return 2.0 * x.rows * self.in_features * self.out_features
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        return (
-            Gradient(("input",), ("weight",), "input_gradient"),
-            Gradient(("weight",), ("input",), "weight_gradient"),
-        )
+        weight = Gradient(("weight",), ("input",), "weight_gradient")
+        if self.accumulate_into_main_grad:
+            weight = Gradient(("weight",), ("input", "weight"), "main_gradient")
+        return Gradient(("input",), ("weight",), "input_gradient"), weight
 
     op_forward = forward_of(_forward, "input", "weight")
     input_gradient = gradient_of("input", _input_gradient, "dy", "weight")
     weight_gradient = gradient_of("weight", _weight_gradient, "dy", "input")
+    main_gradient = gradient_of("weight", _main_gradient, "dy", "input", "weight")
 
     def example(self, features: int, rng: torch.Generator) -> MatMul:
         return randomized(MatMul(features, self.out_features, device="meta"), rng, spread=max(features, 1) ** -0.5)

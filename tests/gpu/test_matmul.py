@@ -146,7 +146,7 @@ def test_accumulation(dtype: torch.dtype, out_dtype: torch.dtype | None) -> None
     held = normal(40, 64, dtype=out_dtype or dtype, seed=2)
     exact = held.double() + rows(dy).double().T @ rows(x).double()
     plain = held + (rows(dy).T @ rows(x)).to(held.dtype)
-    matmul.add_weight_gradient(dy, x, held)
+    matmul.put_weight_gradient(dy, x, held)
     assert (held - exact).abs().max() <= 2 * (plain - exact).abs().max() + torch.finfo(
         held.dtype
     ).eps * exact.abs().max()

@@ -138,3 +138,20 @@ def test_every_combination_of_fusions_gives_one_result() -> None:
             got = torch.autograd.grad(model(x), parameters, dy)
         for a, b in zip(got, want, strict=True):
             assert (a - b).abs().max() <= 0.05 * b.abs().max()
+
+
+@pytest.mark.parametrize("over", [True, False])
+@pytest.mark.parametrize("held_dtype", [torch.float32, torch.bfloat16])
+def test_main_grad(over: bool, held_dtype: torch.dtype) -> None:
+    model = te_fuser.Sequential(ops.LayerNorm(64), ops.Linear(64, 40, accumulate_into_main_grad=True))
+    model = model.to(GPU, torch.bfloat16)
+    x = torch.randn(3, 65, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight, dy = model[1].weight, torch.randn(3, 65, 40, device=GPU, dtype=torch.bfloat16)
+    assert "matmul_main_grad" in {s.name for s in model.plan(x).backward}
+    (dw,) = torch.autograd.grad(model.reference(x), weight, dy)
+    weight.main_grad = torch.ones(40, 64, device=GPU, dtype=held_dtype)
+    weight.overwrite_main_grad, weight.grad_added_to_main_grad = over, False
+    model(x).backward(dy)
+    want = dw.float() + (0 if over else 1)
+    assert (weight.main_grad.float() - want).abs().max() <= 0.02 * dw.abs().max()
+    assert weight.grad_added_to_main_grad and not weight.grad.any()

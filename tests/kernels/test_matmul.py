@@ -120,11 +120,11 @@ def test_accumulation(library: FakeCublasLt, dtype: torch.dtype, out_dtype: torc
     held = values(OUT, IN, dtype=out_dtype or dtype, seed=2)
     want = held.double() + dy.double().reshape(-1, OUT).T @ x.double().reshape(-1, IN)
     version = held._version
-    matmul.add_weight_gradient(dy, x, held)
+    matmul.put_weight_gradient(dy, x, held)
     close(held, want)
     assert held._version == version + 1
     before = held.clone()
-    matmul.add_weight_gradient(dy[:0], x[:0], held)
+    matmul.put_weight_gradient(dy[:0], x[:0], held)
     assert torch.equal(held, before)
 
 

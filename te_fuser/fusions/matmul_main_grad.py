@@ -1,0 +1,44 @@
+"""Backward of a MatMul whose weight's gradient goes to `main_grad`: added by the product itself, in cuBLASLt."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fuser.fusions.match import Match
+from te_fuser.fusions.matmul import cost_of, why_no_product
+from te_fuser.fusions.registry import fusion
+from te_fuser.kernels import matmul as products
+from te_fuser.ops.base import Gradient
+from te_fuser.ops.main_grad import gradient_added, main_grad_of
+from te_fuser.ops.matmul import MatMul
+
+
+def _why_not(m: Match) -> bool | str:
+    if not m[0].op.accumulate_into_main_grad:
+        return "accumulate_into_main_grad is off"
+    return why_no_product(m, "dgrad") or why_no_product(m, "wgrad_onto") or True
+
+
+@fusion(
+    backward=[MatMul],
+    gradients=(
+        Gradient(("input",), ("0.weight",), "input_gradient"),
+        Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient"),
+    ),
+    when=_why_not,
+    cost=lambda m: (cost_of(m, "dgrad"), cost_of(m, "wgrad_onto")),
+)
+class matmul_main_grad:
+    """dx = dy W; main_grad += dy^T x, or main_grad = dy^T x, in the dtype of main_grad."""
+
+    @staticmethod
+    def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """dx = dy W."""
+        return products.input_gradient(dy, weight)
+
+    @staticmethod
+    def weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """main_grad += dy^T x; gives what autograd gets instead."""
+        held, over = main_grad_of(weight)
+        products.put_weight_gradient(dy, x, held, add=not over)
+        return gradient_added(weight)

@@ -1,0 +1,92 @@
+"""accumulate_into_main_grad: where the weight's gradient goes, with which flags, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import fusions, ops
+from tests.fusions.products import covered, plan, reasons
+from tests.ops.check import normal
+
+IN, OUT = 6, 5
+
+
+def model(dtype: torch.dtype = torch.float32) -> te_fuser.Sequential:
+    made = te_fuser.Sequential(ops.LayerNorm(IN), ops.Linear(IN, OUT, accumulate_into_main_grad=True), ops.GELU())
+    return made.to(dtype)
+
+
+def gradients(m: te_fuser.Sequential, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of x and of the weight, as they are without main_grad."""
+    y = m.reference(x)
+    return torch.autograd.grad(y.sum(), [x, m[1].weight])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_added(dtype: torch.dtype) -> None:
+    m, x = model(dtype), normal(2, 7, IN).to(dtype).requires_grad_()
+    weight = m[1].weight
+    dx, dw = gradients(m, x)
+    weight.main_grad = torch.ones(OUT, IN)
+    weight.grad_added_to_main_grad = False
+    for times in (1, 2):
+        m(x).sum().backward()
+        tolerance = 0.02 * float(dw.abs().max()) if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(weight.main_grad, 1 + times * dw.float(), rtol=0, atol=2 * tolerance)
+        assert weight.grad_added_to_main_grad is True
+        assert not weight.grad.any() and weight.grad.dtype == dtype
+        weight.grad_added_to_main_grad = False
+    torch.testing.assert_close(x.grad, 2 * dx, rtol=0.05, atol=0.05)
+    assert m[1].bias.grad.abs().sum() > 0
+
+
+def test_it_is_written_over() -> None:
+    m, x = model(), normal(7, IN).float()
+    m[1].weight.main_grad = torch.full((OUT, IN), torch.nan)
+    m[1].weight.overwrite_main_grad = True
+    (dw,) = torch.autograd.grad(m.reference(x).sum(), m[1].weight)
+    m(x).sum().backward()
+    torch.testing.assert_close(m[1].weight.main_grad, dw)
+    assert not hasattr(m[1].weight, "grad_added_to_main_grad")
+
+
+def test_a_parameter_may_look_it_up() -> None:
+    m, x = model(), normal(7, IN).float()
+    held = torch.zeros(OUT, IN)
+    m[1].weight.get_main_grad = lambda: held
+    m(x).sum().backward()
+    assert held.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (None, r"the weight \[5, 6\] on cpu has no main_grad; set weight.main_grad"),
+        (torch.zeros(6, 5), r"main_grad must be \[5, 6\] on cpu, as its weight, got \[6, 5\] on cpu"),
+        (torch.zeros(5, 6, device="meta"), r"got \[5, 6\] on meta"),
+    ],
+)
+def test_what_does_not_fit(held: torch.Tensor | None, message: str) -> None:
+    m, x = model(), normal(7, IN).float()
+    if held is not None:
+        m[1].weight.main_grad = held
+    with pytest.raises(RuntimeError, match=message):
+        m(x).sum().backward()
+
+
+def test_without_it_nothing_changes() -> None:
+    m = te_fuser.Sequential(ops.Linear(IN, OUT))
+    m[0].weight.main_grad = torch.zeros(OUT, IN)
+    m(normal(7, IN).float()).sum().backward()
+    assert not m[0].weight.main_grad.any() and m[0].weight.grad.any()
+
+
+def test_on_a_gpu_the_product_adds() -> None:
+    p = plan(ops.SiLU(), ops.Linear(4096, 1024, accumulate_into_main_grad=True), ops.Dropout(0.1))
+    assert [s for s in covered(p.backward) if s[0] == "matmul_main_grad"] == [("matmul_main_grad", 1, 2)] * 2
+    for name in ("matmul_backward", "matmul_bias_backward"):
+        assert reasons(p, name) == {"the weight's gradient goes to its main_grad"}
+    assert reasons(plan(ops.MatMul(4096, 64)), "matmul_main_grad") == {"accumulate_into_main_grad is off"}
+    assert fusions.get("matmul_main_grad").doc
