@@ -1,0 +1,55 @@
+"""Steps checked on the data they see: right ones pass, whatever the list looks like; a wrong gradient has a name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fusions import Cost, fusion
+from te_fuser.verify import VerificationError
+from tests.twins import sequential, tensor
+
+Listed = tuple[torch.nn.Module, ...]
+
+LISTS: dict[str, Callable[[], Listed]] = {
+    # No step makes what these hand through: the next op's data are found all the same.
+    "handed_through": lambda: (ops.Linear(8, 8), ops.Identity(), ops.Linear(8, 8)),
+    "handed_through_twice": lambda: (ops.Linear(8, 8), ops.Identity(), ops.Cast(torch.float64), ops.Linear(8, 8)),
+    "named": lambda: (ops.Linear(8, 8), ops.Fork("a"), ops.Linear(8, 8), ops.Add("a"), ops.Linear(8, 8)),
+    # Both ends of a fork enter one step: they are one value, however its gradient is shared among them.
+    "fork": lambda: (ops.Linear(8, 8), te_fuser.Residual(), ops.GELU()),
+    "fork_in_a_fork": lambda: (ops.Linear(8, 8), te_fuser.Residual(te_fuser.Residual(), ops.GELU()), ops.SiLU()),
+    # Two parameters of one name in one step.
+    "two_biases": lambda: (ops.Bias(8), ops.LayerNorm(8), ops.Scale(8), ops.Bias(8)),
+}
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["fused", "one by one"])
+@pytest.mark.parametrize("name", LISTS)
+def test_right_steps_pass(name: str, cut: bool) -> None:
+    model, x = sequential(*LISTS[name](), verify=True), tensor(5, 8)
+    with te_fuser.fusions.only(*(() if cut else te_fuser.fusions.names())):
+        y = model(x)
+        y.square().sum().backward()
+    torch.testing.assert_close(y, model.reference(x))
+
+
+def first_bias_is_wrong(m: Any, dy: torch.Tensor) -> Any:
+    """Backward of two biases; the second's gradient is right."""
+    right = dy.reshape(-1, dy.shape[-1]).sum(0)
+    return dy, {"0.bias": right * 1.5, "1.bias": right}
+
+
+def test_a_wrong_gradient_is_found_beside_a_right_one_of_the_same_name() -> None:
+    entry = fusion(backward=[ops.Bias, ops.Bias], registered=False)(first_bias_is_wrong)
+    model = sequential(ops.Bias(8), ops.Bias(8), verify=True)
+    with te_fuser.fusions.only(dataclasses.replace(entry, cost=lambda m: Cost(seconds=0.0))):
+        y = model(tensor(5, 8))
+        with pytest.raises(VerificationError, match=r"gradient of bias of op 0 \(Bias '0'\)"):
+            y.sum().backward()
