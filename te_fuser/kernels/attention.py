@@ -27,8 +27,7 @@ Condition = Callable[["AttentionProblem"], "str | None"]
 _LARGEST_GRID = 65535
 _RECENT_CUDNN = 91900
 _ALIGNMENT = 16  # bytes: what the CUDA kernels load at a time
-# Added to a masked score on CUDA: it leaves nothing of a probability, float16 holds it, and a row of nothing else stays
-# finite (cuDNN and the memory-efficient kernel differ in what they make of a row of -inf; such rows are zeroed here).
+# Added to a masked score on CUDA: it leaves nothing of a probability, and float16 holds it.
 _MASKED_SCORE = -65504.0
 
 
@@ -442,6 +441,9 @@ class _CudaProvider(Provider):
 
     def _bias(self, views: _Views, mask: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, bool]:
         hidden = _hidden(views, mask)
+        # Rows that see nothing see everything: what comes of it is made zero, and kernels disagree on rows of nothing
+        # (cuDNN 9.19 gave NaN for 64 positions of 128 features).
+        hidden = hidden & ~hidden.all(-1, keepdim=True)
         # Rows of the bias start at multiples of 16 elements, as the kernels' loads need it.
         padded = -(-views.positions // 16) * 16
         bias = qkv.new_zeros((*hidden.shape[:-1], padded))[..., : views.positions]

@@ -32,7 +32,7 @@ _ACCESS = 16  # bytes: the widest access
 _LINE = 128  # bytes of a line of the cache
 _WARP = 32
 _THREADS = range(256, 0, -32)  # of a block
-_RESIDENT = 512  # threads of a multiprocessor that hide the latency of memory, with eight vectors each on their way
+_RESIDENT = 512  # threads of a multiprocessor that hide the latency of memory: more of them were slower on an H200, fewer too
 _MOST_ROWS = 2**31 - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -57,8 +57,8 @@ class PackedPass:
         rotary_dim, style: what turns; 0: nothing does.
         back: whether it turns back.
         bias, sums: dtypes of the bias that is added and of the sums over rows, if any.
-        blocks: blocks of a multiprocessor; 0: as many as hide the latency of memory.
-        rows: how many a thread loads before it uses the first; 0: as many as make eight vectors.
+        blocks: blocks of a multiprocessor; 0: as many as were best.
+        rows: how many a thread loads before it uses the first; 0: as many as were best.
     """
 
     heads: PackedHeads
@@ -118,8 +118,9 @@ class PackedPass:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that a thread loads before it uses the first: eight vectors."""
-        return self.rows or (4 if self.partner == "kSecond" else 8)
+        """Rows that a thread loads before it uses the first, as measured on an H200."""
+        one_that_turns = self.rotary_dim and self.partner != "kSecond"
+        return self.rows or (8 if one_that_turns else 4)
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_heads.cu`."""

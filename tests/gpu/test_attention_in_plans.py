@@ -49,7 +49,9 @@ def check(parts: list[ops.FusableOperation], samples: int, positions: int, dtype
     plan = model.to(dtype).plan(x.requires_grad_())
     for one, usual, want in zip(got, plain, exact, strict=True):
         scale = want.abs().max()
-        allowed = 2 * (usual.double() - want).abs().max() + 2 * torch.finfo(dtype).eps * scale
+        # Sums of float32 numbers err by the order they are added in.
+        units = 16 if dtype == torch.float32 else 2
+        allowed = 2 * (usual.double() - want).abs().max() + units * torch.finfo(dtype).eps * scale
         assert (one.double() - want).abs().max() <= allowed
     return plan
 
