@@ -88,7 +88,9 @@ class Emulation:
     def in_plans(self) -> Iterator[None]:
         """Plans run these kernels, as they would on a GPU."""
 
-        def load(descriptions: Sequence[KernelDescription], target: str, device: torch.device) -> dict[str, Any]:
+        def load(
+            descriptions: Sequence[KernelDescription], target: str, device: torch.device, rows: int | None = None
+        ) -> dict[str, Any]:
             return {d.key: k for d, k in zip(descriptions, self.load(descriptions), strict=True)}
 
         def target(device: torch.device, dtype: torch.dtype, kernels: str) -> str:

@@ -53,7 +53,7 @@ ABSTRACT = {"te_fuser.ops.base", "te_fuser.fusions.match", "te_fuser.fusions.pat
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {"__init__", "base", "checks", "main_grad", "parameters", "products"}
 ASPECTS = {
-    "": {"bad_input", "benchmarks", "cuda_native", "docs", "layout", "native", "steps"},
+    "": {"bad_input", "benchmarks", "cuda_native", "docs", "gpu_benchmarks", "layout", "native", "steps"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

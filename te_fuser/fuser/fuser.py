@@ -15,7 +15,7 @@ from te_fuser.fuser.graph import CallSpecs, Graph, GraphBuilder, ListedOp, list_
 from te_fuser.fuser.kernels import GENERATED_DTYPES, load_kernels, obstacle, target_for, target_on_gpu
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
-from te_fuser.fuser.program import descriptions
+from te_fuser.fuser.program import KernelFunction, descriptions
 from te_fuser.fuser.segment import Segment, SegmentFunction, build_segments
 from te_fuser.fuser.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fusions import registry
@@ -236,10 +236,14 @@ class Fuser:
         return CallSpecs(x_spec, x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast, absent)
 
 
-def prepare(plan: Plan, outputs: tuple[str, ...]) -> Prepared:
-    """A plan made ready to run: its kernels compiled and loaded, its segments built."""
+def prepare(plan: Plan, outputs: tuple[str, ...], instead: Mapping[str, KernelFunction] | None = None) -> Prepared:
+    """A plan made ready to run: its kernels compiled and loaded, its segments built.
+
+    Args:
+        instead: description key -> another kernel for it.
+    """
     found = descriptions([*plan.forward, *plan.backward])
-    kernels = load_kernels(list(found.values()), plan.kernels, plan.x.device)
+    kernels = load_kernels(list(found.values()), plan.kernels, plan.x.device, plan.x.rows) | dict(instead or {})
     return Prepared(
         plan,
         build_segments(plan, kernels),

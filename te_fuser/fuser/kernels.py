@@ -89,9 +89,9 @@ def _warn_once(why: str) -> None:
 
 
 def load_kernels(
-    descriptions: Sequence[KernelDescription], target: str, device: torch.device
+    descriptions: Sequence[KernelDescription], target: str, device: torch.device, rows: int | None = None
 ) -> dict[str, KernelFunction]:
-    """Description key -> kernel, for tensors on `device`."""
+    """Description key -> kernel, for tensors on `device` with about that many rows."""
     if target == "cpp":
         from te_fuser.codegen import compiler
 
@@ -101,6 +101,6 @@ def load_kernels(
     if target == "cuda":
         from te_fuser.codegen import cuda_loader
 
-        kernels = cuda_loader.load(descriptions, device, cache_dir=config.cache_dir)
+        kernels = cuda_loader.load(descriptions, device, rows=rows, cache_dir=config.cache_dir)
         return {d.key: k.run for d, k in zip(descriptions, kernels, strict=True)}
     return {d.key: InterpretedKernel(d) for d in descriptions}

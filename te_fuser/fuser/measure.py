@@ -67,7 +67,9 @@ def measured_run(
 
 def _timed(prepared: Prepared, clock: _Clock) -> Prepared:
     steps = [*prepared.plan.forward, *prepared.plan.backward]
-    kernels = load_kernels(list(descriptions(steps).values()), prepared.plan.kernels, prepared.plan.x.device)
+    kernels = load_kernels(
+        list(descriptions(steps).values()), prepared.plan.kernels, prepared.plan.x.device, prepared.plan.x.rows
+    )
     return dataclasses.replace(prepared, segments=build_segments(prepared.plan, kernels, clock.wrap))
 
 

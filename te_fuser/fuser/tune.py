@@ -21,6 +21,8 @@ from te_fuser.fuser.graph import Graph
 from te_fuser.fuser.plan import FusionTask, Plan, size_text
 from te_fuser.fuser.planner import Planner
 from te_fuser.fuser.problem import Options, find_matches, match_at
+from te_fuser.fuser.program import KernelFunction
+from te_fuser.fuser.tune_schedules import tune_schedules
 from te_fuser.fuser.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
 
 _WARM_UP = 3
@@ -115,9 +117,34 @@ def tune(
             if taken:
                 choices[place], best = choice, plan
         total = contest(call_of(first), call_of(best), effort) if choices else 1.0
+        if best.kernels == "cuda":
+            trials += _schedule_trials(best, outputs, x, inputs, effort, contest)
         result = execute(prepare(best, outputs), x, inputs)
     _keep(graph, fuser, x.device, choices, total)
     return TuneReport(tuple(trials), (total,)), result
+
+
+def _schedule_trials(
+    plan: Plan,
+    outputs: tuple[str, ...],
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    effort: Effort,
+    contest: Contest,
+) -> Iterator[Trial]:
+    """Other schedules of the plan's generated kernels."""
+    before: dict[str, KernelFunction] = {}
+
+    def compare(kernels: dict[str, KernelFunction]) -> float:
+        first, second = (_call(prepare(plan, outputs, k), x, inputs) for k in (before, kernels))
+        ratio = contest(first, second, effort)
+        if ratio < 1:
+            before.update(kernels)
+        return ratio
+
+    for name, ratio, taken in tune_schedules(plan, compare):
+        reason = "" if ratio is not None else "no schedule is faster alone"
+        yield Trial(f"{name} schedule", "new", ratio, taken, reason)
 
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:

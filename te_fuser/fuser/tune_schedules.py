@@ -1,0 +1,112 @@
+"""Tuning the schedules of generated CUDA kernels: variants alone first, then the fastest in its place in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fuser.codegen.compiler import default_cache_dir
+from te_fuser.codegen.description import KernelDescription, elements
+from te_fuser.codegen.tuned_schedules import store_for
+from te_fuser.config import config
+from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.program import KernelFunction
+from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.ops.base import batch_layout
+
+if TYPE_CHECKING:
+    from te_fuser.codegen.cuda_loader import GpuKernel
+    from te_fuser.codegen.schedule import Schedule
+
+MOST_VARIANTS = 12
+_LAUNCHES = 10  # of a variant alone, between two events
+_SOLO_GAIN = 0.97  # what a variant must reach alone, over the kernel that is in use, to be tried in the model
+
+# compare(kernels by description key) -> the model's time with these kernels over its time with those before
+Compare = Callable[[dict[str, KernelFunction]], float]
+
+
+def tune_schedules(plan: Plan, compare: Compare) -> Iterator[tuple[str, float | None, bool]]:
+    """(kernel, ratio in the model or None, taken) for each generated kernel of a plan; what is taken stays on disk."""
+    device = plan.x.device
+    taken: dict[str, KernelFunction] = {}
+    for description, sizes in _kernels(plan):
+        found = _fastest_alone(description, sizes, device)
+        if found is None:
+            yield description.name, None, False
+            continue
+        schedules, kernel, alone = found
+        ratio = compare({**taken, description.key: kernel.run})
+        if ratio < 1:
+            taken[description.key] = kernel.run
+            store = store_for(torch.cuda.get_device_name(device), config.cache_dir or default_cache_dir())
+            store.put(description.key, schedules, sizes[0], alone=alone, in_model=ratio)
+        yield description.name, ratio, ratio < 1
+
+
+def _kernels(plan: Plan) -> Iterator[tuple[KernelDescription, tuple[int, int, int]]]:
+    """Each kernel of a plan once, with rows, batch_inner and samples of its call."""
+    seen = set()
+    for step in (*plan.forward, *plan.backward):
+        if not isinstance(step.task, KernelPlan) or step.task.description.key in seen:
+            continue
+        d = step.task.description
+        if not (d.stores or d.sums):
+            continue
+        seen.add(d.key)
+        spec = plan.graph.values[plan.graph.nodes[step.start].input].spec
+        batch_dim = step.task.batch_dim
+        yield d, (spec.rows, *((1, 1) if batch_dim is None else batch_layout(spec.shape, batch_dim)))
+
+
+def _fastest_alone(
+    d: KernelDescription, sizes: tuple[int, int, int], device: torch.device
+) -> tuple[tuple[Schedule, ...], GpuKernel, float] | None:
+    """The variant that is fastest alone, and by how much; None when none gains enough over the kernel in use."""
+    from te_fuser.codegen import cuda_loader
+
+    folder = config.cache_dir
+    in_use = cuda_loader.load([d], device, rows=sizes[0], cache_dir=folder)[0]
+    tensors = _tensors(d, sizes, device)
+    before = _seconds(in_use, tensors, sizes)
+    least, best = _SOLO_GAIN * before, None
+    for schedules in cuda_loader.variants(d, device, MOST_VARIANTS):
+        try:
+            kernel = cuda_loader.load_variant(d, device, schedules, cache_dir=folder)
+        except ValueError:  # it does not fit this GPU
+            continue
+        seconds = _seconds(kernel, tensors, sizes)
+        if seconds < least:
+            best, least = (schedules, kernel), seconds
+    return None if best is None else (*best, least / before)
+
+
+def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Memory for a call of a kernel alone; kernels do not look at shapes."""
+    rows, _, samples = sizes
+
+    def made(tensor: object) -> torch.Tensor:
+        count = elements(tensor.axes, tensor.width, rows, samples)  # type: ignore[attr-defined]
+        return torch.randn(count, device=device).to(getattr(torch, tensor.dtype))  # type: ignore[attr-defined]
+
+    seed = (torch.tensor([1, 0], device=device),) if d.streams else ()
+    return (*map(made, d.loads), *seed, *map(made, (*d.stores, *d.sums)))
+
+
+def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> float:
+    """Seconds of one launch among several, by events; the least of three."""
+    numbers = tuple(range(len(kernel.description.streams)))
+    times = []
+    for _ in range(4):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        kernel.run.repeat(_LAUNCHES, tensors, *sizes, numbers)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3 / _LAUNCHES)
+    return min(times[1:])
+
+
+__all__ = ["Compare", "tune_schedules"]

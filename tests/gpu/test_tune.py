@@ -1,0 +1,46 @@
+"""Tuning on a GPU: other schedules of the same kernels give the same results, and what is kept is loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import Sequential, ops
+from te_fuser.fuser import tune as tuning
+from te_fuser.fuser import tune_schedules
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.5])
+def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    monkeypatch.setattr(tune_schedules, "_SOLO_GAIN", 100.0)  # whatever the clock says, some variant is tried
+
+    def contest(first: object, second: object, effort: tuning.Effort) -> float:
+        for call in (first, second):
+            call()  # type: ignore[operator]
+        return ratio
+
+    monkeypatch.setattr(tuning, "_contest_on", lambda device: contest)
+    torch.manual_seed(0)
+    model = Sequential(ops.LayerNorm(256), ops.Linear(256, 512), ops.GELU(), ops.Linear(512, 256)).to(GPU)
+    x, dy = torch.randn(333, 256, device=GPU, requires_grad=True), torch.randn(333, 256, device=GPU)
+    wanted = [x, *model.parameters()]
+
+    def results() -> list[torch.Tensor]:
+        y = model(x)
+        return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+
+    before = results()
+    report = model.tune(x)
+    schedules = [t for t in report.trials if t.place.endswith("schedule")]
+    assert len(schedules) >= 3 and all(t.ratio == ratio for t in schedules)
+    assert all(t.taken == (ratio < 1) for t in schedules)
+    assert bool(list(tmp_path.rglob("*.schedules.json"))) == (ratio < 1)
+    for after, exact in zip(results(), before, strict=True):
+        torch.testing.assert_close(after, exact, rtol=1e-4, atol=1e-4)
