@@ -32,7 +32,7 @@ _ACCESS = 16  # bytes: the widest access
 _LINE = 128  # bytes of a line of the cache
 _WARP = 32
 _THREADS = range(256, 0, -32)  # of a block
-_RESIDENT = 512  # threads of a multiprocessor that hide the latency of memory: more of them were slower on an H200, fewer too
+_RESIDENT = 512  # threads of a multiprocessor: fewer do not hide the latency of memory, more were slower on an H200
 _MOST_ROWS = 2**31 - 1
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
