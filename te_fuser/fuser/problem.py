@@ -23,7 +23,6 @@ from te_fuser.fuser.refs import (
 from te_fuser.fuser.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
-from te_fuser.fusions.pattern import matches
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient, UnfusedOperation
 
@@ -61,7 +60,7 @@ def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
     for fusion in registry.active():
         for start in range(len(ops)):
-            for stop in matches(fusion.pattern, ops, start, places):
+            for stop in fusion.stops(ops, start, places):
                 match = match_at(graph, options, start, stop)
                 why = fusion.refusal(match)
                 if why is None and options.tuned.get(place_of(fusion, match)) == OFF:

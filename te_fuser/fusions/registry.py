@@ -12,7 +12,7 @@ from typing import Any
 
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.pattern import PatternPart, check, matches, render
-from te_fuser.ops.base import Gradient
+from te_fuser.ops.base import Gradient, Place
 
 Condition = Callable[[Match], "bool | str | None"]
 
@@ -78,9 +78,9 @@ class Fusion:
             return answer
         return None if answer is None or answer else "its condition `when` said no"
 
-    def stops(self, ops: Sequence[Any], start: int) -> Iterator[int]:
-        """Where matches that begin at `start` end."""
-        return matches(self.pattern, ops, start)
+    def stops(self, ops: Sequence[Any], start: int, places: Sequence[tuple[Place, ...]] = ()) -> Iterator[int]:
+        """Where matches that begin at `start` end; `places` says where each op stands in fused operations."""
+        return matches(self.pattern, ops, start, places)
 
     def __repr__(self) -> str:
         return f"<fusion {self.name!r} {self.direction}: {render(self.pattern)}>"

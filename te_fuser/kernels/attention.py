@@ -18,7 +18,7 @@ import torch
 
 from te_fuser.formula.random import RandomStream
 from te_fuser.ops.base import Spec
-from te_fuser.ops.dot_product_attention import AttentionSettings, hidden_positions
+from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES, AttentionSettings, hidden_positions
 
 Saved = dict[str, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -67,11 +67,7 @@ class AttentionProblem:
 
 
 # Provider -> PyTorch's own switch for its kernel (torch.nn.attention.sdpa_kernel sets them).
-_SWITCHES: dict[str, Callable[[], bool]] = {
-    "cuda_cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "cuda_flash": torch.backends.cuda.flash_sdp_enabled,
-    "cuda_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-}
+_SWITCHES = {f"cuda_{name}": enabled for name, enabled in KERNEL_SWITCHES.items()}
 
 
 def _lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
