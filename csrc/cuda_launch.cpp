@@ -8,7 +8,6 @@ namespace {
 
 constexpr int64_t scratch_alignment = 256;
 constexpr int64_t few_blocks = 64;
-constexpr unsigned default_shared_bytes = 48 * 1024;  // more than this a kernel must be allowed to use
 
 int64_t round_up(int64_t bytes) { return (bytes + scratch_alignment - 1) / scratch_alignment * scratch_alignment; }
 
@@ -155,7 +154,8 @@ bool CudaProgram::find_functions(const CudaDriver& driver, CudaDriver::Module mo
     if (error != CudaDriver::success) {
       return refuse(driver, "its machine code has no function '" + launch.symbol + "'", error, failure);
     }
-    if (launch.shared_bytes > default_shared_bytes) {
+    // Without asking it has 48 KiB less its static shared memory, of which nothing is known here.
+    if (launch.shared_bytes > 0) {
       error = driver.function_set_attribute(function, CudaDriver::max_dynamic_shared_size_bytes,
                                             static_cast<int>(launch.shared_bytes));
       if (error != CudaDriver::success) {

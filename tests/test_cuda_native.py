@@ -248,8 +248,9 @@ def test_repeat_launches_again(driver: FakeDriver) -> None:
         kernel().repeat(0, tensors(), 4, 1, 1, (7,))
 
 
-def test_much_shared_memory_is_asked_for(driver: FakeDriver) -> None:
-    native = kernel(launches=(*changed_launch(shared_bytes=100_000)[:1], LAUNCHES[1]))
+@pytest.mark.parametrize("shared_bytes", [48 * 1024, 100_000])  # 48 KiB beside a kernel's static memory are too many
+def test_much_shared_memory_is_asked_for(shared_bytes: int, driver: FakeDriver) -> None:
+    native = kernel(launches=(*changed_launch(shared_bytes=shared_bytes)[:1], LAUNCHES[1]))
     native(tensors(), 4, 1, 1, (7,))
     assert driver.launches == 2
     with pytest.raises(RuntimeError, match="'rows' cannot have 300000 bytes of shared memory: a fake error"):
