@@ -8,19 +8,15 @@
 
 #include "cuda_driver.h"
 
-struct cublasLtContext;
-struct cublasLtMatmulDescOpaque_t;
-struct cublasLtMatrixLayoutOpaque_t;
-struct cublasLtMatmulPreferenceOpaque_t;
-
 namespace te {
 
 struct CublasLt {
   using Status = int;
-  using Handle = cublasLtContext*;
-  using Description = cublasLtMatmulDescOpaque_t*;
-  using Layout = cublasLtMatrixLayoutOpaque_t*;
-  using Preference = cublasLtMatmulPreferenceOpaque_t*;
+  // What nobody looks into.
+  using Handle = struct CublasLtHandle*;
+  using Description = struct CublasLtDescription*;
+  using Layout = struct CublasLtLayout*;
+  using Preference = struct CublasLtPreference*;
   using Stream = CudaDriver::Stream;
 
   struct Algorithm {
