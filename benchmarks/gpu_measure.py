@@ -232,6 +232,7 @@ class Trace:
         kernels: kernels, copies and memsets together.
         span: from the first one's begin to the last one's end, of calls one after the other.
         products, attention, rest: in kernels of either kind, and in all others.
+        names: how often each kernel runs, and its seconds, by name.
     """
 
     kernels: float
@@ -239,6 +240,7 @@ class Trace:
     products: float
     attention: float
     rest: float
+    names: Mapping[str, tuple[float, float]]
 
     def as_data(self) -> dict[str, Any]:
         """For a record."""
@@ -275,10 +277,14 @@ def summarized(events: Sequence[Mapping[str, Any]], repeats: int) -> Trace:
     if not found:
         raise RuntimeError("the profiler saw no kernel: is another profiler attached to this process?")
     span = max(e["ts"] + e["dur"] for e in found) - min(e["ts"] for e in found)
+    scale = 1e-6 / repeats
     spent = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+    names: dict[str, tuple[float, float]] = {}
     for e in found:
-        spent[_kind(e["name"].lower())] += e["dur"]
-    return Trace(len(found) / repeats, span * 1e-6 / repeats, **{k: t * 1e-6 / repeats for k, t in spent.items()})
+        spent[_kind(e["name"].lower())] += e["dur"] * scale
+        count, seconds = names.get(e["name"], (0.0, 0.0))
+        names[e["name"]] = (count + 1 / repeats, seconds + e["dur"] * scale)
+    return Trace(len(found) / repeats, span * scale, spent["products"], spent["attention"], spent["rest"], names)
 
 
 def _kind(name: str) -> str:

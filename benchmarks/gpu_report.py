@@ -206,17 +206,37 @@ def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
 
 
 def _section(part: Data) -> str:
-    used, options = part["versions"], part["options"]
+    used = part["versions"]
     card = ", ".join(f"{name} {value}" for name, value in part["card"].items() if name != "energy")
     libraries = ", ".join(f"{name} {used[name]}" for name in ("torch", "cuda", "cudnn") if name in used)
     head = (
-        f"**{part['gpu']}** ({card}); {libraries}; commit {part['commit']}, {part['written'][:10]}; "
-        f"{options['rounds']} rounds of blocks of {options['block_seconds']:g} s or less"
-        f"{' (a quick run: take it as a hint)' if options['quick'] else ''}; `{part['command']}`."
+        f"**{part['gpu']}** ({card}); {libraries}; commit {part['commit']}, {part['written'][:10]};{_effort(part)} "
+        f"`{part['command']}`."
     )
     header, rows = table_of(part["cases"])
-    notes = [_note(entry) for entry in part["cases"]]
+    notes = [_note(entry) for entry in part["cases"]] + [_slow_copies(part["cases"])]
     return "\n\n".join([head, _table(header, rows, 2), *filter(None, notes)])
+
+
+def _effort(part: Data) -> str:
+    """How long it was measured, for a contest; other parts run once."""
+    options = part["options"]
+    if not any("rounds_ms" in data for entry in part["cases"] for data in entry["contenders"].values()):
+        return ""
+    hint = " (a quick run: take it as a hint)" if options["quick"] else ""
+    return f" {options['rounds']} rounds of blocks of {options['block_seconds']:g} s or less{hint};"
+
+
+_USUAL_COPY = 0.85  # of the fastest one
+
+
+def _slow_copies(cases: Sequence[Data]) -> str:
+    """Copies that ran slower than others are no yardstick."""
+    speeds = {e["case"]: e["contenders"]["copy"]["gbps"] for e in cases if "copy" in e["contenders"]}
+    slow = [
+        f"{case} ({speed:.0f} GB/s)" for case, speed in speeds.items() if speed < _USUAL_COPY * max(speeds.values())
+    ]
+    return f"The copy ran slowly in {', '.join(slow)}: take the GB/s there, not the ratios." if slow else ""
 
 
 def _note(entry: Data) -> str:
@@ -225,9 +245,10 @@ def _note(entry: Data) -> str:
         return f"One Sequential over separate layers: {entry['over_separate']:.3f}."
     if "largest_difference" in entry:
         ours = entry["contenders"]["te_fuser"]
+        late = f" ({entry['late_difference']:.3f} in the second half)" if "late_difference" in entry else ""
         return (
             f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
-            f"differ by {entry['largest_difference']:.3f} nats at most; a bigram model has {entry['bigram_loss']:.3f}."
+            f"differ by {entry['largest_difference']:.3f} nats at most{late}; a bigram model has {entry['bigram_loss']:.3f}."
         )
     return ""
 
@@ -240,11 +261,12 @@ _PLOTTED = ("layer", "layer-fp16", "mlp", "llama")
 
 
 def plot(record: Data, path: Path = PLOT) -> None:
-    """Time over the floor of every layer and block, by contender, as a picture for the README."""
+    """Time over the floor of every layer and block, by contender, as a picture for the README; no quick runs."""
     import matplotlib
     from matplotlib.figure import Figure  # needs no display
 
-    cases = [e for part in _PLOTTED if part in record["parts"] for e in record["parts"][part]["cases"]]
+    parts = [record["parts"][name] for name in _PLOTTED if name in record["parts"]]
+    cases = [entry for part in parts if not part["options"]["quick"] for entry in part["cases"]]
     bars = [bar for entry in reversed(cases) for bar in _bars(entry)]
     if not bars:
         return

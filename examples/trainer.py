@@ -115,7 +115,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(self.step)
         windows = random_windows(self.data, self.batch, self.context, self.batches)
-        loss = functional.cross_entropy(self.logits(windows.inputs).flatten(0, 1), windows.targets.flatten())
+        logits = self.logits(windows.inputs).flatten(0, 1)
+        loss = functional.cross_entropy(logits.float(), windows.targets.flatten())  # bfloat16 would round the loss
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)

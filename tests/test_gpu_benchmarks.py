@@ -142,6 +142,7 @@ def test_a_trace_counts_kernels_and_finds_products() -> None:
     trace = gpu_measure.summarized(events, repeats=2)
     assert trace.kernels == 2 and trace.span == pytest.approx(45e-6)
     assert [trace.products, trace.attention, trace.rest] == pytest.approx([25e-6, 14.5e-6, 5.5e-6])
+    assert trace.names["layer_norm_fwd"] == pytest.approx((0.5, 5e-6))
     assert trace.as_data()["over_own_products"] == pytest.approx(45 / 39.5)
     with pytest.raises(RuntimeError, match="no kernel"):
         gpu_measure.summarized(events[-1:], 1)
@@ -218,6 +219,20 @@ def test_documents_take_tables_and_plans(tmp_path: Path) -> None:
     assert "**NVIDIA Test 1** (driver 1); torch 2; commit abc, 2026-01-02; 5 rounds" in text
     assert "| te_fuser | 8.000 | 1.000 | 0.500 | 0.250 | 0.750 |" in text
     assert "| forward | `mat_mul` | MatMul | 1 | 1.000 | 2.000 | 100.0% | products 50% |" in text
+
+
+def test_a_slow_copy_is_named() -> None:
+    cases = [{"case": c, "contenders": {"copy": {"gbps": speed}}} for c, speed in (("a", 4200.0), ("b", 2700.0))]
+    assert "slowly in b (2700 GB/s)" in gpu_report._slow_copies(cases)
+    assert gpu_report._slow_copies(cases[:1]) == "" == gpu_report._slow_copies([layer_record()["cases"][0]])
+
+
+def test_quick_runs_are_not_plotted(tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    record = layer_record()
+    record["options"]["quick"] = True
+    gpu_report.plot({**ABOUT, "parts": {"layer": record}}, path)
+    assert not path.exists()
 
 
 def test_the_document_has_a_place_for_every_part() -> None:
