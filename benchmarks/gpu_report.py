@@ -248,7 +248,8 @@ def _note(entry: Data) -> str:
         late = f" ({entry['late_difference']:.3f} in the second half)" if "late_difference" in entry else ""
         return (
             f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
-            f"differ by {entry['largest_difference']:.3f} nats at most{late}; a bigram model has {entry['bigram_loss']:.3f}."
+            f"differ by {entry['largest_difference']:.3f} nats at most{late}; "
+            f"a bigram model has {entry['bigram_loss']:.3f}."
         )
     return ""
 

@@ -32,7 +32,11 @@ TOY = gpu_parts.Bench(CPU, gpu_parts.TOY, gpu_measure.TRIAL, with_compile=False)
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-@pytest.mark.parametrize("name", gpu_parts.PARTS)
+SLOW = ("first-call", "train")  # they start processes
+PARTS = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in gpu_parts.PARTS]
+
+
+@pytest.mark.parametrize("name", PARTS)
 def test_every_part_runs(name: str) -> None:
     entries = list(gpu_parts.PARTS[name].run(TOY))
     assert entries
@@ -42,6 +46,7 @@ def test_every_part_runs(name: str) -> None:
     assert all(len(row) == len(header) for row in rows) and rows[0][0] == entries[0]["case"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_record(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     for part in ("mlp", "host"):
