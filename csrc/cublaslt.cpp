@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 
+#include "library.h"
+
 namespace te {
 namespace {
 
@@ -29,24 +31,6 @@ State& state() {
   static State* const the_state = new State;
   return *the_state;
 }
-
-// Collects the functions of a library; remembers the first one that is not there.
-class Binder {
- public:
-  explicit Binder(void* library) : library_(library) {}
-
-  template <class Function>
-  void operator()(Function& target, const char* symbol) {
-    target = reinterpret_cast<Function>(dlsym(library_, symbol));
-    if (target == nullptr && missing_.empty()) missing_ = symbol;
-  }
-
-  const std::string& missing() const { return missing_; }
-
- private:
-  void* library_;
-  std::string missing_;
-};
 
 std::string bind_functions(void* library, CublasLt& lt) {
   Binder bind(library);
@@ -71,9 +55,10 @@ std::string bind_functions(void* library, CublasLt& lt) {
 void* open_library(const std::string& path, std::string& why) {
   if (!path.empty()) {
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    const char* reason = library == nullptr ? dlerror() : nullptr;
-    if (library == nullptr) why = "cuBLASLt cannot be loaded: " + std::string(reason != nullptr ? reason : path.c_str());
-    return library;
+    if (library != nullptr) return library;
+    const char* reason = dlerror();
+    why = "cuBLASLt cannot be loaded: " + std::string(reason != nullptr ? reason : path.c_str());
+    return nullptr;
   }
   for (const char* name : loaded_names) {
     if (void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "library.h"
+
 namespace te {
 namespace {
 
@@ -21,24 +23,6 @@ State& state() {
   static State* const the_state = new State;
   return *the_state;
 }
-
-// Collects the functions of a library; remembers the first one that is not there.
-class Binder {
- public:
-  explicit Binder(void* library) : library_(library) {}
-
-  template <class Function>
-  void operator()(Function& target, const char* symbol) {
-    target = reinterpret_cast<Function>(dlsym(library_, symbol));
-    if (target == nullptr && missing_.empty()) missing_ = symbol;
-  }
-
-  const std::string& missing() const { return missing_; }
-
- private:
-  void* library_;
-  std::string missing_;
-};
 
 // The name in the library is that of the newest form of each function, as cuda.h maps it.
 std::string bind_functions(void* library, CudaDriver& driver) {

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "cuda_launch.h"
+#include "gil.h"
 #include "kernel_call.h"
 #include "tensor.h"
 
@@ -25,49 +26,6 @@ struct KernelObject {
 };
 
 CudaProgram& program_of(PyObject* self) { return *reinterpret_cast<KernelObject*>(self)->program; }
-
-// ---- errors ----------------------------------------------------------------------------------------------------
-
-// torch.OutOfMemoryError, which training loops catch; a new reference.
-PyObject* out_of_memory_type() {
-  PyObject* torch = PyImport_ImportModule("torch");
-  PyObject* type = torch == nullptr ? nullptr : PyObject_GetAttrString(torch, "OutOfMemoryError");
-  Py_XDECREF(torch);
-  if (type != nullptr) return type;
-  PyErr_Clear();
-  Py_INCREF(PyExc_MemoryError);
-  return PyExc_MemoryError;
-}
-
-void raise_failure(const CudaProgram& program, const Failure& failure) {
-  if (failure.kind != Failure::Kind::memory) {
-    PyErr_SetString(failure.kind == Failure::Kind::value ? PyExc_ValueError : PyExc_RuntimeError, failure.text.c_str());
-    return;
-  }
-  PyObject* type = out_of_memory_type();
-  PyErr_Format(type, "kernel '%s': no memory for its partial sums: %s", program.name.c_str(), failure.text.c_str());
-  Py_DECREF(type);
-}
-
-// Does something that may wait for the device, or for a thread that waits for the interpreter.
-template <class Work>
-bool without_gil(const CudaProgram& program, Work work) {
-  Failure failure;
-  bool done = false, no_memory = false;
-  PyThreadState* thread = PyEval_SaveThread();
-  try {
-    done = work(failure);
-  } catch (const std::bad_alloc&) {
-    no_memory = true;
-  }
-  PyEval_RestoreThread(thread);
-  if (no_memory) {
-    PyErr_NoMemory();
-  } else if (!done) {
-    raise_failure(program, failure);
-  }
-  return done;
-}
 
 // ---- the call from Python --------------------------------------------------------------------------------------
 
@@ -100,7 +58,7 @@ PyObject* call_kernel(CudaProgram& program, const Arguments& arguments, int64_t 
   call.stream = static_cast<CudaDriver::Stream>(stream);
   call.tensors = memory.data();
   call.integers = integers.data();
-  if (!without_gil(program, [&](Failure& failure) { return program.run(call, failure); })) return nullptr;
+  if (!without_gil(program.name.c_str(), [&](Failure& failure) { return program.run(call, failure); })) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -128,7 +86,7 @@ PyObject* load(PyObject* self, PyObject* argument) {
   if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
   const auto device = static_cast<int32_t>(std::clamp<long>(number, -1, std::numeric_limits<int32_t>::max()));
   CudaProgram& program = program_of(self);
-  if (!without_gil(program, [&](Failure& failure) { return program.load(device, failure); })) return nullptr;
+  if (!without_gil(program.name.c_str(), [&](Failure& failure) { return program.load(device, failure); })) return nullptr;
   Py_RETURN_NONE;
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "gil.h"
 #include "matmul_problem.h"
 #include "reference.h"
 #include "tensor.h"
@@ -80,39 +81,6 @@ bool read_precision(bool* tf32) {
   if (!found) return false;
   *tf32 = PyUnicode_Check(found.get()) && PyUnicode_CompareWithASCIIString(found.get(), "tf32") == 0;
   return true;
-}
-
-// ---- errors ----------------------------------------------------------------------------------------------------
-
-void raise_failure(const Failure& failure) {
-  if (failure.kind == Failure::Kind::memory) {
-    const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
-    const Reference type = torch ? Reference::steal(PyObject_GetAttrString(torch.get(), "OutOfMemoryError")) : Reference();
-    PyErr_Clear();
-    PyErr_SetString(type ? type.get() : PyExc_MemoryError, failure.text.c_str());
-    return;
-  }
-  PyErr_SetString(failure.kind == Failure::Kind::value ? PyExc_ValueError : PyExc_RuntimeError, failure.text.c_str());
-}
-
-// Does something that may wait for the device, or for a thread that waits for the interpreter.
-template <class Work>
-bool without_gil(Work work) {
-  Failure failure;
-  bool done = false, no_memory = false;
-  PyThreadState* thread = PyEval_SaveThread();
-  try {
-    done = work(failure);
-  } catch (const std::bad_alloc&) {
-    no_memory = true;
-  }
-  PyEval_RestoreThread(thread);
-  if (no_memory) {
-    PyErr_NoMemory();
-  } else if (!done) {
-    raise_failure(failure);
-  }
-  return done;
 }
 
 // ---- the tensors of a call -------------------------------------------------------------------------------------
@@ -209,7 +177,7 @@ bool read_call(const Product& product, PyObject* const* tensors, size_t count, R
   if (form.epilogue->aux_is_mask) call.aux.stride *= 8;  // bits
   Failure failure;
   if (!product.matmul.sizes(call, reading.sizes, failure)) {
-    raise_failure(failure);
+    raise_failure(failure, nullptr);
     return false;
   }
   if (!check_bias(product, bias_length, reading.sizes)) return false;
@@ -237,7 +205,7 @@ bool run(Product& product, PyObject* const* tensors, size_t count) {
   if (!read_call(product, tensors, count, reading)) return false;
   const MatmulSizes& sizes = reading.sizes;
   if (sizes.m == 0 || sizes.n == 0 || sizes.k == 0) return run_empty(product, tensors, count);
-  return without_gil([&](Failure& failure) { return product.matmul.run(reading.call, failure); });
+  return without_gil(nullptr, [&](Failure& failure) { return product.matmul.run(reading.call, failure); });
 }
 
 // The items of the one tuple that a call takes; nullptr with a Python error set.
@@ -329,9 +297,10 @@ PyObject* make(PyObject* self, PyObject* const* inputs, Py_ssize_t given) {
   const auto read = std::count_if(product.arguments.begin(), product.arguments.end(),
                                   [](const Argument& argument) { return !argument.written; });
   if (given != read || product.matmul.form.addend == Addend::out) {
+    const bool adds = product.matmul.form.addend == Addend::out;
     PyErr_Format(PyExc_ValueError, "product '%s': make() takes the %zd tensors that are read, got %zd%s",
                  product.matmul.form.name.c_str(), static_cast<Py_ssize_t>(read), given,
-                 product.matmul.form.addend == Addend::out ? "; this one adds to what its output holds, so give that" : "");
+                 adds ? "; this one adds to what its output holds, so give that" : "");
     return nullptr;
   }
   std::vector<int64_t> out;
@@ -375,15 +344,16 @@ PyObject* algorithms(PyObject* self, PyObject* args) {
   Reading reading;
   std::vector<CublasLt::Candidate> found;
   if (tensors == nullptr || !read_call(product, tensors, count, reading)) return nullptr;
-  if (!without_gil([&](Failure& failure) { return product.matmul.list(reading.call, most, found, failure); })) {
-    return nullptr;
-  }
+  const auto look = [&](Failure& failure) { return product.matmul.list(reading.call, most, found, failure); };
+  if (!without_gil(nullptr, look)) return nullptr;
   const Reference list = Reference::steal(PyList_New(0));
   if (!list) return nullptr;
   for (const CublasLt::Candidate& candidate : found) {
-    const Reference item = Reference::steal(Py_BuildValue(
-        "(y#Kd)", reinterpret_cast<const char*>(&candidate.algorithm), static_cast<Py_ssize_t>(sizeof(CublasLt::Algorithm)),
-        static_cast<unsigned long long>(candidate.workspace), static_cast<double>(candidate.waves)));
+    const auto* bytes = reinterpret_cast<const char*>(&candidate.algorithm);
+    const auto workspace = static_cast<unsigned long long>(candidate.workspace);
+    const Reference item = Reference::steal(
+        Py_BuildValue("(y#Kd)", bytes, static_cast<Py_ssize_t>(sizeof(CublasLt::Algorithm)), workspace,
+                      static_cast<double>(candidate.waves)));
     if (!item || PyList_Append(list.get(), item.get()) != 0) return nullptr;
   }
   return PyList_AsTuple(list.get());
@@ -406,9 +376,8 @@ PyObject* choose(PyObject* self, PyObject* args) {
   PyObject* const* tensors = items_of(product, tuple, &count);
   Reading reading;
   if (tensors == nullptr || !read_call(product, tensors, count, reading)) return nullptr;
-  if (!without_gil([&](Failure& failure) { return product.matmul.choose(reading.call, algorithm, failure); })) {
-    return nullptr;
-  }
+  const auto take = [&](Failure& failure) { return product.matmul.choose(reading.call, algorithm, failure); };
+  if (!without_gil(nullptr, take)) return nullptr;
   Py_RETURN_NONE;
 }
 

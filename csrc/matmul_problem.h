@@ -82,7 +82,8 @@ class MatmulProblem {
   ~MatmulProblem();
 
   CublasLt::Status describe(const MatmulForm& form, const MatmulKey& key, const MatmulCall& call);
-  CublasLt::Status list(const MatmulForm& form, const MatmulCall& call, int most, std::vector<CublasLt::Candidate>& found);
+  CublasLt::Status list(const MatmulForm& form, const MatmulCall& call, int most,
+                        std::vector<CublasLt::Candidate>& found);
   CublasLt::Status choose(const CublasLt::Algorithm& algorithm);
   bool run(const MatmulForm& form, const MatmulCall& call, Failure& failure);
   bool has_run() const { return has_run_; }

@@ -172,11 +172,24 @@ def _nvrtc_part() -> str:
     return f"{major}.{minor}, headers in {headers[0]}"
 
 
+def _cublaslt_part() -> str:
+    import torch
+
+    from te_fuser import _native
+    from te_fuser.kernels import matmul
+
+    why = matmul.problem()
+    if why is None:
+        return f"version {_native.cublaslt_version()}"
+    return f"missing: {why}" + ("; CUDA products run by PyTorch" if torch.version.cuda else "")
+
+
 _PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("torch", _torch_part),
     ("C++ compiler", _compiler_part),
     ("native module", _native_part),
     ("NVRTC", _nvrtc_part),
+    ("cuBLASLt", _cublaslt_part),
 )
 
 COMMANDS = (
