@@ -175,13 +175,13 @@ def _nvrtc_part() -> str:
 def _cublaslt_part() -> str:
     import torch
 
-    from te_fuser import _native
-    from te_fuser.kernels import matmul
-
-    why = matmul.problem()
-    if why is None:
-        return f"version {_native.cublaslt_version()}"
-    return f"missing: {why}" + ("; CUDA products run by PyTorch" if torch.version.cuda else "")
+    try:
+        from te_fuser import _native
+    except ImportError:
+        return "missing: it is called by the native module"
+    why = _native.cublaslt_problem()
+    instead = "; products on CUDA run by PyTorch" if torch.version.cuda else ""
+    return f"version {_native.cublaslt_version()}" if why is None else f"missing: {why}{instead}"
 
 
 _PARTS: tuple[tuple[str, Callable[[], str]], ...] = (

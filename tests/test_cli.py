@@ -90,7 +90,7 @@ def test_the_cache_is_where_the_setting_says(
 def test_version_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     first, *parts = lines(capsys, "version")
     assert first.startswith("te_fuser 0.") and "Python 3." in first
-    assert [p.partition(":")[0] for p in parts] == ["torch", "C++ compiler", "native module", "NVRTC"]
+    assert [p.partition(":")[0] for p in parts] == ["torch", "C++ compiler", "native module", "NVRTC", "cuBLASLt"]
 
 
 def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +105,7 @@ def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkey
     assert "missing: on the CPU row ops run as PyTorch operations; install g++" in text
     assert "generated CPU kernels cannot run" in text
     assert "NVRTC:         missing: install something" in text
+    assert "cuBLASLt:      missing: it is called by the native module" in text
 
 
 @pytest.mark.parametrize("words", [(), ("nonsense",), ("cache", "--nonsense")])
