@@ -1,44 +1,50 @@
-"""Times generated kernels on a GPU: GB/s on the fewest bytes they must move, against a copy in the same run.
+"""Times generated kernels on a GPU: GB/s on the fewest bytes they must move, beside a copy in the same run.
 
-python benchmarks/gpu_kernels.py                 every case with the schedule that is picked
-python benchmarks/gpu_kernels.py --variants      and the best of all schedules that could be
-python benchmarks/gpu_kernels.py --case norm     only cases with "norm" in their name
+python benchmarks/gpu_kernels.py                     every case with the schedule that is picked
+python benchmarks/gpu_kernels.py --layer             and every kernel that a GPT layer runs
+python benchmarks/gpu_kernels.py --variants 40       and the best of so many schedules that fit
+python benchmarks/gpu_kernels.py --sizes             hidden sizes and rows around those of the cases
+python benchmarks/gpu_kernels.py --case norm         only cases with "norm" in their name
+python benchmarks/gpu_kernels.py --record results    write every measurement to results/gpu-kernels-<gpu>.json
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from te_fuser.codegen import cuda
-from te_fuser.codegen import schedule as plan
-from te_fuser.codegen import schedule_model as model
+from benchmarks import common, models
+from te_fuser.codegen import cuda_loader, schedule_model
+from te_fuser.codegen.cuda import CudaKernel
+from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, describe
-from te_fuser.codegen.nvrtc import Resources
-from te_fuser.codegen.schedule import Kind, Schedule
+from te_fuser.codegen.nvrtc import Compiled, Resources
+from te_fuser.codegen.schedule import Schedule, device_of
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
 from tests.codegen.cuda_calls import arguments
-from tests.gpu.cuda_driver import GpuKernel, arch, compile_all, multiprocessors
+from tests.gpu.cuda_driver import GpuKernel, arch, checked, multiprocessors
 
 SETS = 3  # inputs that take turns, so that no call finds its own in L2
-CALLS = 4  # in one measurement, so that the pauses between launches overlap
+CALLS = 6  # in one measurement, as a graph, so that the host does not matter
 SAMPLES = 15
+THREADS = 16  # that compile
 
 
 def bias_dropout_add(kit: Kit, width: int) -> corpus.Pair:
@@ -78,7 +84,7 @@ class Case:
     family: corpus.Family
     rows: int
     width: int
-    goal: str
+    goal: str = ""
 
 
 CASES = (
@@ -89,6 +95,29 @@ CASES = (
     Case("bias + dropout + add", bias_dropout_add, 16384, 4096, ">= 3800 GB/s both"),
     Case("bias + dropout + add + LayerNorm", stretch, 8192, 4096, "<= 0.075 ms forward, <= 0.19 ms both"),
 )
+WIDTHS = (512, 1024, 2048, 5120, 8192, 16384)
+ROWS = (16, 256, 2048, 32768)
+
+
+def cases_by_size() -> Iterator[Case]:
+    """The cases in other sizes: all widths at the same number of elements, and few and many rows."""
+    for case in CASES:
+        for width in WIDTHS:
+            yield dataclasses.replace(case, width=width, rows=case.rows * case.width // width, goal="")
+        for rows in ROWS:
+            yield dataclasses.replace(case, rows=rows, width=min(case.width, 4096), goal="")
+
+
+def layer_kernels(tokens: int = 8192, hidden: int = 4096) -> list[KernelDescription]:
+    """Every generated kernel of a GPT layer, forward and backward."""
+    fused = models.gpt(0.1)(tokens, hidden).fused.to("cuda", torch.bfloat16)
+    x = torch.randn(tokens // models.POSITIONS, models.POSITIONS, hidden, device="cuda", dtype=torch.bfloat16)
+    y = fused(x.requires_grad_())
+    y.backward(torch.randn_like(y))
+    return [k.description for k in cuda_loader.loaded()]
+
+
+# ------------------------------------------------------------------------------------------------ measuring
 
 
 def inputs(d: KernelDescription, rows: int) -> dict[str, torch.Tensor]:
@@ -108,7 +137,7 @@ class Rotation:
         self.sets = [(inputs(d, rows), corpus.outputs(d, rows, device="cuda")) for _ in range(SETS)]
 
     def calls(self, kernel: GpuKernel) -> list[Callable[[], None]]:
-        """One call for each set."""
+        """One call for each set, on the stream that is current now."""
         return [
             kernel.call(
                 arguments(kernel.kernel, self.description, tensors, made, self.rows, (1, 1), multiprocessors(), "cuda"),
@@ -122,66 +151,45 @@ class Rotation:
         """What the first set's outputs hold."""
         return [t.float() for t in self.sets[0][1]]
 
+    def poison(self) -> None:
+        """Make every output NaN."""
+        for _, outputs in self.sets:
+            for out in outputs:
+                out.fill_(float("nan"))
 
-def milliseconds(calls: Sequence[Callable[[], None]], samples: int = SAMPLES) -> float:
-    """The median time of one call."""
-    for call in calls:
-        call()
+
+def milliseconds(make: Callable[[], Sequence[Callable[[], None]]]) -> float:
+    """The median time of one call; `make` gives calls for the stream that is current."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        calls = make()
+        for call in calls:
+            call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for k in range(CALLS):
+                calls[k % len(calls)]()
     times = []
-    at = 0
-    for _ in range(samples):
+    for _ in range(SAMPLES + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(CALLS):
-            calls[at % len(calls)]()
-            at += 1
+        graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / CALLS)
-    return statistics.median(times)
+    return statistics.median(times[2:])
 
 
 def copy_speed() -> float:
-    """GB/s of a copy, bytes read and written."""
+    """GB/s of a large copy, bytes read and written."""
     pairs = [(torch.randn(2**27, device="cuda"), torch.empty(2**27, device="cuda")) for _ in range(2)]
-    time = milliseconds([lambda p=p: p[1].copy_(p[0]) for p in pairs])
+    time = milliseconds(lambda: [lambda p=p: torch.neg(p[0], out=p[1]) for p in pairs])  # type: ignore[misc]
     return 2 * 4 * 2**27 / time / 1e6
-
-
-def variants(d: KernelDescription) -> list[Schedule]:
-    """Schedules worth a try, whatever the estimates say of them; the picked one first."""
-    device, d = plan.device_of(arch()), rewrite(d)
-    picked = model.candidates(d, device)[0]
-    make = _column_variants if picked.kind == Kind.COLUMNS else _row_variants
-    most = 1024 if d.sums else 2048
-    fitting = [
-        s for s in make(d, picked)
-        if s.threads * s.blocks_per_multiprocessor <= most
-        and s.blocks_per_multiprocessor * (plan.shared_bytes(d, s) + plan.static_bytes(d, s) + 1024)
-        <= device.shared_bytes + 1024
-    ]  # fmt: skip
-    return list(dict.fromkeys([picked, *fitting]))
-
-
-def _column_variants(d: KernelDescription, picked: Schedule) -> Iterator[Schedule]:
-    for lanes, ahead, blocks in itertools.product((64, 128, 256, 512), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8)):
-        slots = max(1, 256 // lanes)
-        yield dataclasses.replace(picked, lanes=lanes, slots=slots, ahead=ahead, blocks_per_multiprocessor=blocks)
-
-
-def _row_variants(d: KernelDescription, picked: Schedule) -> Iterator[Schedule]:
-    kinds = ((Kind.REGISTERS, 1), (Kind.SHARED, 1), (Kind.SHARED, 2))
-    for lanes, blocks, (kind, ahead) in itertools.product((64, 128, 256, 512), (1, 2, 3, 4, 6, 8, 10, 12, 16), kinds):
-        chunks = -(-d.width // (picked.vector * lanes))
-        if chunks <= 8 and lanes * blocks >= 256:
-            yield dataclasses.replace(
-                picked, kind=kind, lanes=lanes, slots=1, chunks=chunks, ahead=ahead, blocks_per_multiprocessor=blocks
-            )
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One schedule's result."""
+    """One schedule's result; `resident` blocks fit a multiprocessor, `groups` of rows have partial sums."""
 
     kernel: str
     rows: int
@@ -191,35 +199,49 @@ class Timed:
     gbps: float
     registers: int
     spilled: int
+    resident: int
+    groups: int
     agrees: bool
 
 
-def timed(d: KernelDescription, rows: int, schedules: Sequence[Schedule]) -> list[Timed]:
-    """Each schedule's time, in the given order."""
-    made = [cuda.generate(d, arch(), schedules=(s,)) for s in schedules] if schedules else [cuda.generate(d, arch())]
+def timed(d: KernelDescription, rows: int, schedules: Sequence[tuple[Schedule, ...]]) -> list[Timed]:
+    """Each schedule's time, in the given order; an empty one is what is picked."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        made = list(pool.map(lambda s: compile_kernel(d, arch(), schedules=s), schedules))
     rotation, found, first = Rotation(d, rows), [], None
-    bytes_moved = sum(d.bytes_moved(rows))
-    for kernel, compiled in zip(made, compile_all(made, threads=14), strict=True):
-        for _, outputs in rotation.sets:
-            for out in outputs:
-                out.fill_(float("nan"))
-        try:
-            ms = milliseconds(rotation.calls(GpuKernel(kernel, compiled)))
-        except RuntimeError as error:
-            print(f"    {kernel.schedules[0]}: {error}")
-            continue
+    for kernel, compiled in dict.fromkeys(made):
+        loaded = GpuKernel(kernel, compiled)
+        rotation.poison()
+        ms = milliseconds(lambda loaded=loaded: rotation.calls(loaded))  # type: ignore[misc]
         results = rotation.results()
         first = first or results
         agrees = all(
             torch.allclose(a, b, rtol=2e-2, atol=1e-2 * float(a.abs().max()))
             for a, b in zip(first, results, strict=True)
         )
-        # An older NVRTC gives no report.
-        main = next((r for r in compiled.resources if r.symbol == kernel.launches[0].symbol), Resources("", 0, 0, 0, 0))
-        text = "; ".join(map(str, kernel.schedules))
-        gbps = bytes_moved / ms / 1e6
-        found.append(Timed(d.name, rows, d.width, text, ms, gbps, main.registers, main.spilled_bytes, agrees))
+        found.append(_timed(d, rows, ms, kernel, compiled, loaded, agrees))
     return found
+
+
+def _timed(
+    d: KernelDescription, rows: int, ms: float, kernel: CudaKernel, compiled: Compiled, loaded: GpuKernel, agrees: bool
+) -> Timed:
+    from cuda.bindings import driver
+
+    launch = kernel.launches[0]
+    # Not every NVRTC gives a report.
+    main = next((r for r in compiled.resources if r.symbol == launch.symbol), Resources("", 0, 0, 0, 0))
+    resident = checked(
+        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            loaded.functions[launch.symbol], launch.threads, launch.shared_bytes
+        )
+    )
+    groups = kernel.sizes(rows, 1, multiprocessors()).groups if d.sums else 0
+    text, gbps = "; ".join(map(str, kernel.schedules)), sum(d.bytes_moved(rows)) / ms / 1e6
+    return Timed(d.name, rows, d.width, text, ms, gbps, main.registers, main.spilled_bytes, resident, groups, agrees)
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
 
 
 def report(label: str, t: Timed, copy: float) -> None:
@@ -227,41 +249,82 @@ def report(label: str, t: Timed, copy: float) -> None:
     flags = ("" if t.agrees else "  DIFFERS") + (f"  spills {t.spilled}" if t.spilled else "")
     print(
         f"  {label:8} {t.ms:8.4f} ms {t.gbps:7.0f} GB/s {t.gbps / copy:6.1%} of copy  {t.registers:3} regs  "
-        f"{t.schedule}{flags}",
+        f"{t.resident:2} resident  {t.schedule}{flags}",
         flush=True,
     )
+
+
+class Bench:
+    """Measures, prints and remembers."""
+
+    def __init__(self, variants: int, best: int) -> None:
+        self.variants, self.best, self.copy = variants, best, copy_speed()
+        self.everything: list[dict[str, object]] = []
+        print(f"{torch.cuda.get_device_name()}, copy {self.copy:.0f} GB/s")
+
+    def kernel(self, case: str, label: str, d: KernelDescription, rows: int) -> Timed:
+        """The picked schedule, and the best of others if asked for."""
+        others = schedule_model.variants(rewrite(d), device_of(arch()), self.variants) if self.variants else []
+        found = timed(d, rows, [(), *others])
+        report(label, found[0], self.copy)
+        for t in sorted(found, key=lambda t: t.ms)[: self.best if others else 0]:
+            report("  best", t, self.copy)
+        self.everything += [{"case": case, "picked": t is found[0], **dataclasses.asdict(t)} for t in found]
+        return found[0]
+
+    def case(self, case: Case) -> None:
+        """Both directions of a case."""
+        print(f"\n{case.name}, {case.rows} x {case.width}, bf16{'; goal ' if case.goal else ''}{case.goal}")
+        pair = case.family(Kit("bfloat16", "bfloat16"), case.width)
+        picked = [self.kernel(case.name, d.name.rsplit("_", 1)[1], d, case.rows) for d in pair]
+        total = sum(t.ms for t in picked)
+        moved = sum(t.gbps * t.ms for t in picked)
+        print(f"  {'both':8} {total:8.4f} ms {moved / total:7.0f} GB/s {moved / total / self.copy:6.1%} of copy")
+
+    def layer(self) -> None:
+        """Every kernel of a GPT layer."""
+        print("\nGPT layer, 8192 x 4096, bf16")
+        for d in layer_kernels():
+            print(f"  {d.name}: {d.counts()}")
+            self.kernel("GPT layer", "", d, 8192)
+
+    def record(self, folder: Path, commit: str) -> None:
+        """Write everything measured, on what and how."""
+        gpu = torch.cuda.get_device_name()
+        found = {
+            "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "gpu": gpu,
+            "commit": commit or common.commit(),
+            "versions": {**common.versions(), "cuda": torch.version.cuda},
+            "command": " ".join(["python", *sys.argv]),
+            "copy_gbps": self.copy,
+            "kernels": self.everything,
+        }
+        name = "-".join(gpu.lower().split())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"gpu-kernels-{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", action="store_true", help="try every schedule that fits")
-    parser.add_argument("--best", type=int, default=6, help="how many variants to show")
+    parser.add_argument("--variants", type=int, default=0, help="try so many other schedules")
+    parser.add_argument("--best", type=int, default=4, help="how many of them to show")
     parser.add_argument("--case", default="", help="part of a case's name")
-    parser.add_argument("--json", type=Path, help="write every measurement there")
+    parser.add_argument("--sizes", action="store_true", help="other widths and numbers of rows as well")
+    parser.add_argument("--layer", action="store_true", help="the kernels of a GPT layer as well")
+    parser.add_argument("--record", type=Path, help="write every measurement into this folder")
+    parser.add_argument("--commit", default="", help="what is measured, where the tree is no git repository")
     options = parser.parse_args()
-    copy = copy_speed()
-    print(f"{torch.cuda.get_device_name()}, copy {copy:.0f} GB/s")
-    everything: list[Timed] = []
-    for case in CASES:
-        if options.case.lower() not in case.name.lower():
-            continue
-        print(f"\n{case.name}, {case.rows} x {case.width}, bf16; goal {case.goal}")
-        picked = []
-        for d in case.family(Kit("bfloat16", "bfloat16"), case.width):
-            found = timed(d, case.rows, variants(d) if options.variants else ())
-            everything += found
-            picked.append(found[0])
-            report(d.name.rsplit("_", 1)[1], found[0], copy)
-            if options.variants:
-                for t in sorted(found, key=lambda t: t.ms)[: options.best]:
-                    report("  best", t, copy)
-        moved = sum(t.gbps * t.ms for t in picked)
-        total = sum(t.ms for t in picked)
-        print(f"  {'both':8} {total:8.4f} ms {moved / total:7.0f} GB/s {moved / total / copy:6.1%} of copy")
+    bench = Bench(options.variants, options.best)
+    for case in (*CASES, *(cases_by_size() if options.sizes else ())):
+        if options.case.lower() in case.name.lower():
+            bench.case(case)
+    if options.layer:
+        bench.layer()
     print(f"\ncopy again {copy_speed():.0f} GB/s")
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(t) for t in everything], indent=1))
+    if options.record:
+        bench.record(options.record, options.commit)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,12 @@ def load_variant(
     return kernel
 
 
+def loaded() -> list[GpuKernel]:
+    """Every kernel that this process has made, in that order."""
+    with _lock:
+        return list(_made.values())
+
+
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
@@ -270,4 +276,4 @@ def _alignment(tensor: Load | Store | Sum | None, text: CudaKernel) -> int:
     return min(_WIDEST_ACCESS, size * max(s.vector for s in text.schedules))
 
 
-__all__: Sequence[str] = ("GpuKernel", "load", "load_variant", "native_kernel", "variants")
+__all__: Sequence[str] = ("GpuKernel", "load", "load_variant", "loaded", "native_kernel", "variants")

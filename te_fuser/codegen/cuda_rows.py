@@ -163,7 +163,7 @@ class RowText(KernelText):
         for stage, p in enumerate(self.passes):
             if p.reductions:
                 self._reducing_pass(stage, p, known)
-                self._forget()
+                self._forget(p)
                 self.row_level(stage + 1, known)
         with contextlib.nullcontext() if self.plain_rows else text.block("if (mine)"):
             self._storing_pass(known)
@@ -242,9 +242,10 @@ class RowText(KernelText):
             self.text(f"te::reduce_lanes<kLanes, {', '.join(kinds)}>({listed});")
         known.update({id(r): name for r, name in zip(p.reductions, names, strict=True)})
 
-    def _forget(self) -> None:
+    def _forget(self, p: plan.Pass) -> None:
         """What waits in registers waits as it was loaded."""
-        held = self.full if self.s.kind == Kind.REGISTERS else ()
+        waiting = [n for n in self.full if any(n is w for w in p.waits)]
+        held = [*(waiting if self.s.kind == Kind.REGISTERS else ()), *self.kept]
         narrow = [n for n in held if self.loads[n.attrs[0]].dtype != "float32"]
         if narrow:
             with self.text.loop("chunk", "kChunks"):

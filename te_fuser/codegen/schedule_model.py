@@ -31,6 +31,7 @@ from te_fuser.codegen.schedule import (
     Schedule,
     Sums,
     full_loads,
+    instructions,
     passes,
     shared_bytes,
     split,
@@ -282,7 +283,9 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
     if s.kind == Kind.COLUMNS:
         words = _travelling_bytes(description) / 4 * s.ahead + features
         results = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)
-        return math.ceil(20 + draws + s.vector * (words + 1.5 * sums + max(0, results - 2)))
+        words += 1.5 * sums + max(0, results - 2)
+        base = 20.0 + draws if sums else 16 + draws / 4 + max(0.0, instructions(description) - 13) / 2
+        return math.ceil(base + s.vector * words)
     if s.kind == Kind.REREAD:
         return math.ceil(32 + draws + s.vector * (_loaded_bytes(description) / 4 + arithmetic))
     if description.sums:
@@ -297,8 +300,8 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
 def _waiting_words(description: KernelDescription) -> float:
     """32-bit words per element that a thread holds between its loads and its stores."""
     sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    waits = max((p.waits for p in passes(description, Kind.REGISTERS)), key=len)
-    return sum(sizes[n.attrs[0]] / 4 if n.op == "input" else 1.0 for n in waits)
+    waits = [full_loads(description), *(p.waits for p in passes(description, Kind.REGISTERS))]
+    return max(sum(sizes[n.attrs[0]] / 4 if n.op == "input" else 1.0 for n in w) for w in waits)
 
 
 def _feature_words(description: KernelDescription) -> float:

@@ -84,7 +84,9 @@ LARGE = [
 def test_large_kernels_keep_their_registers(family: corpus.Family, width: int, cache: Path) -> None:
     for description in family(Kit(*BF16), width):
         kernel, made = compile_kernel(description, "sm_90a", cache=cache)
-        assert not [r for r in made.resources if r.spilled_bytes > 16], kernel.schedules
+        # Where one block fills a multiprocessor there is nothing left to give to its threads.
+        most = 64 if any(s.blocks_per_multiprocessor == 1 for s in kernel.schedules) else 16
+        assert not [r for r in made.resources if r.spilled_bytes > most], kernel.schedules
         for launch in kernel.launches:
             resources = next(r for r in made.resources if r.symbol == launch.symbol)
             assert resources.shared_bytes + launch.shared_bytes <= H200.shared_bytes

@@ -158,15 +158,30 @@ def test_row_ops(name: str, dtype: torch.dtype) -> None:
     assert not failures(Sequential(op_of(name, features), kernels="generated"), dtype, features)
 
 
-@pytest.mark.parametrize("features", [1, 3, 257, 1000, 4096, 8200])
+SIZES = (1, 3, 257, 1000, 4096, 8200)
+SIZED = ("layer_norm", "rms_norm", "l2_norm", "gelu_tanh", "swiglu", "bias", "scale", "dropout")
+
+
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "rms_norm", "l2_norm", "gelu_tanh", "swiglu", "bias", "scale", "dropout"]
+    ("name", "features"), [(n, f) for n in SIZED for f in SIZES if (n, f) != ("layer_norm", 1)], ids=str
 )
 def test_feature_sizes(name: str, features: int) -> None:
     features *= halves(name)
     for dtype in (torch.float32, torch.bfloat16):
         model = Sequential(op_of(name, features), kernels="generated")
         assert not failures(model, dtype, features, (37,))
+
+
+def test_layer_norm_of_one_feature() -> None:
+    """It does not depend on its input: the gradient is the difference of two equal terms, each of which may be off by
+    an ulp, so its own size says nothing about how large an error is."""
+    model, x = generated(ops.LayerNorm(1)), normal(37, 1)
+    y, dx, dweight, dbias = results(model, model, x)
+    weight, bias = (p.detach() for p in model.parameters())
+    terms = weight.abs() / ops.LayerNorm(1).eps ** 0.5 * normal(37, 1, seed=5).abs()
+    assert torch.equal(y, bias.expand(37, 1)) and not dweight.any()
+    assert (dx.abs() <= 2 * torch.finfo(torch.float32).eps * terms).all()
+    torch.testing.assert_close(dbias, normal(37, 1, seed=5).sum(0))
 
 
 @pytest.mark.parametrize("features", [20000, 65536])

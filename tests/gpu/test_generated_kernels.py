@@ -14,7 +14,7 @@ from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda import CudaKernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription
-from te_fuser.codegen.schedule import Kind
+from te_fuser.codegen.schedule import Kind, Schedule
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit, descriptions, inputs, outputs
 from tests.codegen.cuda_calls import arguments, complaints
@@ -80,13 +80,12 @@ VARIED = [
 
 
 def variants(d: KernelDescription) -> list[CudaKernel]:
-    """One kernel for each schedule that fits this device, and with stores and sums in two kernels."""
+    """One kernel of each kind of schedule that fits this device, and with stores and sums in two kernels."""
     device, new = plan.device_of(arch()), rewrite(d)
-    found = [(s,) for s in model.candidates(new, device)]
-    if d.sums and d.reductions:
-        rows, columns = (model.pick(part, device) for part in plan.split(new))
-        found += [(rows, columns)]
-    return [cuda.generate(d, arch(), schedules=s) for s in found]
+    first: dict[object, tuple[Schedule, ...]] = {}
+    for s in model.candidates(new, device):
+        first.setdefault((s.kind, s.ahead, s.sums, s.keeps, s.lanes > 32, s.slots > 1), (s,))
+    return [cuda.generate(d, arch(), schedules=s) for s in (*first.values(), *model.variants(new, device, 3))]
 
 
 @pytest.mark.parametrize("name", VARIED)
