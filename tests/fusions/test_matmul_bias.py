@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.kernels import matmul
+from tests.fusions.products import plan
 from tests.twins import assert_as_meant, sequential, tensor
 
 
@@ -74,3 +77,41 @@ def test_low_precision_is_as_good_as_torch(dtype):
     exact = F.linear(x.double(), model[0].weight.double(), model[0].bias.double())
     ulp = torch.finfo(dtype).eps * exact.abs().max()
     assert (y.double() - exact).abs().max() <= 2 * (torchs.double() - exact).abs().max() + ulp
+
+
+# ---- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+def bodies(p):
+    return [s.task.body for s in p.forward if s.name == "matmul_bias"]
+
+
+def test_on_a_gpu_the_product_is_cublaslts():
+    (body,) = bodies(plan(ops.Linear(4096, 4096)))
+    assert body.__self__ is matmul.configured("forward_bias", torch.bfloat16, torch.bfloat16)
+    (body,) = bodies(plan(ops.Linear(64, 64), features=64, rows=8, device=None))
+    assert body.__module__ == "te_fuser.fusions.matmul_bias"
+    (body,) = bodies(plan(ops.Linear(64, 64), features=64, dtype=torch.float64))
+    assert body.__module__ == "te_fuser.fusions.matmul_bias"
+
+
+def test_the_gradient_of_a_bias_that_no_kernel_makes_on_its_way():
+    p = plan(ops.SiLU(), ops.Linear(4096, 4096))
+    assert [s.name for s in p.backward] == ["matmul_bias_backward", "silu_bwd", "matmul_bias_backward"]
+    made = {name for s in p.backward for name, _ in s.outputs if s.name == "matmul_bias_backward"}
+    assert made == {"input", "0.weight", "1.bias"}
+
+
+def test_beside_an_activation_its_kernel_makes_it():
+    p = plan(ops.Linear(4096, 4096), ops.SiLU())
+    assert [s.name for s in p.backward][0] == "bias_silu_bwd"
+    (why,) = {r.reason for r in p.refusals if r.name == "matmul_bias_backward"}
+    assert "us more than" in why
+
+
+def test_a_bias_alone_needs_no_product():
+    model = te_fuser.Sequential(ops.Linear(64, 64)).to("meta", torch.bfloat16)
+    model[0].weight.requires_grad_(False)
+    p = model.plan(torch.empty(16, 64, dtype=torch.bfloat16, device="meta"), device="h200")
+    why = "nobody needs the gradient of 0.weight, which it makes with 1.bias"
+    assert {r.reason for r in p.refusals if r.name == "matmul_bias_backward"} == {why}
