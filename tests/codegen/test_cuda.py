@@ -160,6 +160,20 @@ def variants(d: KernelDescription) -> list[tuple[Schedule, ...]]:
     return found
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_every_kind_of_schedule_compiles(arch: str, cache: Path) -> None:
+    names = ["layer_norm_bwd-1024-bf16-f32", "dropout_add_layer_norm_fwd-257-f32", "scale_shift_bwd-17-f32"]
+    kernels = [cuda.generate(CORPUS[n], arch, schedules=s) for n in names for s in variants(CORPUS[n])]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda k: nvrtc.compile_source(k.source, arch, cache=cache), kernels))
+    used = {(s.kind, s.sums) for k in kernels for s in k.schedules}
+    assert used >= {(kind, Sums.NONE) for kind in (Kind.REGISTERS, Kind.SHARED, Kind.REREAD)}
+    assert used >= {(kind, Sums.REGISTERS) for kind in (Kind.COLUMNS, Kind.REGISTERS, Kind.SHARED)}
+    assert (Kind.SHARED, Sums.SHARED) in used
+    assert {s.ahead for k in kernels for s in k.schedules if s.kind == Kind.SHARED} == {1, 2, 3}
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", VARIED)
 def test_every_kind_of_schedule_gives_the_same(name: str, tmp_path: Path) -> None:
