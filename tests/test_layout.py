@@ -27,7 +27,7 @@ KNOWS = {
     "codegen": {"formula", "config", "_native"},
     "kernels": {"formula", "ops", "codegen", "config", "_native"},
     "fusions": {"formula", "ops", "codegen", "kernels"},
-    "fuser": {"formula", "ops", "codegen", "fusions", "config", "_native"},
+    "fuser": {"formula", "ops", "codegen", "kernels", "fusions", "config", "_native"},
     "sequential": {"ops", "fusions", "fuser"},
     "verify": {"formula", "ops", "codegen", "fusions", "fuser", "sequential"},
     "presets": {"ops", "fuser", "sequential"},

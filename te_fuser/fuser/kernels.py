@@ -12,6 +12,7 @@ from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.program import KernelFunction
+from te_fuser.kernels.matmul import problem as cublaslt_problem
 
 GENERATED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LEAST_CAPABILITY = (8, 0)
@@ -27,12 +28,24 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
         return "torch"
     why = obstacle(device, dtype)
     if why is None:
+        if device.type == "cuda":
+            _check_products(kernels)
         return "cuda" if device.type == "cuda" else "cpp"
     if kernels == "generated" and dtype != torch.float64:
         raise RuntimeError(f"generated kernels were asked for, but {why}")
     if device.type == "cuda" and dtype in GENERATED_DTYPES:
         _warn_once(why)
     return "torch"
+
+
+def _check_products(kernels: str) -> None:
+    """Warn once where products and their epilogues cannot be cuBLASLt's, or raise where that was demanded."""
+    why = cublaslt_problem()
+    if why is None:
+        return
+    if kernels == "generated":
+        raise RuntimeError(f"cuBLASLt's products were asked for, but {why}")
+    _warn_once_of_products(why)
 
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
@@ -76,6 +89,16 @@ def _cuda_obstacle(index: int) -> str | None:
     except nvrtc.CompilerMissing as missing:
         return str(missing)
     return None
+
+
+@functools.cache
+def _warn_once_of_products(why: str) -> None:
+    warnings.warn(
+        f"te_fuser runs matrix products on the GPU by PyTorch, without fusing anything into them, because {why}. "
+        "print(model.explain(x)) shows the plan; fallback='error' makes this an error.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache

@@ -21,8 +21,9 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine whose GPU can run generated kernels."""
-    for cached in (kernels._cuda_obstacle, kernels._warn_once):
+    for cached in (kernels._cuda_obstacle, kernels._warn_once, kernels._warn_once_of_products):
         cached.cache_clear()
+    monkeypatch.setattr(kernels, "cublaslt_problem", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
@@ -67,6 +68,19 @@ def test_what_is_missing_is_said_once(case: str, monkeypatch: pytest.MonkeyPatch
         warnings.simplefilter("error")
         assert target_for(GPU, torch.float32, "auto") == "torch"
     with pytest.raises(RuntimeError, match=f"generated kernels were asked for, but .*{text}"):
+        target_for(GPU, torch.bfloat16, "generated")
+
+
+def test_a_missing_cublaslt_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "cublaslt_problem", lambda: "libcublasLt is gone")
+    words = "matrix products on the GPU by PyTorch.*because libcublasLt is gone.*fallback='error'"
+    with pytest.warns(RuntimeWarning, match=words):
+        assert target_for(GPU, torch.bfloat16, "auto") == "cuda"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert target_for(GPU, torch.float32, "auto") == "cuda"
+        assert target_for(GPU, torch.bfloat16, "reference") == "torch"
+    with pytest.raises(RuntimeError, match="cuBLASLt's products were asked for, but libcublasLt is gone"):
         target_for(GPU, torch.bfloat16, "generated")
 
 
