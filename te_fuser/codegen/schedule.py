@@ -76,7 +76,11 @@ class Schedule:
 
     A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
     `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
-    thread has `ahead` rows in flight. Kind `shared`: `ahead` rows are in shared memory at once (1 or 2).
+    thread has `ahead` rows in flight. Kind `shared`: `ahead` rows are in shared memory at once, one of them at work.
+
+    The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
+    rows need, and none walks. With `keeps` a thread loads its share of the parameters before the row needs them, and has
+    them in registers for all its rows.
     """
 
     kind: Kind
@@ -113,8 +117,10 @@ class Schedule:
             row = {Kind.REGISTERS: "registers", Kind.SHARED: f"shared memory ({self.ahead} at once)", Kind.REREAD: "L2"}
             text = f"row in {row[self.kind]}: {self.lanes} threads x {self.chunks} x {self.vector} columns"
             text += f", {self.slots} rows at once" if self.slots > 1 else ""
+            text += ", parameters in registers" if self.keeps else ""
         sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
-        return f"{text}{sums}, {self.blocks_per_multiprocessor} blocks per multiprocessor"
+        walk = "; each block walks over its rows" if self.rounds else ""
+        return f"{text}{sums}, {self.blocks_per_multiprocessor} blocks per multiprocessor{walk}"
 
 
 # ------------------------------------------------------------------------------ passes, and what waits between
@@ -291,12 +297,8 @@ def full_loads(description: KernelDescription) -> list[Expr]:
 
 
 def kept(description: KernelDescription, s: Schedule) -> tuple[Expr, ...]:
-    """Parameters that a thread keeps in registers from row to row.
-
-    Only beside column sums: few threads run there, and registers are left; elsewhere more threads are worth more.
-    """
-    features = tuple(n for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE)
-    return features if s.keeps else ()
+    """Parameters that a thread has in registers for all its rows."""
+    return tuple(n for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE) if s.keeps else ()
 
 
 def shared_bytes(description: KernelDescription, s: Schedule) -> int:
