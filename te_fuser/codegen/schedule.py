@@ -79,7 +79,7 @@ class Schedule:
     thread has `ahead` rows in flight. Kind `shared`: `ahead` rows are in shared memory at once, one of them at work.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
-    rows need, and none walks. With `keeps` a thread loads its share of the parameters before the row needs them, and has
+    rows need, and none walks. With `keeps` a thread loads its share of the parameters before a row needs them, and has
     them in registers for all its rows.
     """
 
