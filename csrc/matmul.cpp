@@ -219,6 +219,16 @@ PyObject* const* items_of(const Product& product, PyObject* tuple, size_t* count
   return reinterpret_cast<PyTupleObject*>(tuple)->ob_item;
 }
 
+// What Python calls, with C++'s want of memory as Python's.
+template <auto function, class... Arguments>
+PyObject* guarded(PyObject* self, Arguments... arguments) {
+  try {
+    return function(self, arguments...);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject* names) {
   Product& product = product_of(self);
   if (PyVectorcall_NARGS(flags) != 1 || (names != nullptr && PyTuple_GET_SIZE(names) > 0)) {
@@ -403,14 +413,16 @@ PyObject* refusal(PyObject* self, PyObject* args) {
   call.bias = call.aux.data = reinterpret_cast<void*>(uintptr_t{4096});
   if (form.addend != Addend::c) call.c = {};
   if (std::strcmp(form.dtype.name, "float32") == 0 && !read_precision(&call.tf32)) return nullptr;
-  Failure failure;
-  bool done = false;
-  Py_BEGIN_ALLOW_THREADS
-  std::vector<CublasLt::Candidate> found;
-  done = product.matmul.list(call, 1, found, failure);
-  Py_END_ALLOW_THREADS
-  if (done) Py_RETURN_NONE;
-  return PyUnicode_FromString(failure.text.c_str());
+  Failure refused;
+  bool can = false;
+  const auto ask = [&](Failure&) {
+    std::vector<CublasLt::Candidate> found;
+    can = product.matmul.list(call, 1, found, refused);
+    return true;
+  };
+  if (!without_gil(nullptr, ask)) return nullptr;
+  if (can) Py_RETURN_NONE;
+  return PyUnicode_FromString(refused.text.c_str());
 }
 
 // ---- construction ----------------------------------------------------------------------------------------------
@@ -493,7 +505,7 @@ PyObject* new_matmul(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     PyObject* self = type->tp_alloc(type, 0);
     if (self == nullptr) return nullptr;
     auto* object = reinterpret_cast<MatmulObject*>(self);
-    object->call = vectorcall;
+    object->call = guarded<vectorcall, PyObject* const*, size_t, PyObject*>;
     object->product = product.release();
     return self;
   } catch (const std::bad_alloc&) {
@@ -536,14 +548,16 @@ PyGetSetDef properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
+const auto guarded_make = reinterpret_cast<void (*)()>(guarded<make, PyObject* const*, Py_ssize_t>);
+
 PyMethodDef methods[] = {
-    {"make", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(make)), METH_FASTCALL,
+    {"make", reinterpret_cast<PyCFunction>(guarded_make), METH_FASTCALL,
      "make(*inputs)\n--\n\nThe product of the tensors that are read; what is written is made and returned."},
-    {"algorithms", algorithms, METH_VARARGS,
+    {"algorithms", guarded<algorithms, PyObject*>, METH_VARARGS,
      "algorithms(tensors, most=8)\n--\n\n(algorithm, bytes of workspace, waves) of each candidate, best guess first."},
-    {"choose", choose, METH_VARARGS,
+    {"choose", guarded<choose, PyObject*>, METH_VARARGS,
      "choose(tensors, algorithm)\n--\n\nTake this algorithm for problems like these tensors'."},
-    {"refusal", refusal, METH_VARARGS,
+    {"refusal", guarded<refusal, PyObject*>, METH_VARARGS,
      "refusal(m, n, k, device=0)\n--\n\nWhy cuBLASLt cannot run these sizes on this device; None if it can."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -579,7 +593,12 @@ PyObject* make_cuda_matmul_type() {
 }
 
 bool run_matmul(PyObject* matmul, PyObject* const* tensors, size_t count) {
-  if (Py_TYPE(matmul) == matmul_type) return run(product_of(matmul), tensors, count);
+  try {
+    if (Py_TYPE(matmul) == matmul_type) return run(product_of(matmul), tensors, count);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+    return false;
+  }
   PyErr_Format(PyExc_TypeError, "a product is a CudaMatmul, got %s", Py_TYPE(matmul)->tp_name);
   return false;
 }
