@@ -113,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def document(console: Console) -> None:
     """Put the records into the document, and make the plot of the first one."""
-    paths = [p for p in sorted(gpu_report.RESULTS.glob("gpu-*.json")) if not p.name.startswith("gpu-tests-")]
-    records = [json.loads(p.read_text()) for p in paths]
+    found = [json.loads(p.read_text()) for p in sorted(gpu_report.RESULTS.glob("gpu-*.json"))]
+    records = [record for record in found if "parts" in record]  # those of tests and of lone kernels are others'
     if not records:
         console.print(f"no record of a GPU in {gpu_report.RESULTS}: nothing to write")
         return
