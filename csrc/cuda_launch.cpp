@@ -19,6 +19,14 @@ bool is_misaligned(const Memory& memory, int64_t alignment) {
   return reinterpret_cast<uintptr_t>(memory.data) % static_cast<uintptr_t>(alignment) != 0;
 }
 
+// Needs a current context. A stream that will not even say counts as captured: asking the legacy stream while another
+// one is captured is an error.
+bool is_capturing(const CudaDriver& driver, CudaDriver::Stream stream) {
+  int status = CudaDriver::capture_status_none;
+  return driver.stream_is_capturing(stream, &status) != CudaDriver::success ||
+         status != CudaDriver::capture_status_none;
+}
+
 }  // namespace
 
 int64_t RowGrid::groups(int64_t rows, int64_t samples, int64_t multiprocessors) const {
@@ -168,7 +176,8 @@ bool CudaProgram::find_functions(const CudaDriver& driver, CudaDriver::Module mo
   return true;
 }
 
-bool CudaProgram::load_module(const CudaDriver& driver, int32_t device, Loaded& loaded, Failure& failure) const {
+bool CudaProgram::load_module(const CudaDriver& driver, int32_t device, const CudaCall* call, Loaded& loaded,
+                              Failure& failure) const {
   const std::string where = "cuda:" + std::to_string(device);
   CudaDriver::Device ordinal = 0;
   CudaDriver::Result error = driver.device_get(&ordinal, device);
@@ -184,6 +193,11 @@ bool CudaProgram::load_module(const CudaDriver& driver, int32_t device, Loaded& 
   if (current.error() != CudaDriver::success) {
     return refuse(driver, "the context of " + where + " cannot be made current", current.error(), failure);
   }
+  if (call != nullptr && is_capturing(driver, call->stream)) {
+    failure.text = "kernel '" + name + "' is not loaded on " + where +
+                   ", and its stream is being captured: run the model once with inputs like these before the capture";
+    return false;
+  }
   CudaDriver::Module module = nullptr;
   error = driver.module_load_data(&module, cubin.data());
   if (error != CudaDriver::success) {
@@ -192,7 +206,7 @@ bool CudaProgram::load_module(const CudaDriver& driver, int32_t device, Loaded& 
   return find_functions(driver, module, loaded, failure);
 }
 
-bool CudaProgram::load(int32_t device, Failure& failure) {
+bool CudaProgram::load(int32_t device, Failure& failure, const CudaCall* call) {
   if (device < 0 || static_cast<size_t>(device) >= most_devices) {
     failure = {Failure::Kind::value, "kernel '" + name + "': there is no device number " + std::to_string(device)};
     return false;
@@ -206,30 +220,16 @@ bool CudaProgram::load(int32_t device, Failure& failure) {
     return false;
   }
   auto loaded = std::make_unique<Loaded>();
-  if (!load_module(*driver, device, *loaded, failure)) return false;
+  if (!load_module(*driver, device, call, *loaded, failure)) return false;
   slot.store(loaded.release(), std::memory_order_release);
   return true;
-}
-
-// A stream that will not even say counts as one: asking the legacy stream while another one is captured is an error.
-bool CudaProgram::is_capturing(CudaDriver::Stream stream) const {
-  std::string unused;
-  const CudaDriver* driver = cuda_driver(unused);
-  int status = CudaDriver::capture_status_none;
-  return driver != nullptr && (driver->stream_is_capturing(stream, &status) != CudaDriver::success ||
-                               status != CudaDriver::capture_status_none);
 }
 
 const CudaProgram::Loaded* CudaProgram::loaded_on(const CudaCall& call, Failure& failure) {
   const auto device = static_cast<size_t>(call.device);
   const Loaded* found = device < most_devices ? loaded_[device].load(std::memory_order_acquire) : nullptr;
   if (found != nullptr) return found;
-  if (is_capturing(call.stream)) {
-    failure.text = "kernel '" + name + "' is not loaded on cuda:" + std::to_string(call.device) +
-                   ", and its stream is being captured: run the model once with inputs like these before the capture";
-    return nullptr;
-  }
-  return load(call.device, failure) ? loaded_[device].load(std::memory_order_acquire) : nullptr;
+  return load(call.device, failure, &call) ? loaded_[device].load(std::memory_order_acquire) : nullptr;
 }
 
 // ---- running ---------------------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ class CudaProgram {
   CudaSizes sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const;
 
   // These two need no interpreter lock, must not be called under one that others wait for, and throw std::bad_alloc.
-  bool load(int32_t device, Failure& failure);
+  // With a call it refuses while that call's stream is being captured.
+  bool load(int32_t device, Failure& failure, const CudaCall* call = nullptr);
   bool run(const CudaCall& call, Failure& failure);
 
  private:
@@ -120,8 +121,8 @@ class CudaProgram {
   static constexpr size_t most_devices = 64;
 
   const Loaded* loaded_on(const CudaCall& call, Failure& failure);
-  bool is_capturing(CudaDriver::Stream stream) const;
-  bool load_module(const CudaDriver& driver, int32_t device, Loaded& loaded, Failure& failure) const;
+  bool load_module(const CudaDriver& driver, int32_t device, const CudaCall* call, Loaded& loaded,
+                   Failure& failure) const;
   bool find_functions(const CudaDriver& driver, CudaDriver::Module module, Loaded& loaded, Failure& failure) const;
   bool check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const;
   bool realign_inputs(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
