@@ -5,11 +5,8 @@ A place is a fusion and the feature sizes of what it covers, so equal layers of 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 
 from te_fuser.codegen.compiler import default_cache_dir
+from te_fuser.codegen.entry_file import EntryFile, file_name
 from te_fuser.config import config
 from te_fuser.fuser.graph import Graph
 from te_fuser.fuser.plan import Plan
@@ -48,47 +46,25 @@ def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
 
 
 class Store:
-    """The choices for one device; a file that cannot be read counts as empty."""
+    """The choices for one device."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
-        self._entries: dict[str, dict[str, Any]] | None = None
+        self._file = EntryFile(path, _FORMAT)
 
     def find(self, key: str) -> Choices:
         """The choices for a list of ops; none where it was never tuned."""
-        with self._lock:
-            if self._entries is None:
-                self._entries = self._read()
-            return dict(self._entries.get(key, {}).get("places", {}))
+        places = self._file.entries().get(key, {}).get("places", {})
+        return dict(places) if isinstance(places, dict) and set(places.values()) <= {ON, OFF} else {}
 
     def put(self, key: str, choices: Choices, ratio: float) -> None:
-        """Keep the choices for a list of ops, and by how much they are faster; other processes' stay."""
-        with self._lock:
-            entries = self._read()
-            entries[key] = {"places": dict(choices), "ratio": ratio}
-            self._write(entries)
-            self._entries = entries
+        """Keep the choices for a list of ops, and by how much they are faster; what others wrote stays.
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            found = json.loads(self.path.read_text())
-            entries = found["entries"] if found["format"] == _FORMAT else {}
-            return {k: e for k, e in entries.items() if set(e["places"].values()) <= {ON, OFF}}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return {}
-
-    def _write(self, entries: dict[str, dict[str, Any]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"format": _FORMAT, "entries": entries}, file, indent=1)
-            os.replace(name, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        Raises:
+            OSError: when the file cannot be written.
+        """
+        found = {"places": dict(choices), "ratio": ratio}
+        self._file.change(lambda entries: entries.update({key: found}))
 
 
 _stores: dict[Path, Store] = {}
@@ -104,8 +80,7 @@ def device_name(device: torch.device) -> str:
 
 def store_for(device_name: str) -> Store:
     """The store of a device, in the cache folder as it is set now."""
-    file = "".join(c if c.isalnum() else "-" for c in device_name.lower()) + ".json"
-    path = (config.cache_dir or default_cache_dir()) / "tuned" / file
+    path = (config.cache_dir or default_cache_dir()) / "tuned" / f"{file_name(device_name)}.json"
     with _stores_lock:
         return _stores.setdefault(path, Store(path))
 

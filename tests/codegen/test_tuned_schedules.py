@@ -25,7 +25,7 @@ def test_what_was_kept_comes_back(tmp_path: Path) -> None:
         assert other.find("a", 5) == other.find("a", 8) == (ROWS, COLUMNS)
         assert other.find("a", 4) == other.find("a", 9) == other.find("a") == ()
         assert other.find("b", 5) == other.find("b", 10**6) == other.find("b") == (PLAIN,)
-    assert json.loads(store.path.read_text())["kernels"]["a"]["rows<=8"]["ms"] == 0.25
+    assert json.loads(store.path.read_text())["entries"]["a"]["rows<=8"]["ms"] == 0.25
 
 
 def test_near_rows_come_before_any(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_another_process_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format": 99, "kernels": {}}', '{"format": 1, "kernels": 3}', '{"format": 1}', "\x00\xff"],
+    ["", "{", "[]", '{"format": 99, "entries": {}}', '{"format": 1, "entries": 3}', '{"format": 1}', "\x00\xff"],
 )
 def test_a_damaged_file_counts_as_empty(text: str, tmp_path: Path) -> None:
     store = TunedSchedules(tmp_path / "gpu.json")
@@ -64,8 +64,8 @@ def test_a_damaged_entry_counts_as_none(change: dict[str, object] | None, tmp_pa
     store.put("a", [ROWS])
     store.put("b", [PLAIN])
     content = json.loads(store.path.read_text())
-    (schedule,) = content["kernels"]["a"]["any"]["schedules"]
-    content["kernels"]["a"]["any"]["schedules"] = [{**schedule, **change}] if change else "nothing"
+    (schedule,) = content["entries"]["a"]["any"]["schedules"]
+    content["entries"]["a"]["any"]["schedules"] = [{**schedule, **change}] if change else "nothing"
     store.path.write_text(json.dumps(content))
     assert store.find("a") == () and store.find("b") == (PLAIN,)
 
@@ -109,5 +109,5 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
         reads += 1
     for w in writers:
         w.join()
-    assert reads and len(json.loads(path.read_text())["kernels"]) >= 21
+    assert reads and len(json.loads(path.read_text())["entries"]) >= 21
     assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]

@@ -123,7 +123,7 @@ def test_the_store_survives_other_writers_and_broken_files(tmp_path: Path) -> No
         path.write_text(text)
         assert Store(path).find("a") == {}
     Store(path).put("c", {}, 1.0)
-    assert json.loads(path.read_text())["entries"].keys() == {"c"}
+    assert "c" in json.loads(path.read_text())["entries"]
 
 
 def test_stores_are_by_device() -> None:

@@ -1,0 +1,87 @@
+"""Entries by key in a JSON file that several processes may write: what was measured, beside the compiled kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Entries = dict[str, dict[str, Any]]
+
+
+class EntryFile:
+    """The entries of one file. A file that cannot be read, or is of another format, counts as empty."""
+
+    def __init__(self, path: Path, form: int) -> None:
+        self.path, self.form = path, form
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int] | None = None
+        self._entries: Entries = {}
+
+    def entries(self) -> Entries:
+        """All entries, read again when the file has changed; not to be written to."""
+        with self._lock:
+            stamp = _stamp_of(self.path)
+            if stamp != self._stamp:
+                self._entries, self._stamp = self._read(), stamp
+            return self._entries
+
+    def change(self, change: Callable[[Entries], None]) -> None:
+        """Change the entries as they are on disk now, so that what others wrote stays.
+
+        Raises:
+            OSError: when the file cannot be written.
+        """
+        with self._lock:
+            entries = self._read()
+            change(entries)
+            self._write(entries)
+            self._stamp = None
+
+    def _read(self) -> Entries:
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        if (
+            not isinstance(found, dict)
+            or found.get("format") != self.form
+            or not isinstance(found.get("entries"), dict)
+        ):
+            return {}
+        return {key: entry for key, entry in found["entries"].items() if isinstance(entry, dict)}
+
+    def _write(self, entries: Entries) -> None:
+        """Another process sees all of it or nothing."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".new")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump({"format": self.form, "entries": entries}, file, indent=1)
+            os.replace(name, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    """What changes when the file is written; the same as long as there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_mtime_ns, found.st_ino)
+
+
+def file_name(device: str) -> str:
+    """A device's name as a part of a file's name."""
+    return "".join(c if c.isalnum() else "-" for c in device.lower())
+
+
+__all__ = ["Entries", "EntryFile", "file_name"]
