@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 Entries = dict[str, dict[str, Any]]
+_changing = threading.Lock()  # one for all files: threads of this process never lose each other's entries
 
 
 class EntryFile:
@@ -37,11 +38,10 @@ class EntryFile:
         Raises:
             OSError: when the file cannot be written.
         """
-        with self._lock:
+        with _changing:
             entries = self._read()
             change(entries)
             self._write(entries)
-            self._stamp = None
 
     def _read(self) -> Entries:
         try:

@@ -97,17 +97,15 @@ def _keep_many(path: Path, name: str) -> None:
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    """Writers may lose each other's last words, but the file is whole at any time."""
+    """The file is whole at any time, and what other threads wrote stays."""
     path = tmp_path / "gpu.json"
     TunedSchedules(path).put("first", [ROWS])
     writers = [threading.Thread(target=_keep_many, args=(path, name)) for name in "ab"]
     for w in writers:
         w.start()
-    reads = 0
     while any(w.is_alive() for w in writers):
         assert TunedSchedules(path).find("first") == (ROWS,)
-        reads += 1
     for w in writers:
         w.join()
-    assert reads and len(json.loads(path.read_text())["entries"]) >= 21
+    assert len(json.loads(path.read_text())["entries"]) == 41
     assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]
