@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <new>
@@ -29,19 +30,39 @@ CudaProgram& program_of(PyObject* self) { return *reinterpret_cast<KernelObject*
 
 // ---- the call from Python --------------------------------------------------------------------------------------
 
-bool read_tensors(const CudaProgram& program, PyObject* tensors, int32_t* device, Memory* memory) {
+// A seed on the host is read now and passed by value; its memory then is nullptr. One on the device is read by the
+// kernel: so each replay of a graph draws anew.
+bool read_seed(const CudaProgram& program, PyObject* tensor, const ArgumentSite& site, CudaCall& call, Memory* memory) {
+  const DType& dtype = program.tensors[static_cast<size_t>(site.index)].dtype;
+  TensorView view;
+  if (!view_tensor(tensor, site, &view)) return false;
+  if (view.dimensions != 1 || view.shape[0] != 2) {
+    PyErr_Format(PyExc_ValueError, "kernel '%s': tensor %zd must be (seed, offset), two numbers", site.kernel, site.index);
+    return false;
+  }
+  if (!view.is_on_host) return read_cuda_tensor(tensor, dtype, site, &call.device, memory);
+  void* data = nullptr;
+  if (!read_cpu_tensor(tensor, dtype, site, &data)) return false;
+  std::memcpy(call.seed, data, sizeof(call.seed));
+  return true;
+}
+
+bool read_tensors(const CudaProgram& program, PyObject* tensors, CudaCall& call, Memory* memory) {
   for (size_t i = 0; i < program.tensors.size(); ++i) {
     const auto index = static_cast<Py_ssize_t>(i);
     const ArgumentSite site{program.name.c_str(), index};
     PyObject* tensor = PyTuple_GET_ITEM(tensors, index);
-    if (!read_cuda_tensor(tensor, program.tensors[i].dtype, site, device, &memory[i])) return false;
+    const bool read = program.draws && i + 1 == program.inputs
+                          ? read_seed(program, tensor, site, call, &memory[i])
+                          : read_cuda_tensor(tensor, program.tensors[i].dtype, site, &call.device, &memory[i]);
+    if (!read) return false;
   }
   return true;
 }
 
 PyObject* call_kernel(CudaProgram& program, const Arguments& arguments, int64_t repeats) {
   const char* name = program.name.c_str();
-  CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats};
+  CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats, {0, 0}};
   if (integer_count(arguments) != program.integers) {
     PyErr_Format(PyExc_ValueError, "kernel '%s' takes %zu integers, got %zu", name, program.integers,
                  integer_count(arguments));
@@ -52,7 +73,7 @@ PyObject* call_kernel(CudaProgram& program, const Arguments& arguments, int64_t 
   if (!read_integers(name, arguments, integers.data())) return nullptr;
   // The tensors come last: an integer's __index__ may run Python code, which could still change them.
   Array<Memory> memory(program.tensors.size());
-  if (!read_tensors(program, arguments.tensors, &call.device, memory.data())) return nullptr;
+  if (!read_tensors(program, arguments.tensors, call, memory.data())) return nullptr;
   void* stream = nullptr;
   if (!current_cuda_stream(call.device, &stream)) return nullptr;
   call.stream = static_cast<CudaDriver::Stream>(stream);
@@ -163,12 +184,13 @@ constexpr struct {
   const char* name;
   Source source;
 } sources[] = {
-    {"tensor", Source::tensor},           {"partial", Source::partial},       {"row_value", Source::row_value},
-    {"integer", Source::integer},         {"rows", Source::rows},             {"batch_inner", Source::batch_inner},
-    {"batch_size", Source::batch_size},   {"groups", Source::groups},
+    {"tensor", Source::tensor},           {"partial", Source::partial},         {"row_value", Source::row_value},
+    {"integer", Source::integer},         {"seed_value", Source::seed_value},   {"seed_offset", Source::seed_offset},
+    {"rows", Source::rows},               {"batch_inner", Source::batch_inner}, {"batch_size", Source::batch_size},
+    {"groups", Source::groups},
 };
 
-bool read_argument(const CudaProgram& program, PyObject* pair, CudaLaunch& launch) {
+bool read_argument(CudaProgram& program, PyObject* pair, CudaLaunch& launch) {
   const char* kind = nullptr;
   int index = 0;
   if (!PyArg_ParseTuple(pair, "si;an argument is (kind, index)", &kind, &index)) return false;
@@ -180,6 +202,7 @@ bool read_argument(const CudaProgram& program, PyObject* pair, CudaLaunch& launc
       return false;
     }
     launch.arguments.push_back({known.source, static_cast<uint32_t>(index)});
+    if (known.source == Source::seed_value) program.draws = true;
     return true;
   }
   PyErr_Format(PyExc_ValueError, "kernel '%s': '%s' has an argument of the unknown kind '%s'", program.name.c_str(),
@@ -261,7 +284,9 @@ bool build_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   program.inputs = static_cast<size_t>(inputs);
   program.row_values = static_cast<size_t>(row_values);
   program.integers = static_cast<size_t>(integers);
-  return read_widths(program, widths) && read_launches(program, launches);
+  if (!read_widths(program, widths) || !read_launches(program, launches)) return false;
+  const bool has_seed = inputs > 0 && std::string(dtypes[program.inputs - 1].name) == "int64";
+  return !program.draws || has_seed || refuse(program, "it draws, and its last input is no seed (int64)");
 }
 
 PyObject* new_kernel(PyTypeObject* type, PyObject* args, PyObject* keywords) {

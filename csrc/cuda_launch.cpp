@@ -69,6 +69,8 @@ class LaunchFrame {
         batch_inner_(static_cast<int32_t>(std::max<int64_t>(1, call.sizes.batch_inner))),
         batch_size_(static_cast<int32_t>(call.sizes.batch_size)),
         groups_(static_cast<int32_t>(sizes_.groups)),
+        seed_value_(call.seed[0]),
+        seed_offset_(call.seed[1]),
         tensors_(program.tensors.size()),
         partials_(program.partial_widths.size()),
         row_values_(program.row_values),
@@ -118,6 +120,8 @@ class LaunchFrame {
       case Source::partial: return &partials_[argument.index];
       case Source::row_value: return &row_values_[argument.index];
       case Source::integer: return &integers_[argument.index];
+      case Source::seed_value: return &seed_value_;
+      case Source::seed_offset: return &seed_offset_;
       case Source::rows: return &rows_;
       case Source::batch_inner: return &batch_inner_;
       case Source::batch_size: return &batch_size_;
@@ -140,6 +144,7 @@ class LaunchFrame {
   CudaSizes sizes_;
   long long rows_;
   int32_t batch_inner_, batch_size_, groups_;
+  long long seed_value_, seed_offset_;
   Array<void*> tensors_, partials_, row_values_;
   Array<int32_t> integers_;
   DeviceMemory scratch_;

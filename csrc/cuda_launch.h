@@ -35,7 +35,18 @@ struct SumGrid {
 };
 
 // Where an argument of a kernel comes from; the first four have an index.
-enum class Source : uint8_t { tensor, partial, row_value, integer, rows, batch_inner, batch_size, groups };
+enum class Source : uint8_t {
+  tensor,
+  partial,
+  row_value,
+  integer,
+  seed_value,
+  seed_offset,
+  rows,
+  batch_inner,
+  batch_size,
+  groups
+};
 
 struct LaunchArgument {
   Source source;
@@ -83,6 +94,7 @@ struct CudaCall {
   CallSizes sizes;
   const int64_t* integers;
   int64_t repeats;
+  int64_t seed[2];  // value and offset, where the seed's tensor is on the host: then its memory here is nullptr
 };
 
 class LaunchFrame;
@@ -103,6 +115,7 @@ class CudaProgram {
   std::vector<int64_t> partial_widths;  // partial sums: float32 [groups, width] each
   size_t row_values = 0;                // float32 [rows] each, from one launch to the next
   size_t integers = 0;
+  bool draws = false;  // then the last input is the seed: two int64, on the device or on the host
 
   CudaSizes sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const;
 

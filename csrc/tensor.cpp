@@ -312,8 +312,7 @@ bool view_tensor(PyObject* object, const ArgumentSite& site, TensorView* view) {
   dlpack::Tensor tensor;
   if (!borrow(object, site, &tensor)) return false;
   int64_t count = 0;
-  *view = {tensor.shape, tensor.ndim,        is_row_major(tensor, &count), tensor.code,
-           tensor.bits,  tensor.device_type, tensor.device_index};
+  *view = {tensor.shape, tensor.ndim, is_row_major(tensor, &count), tensor.device_type == dlpack::cpu};
   return true;
 }
 

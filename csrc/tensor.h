@@ -39,8 +39,7 @@ struct TensorView {
   const int64_t* shape;
   int32_t dimensions;
   bool is_row_major;
-  uint8_t dtype_code, dtype_bits;
-  int32_t device_type, device_index;
+  bool is_on_host;
 };
 
 // Returns false with a Python error set when the object is no plain tensor.

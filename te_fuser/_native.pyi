@@ -67,7 +67,9 @@ class CudaKernel:
             alignments: bytes that each of them must start at a multiple of; misaligned inputs are copied.
             inputs: how many of the tensors are read.
             launches: in order; arguments are of the kinds "tensor", "partial", "row_value", "integer" (each with an
-                index), "rows", "batch_inner", "batch_size", "groups".
+                index), "seed_value", "seed_offset", "rows", "batch_inner", "batch_size", "groups". Where the seed is
+                among them, the last input is (seed, offset): on the device, then its own argument points to it; or on
+                the host, then it is passed by value and that argument is null.
             partial_widths: floats of one row of each scratch tensor [groups, width].
             row_values: number of scratch tensors [rows].
             integers: number of integers of a call.

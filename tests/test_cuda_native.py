@@ -298,6 +298,32 @@ def test_threads_share_a_kernel(driver: FakeDriver) -> None:
     assert driver.pushes == driver.pops
 
 
+DRAWING = (("rows", 128, 0, ROWS, (("tensor", 0), ("tensor", 1), ("seed_value", 0), ("seed_offset", 0))),)
+
+
+def drawing(**changes: Any) -> _native.CudaKernel:
+    """A kernel whose last input is a seed."""
+    arguments = {"dtypes": ("float32", "int64", "float32"), "alignments": (16, 8, 16), "inputs": 2}
+    return kernel(**(arguments | {"launches": DRAWING, "partial_widths": (), "integers": 0} | changes))
+
+
+def test_a_seed_on_the_host_comes_by_value(driver: FakeDriver) -> None:
+    x, y = torch.zeros(4, 8), torch.zeros(4, 8)
+    drawing()((x, torch.tensor([3, 4]), y), 4, 1, 1, ())
+    assert driver.launches == 1
+    for wrong in (torch.tensor([3]), torch.tensor([[3, 4]])):
+        with pytest.raises(ValueError, match=r"tensor 1 must be \(seed, offset\), two numbers"):
+            drawing()((x, wrong, y), 4, 1, 1, ())
+    with pytest.raises(TypeError, match="tensor 1 must be int64, got float32"):
+        drawing()((x, torch.zeros(2), y), 4, 1, 1, ())
+    assert driver.launches == 1
+
+
+def test_what_draws_must_have_a_seed() -> None:
+    with pytest.raises(ValueError, match="it draws, and its last input is no seed"):
+        drawing(inputs=1)
+
+
 def test_a_captured_stream_loads_nothing(driver: FakeDriver) -> None:
     native = kernel()
     driver.capturing = 1

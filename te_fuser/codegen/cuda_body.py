@@ -24,8 +24,9 @@ class Parameter:
     """One argument of a kernel.
 
     `kind` is where it comes from: "load", "store", "sum" (a tensor of the description), "seed" (two int64 on the
-    device: seed and offset), "partial" (float32 scratch of `Partial`), "row_value" (float32 scratch, one a row),
-    "rows", "batch_inner", "batch_size", "stream" (the number of a random stream), "groups" (of the summing kernel).
+    device, seed and offset, or nullptr: then "seed_value" and "seed_offset" bring them), "partial" (float32 scratch of
+    `Partial`), "row_value" (float32 scratch, one a row), "rows", "batch_inner", "batch_size", "stream" (the number of a
+    random stream), "groups" (of the summing kernel).
     """
 
     kind: str
@@ -69,6 +70,8 @@ class KernelText:
             yield Parameter(kind, t.name, f"const {CTYPES[t.dtype]}* __restrict__")
         if d.streams:
             yield Parameter("seed", "seed", "const long long* __restrict__")
+            yield Parameter("seed_value", "seed_value", "long long")
+            yield Parameter("seed_offset", "seed_offset", "long long")
         for s in d.stores:
             kind = "row_value" if s.name.startswith(plan.ROW_VALUE) else "store"
             yield Parameter(kind, s.name, f"{CTYPES[s.dtype]}* __restrict__")
@@ -94,7 +97,7 @@ class KernelText:
         """What is the same for all rows."""
         for name, variable in self.random.items():
             stream = self.pointer["stream", name]
-            self.text(f"const te::Random {variable} = te::random({self.pointer['seed', 'seed']}, {stream});")
+            self.text(f"const te::Random {variable} = te::random(seed, seed_value, seed_offset, {stream});")
         once = [n for n in self.d.nodes if n.axes == Axes.NONE and not n.depth]
         self._level(once, self.known)
 
@@ -301,5 +304,5 @@ class KernelText:
 
 
 _CONSTANTS = "constants;"
-_PLAIN = ("seed", "rows", "batch_inner", "batch_size")
+_PLAIN = ("seed", "seed_value", "seed_offset", "rows", "batch_inner", "batch_size")
 SUFFIX = {"partial": "_partial", "stream": "_stream"}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0  # seconds without a word
 _SEED_DTYPE = "int64"
+_NUMBERS = ("seed_value", "seed_offset", "rows", "batch_inner", "batch_size", "groups")  # what a call has once
 _WIDEST_ACCESS = 16  # bytes
 
 
@@ -252,7 +253,7 @@ def _places(description: KernelDescription, text: CudaKernel) -> dict[tuple[str,
     found |= {("partial", p.name): ("partial", k) for k, p in enumerate(text.partials)}
     found |= {("row_value", name): ("row_value", k) for k, name in enumerate(text.row_values)}
     found |= {("stream", name): ("integer", k) for k, name in enumerate(d.streams)}
-    return found | {(name, name): (name, 0) for name in ("rows", "batch_inner", "batch_size", "groups")}
+    return found | {(name, name): (name, 0) for name in _NUMBERS}
 
 
 def _launch(launch: CudaLaunch, places: Mapping[tuple[str, str], Place]) -> _native.CudaLaunch:

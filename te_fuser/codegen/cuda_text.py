@@ -54,7 +54,7 @@ _RESERVED = frozenset(
     """
     te rows row base wanted mine count first step lane slot column chunk i tile group groups split splits sample index
     ahead early later alone phase exchange turn shelves fetch_row fetch_numbers shared_sums found
-    block seed batch_inner batch_size
+    block seed seed_value seed_offset batch_inner batch_size
     threadIdx blockIdx gridDim blockDim
     alignas and asm auto bool break case catch char class const constexpr continue default delete do double else enum
     explicit extern false float for friend goto if inline int long mutable namespace new not nullptr operator or

@@ -23,6 +23,7 @@ from te_fuser.ops.base import Binding, FusableOperation
 
 _PLANS_KEPT = 16
 _SHAPES_KEPT = 64
+_OFFSETS_PER_CALL = 4  # PyTorch's offsets count in fours
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -321,11 +322,18 @@ def outside_tracing(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
-    """(seed, offset) for one call, on its device and from that device's generator.
+    """(seed, offset) for one call, from the device's generator, which goes on by it.
 
-    So manual_seed, checkpointing and CUDA-graph replay govern it as they do torch's own dropout, and nothing waits.
+    So manual_seed, checkpointing, trackers of random states and CUDA-graph replay govern it as they do torch's own
+    dropout. On a GPU it lies on the host and costs no kernel; while a graph is captured it is drawn on the device, so
+    that each replay draws anew.
     """
-    return torch.empty(2, dtype=torch.int64, device=device).random_()
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(2, dtype=torch.int64, device=device).random_()
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + _OFFSETS_PER_CALL)
+    return torch.tensor((seed - (seed >> 63 << 64), offset))  # the same 64 bits, with a sign
 
 
 def check_options(memory: str | int, kernels: str, fallback: str) -> None:

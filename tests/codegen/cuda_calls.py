@@ -17,7 +17,7 @@ from tests.codegen.corpus import reference
 
 SEED, OFFSET, FIRST_STREAM = -0x123456789ABCDEF, 7, 2**31 + 5
 HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-Values = Mapping[tuple[str, str], torch.Tensor | int]
+Values = Mapping[tuple[str, str], torch.Tensor | int | None]
 
 
 def streams(description: KernelDescription) -> dict[str, RandomStream]:
@@ -34,15 +34,18 @@ def arguments(
     batch: tuple[int, int],
     multiprocessors: int,
     device: str = "cpu",
-) -> dict[tuple[str, str], torch.Tensor | int]:
-    """Every argument by (kind, name); scratch is poisoned with NaN."""
+) -> dict[tuple[str, str], torch.Tensor | int | None]:
+    """Every argument by (kind, name); scratch is poisoned with NaN. The seed comes by value where rows are odd."""
     sizes = kernel.sizes(rows, batch[1], multiprocessors)
-    found: dict[tuple[str, str], torch.Tensor | int] = {
+    by_value = rows % 2 == 1
+    found: dict[tuple[str, str], torch.Tensor | int | None] = {
         ("rows", "rows"): rows,
         ("batch_inner", "batch_inner"): batch[0],
         ("batch_size", "batch_size"): batch[1],
         ("groups", "groups"): sizes.groups,
-        ("seed", "seed"): torch.tensor([SEED, OFFSET], dtype=torch.int64, device=device),
+        ("seed", "seed"): None if by_value else torch.tensor([SEED, OFFSET], dtype=torch.int64, device=device),
+        ("seed_value", "seed_value"): SEED if by_value else 1,
+        ("seed_offset", "seed_offset"): OFFSET if by_value else 2,
     }
     found |= {("load", name): tensor for name, tensor in tensors.items()}
     found |= {("stream", name): FIRST_STREAM + k for k, name in enumerate(description.streams)}

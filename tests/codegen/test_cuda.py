@@ -336,7 +336,20 @@ def test_text_says_what_it_is(name: str) -> None:
         len(launch.parameters) == len({(p.kind, p.name) for p in launch.parameters}) for launch in kernel.launches
     )
     kinds = [p.kind for p in kernel.launches[0].parameters]
-    order = ["load", "seed", "store", "row_value", "partial", "sum", "rows", "batch_inner", "batch_size", "stream"]
+    order = [
+        "load",
+        "seed",
+        "seed_value",
+        "seed_offset",
+        "store",
+        "row_value",
+        "partial",
+        "sum",
+        "rows",
+        "batch_inner",
+        "batch_size",
+        "stream",
+    ]
     assert kinds == sorted(kinds, key=order.index)
     assert kinds.count("load") == len(d.loads) and kinds.count("stream") == len(d.streams)
 

@@ -107,3 +107,31 @@ def test_a_fallback_may_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             m(torch.randn(2, 3))
     with pytest.raises(ValueError, match="fallback is one of warn, error, got 'ignore'"):
         Sequential(ops.GELU(), fallback="ignore")
+
+
+class Philox:
+    """A GPU's generator, as far as seeds go."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.offset = seed, 8
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+@pytest.mark.parametrize(("seed", "signed"), [(5, 5), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 1, -1)])
+def test_a_gpus_seed_comes_from_its_generator_without_a_kernel(
+    seed: int, signed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = Philox(seed)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    drawn = [draw_seed(torch.device("cuda", 1)) for _ in range(2)]
+    assert [t.tolist() for t in drawn] == [[signed, 8], [signed, 12]] and generator.offset == 16
+    assert all(t.device == CPU and t.dtype == torch.int64 for t in drawn)

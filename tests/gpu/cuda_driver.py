@@ -95,7 +95,7 @@ class GpuKernel:
         return step
 
 
-def _boxed(value: torch.Tensor | int, parameter: Parameter) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ctypes.c_void_p(value.data_ptr())
+def _boxed(value: torch.Tensor | int | None, parameter: Parameter) -> Any:
+    if value is None or isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
     return (ctypes.c_longlong if parameter.ctype == "long long" else ctypes.c_int)(value)

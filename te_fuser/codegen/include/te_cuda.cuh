@@ -458,9 +458,11 @@ struct Random {
   unsigned seed_low, seed_high, offset, stream;
 };
 
-TE_DEVICE Random random(const long long* seed, int stream) {
-  const unsigned long long bits = static_cast<unsigned long long>(seed[0]);
-  return {static_cast<unsigned>(bits), static_cast<unsigned>(bits >> 32), static_cast<unsigned>(seed[1]),
+// `seed` is nullptr where the call brings value and offset; in a graph it is where each replay draws them anew.
+TE_DEVICE Random random(const long long* seed, long long value, long long offset, int stream) {
+  if (seed != nullptr) value = seed[0], offset = seed[1];
+  const unsigned long long bits = static_cast<unsigned long long>(value);
+  return {static_cast<unsigned>(bits), static_cast<unsigned>(bits >> 32), static_cast<unsigned>(offset),
           static_cast<unsigned>(stream)};
 }
 
