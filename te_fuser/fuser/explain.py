@@ -355,7 +355,7 @@ def _refused_page(plan: Plan) -> Iterable[Any]:
     if not plan.refusals:
         return
     yield Text("\nConsidered and not taken", style="bold")
-    groups = _grouped(plan.refusals, lambda r: (r.name, r.reason))
+    groups = _grouped(plan.refusals, lambda r: r.reason)
     lines = [_refusal_text(entries) for entries in groups.values()]
     left = len(lines) - _FEW_REFUSALS
     if left > 1:
@@ -364,6 +364,10 @@ def _refused_page(plan: Plan) -> Iterable[Any]:
 
 
 def _refusal_text(entries: Sequence[Refusal]) -> str:
+    """A line for what was refused for one reason; where that is several fusions, their names stand for the places."""
+    names = list(dict.fromkeys(r.name for r in entries))
+    if len(names) > 1:
+        return f"{', '.join(names)}: {entries[0].reason}"
     ranges = list(dict.fromkeys(_range(r.start, r.stop - 1) for r in entries))
     direction = {"joint": "both ways"}.get(entries[0].direction, entries[0].direction)
     return f"{entries[0].name} ({direction}; {'; '.join(_few(ranges, 3))}): {entries[0].reason}"
