@@ -228,7 +228,7 @@ def test_without_an_input_it_says_what_to_do() -> None:
 
 
 def test_fusions_refused_for_one_reason_share_a_line() -> None:
-    model = Sequential(ops.Linear(8, 12), ops.Linear(12, 5))
+    model = te_fuser.Sequential(ops.Linear(8, 12), ops.Linear(12, 5))
     text = section(str(model.explain(torch.randn(2, 8, requires_grad=True))), "Considered and not taken")
     assert text.count("cuBLASLt runs on cuda, the input is on cpu") == 1
     assert "matmul, matmul_backward, matmul_bias_backward: cuBLASLt" in text
