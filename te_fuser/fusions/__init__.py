@@ -19,6 +19,7 @@ from te_fuser.fusions.registry import (
 
 # The built-in fusions register themselves.
 from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
+    bias_gelu_matmul,
     dot_product_attention,
     gelu_matmul,
     matmul,

@@ -15,7 +15,7 @@ from te_fuser.ops.matmul import MatMul
 
 
 def _why_not(m: Match) -> bool | str:
-    why = why_no_gelu(m, 0)
+    why = why_no_gelu(m, 0, m.x.features)
     return why or why_no_product(m, "dgrad_dgelu", at=1) or why_no_product(m, "wgrad", at=1) or True
 
 

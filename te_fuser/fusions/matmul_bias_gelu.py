@@ -14,9 +14,8 @@ from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul
 
 
-def why_no_gelu(m: Match, at: int) -> str | None:
-    """Why the epilogues' GELU is not that of op `at`; None if it is."""
-    features = m.y.features if at else m.x.features
+def why_no_gelu(m: Match, at: int, features: int) -> str | None:
+    """Why the epilogues' GELU is not that of op `at`, which has so many features; None if it is."""
     if m[at].op.approximate != "tanh":
         return "the epilogue's GELU is the tanh form, and this one is exact (erf)"
     if m.dtype == torch.float32:
@@ -27,7 +26,7 @@ def why_no_gelu(m: Match, at: int) -> str | None:
 
 
 def _why_not(m: Match, kind: str) -> bool | str:
-    return why_no_gelu(m, 2) or why_no_bias(m) or why_no_product(m, kind) or True
+    return why_no_gelu(m, 2, m.y.features) or why_no_bias(m) or why_no_product(m, kind) or True
 
 
 @fusion(

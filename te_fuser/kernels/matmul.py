@@ -189,6 +189,13 @@ def input_gradient_dgelu(dy: torch.Tensor, weight: torch.Tensor, before: torch.T
     return configured("dgrad_dgelu", dy.dtype, dy.dtype).make(dy, weight, before)
 
 
+def input_gradient_dgelu_sum(
+    dy: torch.Tensor, weight: torch.Tensor, before: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dh, the sum of dh over its rows [I]) for dh = (dy W) * gelu'(h), h [..., I] a multiple of 8 features."""
+    return configured("dgrad_dgelu_sum", dy.dtype, dy.dtype).make(dy, weight, before)
+
+
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """dW = dy^T x, [O, I]."""
     return configured("wgrad", dy.dtype, dy.dtype).make(dy, x)

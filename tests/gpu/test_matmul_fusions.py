@@ -25,6 +25,7 @@ NAMES = {
     "matmul_bias_gelu": HALF,
     "matmul_bias_gelu_aux": HALF,
     "gelu_matmul_backward": HALF,
+    "bias_gelu_matmul_backward": HALF,
     **{f"matmul_add{bias}": (*HALF, torch.float32) for bias in ("", "_bias")},
 }
 
