@@ -191,7 +191,8 @@ def describe(
         zip((id(t) for t in (*stores, *totals)), strip_values(t.expression for t in (*stores, *totals)), strict=True)
     )
     unit = _unit_width(plain.values(), (*stores, *totals))
-    cut = {id(t): _cut(plain[id(t)], t, unit) for t in (*stores, *totals)}
+    narrowed: _Narrowed = {}
+    cut = {id(t): _cut(plain[id(t)], t, unit, narrowed) for t in (*stores, *totals)}
     roots = [p for pieces in cut.values() for p in pieces]
     nodes = topological(roots)
     widths = {n.width for n in nodes if n.axes & Axes.FEATURE}
@@ -229,24 +230,37 @@ def _unit_width(expressions: Iterable[Expr], targets: Iterable[Target]) -> int:
     return functools.reduce(math.gcd, widths) if widths else 1
 
 
-def _cut(e: Expr, target: Target, unit: int) -> tuple[Expr, ...]:
+_Narrowed = dict[int, tuple[Expr, Expr]]  # of this kernel: id of a wide reduction -> it, and what stands for it
+
+
+def _cut(e: Expr, target: Target, unit: int, narrowed: _Narrowed) -> tuple[Expr, ...]:
     if not target.axes & Axes.FEATURE:
-        return (_narrow_reductions(e, unit),)
+        return (_narrow_reductions(e, unit, narrowed),)
     pieces = target.width // max(unit, 1)
-    return tuple(_narrow_reductions(part(e, k, pieces), unit) for k in range(pieces))
+    return tuple(_narrow_reductions(part(e, k, pieces), unit, narrowed) for k in range(pieces))
 
 
-def _narrow_reductions(e: Expr, unit: int) -> Expr:
-    """Rewrite every wider row reduction below `e` as a combination of reductions over parts of `unit` features."""
-    from te_fuser.formula import expr
+def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:
+    """Rewrite every wider row reduction below `e` as a combination of reductions over parts of `unit` features.
+
+    Each reduction is rewritten once: below one of another there would be as many rewritings as parts, at every level.
+    """
 
     def narrow(node: Expr) -> Expr | None:
         if node.op not in ("row_sum", "row_max") or node.args[0].width == unit:
             return None
-        pieces = node.args[0].width // unit
-        parts = [_narrow_reductions(part(node.args[0], k, pieces), unit) for k in range(pieces)]
-        if node.op == "row_max":
-            return functools.reduce(lambda a, b: expr.binary("maximum", a, b), map(expr.row_max, parts))
-        return functools.reduce(expr.add, [expr.sum_features(p, unit) for p in parts])
+        if id(node) not in narrowed:
+            narrowed[id(node)] = (node, _in_parts(node, unit, narrowed))
+        return narrowed[id(node)][1]
 
     return substitute([e], narrow)[0]
+
+
+def _in_parts(node: Expr, unit: int, narrowed: _Narrowed) -> Expr:
+    from te_fuser.formula import expr
+
+    pieces = node.args[0].width // unit
+    parts = [_narrow_reductions(part(node.args[0], k, pieces), unit, narrowed) for k in range(pieces)]
+    if node.op == "row_max":
+        return functools.reduce(lambda a, b: expr.binary("maximum", a, b), map(expr.row_max, parts))
+    return functools.reduce(expr.add, [expr.sum_features(p, unit) for p in parts])

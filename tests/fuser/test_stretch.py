@@ -10,6 +10,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.codegen import description
 from te_fuser.codegen.compiler import find_compiler
 from te_fuser.formula import Axes, exp, row_max, row_sum, sigmoid
 from tests.fuzz.covers import random_cover
@@ -144,3 +145,19 @@ def test_an_input_of_any_extent_gets_its_gradient(axes: Axes, cut: bool) -> None
     model = sequential(ops.Bias(8), Shifted(axes), ops.GELU())
     with te_fuser.fusions.only(*(() if cut else te_fuser.fusions.names())):
         assert_as_meant(model, tensor(3, 2, 5, 8), g=tensor(*SHAPES[axes], seed=3))
+
+
+def test_reductions_below_reductions_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gated op halves the tile: every reduction before it is rewritten once, not once for each part of one above."""
+    rewritten: list[Any] = []
+    in_parts = description._in_parts
+
+    def counted(node: Any, *rest: Any) -> Any:
+        rewritten.append(node)
+        return in_parts(node, *rest)
+
+    monkeypatch.setattr(description, "_in_parts", counted)
+    norms = [ops.LayerNorm(32, 0.3 + 0.1 * k) for k in range(5)]
+    x = torch.randn(3, 32, requires_grad=True)
+    te_fuser.Sequential(*norms, ops.GLU()).plan(x)
+    assert 10 <= len(rewritten) < 60
