@@ -91,6 +91,15 @@ def test_a_taken_fusion_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert "measured slower in its place" in str(model.explain(x))
 
 
+def test_choices_that_are_not_faster_together_are_dropped(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:
+    model, x = Sequential(ops.Bias(6), ops.GELU(), ops.Dropout(0.5)), torch.randn(5, 6)
+    before, ratios = names(model, x), iter([0.8, 1.01])
+    clock(monkeypatch, lambda: next(ratios))
+    report = model.tune(x)
+    assert [(t.ratio, t.taken, t.reason) for t in report.trials if t.ratio] == [(0.8, False, "together not faster")]
+    assert report.ratios == (1.0,) and names(model, x) == before
+
+
 def test_gradients_and_random_numbers_stay(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:
     model, x = Sequential(ops.Bias(6), ops.GELU(), ops.Dropout(0.5)), torch.randn(5, 6, requires_grad=True)
     clock(monkeypatch, lambda: 0.9)
