@@ -1,4 +1,4 @@
-"""Steps made ready to run: refs become slots, tasks become runners, and running is a loop in the native runtime."""
+"""Steps made ready to run: refs become slots, tasks become steps, and running is a loop in the native runtime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ Runner = Callable[[Slots], None]
 KernelFunction = Callable[[tuple[torch.Tensor, ...], int, int, int, tuple[int, ...]], None]
 # What runs in a step's place, given it, its runner and the slots of refs; how verify sees every step.
 Wrapper = Callable[[Step, Runner, "SlotMap"], Runner]
-KernelSource = Callable[[Sequence[KernelDescription]], Sequence[KernelFunction]]
 
 
 class SlotMap:
@@ -232,7 +231,7 @@ class FusionRunner:
         streams = {}
         for k, node in self._streams:
             layout = batch_layout(first.shape, node.op.batch_dim())
-            # Read only when somebody draws from it: on a GPU that waits for the seed.
+            # Read only when somebody draws from it: a seed on a GPU is waited for.
             streams[k] = functools.partial(stream_of, tensors["seed"], node.index, layout)
         call = FusionCall(self._ops, tensors, self._needed, streams)
         result = self._function(call, first)
@@ -327,7 +326,8 @@ def build_program(
 def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -> Runner:
     task = step.task
     if isinstance(task, KernelPlan):
-        return _kernel_step(task, kernels.get(task.description.key), slots)
+        computes = bool(task.description.stores or task.description.sums)
+        return _kernel_step(task, kernels[task.description.key] if computes else None, slots)
     if isinstance(task, (OpForward, OpGradient)):
         return _op_step(step, task, slots)
     if isinstance(task, FusionTask):

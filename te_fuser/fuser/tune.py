@@ -93,7 +93,8 @@ def tune(
     """Tune the plan of a call like this one; (report, what the call returns)."""
     contest = contest or _contest_on(x.device)
     graph, options = fuser.problem(x, inputs, outputs)
-    options = dataclasses.replace(options, memory=fuser.memory)
+    # What an earlier tuning left out is a candidate again.
+    options = dataclasses.replace(options, memory=fuser.memory, tuned={})
 
     def plan_with(choices: Choices) -> Plan:
         return Planner(graph, dataclasses.replace(options, tuned=choices)).plan()
@@ -139,14 +140,10 @@ def _schedule_trials(
     contest: Contest,
 ) -> Iterator[Trial]:
     """Other schedules of the plan's generated kernels."""
-    before: dict[str, KernelFunction] = {}
 
-    def compare(kernels: dict[str, KernelFunction]) -> float:
-        first, second = (_call(prepare(plan, outputs, k), x, inputs) for k in (before, kernels))
-        ratio = contest(first, second, effort)
-        if ratio < 1:
-            before.update(kernels)
-        return ratio
+    def compare(before: Mapping[str, KernelFunction], after: Mapping[str, KernelFunction]) -> float:
+        first, second = (_call(prepare(plan, outputs, kernels), x, inputs) for kernels in (before, after))
+        return contest(first, second, effort)
 
     for name, ratio, taken in tune_schedules(plan, compare):
         reason = "" if ratio is not None else "no schedule is faster alone"

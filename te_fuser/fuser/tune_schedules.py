@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +24,8 @@ MOST_VARIANTS = 12
 _LAUNCHES = 10  # of a variant alone, between two events
 _SOLO_GAIN = 0.97  # what a variant must reach alone, over the kernel that is in use, to be tried in the model
 
-# compare(kernels by description key) -> the model's time with these kernels over its time with those before
-Compare = Callable[[dict[str, KernelFunction]], float]
+# compare(before, after), kernels by description key -> the model's time with the latter over that with the former
+Compare = Callable[[Mapping[str, KernelFunction], Mapping[str, KernelFunction]], float]
 
 
 def tune_schedules(plan: Plan, compare: Compare) -> Iterator[tuple[str, float | None, bool]]:
@@ -38,9 +38,10 @@ def tune_schedules(plan: Plan, compare: Compare) -> Iterator[tuple[str, float | 
             yield description.name, None, False
             continue
         schedules, kernel, alone = found
-        ratio = compare({**taken, description.key: kernel.run})
+        after: dict[str, KernelFunction] = {**taken, description.key: kernel.run}
+        ratio = compare(taken, after)
         if ratio < 1:
-            taken[description.key] = kernel.run
+            taken = after
             store = store_for(torch.cuda.get_device_name(device), config.cache_dir or default_cache_dir())
             store.put(description.key, schedules, sizes[0], alone=alone, in_model=ratio)
         yield description.name, ratio, ratio < 1

@@ -6,6 +6,7 @@ import torch
 
 from te_fuser.fusions.match import Match
 from te_fuser.fusions.matmul import cost_of, native, why_no_product
+from te_fuser.fusions.matmul_bias import why_no_bias
 from te_fuser.fusions.matmul_bias_gelu import why_no_gelu
 from te_fuser.fusions.registry import fusion
 from te_fuser.kernels import matmul as products
@@ -18,10 +19,7 @@ _KINDS = {"input_and_bias_gradient": "dgrad_dgelu_sum", "weight_gradient": "wgra
 
 
 def _why_not(m: Match) -> bool | str:
-    # Asked before the library is: an epilogue's sum has the dtype of the product.
-    if m[0].dtype_of("bias") != m.dtype:
-        return f"the epilogue's sum is in the product's dtype, {m.dtype}, and the bias is in {m[0].dtype_of('bias')}"
-    why = why_no_gelu(m, 1, m.x.features)
+    why = why_no_gelu(m, 1, m.x.features) or why_no_bias(m, 0)
     return why or why_no_product(m, "dgrad_dgelu_sum", at=2) or why_no_product(m, "wgrad", at=2) or True
 
 

@@ -91,6 +91,15 @@ def test_a_taken_fusion_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert "measured slower in its place" in str(model.explain(x))
 
 
+def test_tuning_again_tries_again_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Sequential(ops.Linear(64, 32), ops.GELU()), torch.randn(128, 64)
+    clock(monkeypatch, lambda: 0.9)
+    for _ in range(2):
+        report = model.tune(x)
+        assert ("matmul_bias 64>32", OFF, True) in [(t.place, t.choice, t.taken) for t in report.trials]
+        assert "matmul_bias" not in names(model, x)
+
+
 def test_choices_that_are_not_faster_together_are_dropped(monkeypatch: pytest.MonkeyPatch, slow_gelu: None) -> None:
     model, x = Sequential(ops.Bias(6), ops.GELU(), ops.Dropout(0.5)), torch.randn(5, 6)
     before, ratios = names(model, x), iter([0.8, 1.01])

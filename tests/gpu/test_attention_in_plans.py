@@ -12,7 +12,7 @@ from te_fuser import Sequential, ops
 from te_fuser.fuser.plan import Plan
 from tests.twins import randomize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def projected(heads: int, kv_heads: int, dim: int, rope: bool = True, **options: str) -> list[ops.FusableOperation]:

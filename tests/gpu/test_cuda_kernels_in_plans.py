@@ -19,7 +19,7 @@ from te_fuser.verify.models import Subject, example_call
 from tests.formula.test_row_ops import OPS
 from tests.twins import randomize
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

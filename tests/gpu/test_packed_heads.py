@@ -11,7 +11,7 @@ from te_fuser.kernels.packed_heads import Rotation, pack, turn
 from te_fuser.ops.dot_product_attention import PackedHeads
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
