@@ -389,7 +389,10 @@ def test_parts_of_a_result_share_nothing():
 
 
 def allocations(run):
-    """The sizes of what is allocated (+) and freed (-) while `run` runs, in order."""
+    """The sizes of what is allocated (+) and freed (-) while `run` runs, in order.
+
+    `run` must not free what was there before: the profiler counts that or not, as it happens to know the address.
+    """
     gc.collect()
     with torch.autograd.profiler.profile(use_device=None, profile_memory=True) as profile:
         run()
@@ -420,11 +423,11 @@ def test_backward_frees_as_it_goes_like_eager(frozen):
 
     def activations(model):
         def step():
-            x.grad = None
-            model.zero_grad()
             model(x).square().mean().backward()
 
         step()  # plans are made
+        x.grad = None
+        model.zero_grad()
         return peak(step) / (x.numel() * x.itemsize)
 
     def growth(kinds, make):
@@ -437,7 +440,7 @@ def test_backward_frees_as_it_goes_like_eager(frozen):
         return model
 
     eager = growth({"norm": nn.LayerNorm, "linear": nn.Linear, "act": lambda: nn.GELU("tanh")}, nn.Sequential)
-    assert growth({"norm": ops.LayerNorm, "linear": ops.Linear, "act": ops.GELU}, ours) <= eager + 1.5
+    assert growth({"norm": ops.LayerNorm, "linear": ops.Linear, "act": ops.GELU}, ours) <= eager + 0.1
 
 
 def test_the_price_of_a_call_is_what_the_plan_says():
