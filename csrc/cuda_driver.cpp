@@ -41,7 +41,7 @@ std::string bind_functions(void* library, CudaDriver& driver) {
   bind(driver.function_set_attribute, "cuFuncSetAttribute");
   bind(driver.stream_is_capturing, "cuStreamIsCapturing");
   bind(driver.copy_on_device, "cuMemcpyDtoDAsync_v2");
-  bind(driver.launch_kernel, "cuLaunchKernel");
+  bind(driver.launch_kernel, "cuLaunchKernelEx");
   return bind.missing();
 }
 

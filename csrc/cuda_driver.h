@@ -28,6 +28,23 @@ struct CudaDriver {
   static constexpr int compute_capability_major = 75;      // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
   static constexpr int max_dynamic_shared_size_bytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
   static constexpr int capture_status_none = 0;            // CU_STREAM_CAPTURE_STATUS_NONE
+  static constexpr unsigned may_start_early = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+  // CUlaunchAttribute and CUlaunchConfig.
+  struct Attribute {
+    unsigned id;
+    char padding[4];
+    union {
+      char bytes[64];
+      int number;
+    } value;
+  };
+  struct Configuration {
+    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+    Stream stream;
+    const Attribute* attributes;
+    unsigned attribute_count;
+  };
 
   Result (*init)(unsigned flags);
   Result (*get_error_name)(Result error, const char** text);
@@ -43,9 +60,7 @@ struct CudaDriver {
   Result (*function_set_attribute)(Function function, int attribute, int value);
   Result (*stream_is_capturing)(Stream stream, int* status);
   Result (*copy_on_device)(Pointer to, Pointer from, size_t bytes, Stream stream);
-  Result (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                          unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters,
-                          void** extra);
+  Result (*launch_kernel)(const Configuration* configuration, Function function, void** parameters, void** extra);
 };
 
 // The driver, opened and initialized by the first call; nullptr when it cannot be used, and `why` says what is missing.

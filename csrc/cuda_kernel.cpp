@@ -264,16 +264,18 @@ bool read_launches(CudaProgram& program, PyObject* items) {
 
 bool build_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   static const char* names[] = {"name",     "cubin",          "dtypes",     "alignments", "inputs",
-                                "launches", "partial_widths", "row_values", "integers",   nullptr};
+                                "launches", "partial_widths", "row_values", "integers",   "waits",  nullptr};
   const char *name = nullptr, *cubin = nullptr;
   Py_ssize_t cubin_size = 0, inputs = 0, row_values = 0, integers = 0;
   PyObject *dtype_names = nullptr, *alignments = nullptr, *launches = nullptr, *widths = nullptr;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn:CudaKernel", const_cast<char**>(names), &name, &cubin,
+  int waits = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn|p:CudaKernel", const_cast<char**>(names), &name, &cubin,
                                    &cubin_size, &PyTuple_Type, &dtype_names, &PyTuple_Type, &alignments, &inputs,
-                                   &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers)) {
+                                   &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers, &waits)) {
     return false;
   }
   program.name = name;
+  program.waits = waits != 0;
   program.cubin.assign(cubin, static_cast<size_t>(cubin_size));
   std::vector<DType> dtypes;
   if (!read_dtypes(name, dtype_names, dtypes) || !read_alignments(program, dtypes, alignments)) return false;
@@ -333,7 +335,8 @@ PyMethodDef methods[] = {
 };
 
 PyDoc_STRVAR(documentation,
-             "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers)\n--\n\n"
+             "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers, waits=False)"
+             "\n--\n\n"
              "A generated CUDA kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
 
 PyType_Slot slots[] = {

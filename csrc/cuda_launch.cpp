@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t scratch_alignment = 256;
 constexpr int64_t few_blocks = 64;
+constexpr int first_capability_that_waits = 9;  // griddepcontrol
 
 int64_t round_up(int64_t bytes) { return (bytes + scratch_alignment - 1) / scratch_alignment * scratch_alignment; }
 
@@ -190,8 +191,12 @@ bool CudaProgram::load_module(const CudaDriver& driver, int32_t device, const Cu
   int count = 0;
   error = driver.device_get_attribute(&count, CudaDriver::multiprocessor_count, ordinal);
   if (error != CudaDriver::success) return refuse(driver, where + " cannot be asked for its size", error, failure);
+  int capability = 0;
+  error = driver.device_get_attribute(&capability, CudaDriver::compute_capability_major, ordinal);
+  if (error != CudaDriver::success) return refuse(driver, where + " does not say what it is", error, failure);
   loaded.driver = &driver;
   loaded.multiprocessors = count;
+  loaded.starts_early = waits && capability >= first_capability_that_waits;
   error = driver.primary_context_retain(&loaded.context, ordinal);
   if (error != CudaDriver::success) return refuse(driver, where + " gives no context", error, failure);
   const CurrentContext current(driver, loaded.context);
@@ -239,18 +244,32 @@ const CudaProgram::Loaded* CudaProgram::loaded_on(const CudaCall& call, Failure&
 
 // ---- running ---------------------------------------------------------------------------------------------------
 
+CudaDriver::Result CudaProgram::launch(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame,
+                                       size_t index) const {
+  const CudaLaunch& kernel = launches[index];
+  Array<void*> parameters(kernel.arguments.size());
+  for (size_t k = 0; k < kernel.arguments.size(); ++k) parameters[k] = frame.address(kernel.arguments[k]);
+  CudaDriver::Attribute early{};
+  early.id = CudaDriver::may_start_early;
+  early.value.number = 1;
+  CudaDriver::Configuration configuration{};
+  configuration.grid_x = static_cast<unsigned>(frame.blocks(index));
+  configuration.block_x = kernel.threads;
+  configuration.grid_y = configuration.grid_z = configuration.block_y = configuration.block_z = 1;
+  configuration.shared_bytes = kernel.shared_bytes;
+  configuration.stream = call.stream;
+  configuration.attributes = &early;
+  configuration.attribute_count = loaded.starts_early ? 1 : 0;
+  return loaded.driver->launch_kernel(&configuration, loaded.functions[index], parameters.data(), nullptr);
+}
+
 bool CudaProgram::launch_all(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const {
   for (size_t i = 0; i < launches.size(); ++i) {
-    const CudaLaunch& launch = launches[i];
     if (frame.blocks(i) == 0) continue;
-    Array<void*> parameters(launch.arguments.size());
-    for (size_t k = 0; k < launch.arguments.size(); ++k) parameters[k] = frame.address(launch.arguments[k]);
-    const CudaDriver::Result error =
-        loaded.driver->launch_kernel(loaded.functions[i], static_cast<unsigned>(frame.blocks(i)), 1, 1, launch.threads,
-                                     1, 1, launch.shared_bytes, call.stream, parameters.data(), nullptr);
+    const CudaDriver::Result error = launch(loaded, call, frame, i);
     if (error == CudaDriver::success) continue;
     return refuse(*loaded.driver,
-                  "cuda:" + std::to_string(call.device) + " refused '" + launch.symbol +
+                  "cuda:" + std::to_string(call.device) + " refused '" + launches[i].symbol +
                       "' (perhaps for what an earlier kernel did)",
                   error, failure);
   }

@@ -116,6 +116,7 @@ class CudaProgram {
   size_t row_values = 0;                // float32 [rows] each, from one launch to the next
   size_t integers = 0;
   bool draws = false;  // then the last input is the seed: two int64, on the device or on the host
+  bool waits = false;  // its kernels begin by waiting for those before them, so the GPU may start them while these end
 
   CudaSizes sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const;
 
@@ -129,6 +130,7 @@ class CudaProgram {
     const CudaDriver* driver;
     CudaDriver::Context context;
     int64_t multiprocessors;
+    bool starts_early;
     std::vector<CudaDriver::Function> functions;
   };
   static constexpr size_t most_devices = 64;
@@ -139,6 +141,7 @@ class CudaProgram {
   bool find_functions(const CudaDriver& driver, CudaDriver::Module module, Loaded& loaded, Failure& failure) const;
   bool check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const;
   bool realign_inputs(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
+  CudaDriver::Result launch(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, size_t index) const;
   bool launch_all(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
   bool refuse(const CudaDriver& driver, const std::string& what, CudaDriver::Result error, Failure& failure) const;
 

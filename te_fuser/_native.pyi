@@ -59,6 +59,7 @@ class CudaKernel:
         partial_widths: tuple[int, ...],
         row_values: int,
         integers: int,
+        waits: bool = False,
     ) -> CudaKernel:
         """Prepare a kernel; neither a driver nor a device is needed yet.
 
@@ -73,6 +74,8 @@ class CudaKernel:
             partial_widths: floats of one row of each scratch tensor [groups, width].
             row_values: number of scratch tensors [rows].
             integers: number of integers of a call.
+            waits: whether every kernel begins with `te::wait_for_earlier`; from compute capability 9.0 on the GPU then
+                starts it while the kernels before it in the stream end.
 
         Raises ValueError for an unknown dtype or kind, an index without anything behind it, an impossible size.
         """

@@ -18,12 +18,12 @@ enum { STATIC_SHARED_BYTES = 128 };  // that every kernel has: with its dynamic 
 struct function { char symbol[256]; emulated run; int shared_bytes; };
 /* What a test may read and set; see the Python class beside it. */
 struct fake_state {
-  int devices, multiprocessors, capturing, failing;
-  int loads, launches, copies, pushes, pops;
+  int devices, multiprocessors, capability, capturing, failing;
+  int loads, launches, early, copies, pushes, pops;
   unsigned last_blocks, last_threads, last_shared_bytes;
   char last_symbol[256];
 };
-struct fake_state fake = {.devices = 2, .multiprocessors = 3};
+struct fake_state fake = {.devices = 2, .multiprocessors = 3, .capability = 9};
 static pthread_mutex_t one_launch = PTHREAD_MUTEX_INITIALIZER; /* the emulation has one set of blocks and threads */
 
 static struct context contexts[16];
@@ -46,7 +46,7 @@ int cuDeviceGet(int* device, int ordinal) { return ordinal < fake.devices ? (*de
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
   if (attribute != 16 && attribute != 75) return 1;
-  *value = attribute == 75 ? 9 : fake.multiprocessors; /* the compute capability's major number, or the size */
+  *value = attribute == 75 ? fake.capability : fake.multiprocessors; /* the compute capability's major number, or the size */
   return 0;
 }
 int cuDevicePrimaryCtxRetain(struct context** context, int device) {
@@ -109,17 +109,26 @@ int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t 
   memcpy((void*)to, (const void*)from, bytes);
   return 0;
 }
-int cuLaunchKernel(struct function* f, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) {
+struct attribute { unsigned id; union { char bytes[64]; long long alignment; int number; } value; };
+struct configuration {
+  unsigned x, y, z, block_x, block_y, block_z, shared_bytes;
+  void* stream;
+  const struct attribute* attributes;
+  unsigned attribute_count;
+};
+int cuLaunchKernelEx(const struct configuration* c, struct function* f, void** parameters, void** extra) {
   if (fake.failing) return fake.failing;
-  if (!depth || y != 1 || z != 1 || block_y != 1 || block_z != 1 || extra) return 1;
-  if (shared_bytes > 48 * 1024 - STATIC_SHARED_BYTES && (int)shared_bytes > f->shared_bytes) return 1;
-  (void)stream;
+  if (!depth || c->y != 1 || c->z != 1 || c->block_y != 1 || c->block_z != 1 || extra) return 1;
+  if (c->shared_bytes > 48 * 1024 - STATIC_SHARED_BYTES && (int)c->shared_bytes > f->shared_bytes) return 1;
+  if (c->attribute_count > 1) return 1;
+  const int early = c->attribute_count && c->attributes->id == 6 && c->attributes->value.number == 1;
+  if (c->attribute_count && !early) return 1;
   pthread_mutex_lock(&one_launch);
   ++fake.launches;
+  fake.early += early;
   strcpy(fake.last_symbol, f->symbol);
-  fake.last_blocks = x, fake.last_threads = block_x, fake.last_shared_bytes = shared_bytes;
-  if (f->run) f->run((int)x, (int)block_x, parameters);
+  fake.last_blocks = c->x, fake.last_threads = c->block_x, fake.last_shared_bytes = c->shared_bytes;
+  if (f->run) f->run((int)c->x, (int)c->block_x, parameters);
   pthread_mutex_unlock(&one_launch);
   return 0;
 }

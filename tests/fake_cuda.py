@@ -29,8 +29,8 @@ class FakeDriver(ctypes.Structure):
     """What the driver counts and can be told; the fields are those of `fake_state`."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("devices", "multiprocessors", "capturing", "failing")),
-        *((name, ctypes.c_int) for name in ("loads", "launches", "copies", "pushes", "pops")),
+        *((name, ctypes.c_int) for name in ("devices", "multiprocessors", "capability", "capturing", "failing")),
+        *((name, ctypes.c_int) for name in ("loads", "launches", "early", "copies", "pushes", "pops")),
         *((name, ctypes.c_uint) for name in ("last_blocks", "last_threads", "last_shared_bytes")),
         ("last_symbol", ctypes.c_char * 256),
     ]
@@ -53,7 +53,7 @@ def in_place(library: Path, host_tensors: bool = True) -> Iterator[FakeDriver]:
     """Run with this driver, and with tensors on the CPU in place of those on device 0."""
     state = FakeDriver.in_dll(ctypes.CDLL(str(library)), "fake")
     ctypes.memset(ctypes.addressof(state), 0, ctypes.sizeof(state))
-    state.devices, state.multiprocessors = 2, 3
+    state.devices, state.multiprocessors, state.capability = 2, 3, 9
     _native.set_cuda_driver(str(library), host_tensors)
     try:
         yield state

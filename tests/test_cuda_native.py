@@ -125,13 +125,14 @@ def test_the_declarations_are_the_drivers(tmp_path: Path) -> None:
         "context_push_current": "cuCtxPushCurrent", "context_pop_current": "cuCtxPopCurrent",
         "module_load_data": "cuModuleLoadData", "module_get_function": "cuModuleGetFunction",
         "function_set_attribute": "cuFuncSetAttribute", "stream_is_capturing": "cuStreamIsCapturing",
-        "copy_on_device": "cuMemcpyDtoDAsync", "launch_kernel": "cuLaunchKernel",
+        "copy_on_device": "cuMemcpyDtoDAsync", "launch_kernel": "cuLaunchKernelEx",
     }  # fmt: skip
     checks = "\n".join(f"static_assert(same(&{c}, te::CudaDriver{{}}.{f}));" for f, c in fields.items())
     source = tmp_path / "declarations.cpp"
     source.write_text(
         """
         #include <cuda.h>
+        #include <cstddef>
         #include <type_traits>
         #include "cuda_driver.h"
         template <class T> struct Plain { using type = T; };
@@ -140,6 +141,8 @@ def test_the_declarations_are_the_drivers(tmp_path: Path) -> None:
         template <> struct Plain<CUdevice_attribute> { using type = int; };
         template <> struct Plain<CUfunction_attribute> { using type = int; };
         template <> struct Plain<CUresult> { using type = int; };
+        template <> struct Plain<CUlaunchConfig> { using type = te::CudaDriver::Configuration; };
+        template <> struct Plain<const CUlaunchConfig> { using type = const te::CudaDriver::Configuration; };
         template <class... A, class... B>
         constexpr bool same(CUresult (*)(A...), int (*)(B...)) {
           return (std::is_same_v<typename Plain<A>::type, B> && ...);
@@ -149,6 +152,19 @@ def test_the_declarations_are_the_drivers(tmp_path: Path) -> None:
         static_assert(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT == CudaDriver::multiprocessor_count);
         static_assert(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == CudaDriver::max_dynamic_shared_size_bytes);
         static_assert(CU_STREAM_CAPTURE_STATUS_NONE == CudaDriver::capture_status_none);
+        static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == CudaDriver::compute_capability_major);
+        static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == CudaDriver::may_start_early);
+        using Attribute = CudaDriver::Attribute;
+        using Configuration = CudaDriver::Configuration;
+        static_assert(sizeof(CUlaunchAttribute) == sizeof(Attribute));
+        static_assert(offsetof(CUlaunchAttribute, value) == offsetof(Attribute, value));
+        static_assert(offsetof(CUlaunchAttributeValue, programmaticStreamSerializationAllowed) == 0);
+        static_assert(sizeof(CUlaunchConfig) == sizeof(Configuration));
+        static_assert(offsetof(CUlaunchConfig, blockDimX) == offsetof(Configuration, block_x));
+        static_assert(offsetof(CUlaunchConfig, sharedMemBytes) == offsetof(Configuration, shared_bytes));
+        static_assert(offsetof(CUlaunchConfig, hStream) == offsetof(Configuration, stream));
+        static_assert(offsetof(CUlaunchConfig, attrs) == offsetof(Configuration, attributes));
+        static_assert(offsetof(CUlaunchConfig, numAttrs) == offsetof(Configuration, attribute_count));
         """
         + checks
     )
@@ -239,6 +255,15 @@ def test_no_rows_and_no_sums_launch_nothing(driver: FakeDriver) -> None:
     native = kernel(launches=(launch,), partial_widths=(), integers=0, dtypes=("float32",) * 2, alignments=(4, 4))
     native(tensors(0)[:2], 0, 0, 0, ())
     assert driver.launches == 0
+
+
+@pytest.mark.parametrize(("waits", "capability", "early"), [(True, 9, 2), (True, 10, 2), (True, 8, 0), (False, 9, 0)])
+def test_kernels_that_wait_for_earlier_ones_may_start_early(
+    driver: FakeDriver, waits: bool, capability: int, early: int
+) -> None:
+    driver.capability = capability
+    kernel(waits=waits)(tensors(), 4, 1, 1, (0,))
+    assert (driver.launches, driver.early) == (2, early)
 
 
 def test_repeat_launches_again(driver: FakeDriver) -> None:

@@ -175,6 +175,7 @@ def _finish_text(symbol: str, sums: Sequence[Sum]) -> tuple[str, CudaLaunch]:
     )
     fixed = per_sample = 0
     with text.block(f'extern "C" __global__ void __launch_bounds__(1024) {symbol}(\n    {listed})'):
+        text("te::wait_for_earlier();")
         text("__shared__ float found[32][33];")
         text("int block = blockIdx.x;")
         for number, t in enumerate(ordered):

@@ -91,6 +91,12 @@ class KernelText:
         bounds = f"{self.s.threads}, {self.s.blocks_per_multiprocessor}"
         return f'extern "C" __global__ void __launch_bounds__({bounds}) {self.symbol}(\n    {listed})'
 
+    def begin(self) -> None:
+        """Before anything is read or written."""
+        self.text("te::wait_for_earlier();")
+        if self.d.sums:
+            self.text("te::let_next_start();")
+
     # ---- levels
 
     def call_level(self) -> None:

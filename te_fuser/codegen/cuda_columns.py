@@ -16,6 +16,7 @@ class ColumnText(KernelText):
     def write(self) -> str:
         """The function."""
         with self.text.block(self.signature()):
+            self.begin()
             self._prologue()
             with self.text.block("if (column < kWidth)") if self._ragged else contextlib.nullcontext():
                 self._rows()

@@ -237,6 +237,7 @@ def native_kernel(description: KernelDescription, text: CudaKernel, cubin: bytes
         tuple(p.width for p in text.partials),
         len(text.row_values),
         len(description.streams),
+        waits=True,
     )
 
 

@@ -40,6 +40,7 @@ class RowText(KernelText):
         """The function."""
         text = self.text
         with text.block(self.signature()):
+            self.begin()
             self._prologue()
             with text.block(f"for (long long {self.loop})"):
                 self._row()

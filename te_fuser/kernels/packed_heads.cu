@@ -146,6 +146,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
     int query_position, int query_sample, int query_group, int query_head,
     int key_position, int key_sample, int key_group,
     int value_position, int value_sample, int value_group) {
+  te::wait_for_earlier();
+  if (kSums) te::let_next_start();
   const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles;
   const int number = tile * kThreads + threadIdx.x;
   const bool works = number < kHeads * kLanes;  // the others only help to copy angles
@@ -247,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
 // Adds up what the blocks found, in a fixed order.
 extern "C" __global__ void __launch_bounds__(1024) packed_heads_finish(
     const float* __restrict__ partial, SumElement* __restrict__ sums, int groups) {
+  te::wait_for_earlier();
   __shared__ float found[32][33];
   te::finish<kFeatures>(found, partial, sums, 0, groups, blockIdx.x, 0);
 }

@@ -328,6 +328,7 @@ def native_kernel(p: PackedPass, cubin: bytes) -> _native.CudaKernel:
         (p.heads.features,) if p.sums else (),
         0,
         2 + (4 + 3 + 3 if p.parts else 4),
+        waits=True,
     )
 
 

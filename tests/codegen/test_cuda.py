@@ -24,7 +24,7 @@ from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.formula import expr
 from te_fuser.formula import functions as f
 from te_fuser.formula.expr import Axes
-from tests.codegen import corpus
+from tests.codegen import corpus, ptx
 from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
 from tests.codegen.cuda_calls import complaints
 from tests.codegen.cuda_on_cpu import Emulated, build
@@ -90,6 +90,22 @@ def test_large_kernels_keep_their_registers(family: corpus.Family, width: int, c
         for launch in kernel.launches:
             resources = next(r for r in made.resources if r.symbol == launch.symbol)
             assert resources.shared_bytes + launch.shared_bytes <= H200.shared_bytes
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernels_wait_before_they_touch_memory(arch: str) -> None:
+    """They are launched so that they may start while the kernels before them still run."""
+    names = ["layer_norm_bwd-1024-bf16-f32", "dropout_add_layer_norm_bwd-1024-bf16-f32", "scale_shift_bwd-17-f32"]
+    kernels = [cuda.generate(CORPUS[n], arch, schedules=s) for n in names for s in variants(CORPUS[n])]
+    assert not [complaint for k in kernels for complaint in ptx.too_early(k.source, arch)]
+
+
+@needs_nvrtc
+def test_older_gpus_have_nothing_to_wait_for() -> None:
+    kernels = ptx.kernels(cuda.generate(CORPUS["layer_norm_bwd-1024-bf16-f32"], "sm_80").source, "sm_80")
+    assert len(kernels) == 2
+    assert not [line for lines in kernels.values() for line in lines if "griddepcontrol" in line]
 
 
 # ------------------------------------------------------------------------------------------------------ values

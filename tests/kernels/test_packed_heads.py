@@ -13,7 +13,7 @@ from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.packed_heads import PackedPass, native_kernel, pack
 from te_fuser.ops.dot_product_attention import PackedHeads
-from tests.codegen import cuda_on_cpu
+from tests.codegen import cuda_on_cpu, ptx
 from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
@@ -158,3 +158,9 @@ def test_compiles(arch: str, tmp_path: Path) -> None:
         compiled = nvrtc.compile_source(BY_NAME[name].kernel.text(), arch, name="packed_heads", cache=tmp_path)
         assert {r.symbol for r in compiled.resources} >= {"packed_heads"}
         assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (name, compiled.resources)
+
+
+@needs_nvrtc
+def test_kernels_wait_before_they_touch_memory() -> None:
+    for name in COMPILED:
+        assert not ptx.too_early(BY_NAME[name].kernel.text(), "sm_90a")

@@ -13,6 +13,26 @@
 
 namespace te {
 
+// -------------------------------------------------------------------------------- kernels before and after
+//
+// Kernels of one stream that say so may start before the one before them has ended: blocks and their first
+// instructions are there when its last block leaves. From sm_90 on.
+
+// Every thread calls this before it reads or writes global memory. What was launched before has then ended: a kernel
+// that waited itself has in turn waited for those before it.
+TE_DEVICE void wait_for_earlier() {
+#if TE_PTX && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may come as soon as all blocks of this one have called it, as far as there is room; it waits.
+TE_DEVICE void let_next_start() {
+#if TE_PTX && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // ------------------------------------------------------------------------------------------ storage types
 
 struct bf16 {

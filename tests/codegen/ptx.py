@@ -1,0 +1,48 @@
+"""What a kernel does before it waits for earlier kernels, as its PTX says."""
+
+from __future__ import annotations
+
+import re
+
+from te_fuser.codegen import nvrtc
+
+ACCESS = re.compile(r"\b(ld|st|red|atom|cp\.async|prefetch)[\w.]*\.(global|L1|L2)|\bld\.(volatile|relaxed|acquire)")
+
+
+def too_early(source: str, arch: str) -> list[str]:
+    """What is wrong with a text's kernels: those that never wait, and what is read or written before.
+
+    Jumps cannot hide anything: whatever stands above the wait is looked at, and no label may.
+    """
+    found = []
+    for symbol, lines in kernels(source, arch).items():
+        before = lines[: next((k for k, line in enumerate(lines) if "griddepcontrol.wait" in line), len(lines))]
+        if len(before) == len(lines):
+            found.append(f"{symbol} never waits")
+        found += [f"{symbol}: {line}" for line in before if ACCESS.search(line) or line.startswith(("$", "@", "bra"))]
+    return found
+
+
+def kernels(source: str, arch: str) -> dict[str, list[str]]:
+    """The instructions of each kernel."""
+    bodies = re.findall(r"\.entry (\w+)\(.*?\n\{(.*?)\n\}", compiled(source, arch), re.DOTALL)
+    return {symbol: [line.strip() for line in body.splitlines() if line.strip()] for symbol, body in bodies}
+
+
+def compiled(source: str, arch: str) -> str:
+    """The PTX; cuda.core would ask for a driver, so these are the bindings themselves."""
+    from cuda.bindings import nvrtc as bindings
+
+    folders = (nvrtc.INCLUDE, *nvrtc.cuda_include_folders())
+    options = [f"-arch={arch.replace('sm', 'compute')}", "-std=c++17", *(f"-I{folder}" for folder in folders)]
+
+    def done(error: bindings.nvrtcResult, *values: int) -> int:
+        assert error == bindings.nvrtcResult.NVRTC_SUCCESS, error
+        return values[0] if values else 0
+
+    program = done(*bindings.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    done(*bindings.nvrtcCompileProgram(program, len(options), [o.encode() for o in options]))
+    text = b" " * done(*bindings.nvrtcGetPTXSize(program))
+    done(*bindings.nvrtcGetPTX(program, text))
+    done(*bindings.nvrtcDestroyProgram(program))
+    return text.decode()
