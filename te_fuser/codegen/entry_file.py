@@ -9,9 +9,13 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from te_fuser.codegen.compiler import default_cache_dir
+from te_fuser.config import config
 
 Entries = dict[str, dict[str, Any]]
+Store = TypeVar("Store")
 _changing = threading.Lock()  # one for all files: threads of this process never lose each other's entries
 
 
@@ -79,9 +83,29 @@ def _stamp_of(path: Path) -> tuple[int, int]:
     return (found.st_mtime_ns, found.st_ino)
 
 
-def file_name(device: str) -> str:
-    """A device's name as a part of a file's name."""
+class Stores(Generic[Store]):
+    """Stores of one kind, one for each device: `tuned/<device><suffix>` in the cache folder.
+
+    Args:
+        make: path -> a store.
+    """
+
+    def __init__(self, make: Callable[[Path], Store], suffix: str) -> None:
+        self._make, self._suffix = make, suffix
+        self._made: dict[Path, Store] = {}
+        self._lock = threading.Lock()
+
+    def of(self, device: str, folder: Path | None = None) -> Store:
+        """The store of a device, by its name; in the cache folder as it is set now if no other is given."""
+        path = (folder or config.cache_dir or default_cache_dir()) / "tuned" / f"{_file_name(device)}{self._suffix}"
+        with self._lock:
+            if path not in self._made:
+                self._made[path] = self._make(path)
+            return self._made[path]
+
+
+def _file_name(device: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in device.lower())
 
 
-__all__ = ["Entries", "EntryFile", "file_name"]
+__all__ = ["Entries", "EntryFile", "Stores"]

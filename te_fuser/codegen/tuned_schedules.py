@@ -6,12 +6,11 @@ A file that cannot be read, or an entry that does not fit its kernel any more, c
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from te_fuser.codegen.entry_file import EntryFile, file_name
+from te_fuser.codegen.entry_file import EntryFile, Stores
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 
 _FORMAT = 1  # of the file, and of what a schedule means
@@ -64,13 +63,10 @@ class TunedSchedules:
 
 def store_for(gpu: str, folder: Path) -> TunedSchedules:
     """The store for a kind of GPU, by its name, in the cache folder `folder`."""
-    path = folder / "tuned" / f"{file_name(gpu)}.schedules.json"
-    with _stores_lock:
-        return _stores.setdefault(path, TunedSchedules(path))
+    return _stores.of(gpu, folder)
 
 
-_stores: dict[Path, TunedSchedules] = {}
-_stores_lock = threading.Lock()
+_stores = Stores(TunedSchedules, ".schedules.json")
 
 
 def _schedules(listed: object) -> tuple[Schedule, ...]:

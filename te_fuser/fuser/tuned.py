@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from te_fuser.codegen.compiler import default_cache_dir
-from te_fuser.codegen.entry_file import EntryFile, file_name
-from te_fuser.config import config
+from te_fuser.codegen.entry_file import EntryFile, Stores
 from te_fuser.fuser.graph import Graph
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions.match import Match
@@ -67,8 +64,7 @@ class Store:
         self._file.change(lambda entries: entries.update({key: found}))
 
 
-_stores: dict[Path, Store] = {}
-_stores_lock = threading.Lock()
+_stores = Stores(Store, ".json")
 
 
 def device_name(device: torch.device) -> str:
@@ -80,9 +76,7 @@ def device_name(device: torch.device) -> str:
 
 def store_for(device_name: str) -> Store:
     """The store of a device, in the cache folder as it is set now."""
-    path = (config.cache_dir or default_cache_dir()) / "tuned" / f"{file_name(device_name)}.json"
-    with _stores_lock:
-        return _stores.setdefault(path, Store(path))
+    return _stores.of(device_name)
 
 
 def signature(plan: Plan) -> tuple[Any, ...]:
