@@ -39,6 +39,7 @@ struct Product {
   Matmul matmul;
   std::vector<Argument> arguments;
   Reference on_empty;
+  Reference tuned;
 };
 
 struct MatmulObject {
@@ -338,7 +339,60 @@ PyObject* make(PyObject* self, PyObject* const* inputs, Py_ssize_t given) {
   return tuple;
 }
 
-// ---- algorithms ------------------------------------------------------------------------------------------------
+// ---- problems and algorithms -----------------------------------------------------------------------------------
+
+// (device, m, n, k, strides of a, b, out, c, aux, layout), as Python has a problem.
+PyObject* tuple_of(const MatmulKey& key) {
+  return Py_BuildValue("(iLLLLLLLLK)", static_cast<int>(key.device()), static_cast<long long>(key.m),
+                       static_cast<long long>(key.n), static_cast<long long>(key.k), static_cast<long long>(key.lda),
+                       static_cast<long long>(key.ldb), static_cast<long long>(key.ldout),
+                       static_cast<long long>(key.ldc), static_cast<long long>(key.ldaux),
+                       static_cast<unsigned long long>(key.layout()));
+}
+
+bool read_problem(PyObject* tuple, MatmulKey* key) {
+  int device = 0;
+  long long m = 0, n = 0, k = 0, a = 0, b = 0, out = 0, c = 0, aux = 0;
+  unsigned long long layout = 0;
+  if (!PyArg_ParseTuple(tuple, "iLLLLLLLLK;a problem as problems() gives them", &device, &m, &n, &k, &a, &b, &out, &c,
+                        &aux, &layout)) {
+    return false;
+  }
+  *key = {m, n, k, a, b, out, c, aux, static_cast<uint64_t>(device) << MatmulKey::layout_bits | layout};
+  return true;
+}
+
+bool read_algorithm(const char* bytes, Py_ssize_t length, CublasLt::Algorithm* algorithm) {
+  if (length != static_cast<Py_ssize_t>(sizeof(*algorithm))) {
+    PyErr_Format(PyExc_ValueError, "an algorithm is %zu bytes, as algorithms() gives them, got %zd",
+                 sizeof(*algorithm), length);
+    return false;
+  }
+  std::memcpy(algorithm, bytes, sizeof(*algorithm));
+  return true;
+}
+
+PyObject* problem(PyObject* self, PyObject* tuple) {
+  Product& product = product_of(self);
+  size_t count = 0;
+  PyObject* const* tensors = items_of(product, tuple, &count);
+  Reading reading;
+  if (tensors == nullptr || !read_call(product, tensors, count, reading)) return nullptr;
+  MatmulKey key;
+  const auto meet = [&](Failure& failure) { return product.matmul.meet(reading.call, key, failure); };
+  return without_gil(nullptr, meet) ? tuple_of(key) : nullptr;
+}
+
+PyObject* problems(PyObject* self, PyObject*) {
+  Reference found = Reference::steal(PyDict_New());
+  if (!found) return nullptr;
+  for (const auto& [key, runs] : product_of(self).matmul.problems()) {
+    const Reference name = Reference::steal(tuple_of(key));
+    const Reference count = Reference::steal(PyLong_FromUnsignedLongLong(runs));
+    if (!name || !count || PyDict_SetItem(found.get(), name.get(), count.get()) != 0) return nullptr;
+  }
+  return found.release();
+}
 
 PyObject* algorithms(PyObject* self, PyObject* args) {
   Product& product = product_of(self);
@@ -346,16 +400,13 @@ PyObject* algorithms(PyObject* self, PyObject* args) {
   int most = 8;
   if (!PyArg_ParseTuple(args, "O!|i:algorithms", &PyTuple_Type, &tuple, &most)) return nullptr;
   if (most < 1 || most > 256) {
-    PyErr_Format(PyExc_ValueError, "algorithms(tensors, most): most lies between 1 and 256, got %d", most);
+    PyErr_Format(PyExc_ValueError, "algorithms(problem, most): most lies between 1 and 256, got %d", most);
     return nullptr;
   }
-  size_t count = 0;
-  PyObject* const* tensors = items_of(product, tuple, &count);
-  Reading reading;
+  MatmulKey key;
   std::vector<CublasLt::Candidate> found;
-  if (tensors == nullptr || !read_call(product, tensors, count, reading)) return nullptr;
-  const auto look = [&](Failure& failure) { return product.matmul.list(reading.call, most, found, failure); };
-  if (!without_gil(nullptr, look)) return nullptr;
+  const auto look = [&](Failure& failure) { return product.matmul.list(key, most, found, failure); };
+  if (!read_problem(tuple, &key) || !without_gil(nullptr, look)) return nullptr;
   const Reference list = Reference::steal(PyList_New(0));
   if (!list) return nullptr;
   for (const CublasLt::Candidate& candidate : found) {
@@ -376,19 +427,62 @@ PyObject* choose(PyObject* self, PyObject* args) {
   Py_ssize_t length = 0;
   if (!PyArg_ParseTuple(args, "O!y#:choose", &PyTuple_Type, &tuple, &bytes, &length)) return nullptr;
   CublasLt::Algorithm algorithm;
-  if (length != static_cast<Py_ssize_t>(sizeof(algorithm))) {
-    PyErr_Format(PyExc_ValueError, "an algorithm is %zu bytes, as algorithms() gives them, got %zd", sizeof(algorithm),
-                 length);
-    return nullptr;
-  }
-  std::memcpy(&algorithm, bytes, sizeof(algorithm));
-  size_t count = 0;
-  PyObject* const* tensors = items_of(product, tuple, &count);
-  Reading reading;
-  if (tensors == nullptr || !read_call(product, tensors, count, reading)) return nullptr;
-  const auto take = [&](Failure& failure) { return product.matmul.choose(reading.call, algorithm, failure); };
+  MatmulKey key;
+  if (!read_algorithm(bytes, length, &algorithm) || !read_problem(tuple, &key)) return nullptr;
+  const auto take = [&](Failure& failure) { return product.matmul.choose(key, algorithm, failure); };
   if (!without_gil(nullptr, take)) return nullptr;
   Py_RETURN_NONE;
+}
+
+// ---- algorithms that were measured before ----------------------------------------------------------------------
+
+// The interpreter lock on a thread that may be without it.
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+  ~WithGil() { PyGILState_Release(state_); }
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// find(problem) -> an algorithm or None. Whatever goes wrong costs a choice, not the call.
+bool find_tuned(PyObject* find, const MatmulKey& key, CublasLt::Algorithm& algorithm) {
+  const WithGil gil;
+  const Reference name = Reference::steal(tuple_of(key));
+  const Reference found = name ? Reference::steal(PyObject_CallOneArg(find, name.get())) : Reference();
+  char* bytes = nullptr;
+  Py_ssize_t length = 0;
+  const bool read = found && found.get() != Py_None && PyBytes_AsStringAndSize(found.get(), &bytes, &length) == 0 &&
+                    read_algorithm(bytes, length, &algorithm);
+  if (PyErr_Occurred() != nullptr) PyErr_WriteUnraisable(find);
+  return read;
+}
+
+// drop(problem, why), in words.
+void drop_tuned(PyObject* drop, const MatmulKey& key, const std::string& why) {
+  const WithGil gil;
+  const Reference name = Reference::steal(tuple_of(key));
+  if (name) Reference::steal(PyObject_CallFunction(drop, "Os", name.get(), why.c_str()));
+  if (PyErr_Occurred() != nullptr) PyErr_WriteUnraisable(drop);
+}
+
+// tuned: None, or (find, drop).
+bool set_tuned(Product& product, PyObject* tuned) {
+  if (tuned == Py_None) return true;
+  PyObject *find = nullptr, *drop = nullptr;
+  if (!PyTuple_Check(tuned) || !PyArg_ParseTuple(tuned, "OO;tuned is (find, drop)", &find, &drop)) {
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_TypeError, "tuned is (find, drop)");
+    return false;
+  }
+  product.tuned = Reference::borrow(tuned);
+  product.matmul.tuned.find = [find](const MatmulKey& key, CublasLt::Algorithm& algorithm) {
+    return find_tuned(find, key, algorithm);
+  };
+  product.matmul.tuned.drop = [drop](const MatmulKey& key, const std::string& why) { drop_tuned(drop, key, why); };
+  return true;
 }
 
 // A matrix as PyTorch's allocator would lay it, of which the heuristic reads the sizes alone.
@@ -416,8 +510,8 @@ PyObject* refusal(PyObject* self, PyObject* args) {
   Failure refused;
   bool can = false;
   const auto ask = [&](Failure&) {
-    std::vector<CublasLt::Candidate> found;
-    can = product.matmul.list(call, 1, found, refused);
+    MatmulKey key;
+    can = product.matmul.meet(call, key, refused);
     return true;
   };
   if (!without_gil(nullptr, ask)) return nullptr;
@@ -476,12 +570,12 @@ bool list_arguments(Product& product) {
 
 std::unique_ptr<Product> build(PyObject* args, PyObject* keywords) {
   static const char* names[] = {"name", "dtype",    "transpose_a", "transpose_b", "out_dtype", "epilogue",
-                                "add",  "on_empty", nullptr};
+                                "add",  "on_empty", "tuned",       nullptr};
   const char *name = nullptr, *dtype = nullptr, *out_dtype = nullptr, *epilogue = "none", *add = "none";
   int transpose_a = 0, transpose_b = 0;
-  PyObject* on_empty = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ss|$ppzssO:CudaMatmul", const_cast<char**>(names), &name, &dtype,
-                                   &transpose_a, &transpose_b, &out_dtype, &epilogue, &add, &on_empty)) {
+  PyObject *on_empty = Py_None, *tuned = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ss|$ppzssOO:CudaMatmul", const_cast<char**>(names), &name, &dtype,
+                                   &transpose_a, &transpose_b, &out_dtype, &epilogue, &add, &on_empty, &tuned)) {
     return nullptr;
   }
   MatmulForm form{name, {}, {}, transpose_a != 0, transpose_b != 0, find_epilogue(epilogue), Addend::none};
@@ -495,7 +589,7 @@ std::unique_ptr<Product> build(PyObject* args, PyObject* keywords) {
   }
   auto product = std::make_unique<Product>(std::move(form));
   if (on_empty != Py_None) product->on_empty = Reference::borrow(on_empty);
-  return list_arguments(*product) ? std::move(product) : nullptr;
+  return list_arguments(*product) && set_tuned(*product, tuned) ? std::move(product) : nullptr;
 }
 
 PyObject* new_matmul(PyTypeObject* type, PyObject* args, PyObject* keywords) {
@@ -553,10 +647,14 @@ const auto guarded_make = reinterpret_cast<void (*)()>(guarded<make, PyObject* c
 PyMethodDef methods[] = {
     {"make", reinterpret_cast<PyCFunction>(guarded_make), METH_FASTCALL,
      "make(*inputs)\n--\n\nThe product of the tensors that are read; what is written is made and returned."},
+    {"problem", guarded<problem, PyObject*>, METH_O,
+     "problem(tensors)\n--\n\nThe problem of a call, prepared but not run."},
+    {"problems", guarded<problems, PyObject*>, METH_NOARGS,
+     "problems()\n--\n\nEvery problem that was met, and how often it ran."},
     {"algorithms", guarded<algorithms, PyObject*>, METH_VARARGS,
-     "algorithms(tensors, most=8)\n--\n\n(algorithm, bytes of workspace, waves) of each candidate, best guess first."},
+     "algorithms(problem, most=8)\n--\n\n(algorithm, bytes of workspace, waves) of each candidate, best guess first."},
     {"choose", guarded<choose, PyObject*>, METH_VARARGS,
-     "choose(tensors, algorithm)\n--\n\nTake this algorithm for problems like these tensors'."},
+     "choose(problem, algorithm)\n--\n\nTake this algorithm for a problem from now on."},
     {"refusal", guarded<refusal, PyObject*>, METH_VARARGS,
      "refusal(m, n, k, device=0)\n--\n\nWhy cuBLASLt cannot run these sizes on this device; None if it can."},
     {nullptr, nullptr, 0, nullptr},
@@ -564,7 +662,7 @@ PyMethodDef methods[] = {
 
 PyDoc_STRVAR(documentation,
              "CudaMatmul(name, dtype, *, transpose_a=False, transpose_b=False, out_dtype=None, epilogue='none', "
-             "add='none', on_empty=None)\n--\n\nA matrix product by cuBLASLt; call it with one tuple of tensors.");
+             "add='none', on_empty=None, tuned=None)\n--\n\nA matrix product by cuBLASLt; call it with one tuple of tensors.");
 
 PyType_Slot slots[] = {
     {Py_tp_doc, const_cast<char*>(documentation)},

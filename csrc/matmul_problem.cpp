@@ -47,6 +47,9 @@ uint64_t alignment_bits(const void* pointer) {
   return bits;
 }
 
+// Where a problem's key has the alignments of its tensors, in the order of a call.
+enum AlignmentShift : int { shift_a = 4, shift_b = 8, shift_c = 12, shift_out = 16 };
+
 template <class T>
 Lt::Status set(const Lt& lt, Lt::Description description, int attribute, const T& value) {
   return lt.description_set(description, attribute, &value, sizeof(T));
@@ -73,8 +76,8 @@ class Preference {
     if (preference_ != nullptr) lt_.preference_destroy(preference_);
   }
 
-  void align(int attribute, const void* pointer) {
-    const uint32_t bytes = alignment_of(pointer);
+  void align(int attribute, const MatmulKey& key, AlignmentShift shift) {
+    const uint32_t bytes = uint32_t{1} << (key.flags >> shift & 15);
     if (status_ == Lt::success) status_ = lt_.preference_set(preference_, attribute, &bytes, sizeof(bytes));
   }
   Lt::Status status() const { return status_; }
@@ -160,14 +163,13 @@ Lt::Status MatmulProblem::set_pointers(const MatmulForm& form, const MatmulCall&
   return status;
 }
 
-Lt::Status MatmulProblem::list(const MatmulForm& form, const MatmulCall& call, int most,
-                               std::vector<Lt::Candidate>& found) {
+Lt::Status MatmulProblem::list(const MatmulKey& key, int most, std::vector<Lt::Candidate>& found) {
   const Lt& lt = *on_.library;
   Preference preference(lt, on_.most_workspace);
-  preference.align(Lt::pref_min_alignment_a_bytes, call.b.data);
-  preference.align(Lt::pref_min_alignment_b_bytes, call.a.data);
-  preference.align(Lt::pref_min_alignment_c_bytes, addend_of(form, call).data);
-  preference.align(Lt::pref_min_alignment_d_bytes, call.out.data);
+  preference.align(Lt::pref_min_alignment_a_bytes, key, shift_b);
+  preference.align(Lt::pref_min_alignment_b_bytes, key, shift_a);
+  preference.align(Lt::pref_min_alignment_c_bytes, key, shift_c);
+  preference.align(Lt::pref_min_alignment_d_bytes, key, shift_out);
   if (preference.status() != Lt::success) return preference.status();
   found.resize(static_cast<size_t>(most));
   int count = 0;
@@ -212,7 +214,7 @@ bool MatmulProblem::run(const MatmulForm& form, const MatmulCall& call, Failure&
                    cublaslt_error_text(*on_.library, status);
     return false;
   }
-  has_run_ = true;
+  ++runs_;
   return true;
 }
 
@@ -221,31 +223,35 @@ bool MatmulProblem::run(const MatmulForm& form, const MatmulCall& call, Failure&
 MatmulKey Matmul::key_of(const MatmulCall& call) const {
   const Matrix& c = addend_of(form, call);
   const bool flipped_a = call.a.flipped, flipped_b = call.b.flipped;
-  uint64_t flags = static_cast<uint64_t>(call.device) << 24 | (flipped_a ? 1u : 0u) | (flipped_b ? 2u : 0u) |
-                   (call.tf32 ? 4u : 0u);
-  int shift = 4;
-  for (const void* pointer : {call.a.data, call.b.data, static_cast<void*>(c.data), call.out.data}) {
-    flags |= alignment_bits(pointer) << shift;
-    shift += 4;
-  }
+  uint64_t flags = static_cast<uint64_t>(call.device) << MatmulKey::layout_bits | (flipped_a ? 1u : 0u) |
+                   (flipped_b ? 2u : 0u) | (call.tf32 ? 4u : 0u);
+  flags |= alignment_bits(call.a.data) << shift_a | alignment_bits(call.b.data) << shift_b;
+  flags |= alignment_bits(c.data) << shift_c | alignment_bits(call.out.data) << shift_out;
   return {call.out.rows,  call.out.columns, form.transpose_a ? call.a.rows : call.a.columns,
           call.a.stride,  call.b.stride,    call.out.stride,
           c.stride,       call.aux.stride,  flags};
 }
 
-std::string Matmul::describe(const MatmulCall& call) const {
-  const auto size = [](const Matrix& matrix, bool transposed) {
-    const int64_t rows = transposed ? matrix.columns : matrix.rows, columns = transposed ? matrix.rows : matrix.columns;
+std::string Matmul::describe(int64_t m, int64_t k, int64_t inner, int64_t n) const {
+  const auto size = [](int64_t rows, int64_t columns) {
     return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
   };
-  std::string text = "product '" + form.name + "': a " + size(call.a, form.transpose_a) + " times b " +
-                     size(call.b, form.transpose_b) + " in " + form.dtype.name + " to " + form.out_dtype.name;
+  std::string text = "product '" + form.name + "': a " + size(m, k) + " times b " + size(inner, n) + " in " +
+                     form.dtype.name + " to " + form.out_dtype.name;
   if (std::string(form.epilogue->name) != "none") text += ", epilogue " + std::string(form.epilogue->name);
   return text;
 }
 
 bool Matmul::refuse(const MatmulCall& call, const std::string& what, Failure& failure) const {
-  failure.text = describe(call) + ": " + what;
+  const auto rows = [](const Matrix& matrix, bool transposed) { return transposed ? matrix.columns : matrix.rows; };
+  failure.text = describe(rows(call.a, form.transpose_a), rows(call.a, !form.transpose_a),
+                          rows(call.b, form.transpose_b), rows(call.b, !form.transpose_b)) +
+                 ": " + what;
+  return false;
+}
+
+bool Matmul::refuse(const MatmulKey& key, const std::string& what, Failure& failure) const {
+  failure.text = describe(key.m, key.k, key.k, key.n) + ": " + what;
   return false;
 }
 
@@ -280,22 +286,40 @@ std::shared_ptr<MatmulProblem> Matmul::prepare(const CublasLtDevice& on, const M
   auto made = std::make_shared<MatmulProblem>(on);
   std::vector<Lt::Candidate> found;
   Lt::Status status = made->describe(form, key, call);
-  if (status == Lt::success) status = made->list(form, call, 1, found);
+  if (status == Lt::success) status = made->list(key, 1, found);
   if (status == Lt::success) status = made->choose(found[0].algorithm);
-  if (status == Lt::success) return made;
-  refuse(call, "cuBLASLt has no algorithm for it: " + cublaslt_error_text(*on.library, status), failure);
-  return nullptr;
+  if (status != Lt::success) {
+    refuse(key, "cuBLASLt has no algorithm for it: " + cublaslt_error_text(*on.library, status), failure);
+    return nullptr;
+  }
+  take_tuned(*made, key);
+  return made;
+}
+
+// What was measured before, where the library still takes it.
+void Matmul::take_tuned(MatmulProblem& problem, const MatmulKey& key) const {
+  Lt::Algorithm algorithm;
+  if (!tuned.find || !tuned.find(key, algorithm)) return;
+  const Lt::Status status = problem.choose(algorithm);
+  if (status != Lt::success) tuned.drop(key, cublaslt_error_text(*problem.on().library, status));
+}
+
+std::shared_ptr<MatmulProblem> Matmul::find(const MatmulKey& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto place = problems_.find(key);
+  return place != problems_.end() ? place->second : nullptr;
+}
+
+std::shared_ptr<MatmulProblem> Matmul::known(const MatmulKey& key, Failure& failure) {
+  std::shared_ptr<MatmulProblem> found = find(key);
+  if (found == nullptr) refuse(key, "it never met such a problem", failure);
+  return found;
 }
 
 std::shared_ptr<MatmulProblem> Matmul::problem(const MatmulCall& call, bool for_run, Failure& failure) {
   const MatmulKey key = key_of(call);
-  std::shared_ptr<MatmulProblem> found;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto place = problems_.find(key);
-    if (place != problems_.end()) found = place->second;
-  }
-  if (found != nullptr && (found->has_run() || !for_run)) return found;
+  std::shared_ptr<MatmulProblem> found = find(key);
+  if (found != nullptr && (found->runs() > 0 || !for_run)) return found;
   std::string why;
   const CublasLtDevice* on = cublaslt_on(call.device, why);
   if (on == nullptr) {
@@ -327,21 +351,33 @@ bool Matmul::run(const MatmulCall& call, Failure& failure) {
   return found->run(form, call, failure) || refuse(call, std::string(failure.text), failure);
 }
 
-bool Matmul::list(const MatmulCall& call, int most, std::vector<Lt::Candidate>& candidates, Failure& failure) {
-  const std::shared_ptr<MatmulProblem> found = problem(call, false, failure);
-  if (found == nullptr) return false;
-  const CurrentContext current(*found->on().driver, found->on().context);
-  const Lt::Status status = found->list(form, call, most, candidates);
-  return status == Lt::success || refuse(call, cublaslt_error_text(*found->on().library, status), failure);
+bool Matmul::meet(const MatmulCall& call, MatmulKey& key, Failure& failure) {
+  key = key_of(call);
+  return problem(call, false, failure) != nullptr;
 }
 
-bool Matmul::choose(const MatmulCall& call, const Lt::Algorithm& algorithm, Failure& failure) {
-  const std::shared_ptr<MatmulProblem> found = problem(call, false, failure);
+std::vector<std::pair<MatmulKey, uint64_t>> Matmul::problems() {
+  std::vector<std::pair<MatmulKey, uint64_t>> met;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [key, problem] : problems_) met.emplace_back(key, problem->runs());
+  return met;
+}
+
+bool Matmul::list(const MatmulKey& key, int most, std::vector<Lt::Candidate>& candidates, Failure& failure) {
+  const std::shared_ptr<MatmulProblem> found = known(key, failure);
+  if (found == nullptr) return false;
+  const CurrentContext current(*found->on().driver, found->on().context);
+  const Lt::Status status = found->list(key, most, candidates);
+  return status == Lt::success || refuse(key, cublaslt_error_text(*found->on().library, status), failure);
+}
+
+bool Matmul::choose(const MatmulKey& key, const Lt::Algorithm& algorithm, Failure& failure) {
+  const std::shared_ptr<MatmulProblem> found = known(key, failure);
   if (found == nullptr) return false;
   const CurrentContext current(*found->on().driver, found->on().context);
   const Lt::Status status = found->choose(algorithm);
   return status == Lt::success ||
-         refuse(call, "the algorithm does not suit it: " + cublaslt_error_text(*found->on().library, status), failure);
+         refuse(key, "the algorithm does not suit it: " + cublaslt_error_text(*found->on().library, status), failure);
 }
 
 }  // namespace te

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -67,6 +68,10 @@ struct MatmulKey {
   uint64_t flags;  // device, orientation of the factors, precision, alignments
 
   bool operator==(const MatmulKey& other) const;
+  int32_t device() const { return static_cast<int32_t>(flags >> layout_bits); }
+  uint64_t layout() const { return flags & ((uint64_t{1} << layout_bits) - 1); }
+
+  static constexpr int layout_bits = 24;
 };
 
 struct MatmulKeyHash {
@@ -82,11 +87,10 @@ class MatmulProblem {
   ~MatmulProblem();
 
   CublasLt::Status describe(const MatmulForm& form, const MatmulKey& key, const MatmulCall& call);
-  CublasLt::Status list(const MatmulForm& form, const MatmulCall& call, int most,
-                        std::vector<CublasLt::Candidate>& found);
+  CublasLt::Status list(const MatmulKey& key, int most, std::vector<CublasLt::Candidate>& found);
   CublasLt::Status choose(const CublasLt::Algorithm& algorithm);
   bool run(const MatmulForm& form, const MatmulCall& call, Failure& failure);
-  bool has_run() const { return has_run_; }
+  uint64_t runs() const { return runs_; }
   const CublasLtDevice& on() const { return on_; }
 
  private:
@@ -99,7 +103,13 @@ class MatmulProblem {
   std::mutex mutex_;
   CublasLt::Algorithm algorithm_{};
   size_t workspace_ = 0;
-  std::atomic<bool> has_run_{false};
+  std::atomic<uint64_t> runs_{0};
+};
+
+// Algorithms that were measured before, from outside. Both are called without locks and without the interpreter's.
+struct TunedAlgorithms {
+  std::function<bool(const MatmulKey& key, CublasLt::Algorithm& algorithm)> find;  // false: there is none
+  std::function<void(const MatmulKey& key, const std::string& why)> drop;          // the library does not take it
 };
 
 // A product as it was configured, with the problems that it met. Any number of threads may use it at once.
@@ -109,20 +119,30 @@ class Matmul {
   explicit Matmul(MatmulForm form) : form(std::move(form)) {}
 
   const MatmulForm form;
+  TunedAlgorithms tuned;  // set before the first call, or not at all
 
   // The sizes of a call, or false when its tensors do not fit together.
   bool sizes(const MatmulCall& call, MatmulSizes& sizes, Failure& failure) const;
   bool run(const MatmulCall& call, Failure& failure);
-  bool list(const MatmulCall& call, int most, std::vector<CublasLt::Candidate>& found, Failure& failure);
-  bool choose(const MatmulCall& call, const CublasLt::Algorithm& algorithm, Failure& failure);
+  // The problem of a call, prepared but not run.
+  bool meet(const MatmulCall& call, MatmulKey& key, Failure& failure);
+  // Every problem that was met, and how often it ran.
+  std::vector<std::pair<MatmulKey, uint64_t>> problems();
+  // Of a problem that was met: the library's candidates, its best guess first; and another algorithm from now on.
+  bool list(const MatmulKey& key, int most, std::vector<CublasLt::Candidate>& found, Failure& failure);
+  bool choose(const MatmulKey& key, const CublasLt::Algorithm& algorithm, Failure& failure);
 
  private:
+  std::shared_ptr<MatmulProblem> find(const MatmulKey& key);
+  std::shared_ptr<MatmulProblem> known(const MatmulKey& key, Failure& failure);
   std::shared_ptr<MatmulProblem> problem(const MatmulCall& call, bool for_run, Failure& failure);
   std::shared_ptr<MatmulProblem> prepare(const CublasLtDevice& on, const MatmulKey& key, const MatmulCall& call,
                                          Failure& failure) const;
+  void take_tuned(MatmulProblem& problem, const MatmulKey& key) const;
   MatmulKey key_of(const MatmulCall& call) const;
   bool refuse(const MatmulCall& call, const std::string& what, Failure& failure) const;
-  std::string describe(const MatmulCall& call) const;
+  bool refuse(const MatmulKey& key, const std::string& what, Failure& failure) const;
+  std::string describe(int64_t m, int64_t k, int64_t inner, int64_t n) const;
 
   std::mutex mutex_;
   std::unordered_map<MatmulKey, std::shared_ptr<MatmulProblem>, MatmulKeyHash> problems_;

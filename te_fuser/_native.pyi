@@ -114,6 +114,11 @@ class CudaKernel:
     def sizes(self, rows: int, samples: int, multiprocessors: int) -> tuple[tuple[int, ...], int]:
         """Return the blocks of each launch, and the groups of rows that have partial sums of their own."""
 
+# device, m, n, k, strides of a, b, out, c and aux (0 where there is none; of a mask in bits), and a number for what
+# else the choice of an algorithm depends on: bits 0 and 1: a, b lie transposed; bit 2: TensorFloat-32; then, by four
+# bits each, the alignments of a, b, c (or out) and out as powers of two, up to 256 bytes.
+MatmulProblem = tuple[int, int, int, int, int, int, int, int, int, int]
+
 class CudaMatmul:
     """A matrix product with an epilogue by cuBLASLt: out[m, n] = epilogue(a[m, k] b[k, n] + addend), sums in float32.
 
@@ -138,6 +143,7 @@ class CudaMatmul:
         epilogue: str = "none",
         add: str = "none",
         on_empty: Callable[..., Any] | None = None,
+        tuned: tuple[Callable[[MatmulProblem], bytes | None], Callable[[MatmulProblem, str], None]] | None = None,
     ) -> CudaMatmul:
         """Configure a product; neither the library nor a device is needed yet.
 
@@ -147,6 +153,8 @@ class CudaMatmul:
             out_dtype: of everything else but masks.
             add: "none", "out" (to what out holds) or "c" (a tensor of its own, which is only read).
             on_empty: called with a call's tensors where m, n or k is 0.
+            tuned: find(problem) gives an algorithm that was measured before, when a problem is first met, and
+                drop(problem, why) hears that the library does not take it; the problem then runs by the first guess.
 
         Raises ValueError for an unknown dtype, epilogue or addend.
         """
@@ -164,11 +172,23 @@ class CudaMatmul:
     def make(self, *inputs: torch.Tensor) -> Any:
         """Run on the tensors that are read; what is written is made, and returned alone or as a tuple."""
 
-    def algorithms(self, tensors: tuple[torch.Tensor, ...], most: int = 8) -> tuple[tuple[bytes, int, float], ...]:
-        """Return (algorithm, bytes of workspace, waves) of the library's candidates, its best guess first."""
+    def problem(self, tensors: tuple[torch.Tensor, ...]) -> MatmulProblem:
+        """Return the problem of a call, prepared but not run; raises as a call."""
 
-    def choose(self, tensors: tuple[torch.Tensor, ...], algorithm: bytes) -> None:
-        """Take this algorithm for problems of these sizes, strides and alignments from now on."""
+    def problems(self) -> dict[MatmulProblem, int]:
+        """Return every problem that was met, and how often it ran."""
+
+    def algorithms(self, problem: MatmulProblem, most: int = 8) -> tuple[tuple[bytes, int, float], ...]:
+        """Return (algorithm, bytes of workspace, waves) of the library's candidates, its best guess first.
+
+        Raises RuntimeError for a problem that was never met.
+        """
+
+    def choose(self, problem: MatmulProblem, algorithm: bytes) -> None:
+        """Take this algorithm for a problem that was met, from now on.
+
+        Raises ValueError for what is no algorithm, RuntimeError with the library's words when it refuses it.
+        """
 
     def refusal(self, m: int, n: int, k: int, device: int = 0) -> str | None:
         """Return why the library cannot run these sizes, laid out without gaps, on this device; None if it can."""

@@ -196,14 +196,15 @@ def test_algorithms() -> None:
     x, w = normal(512, 1024), normal(768, 1024, seed=1) / 32
     out = torch.empty(512, 768, device=GPU, dtype=torch.bfloat16)
     want = x.double() @ w.double().T
-    found = product.algorithms((x, w, out), 8)
+    problem = product.problem((x, w, out))
+    found = product.algorithms(problem, 8)
     assert 1 <= len(found) <= 8
     for algorithm, _, _ in found:
-        product.choose((x, w, out), algorithm)
+        product.choose(problem, algorithm)
         out.fill_(torch.nan)
         product((x, w, out))
         torch.testing.assert_close(out.double(), want, rtol=0.01, atol=0.01)
-    product.choose((x, w, out), found[0][0])
+    product.choose(problem, found[0][0])
 
 
 def test_in_a_graph_and_on_another_stream() -> None:

@@ -206,17 +206,23 @@ def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
     call = values(ROWS, OUT), values(OUT, IN), torch.empty(ROWS, IN)
     product(call)
     assert library.last_workspace == 1024
-    found = product.algorithms(call)
+    problem = product.problem(call)
+    assert product.problems() == {problem: 1} and problem[:4] == (0, ROWS, IN, OUT)
+    found = product.algorithms(problem)
     assert [(len(a), w) for a, w, _ in found] == [(64, 1024), (64, 2048), (64, 3072)]
-    assert product.algorithms(call, 2) == found[:2]
-    product.choose(call, found[2][0])
+    assert product.algorithms(problem, 2) == found[:2]
+    product.choose(problem, found[2][0])
     product(call)
     assert library.last_workspace == 3072
     close(call[2], call[0].double() @ call[1].double())
     with pytest.raises(ValueError, match="an algorithm is 64 bytes"):
-        product.choose(call, b"short")
+        product.choose(problem, b"short")
     with pytest.raises(RuntimeError, match=r"a \[7, 16\] times b \[16, 24\] in float32.*does not suit"):
-        product.choose(call, bytes([9]) + bytes(63))
+        product.choose(problem, bytes([9]) + bytes(63))
+    with pytest.raises(RuntimeError, match=r"a \[8, 16\] times b \[16, 24\] in float32.*never met such a problem"):
+        product.algorithms((0, ROWS + 1, *problem[2:]))
+    with pytest.raises(TypeError, match="a problem as problems"):
+        product.choose(call, found[0][0])  # type: ignore[arg-type]
 
 
 def test_what_the_library_refuses_is_known_before(library: FakeCublasLt) -> None:
@@ -241,7 +247,7 @@ def test_a_problem_that_never_ran_is_not_captured(library: FakeCublasLt, driver:
     with pytest.raises(RuntimeError, match="is being captured, and this problem never ran: run the model once"):
         product(call)
     driver.capturing = 0
-    product.algorithms(call)  # asked for, but not run
+    product.algorithms(product.problem(call))  # asked for, but not run
     driver.capturing = 1
     with pytest.raises(RuntimeError, match="never ran"):
         product(call)
