@@ -1,13 +1,17 @@
 /* Stands for libcublasLt in tests: computes what the library would, slowly, on the CPU, and counts.
  *
- * Matrices are column-major, as the library's; sums are taken in double. Refuses what `fake.refused` says.
+ * Matrices are column-major, as the library's; sums are taken in double. Refuses what `fake.refused` (an epilogue) and
+ * `fake.refused_algorithm` say. There are three algorithms, numbered from 1, which compute the same.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-struct fake_state { int heuristics, products, refused, last_epilogue, last_compute; long long last_workspace; };
+struct fake_state {
+  int heuristics, products, refused, refused_algorithm, last_epilogue, last_compute, by_algorithm[4];
+  long long last_workspace;
+};
 struct fake_state fake;
 
 struct layout { int type; uint64_t rows, columns; int64_t ld; };
@@ -54,7 +58,8 @@ int cublasLtMatmulAlgoCheck(void* handle, struct description* d, struct layout* 
   memset(found, 0, sizeof(*found));
   found->algorithm = *algorithm;
   found->workspace = (size_t)algorithm->data[0] * 1024;
-  return d->epilogue == fake.refused || algorithm->data[0] > 8 ? 15 : 0;
+  int number = (int)algorithm->data[0];
+  return d->epilogue == fake.refused || number == fake.refused_algorithm || number > 8 ? 15 : 0;
 }
 /* Algorithm i takes i KiB of workspace. */
 int cublasLtMatmulAlgoGetHeuristic(void* handle, struct description* d, struct layout* a, struct layout* b,
@@ -135,6 +140,7 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
   }
   free(column);
   __atomic_add_fetch(&fake.products, 1, __ATOMIC_RELAXED);
+  if (algorithm->data[0] < 4) __atomic_add_fetch(&fake.by_algorithm[algorithm->data[0]], 1, __ATOMIC_RELAXED);
   fake.last_epilogue = d->epilogue, fake.last_compute = d->compute, fake.last_workspace = (long long)bytes;
   return 0;
 }

@@ -18,7 +18,9 @@ class FakeCublasLt(ctypes.Structure):
     """What the library counts and can be told; the fields are those of `fake_state`."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("heuristics", "products", "refused", "last_epilogue", "last_compute")),
+        *((name, ctypes.c_int) for name in ("heuristics", "products", "refused", "refused_algorithm")),
+        *((name, ctypes.c_int) for name in ("last_epilogue", "last_compute")),
+        ("by_algorithm", ctypes.c_int * 4),
         ("last_workspace", ctypes.c_longlong),
     ]
 

@@ -3,7 +3,7 @@
 Weights are [out, in], as torch.nn.Linear's; x, dy and outputs may have leading dimensions and any row stride, and lie
 transposed; where they cannot be read as they are, a copy is. Sums are in float32. float32 products follow
 `torch.backends.cuda.matmul.fp32_precision` (and `allow_tf32`, which sets it), read at each call. The algorithm is the
-library's first guess for the problem. Empty sizes give zeros, or what is added.
+library's first guess for the problem, or the one that `tune` found. Empty sizes give zeros, or what is added.
 
 Legend: N rows, I = in, O = out features.
 """
@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from te_fuser import _native
+from te_fuser.kernels import tuned_products
+from te_fuser.kernels.tuned_products import Form
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
@@ -94,14 +96,20 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
     for given in (dtype, out_dtype):
         if given not in DTYPES:
             raise TypeError(f"cuBLASLt's products are in {', '.join(map(_name, DTYPES))}, got {_name(given)}")
-    empty = functools.partial(_write_empty, kind)
-    return _native.CudaMatmul(
+    empty, form = functools.partial(_write_empty, kind), Form(kind, dtype, out_dtype)
+    tuned = functools.partial(tuned_products.algorithm_of, form), functools.partial(tuned_products.drop, form)
+    products[form] = _native.CudaMatmul(
         f"matmul_{kind}",
         _name(dtype),
         out_dtype=_name(out_dtype),
         on_empty=empty,
+        tuned=tuned,
         **options,  # type: ignore[arg-type]
     )
+    return products[form]
+
+
+products: dict[Form, _native.CudaMatmul] = {}  # what this process has configured
 
 
 def _name(dtype: torch.dtype) -> str:

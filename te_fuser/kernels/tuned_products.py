@@ -1,0 +1,154 @@
+"""Algorithms of products that were measured to be the best in a model, on disk: by GPU, library version and problem.
+
+A choice holds for one version of cuBLASLt: another one's candidates are measured anew. What the library refuses all the
+same is dropped, with its words, and the product runs by the library's first guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from te_fuser import _native
+from te_fuser.codegen.entry_file import Entries, EntryFile, Stores
+
+_FORMAT = 1
+_BYTES = 64  # of an algorithm
+
+
+class Form(NamedTuple):
+    """A product as it is configured: its kind, the dtype of its factors and that of its output."""
+
+    kind: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtypes = dict.fromkeys(str(t).removeprefix("torch.") for t in (self.dtype, self.out_dtype))
+        return f"{self.kind} {' to '.join(dtypes)}"
+
+
+class Problem(NamedTuple):
+    """A product's problem as the native runtime has it, with the device first: out[m, n] = a[m, k] b[k, n].
+
+    Attributes:
+        a_stride, b_stride, out_stride, c_stride: elements between neighbouring rows (or columns, where they lie so).
+        aux_stride: of what an epilogue reads or writes beside the output, in bits for a mask; 0: there is none.
+        layout: a, b transposed (bits 0, 1), TensorFloat-32 (bit 2), four bits each for the alignments of a, b, c, out.
+    """
+
+    device: int
+    m: int
+    n: int
+    k: int
+    a_stride: int
+    b_stride: int
+    out_stride: int
+    c_stride: int
+    aux_stride: int
+    layout: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def flipped(self) -> tuple[bool, bool]:
+        """Whether a, b lie transposed."""
+        return bool(self.layout & 1), bool(self.layout & 2)
+
+    def alignment(self, role: str) -> int:
+        """Bytes that the address of "a", "b", "c" or "out" is a multiple of, up to 256."""
+        return 1 << (self.layout >> {"a": 4, "b": 8, "c": 12, "out": 16}[role] & 15)
+
+    def key(self, form: Form) -> str:
+        """What an algorithm depends on, whichever of several equal GPUs it runs on."""
+        strides = ",".join(map(str, self[4:9]))
+        return f"cuBLASLt {_native.cublaslt_version()}: {form} {self} strides {strides} layout {self.layout:x}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is kept for a problem: the algorithm and its place among the library's candidates, or why it was dropped."""
+
+    algorithm: bytes = b""
+    candidate: int = 0
+    dropped: str = ""
+
+    def __str__(self) -> str:
+        return f"first heuristic, since {self.dropped}" if self.dropped else f"tuned: candidate {self.candidate}"
+
+
+class TunedProducts:
+    """The algorithms for one kind of GPU in one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = EntryFile(path, _FORMAT)
+
+    def find(self, key: str) -> Found | None:
+        """What is kept for a problem, or None; a damaged entry counts as none."""
+        entry = self._file.entries().get(key, {})
+        candidate, dropped = entry.get("candidate"), entry.get("dropped", "")
+        with contextlib.suppress(TypeError, ValueError):
+            algorithm = bytes.fromhex(entry.get("algorithm", ""))
+            if isinstance(candidate, int) and isinstance(dropped, str) and (dropped or len(algorithm) == _BYTES):
+                return Found(algorithm, candidate, dropped)
+        return None
+
+    def put(self, key: str, algorithm: bytes, candidate: int, ratio: float) -> None:
+        """Keep the algorithm of a problem, and the time of the model with it over that without.
+
+        Raises:
+            OSError: when the file cannot be written.
+        """
+        found = {"algorithm": algorithm.hex(), "candidate": candidate, "ratio": ratio}
+        self._file.change(lambda entries: entries.update({key: found}))
+
+    def drop(self, key: str, why: str) -> None:
+        """Keep why the algorithm of a problem is not taken any more. OSError when the file cannot be written."""
+        self._file.change(lambda entries: entries.setdefault(key, {"candidate": 0}).update(dropped=why))
+
+    def forget(self, key: str) -> None:
+        """Keep nothing for a problem. OSError when the file cannot be written."""
+
+        def without(entries: Entries) -> None:
+            entries.pop(key, None)
+
+        if key in self._file.entries():
+            self._file.change(without)
+
+
+_stores = Stores(TunedProducts, ".products.json")
+
+
+def store_on(device: int) -> TunedProducts | None:
+    """The store for the GPU of that number; None where PyTorch knows no such GPU."""
+    return _stores.of(torch.cuda.get_device_name(device)) if device < torch.cuda.device_count() else None
+
+
+def found_for(form: Form, problem: Problem) -> Found | None:
+    """What is kept for a problem of a product, or None."""
+    store = store_on(problem.device)
+    return store.find(problem.key(form)) if store is not None else None
+
+
+def algorithm_of(form: Form, problem: tuple[int, ...]) -> bytes | None:
+    """The algorithm to run a problem by, when it is first met; None: the library's first guess."""
+    found = found_for(form, Problem(*problem))
+    return found.algorithm if found is not None and not found.dropped else None
+
+
+def drop(form: Form, problem: tuple[int, ...], why: str) -> None:
+    """Hear from the native runtime that the library refused what was kept."""
+    met = Problem(*problem)
+    store = store_on(met.device)
+    with contextlib.suppress(OSError):  # a folder that cannot be written costs only another refusal
+        if store is not None:
+            store.drop(met.key(form), f"cuBLASLt refused the tuned algorithm: {why}")
+
+
+__all__ = ["Form", "Found", "Problem", "TunedProducts", "algorithm_of", "drop", "found_for", "store_on"]
