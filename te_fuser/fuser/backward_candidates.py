@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, Limits, chosen, kernel_step, row_edges
@@ -16,12 +16,36 @@ from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
 from te_fuser.fuser.refs import SEED, Ref, fused_ref, gradient_ref, value_ref
 from te_fuser.fusions import registry
+from te_fuser.fusions.match import Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient
 
+Named = list[tuple[str, Ref]]
+
 _MAX_SUBSETS = 4
+_WITHHELD = "it reads what the forward fusion does not give"
 # Explicit math goes over its scratch again for each product of its backward.
 _BACKWARD_SCRATCH = 2.0
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A fusion where it matches, the ops of the match that its backward covers, and what its forward saves for them."""
+
+    fusion: Fusion
+    match: Match
+    nodes: tuple[Node, ...]
+    saved: Named
+
+    @property
+    def start(self) -> int:
+        """The first op."""
+        return self.nodes[0].index
+
+    @property
+    def stop(self) -> int:
+        """The op after the last one."""
+        return self.nodes[-1].index + 1
 
 
 class BackwardCandidates:
@@ -36,7 +60,7 @@ class BackwardCandidates:
         """All of them; an op may be left without any under these limits."""
         rows = row_edges(self.problem, self._row)
         opaque = [self._opaque(n) for n in self.nodes if not n.is_row]
-        fused = [self._fusion(f, start, stop) for f, start, stop in self.problem.matches if f.has_backward]
+        fused = [self._fusion(f, (start, stop)) for f, start, stop in self.problem.matches if f.has_backward]
         return [*rows, *(e for e in (*opaque, *fused) if e is not None)]
 
     def _price_of_keeping(self, refs: list[Ref]) -> float:
@@ -137,80 +161,90 @@ class BackwardCandidates:
 
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, start: int, stop: int) -> Edge | None:
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int]) -> Edge | None:
+        """A fusion that matches the ops `whole`."""
+        start, stop = fusion.covers("backward", *whole)
         nodes = self.nodes[start:stop]
         if not self.graph.needs_grad(nodes[-1].output):
             return None
-        why = self._why_no_fusion(fusion, nodes)
-        if why is not None:
-            self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
+        made = self._why_no_fusion(fusion, *whole) or self._fitted(fusion, nodes, whole)
+        if isinstance(made, str):
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, made)
             return None
-        if fusion.gradients:
-            return self._fusion_apart(fusion, nodes)
+        return made
+
+    def _fitted(self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int]) -> Edge | str:
+        """The candidate, or why there is none."""
+        match = self.problem.match(*whole)
+        fit = _Fit(fusion, match, nodes, saved_by(fusion, match, whole, self.prices))
+        made = self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
+        return made if isinstance(made, str) else replace(made, whole=whole)
+
+    def _fusion_at_once(self, fit: _Fit) -> Edge | str:
+        """A fusion that is one step, or why it is none."""
+        fusion, nodes, start, stop = fit.fusion, fit.nodes, fit.start, fit.stop
         needed, outputs = self._fusion_gradients(nodes)
-        inputs = self._fusion_inputs(fusion, nodes)
+        inputs = self._fusion_inputs(fit)
         if any(self._is_withheld(r) for _, r in inputs):
-            why = "it reads what the forward fusion does not give"
-            self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
-            return None
-        c = self.prices.of_fusion(fusion, self.problem.match(start, stop), nodes, "backward", inputs, outputs)
+            return _WITHHELD
+        c = self.prices.of_fusion(fusion, fit.match, nodes, "backward", inputs, outputs)
         seconds = self.prices.seconds(c, nodes[0])
-        body = chosen(fusion, self.problem.match(start, stop), "backward")
+        body = chosen(fusion, fit.match, "backward")
         task = FusionTask(fusion, "backward", nodes, frozenset(needed), body=body)
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(step.reads()), fusion)
 
-    def _fusion_apart(self, fusion: Fusion, nodes: tuple[Node, ...]) -> Edge | None:
-        """A fusion whose nodes run apart: those of parameters alone hang off the chain."""
-        start, stop = nodes[0].index, nodes[-1].index + 1
-        needed, outputs = self._fusion_gradients(nodes)
+    def _fusion_apart(self, fit: _Fit) -> Edge | str:
+        """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
+        fusion = fit.fusion
+        needed, outputs = self._fusion_gradients(fit.nodes)
         targets = dict(outputs)
         steps: list[Step] = []
         for k, gradient in enumerate(fusion.gradients):
             wanted = needed & set(gradient.produces)
             if not wanted:
                 continue
-            step = self._node_of_fusion(fusion, nodes, k, targets) if wanted == set(gradient.produces) else None
+            idle = ", ".join(sorted(set(gradient.produces) - wanted))
+            if idle:
+                made = ", ".join(sorted(wanted))
+                return f"nobody needs the gradient of {idle}, which it makes with {made}"
+            step = self._node_of_fusion(fit, k, targets)
             if step is None:
-                idle = ", ".join(sorted(set(gradient.produces) - wanted))
-                why = f"nobody needs the gradient of {idle}, which it makes with {', '.join(sorted(wanted))}"
-                why = why if idle else "it reads what the forward fusion does not give"
-                self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
-                return None
+                return _WITHHELD
             steps.append(step)
         missing = needed - {p for g in fusion.gradients for p in g.produces}
         if missing or not steps:
-            why = f"it gives no gradient of {', '.join(sorted(missing))}"
-            self.ledger.refuse(fusion.direction, start, stop, fusion.name, why)
-            return None
+            return f"it gives no gradient of {', '.join(sorted(missing))}"
+        if fit.saved and not {r for _, r in fit.saved} & {r for s in steps for r in s.reads()}:
+            return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
-        kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, start, stop)]
+        kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
         weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
-        return Edge(start, stop, fusion.name, tuple(steps), weight, fusion)
+        return Edge(fit.start, fit.stop, fusion.name, tuple(steps), weight, fusion)
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
         producer = self.graph.producer(ref[1]) if ref[0] == "value" else None
         return producer is not None and self.problem.made_by_row_op(ref) and not start <= producer < stop
 
-    def _node_of_fusion(self, fusion: Fusion, nodes: tuple[Node, ...], k: int, targets: dict[str, Ref]) -> Step | None:
+    def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:
         """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""
-        gradient, (start, stop) = fusion.gradients[k], (nodes[0].index, nodes[-1].index + 1)
+        fusion, nodes, gradient, saved = fit.fusion, fit.nodes, fit.fusion.gradients[k], dict(fit.saved)
         inputs = [("dy", gradient_ref(nodes[-1].output))]
-        inputs += [(name, self._fusion_ref(fusion, nodes, name)) for name in gradient.reads]
+        inputs += [(name, saved.get(name) or self._fusion_ref(fusion, nodes, name)) for name in gradient.reads]
         if any(self._is_withheld(r) for _, r in inputs):
             return None
         outputs = tuple((name, targets[name]) for name in gradient.produces)
-        match = self.problem.match(start, stop)
-        c = self.prices.of_node(fusion, match, nodes, k, inputs, outputs)
-        body = chosen(fusion, match, gradient.method)
+        c = self.prices.of_node(fusion, fit.match, nodes, k, inputs, outputs)
+        body = chosen(fusion, fit.match, gradient.method)
         task = FusionTask(fusion, "backward", nodes, frozenset(gradient.produces), gradient, body)
         seconds, chain = self.prices.seconds(c, nodes[0]), "input" in gradient.produces
-        return Step(fusion.name, start, stop, tuple(inputs), outputs, task, c, seconds, chain=chain)
+        return Step(fusion.name, fit.start, fit.stop, tuple(inputs), outputs, task, c, seconds, chain=chain)
 
-    def _why_no_fusion(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
-        if fusion.has_forward and not self.problem.ends_in_a_tensor(nodes):
+    def _why_no_fusion(self, fusion: Fusion, start: int, stop: int) -> str | None:
+        nodes = self.nodes[start:stop]
+        forward = self.nodes[slice(*fusion.covers("forward", start, stop))]
+        if fusion.has_forward and not self.problem.ends_in_a_tensor(forward):
             return NO_TENSOR
-        start, stop = nodes[0].index, nodes[-1].index + 1
         made = [v for n in nodes[:-1] for v in (n.output, *n.named_out)]
         leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
         if leaving:
@@ -218,10 +252,11 @@ class BackwardCandidates:
             return f"{inner} is also read outside the pattern"
         return None
 
-    def _fusion_inputs(self, fusion: Fusion, nodes: tuple[Node, ...]) -> list[tuple[str, Ref]]:
-        inputs: list[tuple[str, Ref]] = [("dy", gradient_ref(nodes[-1].output))]
-        inputs += [(name, self._fusion_ref(fusion, nodes, name)) for name in fusion.reads]
-        inputs += saved_by(fusion, nodes, self.problem, self.prices)
+    def _fusion_inputs(self, fit: _Fit) -> Named:
+        nodes = fit.nodes
+        inputs: Named = [("dy", gradient_ref(nodes[-1].output))]
+        inputs += [(name, self._fusion_ref(fit.fusion, nodes, name)) for name in fit.fusion.reads]
+        inputs += fit.saved
         have = {name for name, _ in inputs}
         for k, node in enumerate(nodes):
             # masks and the like are the caller's: backward may read them without saying so
@@ -263,12 +298,11 @@ class BackwardCandidates:
         )
 
 
-def saved_by(fusion: Fusion, nodes: tuple[Node, ...], problem: Problem, prices: Prices) -> list[tuple[str, Ref]]:
-    """What a joint fusion hands to its own backward; its size is known from here on."""
-    stop = nodes[-1].index + 1
-    start = fusion.forward_start(nodes[0].index, stop)
+def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> Named:
+    """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
+    start, _ = fusion.covers("forward", *whole)
     found = [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
-    sizes = fusion.saved_bytes(problem.match(start, stop)) if fusion.saved_bytes else {}
+    sizes = fusion.saved_bytes(match) if fusion.saved_bytes else {}
     prices.learn({ref: sizes.get(name, 0) for name, ref in found})
     return found
 

@@ -25,7 +25,10 @@ NO_TENSOR = "its last op makes no tensor of its own"
 
 @dataclass(frozen=True)
 class Edge:
-    """A candidate: steps for the ops start..stop-1, and its cost including what it makes kept."""
+    """A candidate: steps for the ops start..stop-1, and its cost including what it makes kept.
+
+    `whole` is where the match of a fusion is, of which it covers start..stop-1.
+    """
 
     start: int
     stop: int
@@ -33,6 +36,7 @@ class Edge:
     steps: tuple[Step, ...]
     weight: float
     fusion: Fusion | None = None
+    whole: tuple[int, int] | None = None
     recomputes: tuple[int, ...] = ()
     choices: tuple[Choice, ...] = ()
 
@@ -69,6 +73,12 @@ class Ledger:
         if refusal not in self.refusals:
             self.refusals.append(refusal)
 
+    def add(self, other: Ledger) -> None:
+        """Note what another one has."""
+        for r in other.refusals:
+            self.refuse(r.direction, r.start, r.stop, r.name, r.reason)
+        self.demand_unmet |= other.demand_unmet
+
     def refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
         """A no that another backward plan could turn into a yes."""
         self.demand_unmet = True
@@ -82,7 +92,8 @@ def chosen(fusion: Fusion, match: Match, method: str) -> Callable[..., Any] | No
 
 def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
     """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
-    points = {p for _, start, stop in problem.matches for p in (start, stop)}
+    parts = [f.covers(d, start, stop) for f, start, stop in problem.matches for d in ("forward", "backward")]
+    points = {p for part in parts for p in part}
     found = []
     for stretch in problem.stretches:
         lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}

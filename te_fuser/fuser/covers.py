@@ -53,17 +53,44 @@ def cover(problem: Problem, prices: Prices, keeping: Keeping) -> Covers:
 def _round(problem: Problem, prices: Prices, keeping: Keeping, limits: Limits, ledger: Ledger) -> Covers | None:
     """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
     edges = BackwardCandidates(problem, prices, keeping, limits, ledger).edges()
-    backward = shortest(problem, "backward", edges, keeping, ledger)
-    if backward is None:
-        return None
-    joint = [
-        replace(e, start=e.fusion.forward_start(e.start, e.stop))
-        for e in backward
-        if e.fusion is not None and e.fusion.direction == "joint"
-    ]
-    edges = ForwardCandidates(problem, prices, _demands(in_running_order(backward)), joint, ledger).edges()
-    forward = shortest(problem, "forward", edges, keeping, ledger)
+    while True:
+        tried = Ledger()
+        backward = shortest(problem, "backward", edges, keeping, tried)
+        if backward is None:
+            return None
+        joint = _forced(backward)
+        found = ForwardCandidates(problem, prices, _demands(in_running_order(backward)), joint, tried).edges()
+        impossible = next((e for e in joint if not _is_among(e, found)), None)
+        if impossible is None:
+            break
+        ledger.refuse("joint", impossible.start, impossible.stop, impossible.name, _why_impossible(impossible, joint))
+        edges = [e for e in edges if e.fusion is not impossible.fusion or e.whole != impossible.whole]
+    forward = shortest(problem, "forward", found, keeping, tried)
+    ledger.add(tried)
     return None if forward is None else Covers(forward, backward, ledger.refusals)
+
+
+def _forced(backward: list[Edge]) -> list[Edge]:
+    """The joint fusions of a backward cover, over what their forward covers."""
+    found = []
+    for edge in backward:
+        if edge.fusion is not None and edge.fusion.direction == "joint":
+            assert edge.whole is not None
+            start, stop = edge.fusion.covers("forward", *edge.whole)
+            found.append(replace(edge, start=start, stop=stop))
+    return found
+
+
+def _is_among(joint: Edge, edges: list[Edge]) -> bool:
+    return any(e.fusion is joint.fusion and e.whole == joint.whole for e in edges)
+
+
+def _why_impossible(edge: Edge, joint: list[Edge]) -> str:
+    """Why a joint fusion of a backward cover cannot run forward."""
+    others = [e.name for e in joint if e is not edge and e.start < edge.stop and edge.start < e.stop]
+    if others:
+        return f"its forward overlaps that of {', '.join(others)}"
+    return "other steps of backward read what its forward does not give"
 
 
 def _second_round(problem: Problem, prices: Prices, keeping: Keeping) -> Covers | None:

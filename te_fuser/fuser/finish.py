@@ -188,10 +188,12 @@ def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
 
 
 def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
-    """Where no cut can be: between the step that computes a value again and the product that reads it."""
+    """Where no cut can be: between what computes or saves a value for backward and what reads it."""
     graph = problem.graph
     found: set[int] = set()
     for edge in backward:
+        if edge.whole is not None:
+            found |= set(range(edge.whole[0] + 1, edge.whole[1]))
         for value in edge.recomputes:
             standing_for = [v.index for v in graph.values if graph.root(v.index) == value and graph.consumers(v.index)]
             found |= set(range(edge.stop, max(graph.consumers(v)[-1] for v in standing_for) + 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.backward_candidates import saved_by
@@ -33,13 +33,24 @@ class ForwardCandidates:
         """All of them, apart from those that would break a forced joint fusion."""
         found = row_edges(self.problem, self._row)
         found += [self._opaque(n) for n in self.nodes if not n.is_row]
-        for fusion, start, stop in dict.fromkeys((f, f.forward_start(a, b), b) for f, a, b in self.problem.matches):
-            forced = any(e.fusion is fusion and (e.start, e.stop) == (start, stop) for e in self.joint)
+        for fusion, whole in self._matches():
+            start, stop = fusion.covers("forward", *whole)
+            forced = any(e.fusion is fusion and e.whole == whole for e in self.joint)
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
             if fusion.has_forward and (fusion.direction != "joint" or forced or silent):
-                edge = self._fusion(fusion, start, stop, forced)
+                edge = self._fusion(fusion, start, stop, whole, forced)
                 found += [edge] if edge is not None else []
         return [e for e in found if not any(_breaks(e, j) for j in self.joint)]
+
+    def _matches(self) -> Iterable[tuple[Fusion, tuple[int, int]]]:
+        """A match for each fusion and the ops that its forward covers: a forced one, else the first."""
+        found: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
+        for fusion, *whole in self.problem.matches:
+            found.setdefault((fusion, *fusion.covers("forward", *whole)), (whole[0], whole[1]))
+        for edge in self.joint:
+            assert edge.fusion is not None and edge.whole is not None
+            found[edge.fusion, edge.start, edge.stop] = edge.whole
+        return [(fusion, whole) for (fusion, _, _), whole in found.items()]
 
     def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
         stores = dict.fromkeys(self.graph.root(v) for v in stretch.values_leaving(start, stop))
@@ -73,7 +84,7 @@ class ForwardCandidates:
 
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, start: int, stop: int, joint: bool) -> Edge | None:
+    def _fusion(self, fusion: Fusion, start: int, stop: int, whole: tuple[int, int], joint: bool) -> Edge | None:
         nodes = self.nodes[start:stop]
         if not self.problem.ends_in_a_tensor(nodes):
             self.ledger.refuse(fusion.direction, start, stop, fusion.name, NO_TENSOR)
@@ -86,14 +97,14 @@ class ForwardCandidates:
             return None
         inputs = self._fusion_inputs(nodes, inside)
         outputs = self._fusion_outputs(fusion, nodes, owed)
+        match = self.problem.match(*whole)
         if joint:
-            outputs += saved_by(fusion, nodes, self.problem, self.prices)
-        match = self.problem.match(start, stop)
+            outputs += saved_by(fusion, match, whole, self.prices)
         c = self.prices.of_fusion(fusion, match, nodes, "forward", inputs, outputs)
         seconds = self.prices.seconds(c, nodes[0])
         task = FusionTask(fusion, "forward", nodes, body=chosen(fusion, match, "forward"))
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
-        return Edge(start, stop, fusion.name, (step,), seconds, fusion)
+        return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
 
     def _owed(self, nodes: tuple[Node, ...], inside: set[int]) -> set[int]:
         """The values of a range that backward or somebody outside it reads, by storage."""
@@ -154,7 +165,7 @@ def _emitted_values(fusion: Fusion, nodes: tuple[Node, ...], root: Callable[[int
 def _breaks(edge: Edge, joint: Edge) -> bool:
     """Whether a forward edge overlaps a forced joint fusion without being it."""
     overlaps = edge.start < joint.stop and joint.start < edge.stop
-    return overlaps and edge.fusion is not joint.fusion
+    return overlaps and (edge.fusion is not joint.fusion or edge.whole != joint.whole)
 
 
 __all__ = ["ForwardCandidates"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -122,19 +123,19 @@ class Prices:
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
     ) -> Cost:
         """Node k of a backward fusion whose nodes run apart: what the fusion says, else a launch with one product."""
-        c = fusion.cost(match) if fusion.cost is not None else None
+        c = _stated(fusion, match, "backward")
         stated = c[k] if isinstance(c, tuple) else c
         work = fusion.gradients[k].work
         products = costs.flops_of(self.graph, nodes) * (1.0 if work is None else work)
         return stated or self.of_launch(inputs, outputs, products)
 
 
-def _stated(fusion: Fusion, match: Match, direction: str) -> Cost | None:
-    """What the fusion says that it takes; a joint one may say it for each direction."""
+def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
+    """What the fusion says that it takes in a direction: a Cost, one for each of its nodes, or None."""
     if fusion.cost is None:
         return None
     c = fusion.cost(match)
-    return c[direction == "backward"] if isinstance(c, tuple) else c
+    return c[direction == "backward"] if fusion.direction == "joint" and isinstance(c, tuple) else c
 
 
 __all__ = ["Prices"]

@@ -80,7 +80,7 @@ class Problem:
         self.nodes = graph.nodes
         self.matches, self.conditions = find_matches(graph, options)
         self.preferred = {
-            (fusion.name, start, stop)
+            (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
             for fusion, start, stop in (self.matches if options.tuned else ())
             if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
         }

@@ -191,7 +191,8 @@ def _gradient(label: str, made: Mapping[str, torch.Tensor | None], name: str) ->
 def _fusion_step(step: Step, task: FusionTask, slots: SlotMap) -> Runner:
     """A registered fusion: in a native step where its body is a plain function of tensors."""
     fusion = task.fusion
-    takes, gives = fusion.takes, fusion.gives
+    joint_backward = fusion.direction == "joint" and task.direction == "backward"
+    takes, gives = () if joint_backward else fusion.takes, fusion.gives
     body = task.body or (fusion.run_forward if task.direction == "forward" else fusion.run_backward)
     if task.gradient is not None:
         takes, gives = ("dy", *task.gradient.reads), task.gradient.produces

@@ -157,8 +157,9 @@ def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
     found: dict[str, str] = {}
     for fusion, start, stop in find_matches(plan.graph, options)[0]:
         place = place_of(fusion, match_at(plan.graph, options, start, stop))
-        if place not in found or (fusion.name, start, stop) in taken:
-            found[place] = OFF if (fusion.name, start, stop) in taken else ON
+        step = (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
+        if place not in found or step in taken:
+            found[place] = OFF if step in taken else ON
     return iter(found.items())
 
 

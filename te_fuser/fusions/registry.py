@@ -7,14 +7,17 @@ import contextvars
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Union
 
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.pattern import PatternPart, check, matches, render
 from te_fuser.ops.base import Gradient, Place
 
 Condition = Callable[[Match], "bool | str | None"]
+# Of a joint fusion (forward's, backward's), of one whose nodes run apart one for each node.
+Costs = Union[Cost, tuple[Union[Cost, tuple[Cost, ...]], ...]]  # noqa: UP007 - a type alias at run time
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +29,11 @@ class Fusion:
         emits: values inside the match that the forward gives beside its output, e.g. "0.output".
         reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
         saves: names that a joint fusion's forward gives to its own backward; `saved_bytes` says how large they are.
-        forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
-            they are planned, and backward in this fusion, whose names may count from the end: "-1.input".
-        takes, gives: of one whose body is a plain function of tensors: the names of its arguments and of its results.
-        gradients: of a backward fusion whose nodes can run apart: what each produces and reads; its body is a class
+        forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers. The others run in
+            that direction as they are planned. Names are of these ops, and may count from the end: "-1.input".
+        takes, gives: of one whose body is a plain function of tensors: the names of its arguments and of its results;
+            of a joint one they are its forward's.
+        gradients: of one whose backward's nodes can run apart: what each produces and reads; its body is a class
             whose static methods are plain functions (dy, *reads) -> produces.
         choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`.
     """
@@ -40,7 +44,7 @@ class Fusion:
     run_forward: Callable[..., Any] | None
     run_backward: Callable[..., Any] | None
     when: Condition | None = None
-    cost: Callable[[Match], Cost | tuple[Cost, Cost]] | None = None
+    cost: Callable[[Match], Costs] | None = None
     emits: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     saves: tuple[str, ...] = ()
@@ -48,7 +52,8 @@ class Fusion:
     saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
-    forward_ops: int = 0
+    forward_ops: slice = field(default_factory=lambda: _ALL)
+    backward_ops: slice = field(default_factory=lambda: _ALL)
     gradients: tuple[Gradient, ...] = ()
     choose: Callable[[Match, str], Callable[..., Any]] | None = None
 
@@ -62,9 +67,17 @@ class Fusion:
         """Whether it takes part in backward plans."""
         return self.run_backward is not None
 
-    def forward_start(self, start: int, stop: int) -> int:
-        """The first op that forward covers, where the match is start..stop-1."""
-        return stop - self.forward_ops if self.forward_ops else start
+    def covers(self, direction: str, start: int, stop: int) -> tuple[int, int]:
+        """(start, stop) of the ops that a direction covers, where the match is start..stop-1.
+
+        Raises:
+            ValueError: when there are none.
+        """
+        part = self.forward_ops if direction == "forward" else self.backward_ops
+        low, high, _ = part.indices(stop - start)
+        if low >= high:
+            raise ValueError(f"fusion {self.name!r}: its {direction} covers none of the {stop - start} ops of a match")
+        return start + low, start + high
 
     def refusal(self, match: Match) -> str | None:
         """Why this fusion does not take the match, in words; None when it does."""
@@ -199,9 +212,9 @@ _DECLARED = {
     "emits": ("forward", "joint"),
     "reads": ("backward", "joint"),
     "saves": ("joint",),
-    "takes": ("forward", "backward"),
-    "gives": ("forward", "backward"),
-    "gradients": ("backward",),
+    "takes": ("forward", "backward", "joint"),
+    "gives": ("forward", "backward", "joint"),
+    "gradients": ("backward", "joint"),
 }
 
 
@@ -219,6 +232,17 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequenc
             )
 
 
+def _part(direction: str, what: str, given: int | slice) -> slice:
+    """Which ops of a match a direction covers, as a slice."""
+    part = slice(-given, None) if isinstance(given, int) else given
+    positive = not isinstance(given, int) or given > 0
+    if not positive or part.step not in (None, 1) or (direction != "joint" and part != _ALL):
+        raise ValueError(
+            f"{what} is a number of ops of a joint fusion, or a slice of them, got {given} for a {direction} one"
+        )
+    return part
+
+
 def fusion(
     *,
     forward: Sequence[PatternPart] | None = None,
@@ -226,7 +250,7 @@ def fusion(
     joint: Sequence[PatternPart] | None = None,
     name: str | None = None,
     when: Condition | None = None,
-    cost: Callable[[Match], Cost | tuple[Cost, Cost]] | None = None,
+    cost: Callable[[Match], Costs] | None = None,
     emits: Sequence[str] = (),
     reads: Sequence[str] = (),
     saves: Sequence[str] = (),
@@ -235,7 +259,8 @@ def fusion(
     gives: Sequence[str] = (),
     gradients: Sequence[Gradient] = (),
     choose: Callable[[Match, str], Callable[..., Any]] | None = None,
-    forward_ops: int = 0,
+    forward_ops: int | slice = _ALL,
+    backward_ops: int | slice = _ALL,
     registered: bool = True,
 ) -> Callable[[Any], Fusion]:
     """Declare a fusion; give exactly one of `forward`, `backward`, `joint`, a pattern in the order of the list.
@@ -245,22 +270,26 @@ def fusion(
     joint:    decorates a class with static methods forward(m, x) and backward(m, dy); `saves` names what the first
               hands to the second by m.emit(name, tensor).
 
+    What is asked while planning (`when`, `cost`, `saved_bytes`, `choose`) sees the whole match.
+
     Args:
         when: f(match) -> True, or False, or the reason for a no in words, which explain() shows.
         cost: f(match) -> Cost, or of a joint fusion (forward's, backward's); by default one launch, the bytes that
             enter and leave, and the products' flops.
         saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
-        takes: of a forward or backward fusion that needs nothing but tensors: their names ("input" or "dy",
+        takes: of a fusion that needs nothing but tensors (of a joint one: its forward): their names ("input" or "dy",
             "0.weight", ...). The body is then called with these tensors instead of (m, x): the shortest way to it.
-        gives: the names of what such a body returns, as a tuple where they are several; "output" or "input" (dx) alone
-            by default.
-        gradients: of a backward fusion: its nodes, where they can run apart. It then decorates a class, each node's
-            `method` is a static one f(dy, *reads) -> what it produces, and `cost` may give a Cost for each node. What
-            produces no "input" runs once what it reads is there, so that may be computed again first.
+        gives: the names of what such a body returns, as a tuple where they are several; "output" (with what a joint
+            one saves) or "input" (dx) alone by default.
+        gradients: of a backward fusion, or of a joint one in place of its method `backward`: the nodes, where they can
+            run apart. It then decorates a class, each node's `method` is a static one f(dy, *reads) -> what it
+            produces, and backward's `cost` may be a Cost for each node. What produces no "input" runs once what it
+            reads is there, so that may be computed again first.
         choose: f(match, method) -> the plain function to run in a match; `method` is "forward", "backward" or a node's.
             It is asked while planning, and needs `takes` or `gradients`.
-        forward_ops: of a joint fusion, how many of the last ops its forward covers; 0: all. The others run forward as
-            they are planned, and backward in this fusion; `reads` may count from the end: "-1.input".
+        forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
+            slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
+            those of backward may count from the end: "-1.input".
         registered: whether to register it at once.
 
     Raises:
@@ -273,11 +302,12 @@ def fusion(
     direction = chosen[0]
     given_names = {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives}
     _check_names(direction, name, {**given_names, "gradients": gradients})
-    if forward_ops < 0 or (forward_ops and direction != "joint"):
-        raise ValueError(f"forward_ops is a number of ops of a joint fusion, got {forward_ops} for a {direction} one")
+    parts = {"forward_ops": forward_ops, "backward_ops": backward_ops}
+    forward_part, backward_part = (_part(direction, what, given) for what, given in parts.items())
     if choose is not None and not (takes or gradients):
         raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
-    made = tuple(gives) or (("output" if direction == "forward" else "input",) if takes else ())
+    by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
+    made = tuple(gives) or (by_default if takes else ())
 
     def declare(body: Any) -> Fusion:
         own = name or body.__name__
@@ -285,10 +315,12 @@ def fusion(
         runs = {
             "forward": (body, None),
             "backward": (None, body),
-            "joint": (getattr(body, "forward", None), getattr(body, "backward", None)),
+            "joint": (getattr(body, "forward", None), body if gradients else getattr(body, "backward", None)),
         }[direction]
         if direction == "joint" and None in runs:
-            raise ValueError(f"fusion {own!r}: a joint fusion is a class with static methods forward and backward")
+            raise ValueError(
+                f"fusion {own!r}: a joint fusion is a class with static methods forward and backward, or gradients"
+            )
         entry = Fusion(
             own,
             direction,
@@ -303,7 +335,8 @@ def fusion(
             saved_bytes=saved_bytes,
             takes=tuple(takes),
             gives=made,
-            forward_ops=forward_ops,
+            forward_ops=forward_part,
+            backward_ops=backward_part,
             gradients=tuple(gradients),
             choose=choose,
         )
