@@ -343,11 +343,12 @@ class Sequential(torch.nn.Sequential):
         margin: float = 0.005,
         **inputs: torch.Tensor,
     ) -> TuneReport:
-        """Measure other choices of fusions in this model on this device, and plan by what is faster from now on.
+        """Measure other choices in this model on this device, and plan by what is faster from now on.
 
         Every fusion that fits somewhere is tried where it was not taken and left out where it was, forward and
-        backward together, in alternating rounds. What is found is kept on disk for this list of ops, device and
-        number of rows (by power of two), and holds for later processes too.
+        backward together, in alternating rounds; on a GPU then other schedules of generated kernels and other
+        algorithms of products. What is found is kept on disk, fusions for this list of ops, device and number of rows
+        (by power of two), and holds for later processes too.
 
         Args:
             x: an input like those of the calls to come; gradients are measured for what requires one.

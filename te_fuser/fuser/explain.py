@@ -19,6 +19,8 @@ from te_fuser.fuser.measure import Measured
 from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, Kept, Plan, Refusal, Step, size_text
 from te_fuser.fuser.refs import DTYPE_NAMES, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.kernels.matmul import product_sizes, products
+from te_fuser.kernels.tuned_products import Problem, found_for
 
 _WIDTH = 110
 _STEP_WIDTH = 39
@@ -40,6 +42,7 @@ class StepRow:
         share: least time for that resource over the time it takes (measured, else predicted); None if stated.
         keeps: what it makes that is kept for backward.
         again: what it computes again in backward.
+        algorithm: what a product of cuBLASLt runs by; empty for other steps and for a GPU that is not at hand.
     """
 
     ops: tuple[int, int]
@@ -55,6 +58,7 @@ class StepRow:
     share: float | None
     keeps: tuple[str, ...]
     again: tuple[str, ...]
+    algorithm: str = ""
 
 
 def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> list[StepRow]:
@@ -83,6 +87,7 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
         least / taken if limit != "stated" and taken > 0 else None,
         _keeps([kept[r] for r in step.writes() if r in kept]),
         tuple(plan.graph.values[r[1]].name for r in step.writes() if r[0] == "recomputed"),
+        _algorithm(plan, step),
     )
 
 
@@ -101,6 +106,21 @@ def _what(plan: Plan, step: Step) -> str:
     if isinstance(step.task, FusionTask):
         return "fusion"
     return "torch" if isinstance(step.task, (AddTask, CastTask)) else "op"
+
+
+def _algorithm(plan: Plan, step: Step) -> str:
+    """What the product of a step runs by, as far as its problem is known: each one that is planned for is."""
+    body = step.task.body if isinstance(step.task, FusionTask) else None
+    made_by = getattr(body, "__self__", None)
+    form = next((form for form, product in products.items() if product is made_by), None)
+    if form is None:
+        return ""
+    node = next(n for n in plan.graph.nodes[step.start : step.stop] if not n.is_row)
+    x, y = plan.graph.values[node.input].spec, plan.graph.values[node.output].spec
+    sizes = product_sizes(form.kind, x.rows, x.features, y.features)
+    met = [Problem(*p) for p in products[form].problems() if p[1:4] == sizes]
+    found = {str(f) for p in met if (f := found_for(form, p)) is not None}
+    return ", ".join(sorted(found)) or ("first heuristic" if met else "")
 
 
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
@@ -253,7 +273,8 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
 
 def _step_text(row: StepRow) -> Group:
     lines: list[Any] = [Text(f"{row.what} {row.name}", overflow="fold")]
-    for verb, names in (("computes again", row.again), ("keeps", row.keeps)):
+    algorithm = (row.algorithm,) if row.algorithm else ()
+    for verb, names in (("computes again", row.again), ("keeps", row.keeps), ("algorithm:", algorithm)):
         if names:
             lines.append(Padding(Text(f"{verb} {', '.join(names)}"), (0, 0, 0, 2)))
     return Group(*lines)
@@ -269,7 +290,7 @@ class _Again:
 
 def _folded(rows: list[StepRow]) -> Iterable[StepRow | _Again]:
     """The rows, with runs of equal blocks (the layers of a model) shown once."""
-    keys = [(r.name, r.read, r.written, r.seconds, r.again, r.keeps) for r in rows]
+    keys = [(r.name, r.read, r.written, r.seconds, r.again, r.keeps, r.algorithm) for r in rows]
     at = 0
     while at < len(rows):
         period, times = _repetition(keys, at)

@@ -1,8 +1,8 @@
-"""Tuning: other choices of fusions, measured in the running model; what makes the whole faster is kept, also on disk.
+"""Tuning: other choices, measured in the running model; what makes the whole faster is kept, also on disk.
 
 A fusion that was not taken is tried, one that was taken is left out: one place after the other, each against the best
 so far in alternating rounds, forward and backward together. Alone a kernel may win and in a model lose: the card's
-power and caches are shared.
+power and caches are shared. Then, on a GPU, the schedules of generated kernels and the algorithms of products.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from te_fuser.fuser.plan import FusionTask, Plan, size_text
 from te_fuser.fuser.planner import Planner
 from te_fuser.fuser.problem import Options, find_matches, match_at
 from te_fuser.fuser.program import KernelFunction
+from te_fuser.fuser.tune_products import tune_products
 from te_fuser.fuser.tune_schedules import tune_schedules
 from te_fuser.fuser.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
+from te_fuser.kernels.matmul import products
 
 _WARM_UP = 3
 _MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, unless memory="fast"
@@ -68,12 +70,13 @@ class TuneReport:
         return cls(tuple(t for r in reports for t in r.trials), tuple(x for r in reports for x in r.ratios))
 
     def __str__(self) -> str:
+        width = max([len("place"), *(len(t.place) for t in self.trials)])
         lines = [
-            f"{t.place:40} {t.choice:4} {'' if t.ratio is None else f'{t.ratio:.4f}':8} "
+            f"{t.place:{width}} {t.choice:4} {'' if t.ratio is None else f'{t.ratio:.4f}':8} "
             f"{'taken' if t.taken else t.reason or 'no gain'}"
             for t in self.trials
         ]
-        head = f"{'place':40} {'':4} {'ratio':8}"
+        head = f"{'place':{width}} {'':4} {'ratio':8}"
         found = ", ".join(f"{ratio:.4f}" for ratio in self.ratios)
         return "\n".join([head, *lines, f"time over that of the plan by prices alone: {found}"])
 
@@ -126,6 +129,8 @@ def tune(
             choices, best, total = {}, first, 1.0
         if best.kernels == "cuda":
             trials += _schedule_trials(best, outputs, x, inputs, effort, contest)
+        if products:
+            trials += _product_trials(call_of(best), effort, contest)
         result = execute(prepare(best, outputs), x, inputs)
     _keep(graph, fuser, x.device, choices, total)
     return TuneReport(tuple(trials), (total,)), result
@@ -148,6 +153,12 @@ def _schedule_trials(
     for name, ratio, taken in tune_schedules(plan, compare):
         reason = "" if ratio is not None else "no schedule is faster alone"
         yield Trial(f"{name} schedule", "new", ratio, taken, reason)
+
+
+def _product_trials(call: Callable[[], None], effort: Effort, contest: Contest) -> Iterator[Trial]:
+    """Other algorithms of the model's products."""
+    for t in tune_products(call, lambda first, second: contest(first, second, effort), effort.margin):
+        yield Trial(t.place, f"#{t.candidate}" if t.candidate else "all", t.ratio, t.taken, t.reason)
 
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:

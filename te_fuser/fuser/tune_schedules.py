@@ -97,17 +97,22 @@ def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.de
 
 
 def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> float:
-    """Seconds of one launch among several, by events; the least of three."""
+    """Seconds of one launch of a kernel alone."""
     numbers = tuple(range(len(kernel.description.streams)))
+    return seconds_alone(lambda: kernel.run.repeat(_LAUNCHES, tensors, *sizes, numbers)) / _LAUNCHES
+
+
+def seconds_alone(work: Callable[[], None]) -> float:
+    """Seconds that work takes on PyTorch's current device, by events; the least of three after one to warm up."""
     times = []
     for _ in range(4):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        kernel.run.repeat(_LAUNCHES, tensors, *sizes, numbers)
+        work()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e-3 / _LAUNCHES)
+        times.append(start.elapsed_time(stop) * 1e-3)
     return min(times[1:])
 
 
-__all__ = ["Compare", "tune_schedules"]
+__all__ = ["Compare", "seconds_alone", "tune_schedules"]

@@ -84,6 +84,14 @@ KINDS: dict[str, Options] = {
 }
 
 
+def product_sizes(kind: str, rows: int, n_in: int, n_out: int) -> tuple[int, int, int]:
+    """(m, n, k) of a kind of product, out[m, n] = a[m, k] b[k, n], for a weight [n_out, n_in] and so many rows."""
+    options = KINDS[kind]
+    if options.get("transpose_a"):
+        return n_out, n_in, rows
+    return (rows, n_out, n_in) if options.get("transpose_b") else (rows, n_in, n_out)
+
+
 @functools.cache
 def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native.CudaMatmul:
     """The native product of that kind; one for the process, which knows every problem that it met.
