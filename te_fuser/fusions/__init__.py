@@ -20,6 +20,7 @@ from te_fuser.fusions.registry import (
 # The built-in fusions register themselves.
 from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     bias_gelu_matmul,
+    bias_relu_matmul,
     dot_product_attention,
     gelu_matmul,
     matmul,
@@ -28,6 +29,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     matmul_bias_gelu,
     matmul_bias_relu,
     matmul_main_grad,
+    relu_matmul,
     rotary_embedding,
 )
 

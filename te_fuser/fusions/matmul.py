@@ -64,22 +64,28 @@ _EFFICIENCY = {
     "dgrad_dgelu": 0.88,
     "dgrad_dgelu_sum": 0.68,  # of the library alone, not in a layer: 2.31 ms where the product took 1.57
     "wgrad_sum": 0.985,
+    # ReLU's mask and what reads it were never measured. They are priced as the slowest that was: writing an aux as
+    # GELU's, the slope as GELU's slope with a sum, so that for large products only tune() takes them.
+    "forward_bias_relu_mask": 0.935,
+    "dgrad_drelu": 0.68,
+    "dgrad_drelu_sum": 0.68,
 }
 
 # Launches, where a call takes longer than one: sums took 15.2 us of the host where a plain product took 10.4. What was
 # never measured in small sizes is priced so that only tune() takes it there.
-_LAUNCHES = {"wgrad_sum": 2, "dgrad_dgelu_sum": 10}
+_LAUNCHES = {"wgrad_sum": 2, "dgrad_dgelu_sum": 10, "dgrad_drelu": 10, "dgrad_drelu_sum": 10}
 
 
 def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
     """What MatMul number `at` of a match takes as cuBLASLt's product of that kind."""
     rows, columns, inner = _sizes(m, kind, at)
-    options, out = products.KINDS[kind], rows * columns
-    epilogue = str(options.get("epilogue", "none"))
-    read = inner * (rows + columns) + (out if "add" in options or epilogue.startswith("d") else 0)
-    written = out * (2 if "aux" in epilogue else 1)
-    size, share = m.dtype.itemsize, _EFFICIENCY.get(kind, 1.0)
-    return Cost(read * size, written * size, 2.0 * rows * columns * inner, _LAUNCHES.get(kind, 1), efficiency=share)
+    options, size = products.KINDS[kind], m.dtype.itemsize
+    epilogue, out = str(options.get("epilogue", "none")), rows * columns * size
+    aux = rows * products.mask_bytes(columns) if "relu" in epilogue else out
+    read = inner * (rows + columns) * size + (out if "add" in options else 0) + (aux if epilogue[0] == "d" else 0)
+    written = out + (aux if "aux" in epilogue else 0)
+    share = _EFFICIENCY.get(kind, 1.0)
+    return Cost(read, written, 2.0 * rows * columns * inner, _LAUNCHES.get(kind, 1), efficiency=share)
 
 
 def native(m: Match, kind: str) -> Callable[..., Any]:

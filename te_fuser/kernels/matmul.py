@@ -23,6 +23,8 @@ from te_fuser.kernels.tuned_products import Form
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
 GELU_MULTIPLE = 8
+# The mask that ReLU's epilogue writes, and its backward reads, has rows of a multiple of 128 bits.
+MASK_MULTIPLE = 128
 
 
 def problem() -> str | None:
@@ -183,6 +185,18 @@ def linear_bias_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
     return configured("forward_bias_relu", x.dtype, x.dtype).make(x, weight, bias)
 
 
+def linear_bias_relu_mask(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(max(h, 0), where h > 0) for h = x W^T + b; the mask is uint8 [..., mask_bytes(O)], a bit for each element."""
+    return configured("forward_bias_relu_mask", x.dtype, x.dtype).make(x, weight, bias)
+
+
+def mask_bytes(features: int) -> int:
+    """The bytes of one row of ReLU's mask."""
+    return -(-features // MASK_MULTIPLE) * MASK_MULTIPLE // 8
+
+
 def linear_bias_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """y = gelu(x W^T + b), in the tanh form; in float32 it errs by 1e-5 of its scale."""
     return configured("forward_bias_gelu", x.dtype, x.dtype).make(x, weight, bias)
@@ -210,6 +224,18 @@ def input_gradient_dgelu_sum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(dh, the sum of dh over its rows [I]) for dh = (dy W) * gelu'(h), h [..., I] a multiple of 8 features."""
     return configured("dgrad_dgelu_sum", dy.dtype, dy.dtype).make(dy, weight, before)
+
+
+def input_gradient_drelu(dy: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """dh = dy W where the mask has a bit, else 0; the mask is that of linear_bias_relu_mask, [..., mask_bytes(I)]."""
+    return configured("dgrad_drelu", dy.dtype, dy.dtype).make(dy, weight, mask)
+
+
+def input_gradient_drelu_sum(
+    dy: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dh, the sum of dh over its rows [I]) for dh = dy W where the mask has a bit, else 0."""
+    return configured("dgrad_drelu_sum", dy.dtype, dy.dtype).make(dy, weight, mask)
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,21 @@
-"""What the tests of the products' fusions share: plans for a GPU that is not at hand."""
+"""What the tests of the products' fusions share: plans for a GPU that is not at hand, and a library that computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from te_fuser import Sequential
 from te_fuser.fuser.plan import Plan
+from te_fuser.fusions import Cost, Fusion
+from te_fuser.kernels import matmul as products
 from te_fuser.ops.base import FusableOperation
+from tests import fake_cublaslt, fake_cuda
+from tests.fake_cublaslt import FakeCublasLt
 
 
 def plan(
@@ -38,3 +45,19 @@ def covered(steps: Sequence[object]) -> list[tuple[str, int, int]]:
 def reasons(p: Plan, name: str) -> set[str]:
     """Why a fusion was not taken."""
     return {r.reason for r in p.refusals if r.name == name}
+
+
+def free(fusion: Fusion) -> Fusion:
+    """The fusion at no cost, so that it is taken wherever it may be."""
+    return dataclasses.replace(fusion, cost=lambda m: Cost(seconds=0.0))
+
+
+@contextlib.contextmanager
+def library_on_the_cpu(folder: Path) -> Iterator[FakeCublasLt]:
+    """A cuBLASLt that takes tensors on the CPU."""
+    driver, library = fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+    # Products outlive a test, and with them problems of the library before.
+    products.configured.cache_clear()
+    with fake_cuda.in_place(driver), fake_cublaslt.in_place(library) as fake:
+        yield fake
+    products.configured.cache_clear()
