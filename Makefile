@@ -1,14 +1,15 @@
 # Thin wrappers for those who type make; ./dev and the commands in benchmarks/ do the work and take arguments.
 #
-#   make gpu-test  [PART=name]                       the tests that need a GPU; PART=list says what the parts are
+#   make gpu-test  [PART=name]                       the tests that need a GPU; PART=list says what the parts are,
+#                                                    and about how many seconds each takes
 #   make gpu-bench [PART=name] [QUICK=1] [TUNE=1]    the GPU benchmark, likewise
 #   make gpu-docs                                    the records in benchmarks/results into docs/performance.md
 #
-# COMMIT=name says what is measured where the tree is no git repository.
+# COMMIT=name says what is measured where the tree is no git repository; RECORD=file where to write.
 .PHONY: train test lint gpu-test gpu-bench gpu-docs
 
 PYTHON := $(shell test -x .venv/bin/python && echo .venv/bin/python || echo python3)
-CHOSEN = $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))
+CHOSEN = $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT)) $(if $(RECORD),--record $(RECORD))
 
 train:
 	./dev train

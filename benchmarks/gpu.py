@@ -1,19 +1,22 @@
 """te_fuser on a GPU against its floor, eager PyTorch, torch.compile, and other libraries where they are installed.
 
-python benchmarks/gpu.py                          # every part, some half an hour; each is written when it is done
+python benchmarks/gpu.py                          # every part, some half an hour; each case is written when it is done
 python benchmarks/gpu.py --part layer glue        # some parts; the record keeps the others as they were
 python benchmarks/gpu.py --part layer --quick     # fewer and shorter rounds, nothing is written
 python benchmarks/gpu.py --part layer --write-docs  # and the tables in docs/performance.md, and the plot
-python benchmarks/gpu.py --list                   # what the parts are
+python benchmarks/gpu.py --list                   # what the parts are, and about how long each takes
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,9 @@ from gpu_measure import FULL, QUICK, TRIAL, Card, Effort
 from gpu_parts import PARTS, TOY, Bench, Scale
 from rich.console import Console
 
-LIMIT = 300  # seconds of a part
+import te_fuser
+
+LIMIT = 300  # seconds of a part: what is not measured by then is left out
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,9 +39,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds; nothing is written")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--tune", action="store_true", help="let te_fuser's layers and blocks tune themselves first")
+    parser.add_argument("--tune", action="store_true", help="a tuned te_fuser takes part in layers and blocks too")
     parser.add_argument("--rounds", type=int, help=f"how often each contender has its block (usual: {FULL.rounds})")
-    parser.add_argument("--train-steps", type=int, help="steps of the part train (usual: 1000)")
+    parser.add_argument("--train-steps", type=int, help=f"steps of the part train (usual: {Scale.train_steps})")
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-<name>.json)")
     parser.add_argument("--write-docs", action="store_true", help="put the records into docs/performance.md, and plot")
@@ -69,30 +74,64 @@ def bench_for(chosen: argparse.Namespace) -> Bench:
         effort = Effort(chosen.rounds, effort.block, effort.warm_up)
     scale = Scale()
     if chosen.train_steps:
-        scale = replace(scale, train=("--size", "large", "--steps", str(chosen.train_steps)))
+        scale = replace(scale, train_steps=chosen.train_steps)
     return Bench(Card(torch.device("cuda")), scale, effort, with_compile=not chosen.no_compile, tune=chosen.tune)
 
 
-def run_part(name: str, bench: Bench, console: Console) -> tuple[list[dict[str, Any]], float]:
-    """A part's entries, and how long it took."""
-    start, entries = time.perf_counter(), []
-    for entry in PARTS[name].run(bench):
-        entries.append(entry)
-        console.print(f"{name}: {entry['case']} ({time.perf_counter() - start:.0f} s)", style="dim")
-    seconds = time.perf_counter() - start
-    console.print(gpu_report.rich_table(f"{name}: {PARTS[name].meaning}", entries))
-    if seconds > LIMIT:
-        console.print(f"the part {name} took {seconds:.0f} s; a part should end within {LIMIT} s", style="red")
-    return entries, seconds
+class Writer:
+    """Writes a part's record anew after each case, so that whatever ends the run later takes none of them along."""
+
+    def __init__(
+        self, path: Path | None, name: str, about: dict[str, Any], chosen: argparse.Namespace, bench: Bench
+    ) -> None:
+        self.path, self.name, self.about, self.bench = path, name, about, bench
+        self.options = {"quick": chosen.quick or chosen.toy, "compile": bench.with_compile, "tune": bench.tune}
+        self.start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the part began."""
+        return time.perf_counter() - self.start
+
+    def write(self, entries: Sequence[dict[str, Any]], problem: str = "not finished") -> None:
+        """Put what there is into the record; `problem`: why that is not everything."""
+        if self.path is None or not entries:
+            return
+        record = gpu_report.part_record(self.about, self.bench.effort, self.options, self.seconds, entries)
+        gpu_report.merge(self.path, self.name, {**record, **({"problem": problem} if problem else {})})
+
+
+def run_part(writer: Writer, console: Console) -> bool:
+    """Measure a part, print and write it; whether all of it was measured."""
+    part, problem = PARTS[writer.name], ""
+    entries: list[dict[str, Any]] = []
+    try:
+        for entry in part.run(writer.bench):
+            entries.append(entry)
+            writer.write(entries)
+            console.print(f"{writer.name}: {entry['case']} ({writer.seconds:.0f} s)", style="dim")
+            if writer.seconds > LIMIT:
+                problem = f"stopped after {writer.seconds:.0f} s, as a part should end within {LIMIT} s"
+                break
+    except Exception:
+        problem = traceback.format_exc()
+    writer.write(entries, problem)
+    if entries:
+        console.print(gpu_report.rich_table(f"{writer.name}: {part.meaning}", entries))
+    for line in gpu_report.remarks(entries):
+        console.print(line, soft_wrap=True, markup=False)
+    if problem:
+        console.print(f"the part {writer.name} is not complete: {problem}", style="red", markup=False, soft_wrap=True)
+    return not problem
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
+    """Measure, print, write; the exit status is 0 if every part was measured."""
     chosen = parse(arguments)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     if chosen.list:
         for name, part in PARTS.items():
-            console.print(f"{name:<12} {part.meaning}")
+            console.print(f"{name:<12} about {part.seconds:3} s  {part.meaning}")
         return 0
     if chosen.only_docs:
         document(console)
@@ -100,15 +139,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = bench_for(chosen)
     path = chosen.record or (None if chosen.quick or chosen.toy else gpu_report.record_path(bench.card.name))
     about = gpu_report.circumstances(bench.card, chosen.commit)
-    for name in chosen.part or PARTS:
-        entries, seconds = run_part(name, bench, console)
-        if path is not None:
-            record = gpu_report.part_record(about, bench.effort, chosen.quick or chosen.toy, seconds, entries)
-            gpu_report.merge(path, name, record)
-            console.print(f"record: {path}")
+    done = [
+        run_part(Writer(path, name, about, chosen, bench), console) for name in in_turn(chosen.part or PARTS, bench)
+    ]
+    if path is not None:
+        console.print(f"record: {path}")
     if chosen.write_docs:
         document(console)
-    return 0
+    return 0 if all(done) else 1
+
+
+def in_turn(names: Iterable[str], bench: Bench) -> Iterator[str]:
+    """The names; on a GPU each part has empty folders for kernels and for what was tuned: nothing earlier has a say."""
+    for name in names:
+        if not bench.card.is_gpu:
+            yield name
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            te_fuser.config.cache_dir = Path(folder)
+            os.environ["XDG_CACHE_HOME"] = folder  # of child processes
+            yield name
 
 
 def document(console: Console) -> None:

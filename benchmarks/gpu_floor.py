@@ -118,10 +118,10 @@ def multiplications(product: Product, dtype: torch.dtype, device: torch.device) 
     return tuple(Multiplication(kind, *pair) for kind, pair in operands.items())
 
 
-def ways_to_multiply(device: torch.device) -> dict[str, Way]:
+def ways_to_multiply(card: Card) -> dict[str, Way]:
     """By name; PyTorch's first."""
     ways: dict[str, Way] = {"torch.mm": _TORCH}
-    if device.type == "cuda" and matmul.problem() is None:
+    if card.is_gpu and matmul.problem() is None:
         ways["te_fuser cuBLASLt"] = {kind: getattr(matmul, kind) for kind in _TORCH}
     return ways
 
@@ -212,7 +212,7 @@ def make_floor(works: Sequence[Work], dtype: torch.dtype, card: Card) -> Floor:
 
     steps = [m for layer in layers for three in layer.products for m in three]
     run()
-    return Floor(run, choose(steps, run, ways_to_multiply(card.device), card))
+    return Floor(run, choose(steps, run, ways_to_multiply(card), card))
 
 
 class _Layer:

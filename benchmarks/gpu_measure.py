@@ -25,6 +25,7 @@ Step = Callable[[], object]
 _FIRST_CALLS = 3  # compile, plan, allocate
 _CALLS_TO_ESTIMATE = 5
 _TRACED = 5
+_NAME_LENGTH = 100  # of a kernel in a record: the libraries' are long, and differ early
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Effort:
 
 FULL, QUICK = Effort(), Effort(3, 0.3, 0.5)
 TRIAL = Effort(2, 0.0, 0.0)  # does it run at all
-SHORT = Effort(5, 0.5, 1.0)  # for what memory bounds or the host: nothing there throttles
+SHORT = Effort(5, 0.3, 0.5)  # for what memory bounds or the host: nothing there throttles
 
 
 def no_longer(effort: Effort, limit: Effort) -> Effort:
@@ -64,13 +65,18 @@ class Card:
         self._nvml = _Nvml(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it has streams, graphs, events and a memory of its own."""
+        return self.device.type == "cuda"
+
+    @property
     def name(self) -> str:
         """What the vendor calls it."""
-        return torch.cuda.get_device_name(self.device) if self._nvml else "CPU"
+        return torch.cuda.get_device_name(self.device) if self.is_gpu else "CPU"
 
     def synchronize(self) -> None:
         """Wait until everything that was called has been done."""
-        if self._nvml:
+        if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
     def joules(self) -> float | None:
@@ -231,8 +237,10 @@ class Trace:
     Attributes:
         kernels: kernels, copies and memsets together.
         span: from the first one's begin to the last one's end, of calls one after the other.
-        products, attention, rest: in kernels of either kind, and in all others.
+        products, attention: in kernels of either kind.
+        rest: in which only other kernels run; one that begins before the kernel ahead of it ends counts from then on.
         names: how often each kernel runs, and its seconds, by name.
+        order: the names of one call, as the kernels began; empty where calls differ.
     """
 
     kernels: float
@@ -241,10 +249,15 @@ class Trace:
     attention: float
     rest: float
     names: Mapping[str, tuple[float, float]]
+    order: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """For a record."""
-        found: dict[str, Any] = {"kernels": self.kernels}
+        """For a record: `by_name` has a row for each kernel, `order` their numbers in the order of one call."""
+        rows = [
+            {"kernel": name[:_NAME_LENGTH], "count": run[0], "ms": 1e3 * run[1]} for name, run in self.names.items()
+        ]
+        numbers = {name: k for k, name in enumerate(self.names)}
+        found: dict[str, Any] = {"kernels": self.kernels, "by_name": rows, "order": [numbers[n] for n in self.order]}
         own = self.products + self.attention
         if not own:
             return found
@@ -255,7 +268,7 @@ class Trace:
 
 def traced(step: Step, card: Card, repeats: int = _TRACED) -> Trace | None:
     """Run a few calls under the profiler; None without a GPU."""
-    if card.device.type != "cuda":
+    if not card.is_gpu:
         return None
     for _ in range(_TRACED):
         step()
@@ -273,18 +286,39 @@ def traced(step: Step, card: Card, repeats: int = _TRACED) -> Trace | None:
 
 def summarized(events: Sequence[Mapping[str, Any]], repeats: int) -> Trace:
     """The profiler's events (times in microseconds) as numbers of one call."""
-    found = [e for e in events if e.get("cat") in _ON_GPU]
+    found = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"])
     if not found:
         raise RuntimeError("the profiler saw no kernel: is another profiler attached to this process?")
-    span = max(e["ts"] + e["dur"] for e in found) - min(e["ts"] for e in found)
+    span = max(e["ts"] + e["dur"] for e in found) - found[0]["ts"]
     scale = 1e-6 / repeats
-    spent = {"products": 0.0, "attention": 0.0, "rest": 0.0}
     names: dict[str, tuple[float, float]] = {}
+    spent = {"products": 0.0, "attention": 0.0}
     for e in found:
-        spent[_kind(e["name"].lower())] += e["dur"] * scale
         count, seconds = names.get(e["name"], (0.0, 0.0))
         names[e["name"]] = (count + 1 / repeats, seconds + e["dur"] * scale)
-    return Trace(len(found) / repeats, span * scale, spent["products"], spent["attention"], spent["rest"], names)
+        kind = _kind(e["name"].lower())
+        if kind in spent:
+            spent[kind] += e["dur"] * scale
+    rest = _covered(found) * scale - sum(spent.values())
+    order = _order([e["name"] for e in found], repeats)
+    return Trace(len(found) / repeats, span * scale, spent["products"], spent["attention"], rest, names, order)
+
+
+def _covered(events: Sequence[Mapping[str, Any]]) -> float:
+    """Microseconds in which at least one of these runs; they are in the order of their beginnings."""
+    total, until = 0.0, events[0]["ts"]
+    for e in events:
+        end = e["ts"] + e["dur"]
+        total += max(0.0, end - max(until, e["ts"]))
+        until = max(until, end)
+    return total
+
+
+def _order(names: Sequence[str], repeats: int) -> tuple[str, ...]:
+    """The names of one of the calls, where all are alike."""
+    each, left = divmod(len(names), repeats)
+    calls = {tuple(names[k * each : (k + 1) * each]) for k in range(repeats)}
+    return calls.pop() if not left and len(calls) == 1 else ()
 
 
 def _kind(name: str) -> str:
@@ -295,7 +329,7 @@ def _kind(name: str) -> str:
 
 def peak_bytes(step: Step, card: Card) -> int | None:
     """The most memory that a call takes beyond what was there before it; None without a GPU."""
-    if card.device.type != "cuda":
+    if not card.is_gpu:
         return None
     card.synchronize()
     before = torch.cuda.memory_allocated(card.device)

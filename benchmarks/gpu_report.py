@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import gpu_goals
 import gpu_rivals
 import torch
 from common import ROOT, commit, markdown_table, replace_between, versions
@@ -47,12 +49,10 @@ def circumstances(card: Card, given_commit: str | None) -> dict[str, Any]:
     }
 
 
-def part_record(
-    about: Data, effort: Effort, quick: bool, seconds: float, cases: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """One part's share of a record."""
-    options = {"rounds": effort.rounds, "block_seconds": effort.block, "warm_up_seconds": effort.warm_up}
-    return {**about, "options": {**options, "quick": quick}, "seconds": round(seconds, 1), "cases": list(cases)}
+def part_record(about: Data, effort: Effort, options: Data, seconds: float, cases: Sequence[Data]) -> dict[str, Any]:
+    """One part's share of a record; `options` beside the effort: "quick", "compile", "tune"."""
+    lengths = {"rounds": effort.rounds, "block_seconds": effort.block, "warm_up_seconds": effort.warm_up}
+    return {**about, "options": {**lengths, **options}, "seconds": round(seconds, 1), "cases": list(cases)}
 
 
 def merge(path: Path, part: str, record: Data) -> dict[str, Any]:
@@ -62,7 +62,9 @@ def merge(path: Path, part: str, record: Data) -> dict[str, Any]:
     top = {key: record[key] for key in ("written", "gpu", "commit", "versions", "command") if key in record}
     merged = {**top, "parts": dict(sorted(parts.items()))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_as_text(_rounded(merged)) + "\n")
+    draft = path.with_name(f"{path.name}.{os.getpid()}")  # who is stopped while writing leaves the old one whole
+    draft.write_text(_as_text(_rounded(merged)) + "\n")
+    draft.replace(path)
     return merged
 
 
@@ -107,7 +109,9 @@ def _time(data: Data) -> str:
 
 
 COLUMNS = (
-    Column("goal", "goal", "{}"),
+    Column("J", "joules", "{:.4g}"),
+    Column("MHz", "mhz", "{:.0f}"),
+    Column("goal", "goal", "{}"),  # of older records
     Column("over floor", "over_floor", "{:.3f}"),
     Column("over eager", "over_eager", "{:.3f}"),
     Column("over best rival", "over_best_rival", "{:.3f}"),
@@ -117,8 +121,6 @@ COLUMNS = (
     Column("kernels", "kernels", "{:.0f}"),
     Column("kept MiB", "kept_mib", "{:.0f}"),
     Column("peak MiB", "peak_mib", "{:.0f}"),
-    Column("J", "joules", "{:.2f}"),
-    Column("MHz", "mhz", "{:.0f}"),
     Column("first call s", "seconds"),
     Column("second call s", "second_call", "{:.4f}"),
     Column("tokens/s", "tokens_per_second", "{:,.0f}"),
@@ -140,6 +142,34 @@ def table_of(cases: Sequence[Data]) -> tuple[list[str], list[list[str]]]:
             cells = [f"{ratio:.3f}" if c.key == "over_floor" else "" for c in columns]
             rows.append(["", f"{name} (earlier)", *([""] if timed else []), *cells])
     return ["case", "contender", *(["ms (range)"] if timed else []), *(c.head for c in columns)], rows
+
+
+def remarks(cases: Sequence[Data]) -> list[str]:
+    """What the tables do not show: goals, who was left out, which kernels te_fuser and the floor launch."""
+    lines = []
+    for entry in cases:
+        goals = "; ".join(map(gpu_goals.sentence, entry.get("goals", ())))
+        lines += [f"{entry['case']}, goals: {goals}"] if goals else []
+        lines += [f"{entry['case']}: {name} left out: {reason}" for name, reason in entry.get("left_out", {}).items()]
+        lines += [entry["tuning"]] if "tuning" in entry else []
+        for name in ("floor", "te_fuser"):
+            launched = kernels_in_order(entry["contenders"].get(name, {}))
+            lines += [f"{entry['case']}, kernels of {name}: {launched}"] if launched else []
+    return lines
+
+
+_SHOWN = 48  # letters of a kernel's name
+
+
+def kernels_in_order(data: Data) -> str:
+    """The kernels of one step as they began, each with its mean time; sorted by nothing where steps differ."""
+    rows = data.get("by_name", [])
+    numbers = data.get("order") or range(len(rows))
+    shown = []
+    for row in (rows[k] for k in numbers):
+        times = "" if data.get("order") else f"{row['count']:g} x "
+        shown.append(f"{times}{row['kernel'][:_SHOWN]} {1e6 * row['ms'] / 1e3 / row['count']:.0f} us")
+    return " | ".join(shown)
 
 
 def rich_table(part: str, cases: Sequence[Data]) -> Table:
@@ -199,22 +229,33 @@ def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
     for part in sorted({part for record in records for part in record["parts"]}):
         found = [record["parts"][part] for record in records if part in record["parts"]]
         replace_between(path, f"gpu {part}", "\n\n".join(_section(r) for r in found))
-    plans = [entry for r in records for part in r["parts"].values() for entry in part["cases"] if "plan" in entry]
+    plans = [
+        (entry, _origin(part))
+        for r in records
+        for part in r["parts"].values()
+        for entry in part["cases"]
+        if "plan" in entry
+    ]
     if plans:
-        replace_between(path, "gpu plan", "\n\n".join(f"{e['case']}:\n\n{plan_table(e)}" for e in plans))
-        replace_between(path, "gpu time", "\n\n".join(f"{e['case']}, ms:\n\n{time_table(e)}" for e in plans))
+        replace_between(path, "gpu plan", "\n\n".join(f"{e['case']} ({o}):\n\n{plan_table(e)}" for e, o in plans))
+        replace_between(path, "gpu time", "\n\n".join(f"{e['case']} ({o}), ms:\n\n{time_table(e)}" for e, o in plans))
+
+
+def _origin(part: Data) -> str:
+    """Of which commit the numbers are, and from how long a run."""
+    return f"commit {part['commit']}, {'quick' if part['options']['quick'] else 'full'} run"
 
 
 def _section(part: Data) -> str:
     used = part["versions"]
     card = ", ".join(f"{name} {value}" for name, value in part["card"].items() if name != "energy")
     libraries = ", ".join(f"{name} {used[name]}" for name in ("torch", "cuda", "cudnn") if name in used)
-    head = (
-        f"**{part['gpu']}** ({card}); {libraries}; commit {part['commit']}, {part['written'][:10]};{_effort(part)} "
-        f"`{part['command']}`."
-    )
+    when, command = part["written"][:10], part["command"]
+    head = f"**{part['gpu']}** ({card}); {libraries}; {_origin(part)}, {when};{_effort(part)} `{command}`."
     header, rows = table_of(part["cases"])
-    notes = [_note(entry) for entry in part["cases"]] + [_slow_copies(part["cases"])]
+    notes = [_note(entry) for entry in part["cases"]] + [_goals(part["cases"]), _slow_copies(part["cases"])]
+    if "problem" in part:
+        notes.append(f"This part was not measured to its end: {part['problem'].strip().splitlines()[-1]}")
     return "\n\n".join([head, _table(header, rows, 2), *filter(None, notes)])
 
 
@@ -223,8 +264,15 @@ def _effort(part: Data) -> str:
     options = part["options"]
     if not any("rounds_ms" in data for entry in part["cases"] for data in entry["contenders"].values()):
         return ""
-    hint = " (a quick run: take it as a hint)" if options["quick"] else ""
+    hint = " (take it as a hint)" if options["quick"] else ""
     return f" {options['rounds']} rounds of blocks of {options['block_seconds']:g} s or less{hint};"
+
+
+def _goals(cases: Sequence[Data]) -> str:
+    """What was to be reached, and whether it was."""
+    found = [(e["case"], "; ".join(map(gpu_goals.sentence, e.get("goals", ())))) for e in cases]
+    lines = [f"- {case}: {goals}" for case, goals in found if goals]
+    return "\n".join(["Goals:", "", *lines]) if lines else ""
 
 
 _USUAL_COPY = 0.85  # of the fastest one
@@ -246,9 +294,12 @@ def _note(entry: Data) -> str:
     if "largest_difference" in entry:
         ours = entry["contenders"]["te_fuser"]
         late = f" ({entry['late_difference']:.3f} in the second half)" if "late_difference" in entry else ""
+        noise = ""
+        if "noise" in entry:
+            noise = f"; eager's with another seed of batches differs from eager's by {entry['noise']:.3f}"
         return (
             f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
-            f"differ by {entry['largest_difference']:.3f} nats at most{late}; "
+            f"differ by {entry['largest_difference']:.4f} nats at most{late}{noise}; "
             f"a bigram model has {entry['bigram_loss']:.3f}."
         )
     return ""
@@ -267,8 +318,8 @@ def plot(record: Data, path: Path = PLOT) -> None:
     from matplotlib.figure import Figure  # needs no display
 
     parts = [record["parts"][name] for name in _PLOTTED if name in record["parts"]]
-    cases = [entry for part in parts if not part["options"]["quick"] for entry in part["cases"]]
-    bars = [bar for entry in reversed(cases) for bar in _bars(entry)]
+    cases = [(entry, part["commit"]) for part in parts if not part["options"]["quick"] for entry in part["cases"]]
+    bars = [bar for entry, commit in reversed(cases) for bar in _bars(entry, commit)]
     if not bars:
         return
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "te_fuser"})
@@ -291,7 +342,7 @@ def plot(record: Data, path: Path = PLOT) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def _bars(entry: Data) -> list[tuple[str, float | None, str, str]]:
+def _bars(entry: Data, commit: str) -> list[tuple[str, float | None, str, str]]:
     """(label, ratio, colour, hatch) of one case, from below; the case's name has no ratio."""
     found = {name: (data["over_floor"], "") for name, data in entry["contenders"].items() if name != "floor"}
     for name, ratio in entry.get("earlier", {}).get("over_floor", {}).items():
@@ -300,4 +351,4 @@ def _bars(entry: Data) -> list[tuple[str, float | None, str, str]]:
         (name, ratio, _COLOURS.get(name.split()[0], _OTHER), hatch) for name, (ratio, hatch) in found.items()
     ]
     order: Callable[[Any], float] = lambda bar: bar[1]  # noqa: E731
-    return [*sorted(bars, key=order), (entry["case"], None, "", "")]
+    return [*sorted(bars, key=order), (f"{entry['case']} (commit {commit}, full run)", None, "", "")]

@@ -6,6 +6,7 @@ over the floor (or eager) of that same run, stands for it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,24 +53,24 @@ def earlier_over_floor(case: str, eager_over_floor: float) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------ what is installed
 
-# A maker takes (hidden, dropout) and gives a module that is called like the eager one.
-Maker = Callable[[int, float], nn.Module]
+# Makes a module that is called like the eager one.
+Maker = Callable[[], nn.Module]
 
 
-def installed(case: str, hidden: int, dropout: float) -> dict[str, nn.Module]:
-    """Rival -> its module for a case, for each package that can be imported."""
-    found = {}
+def installed(case: str, hidden: int, dropout: float) -> dict[str, Maker]:
+    """Rival -> what makes its module for a case, for each package that can be imported."""
+    found: dict[str, Maker] = {}
     for name, (package, maker) in _MAKERS.get(case, {}).items():
         library = _imported(package)
         if library is not None:
-            found[name] = maker(library, hidden, dropout)
+            found[name] = functools.partial(maker, library, hidden, dropout)
     return found
 
 
 def _imported(package: str) -> Any | None:
     try:
         return importlib.import_module(package)
-    except ImportError:
+    except (ImportError, OSError):  # not there, or not for this machine
         return None
 
 

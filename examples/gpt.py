@@ -56,7 +56,7 @@ class Shape:
 def build_gpt(shape: Shape, kernels: str = "auto") -> Sequential:
     """Tokens [batch, position] in, logits [batch, position, vocabulary] out.
 
-    `kernels` is te_fuser.Sequential's: "auto" or "reference".
+    `kernels` is te_fuser.Sequential's: "auto", "generated" or "reference".
     """
     model = Sequential(
         OrderedDict(

@@ -81,6 +81,7 @@ class Arguments:
     kernels: str
     resume: bool
     compare: bool
+    noise: bool
     explain: bool
     out: Path
     prompt: str
@@ -123,6 +124,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         given["kernels"],
         given["resume"],
         given["compare"],
+        _noise(given),
         given["explain"],
         _folder(given),
         _prompt(given["prompt"]),
@@ -159,8 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     place = parser.add_argument_group("where")
     place.add_argument("--device", default="cpu", choices=tuple(_DTYPE_ON), help="default: cpu")
     place.add_argument(
-        "--kernels", default="auto", choices=("auto", "reference"),
-        help="auto: generated kernels where they can be had; reference: PyTorch operations (default: auto)",
+        "--kernels", default="auto", choices=("auto", "generated", "reference"),
+        help="auto: generated kernels where they can be had; generated: an error where they cannot; "
+        "reference: PyTorch operations (default: auto)",
     )  # fmt: skip
     place.add_argument(
         "--out", type=Path, metavar="FOLDER",
@@ -170,6 +173,11 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what else")
     what.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     what.add_argument("--compare", action="store_true", help="train the same model in torch.nn beside it")
+    what.add_argument(
+        "--noise", action="store_true",
+        help="with --compare: train that twin once more with another seed of batches and dropout, to see how far runs "
+        "lie apart by chance",
+    )  # fmt: skip
     what.add_argument("--explain", action="store_true", help="print the plans of the whole model in full")
     what.add_argument("--prompt", default="import ", help="what the sample begins with (default: 'import ')")
     what.add_argument("--temperature", type=float, default=0.7, help="of the sample (default: 0.7)")
@@ -197,6 +205,12 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise BadArguments("--device cuda: this PyTorch sees no CUDA device; leave it out to train on the CPU")
     return torch.device(name)
+
+
+def _noise(given: dict[str, Any]) -> bool:
+    if given["noise"] and not given["compare"]:
+        raise BadArguments("--noise is about the twin that --compare trains: add --compare")
+    return bool(given["noise"])
 
 
 def _prompt(text: str) -> str:

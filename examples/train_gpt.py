@@ -28,7 +28,7 @@ from text import Bigram, Text, read_text, spread_windows
 from trainer import Schedule, Trainer
 from twin import build_twin
 
-OURS, TWIN = "te_fuser", "torch.nn"
+OURS, TWIN, OTHER_TWIN = "te_fuser", "torch.nn", "torch.nn, another seed"
 VALIDATIONS = 8  # in a run
 VALIDATION_WINDOWS = 512
 STEPS_AT_ONCE = 10  # between two updates of the bar
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Run:
-    """A run in its folder: the model in training (and its twin, to compare them), the text, the losses."""
+    """A run in its folder: the model in training (and its twins, to compare them), the text, the losses."""
 
     def __init__(self, settings: Settings, arguments: Arguments, text: Text) -> None:
         self.settings, self.device, self.text, self.folder = settings, arguments.device, text, arguments.out
@@ -76,11 +76,13 @@ class Run:
         self.bigram_loss = Bigram(text.training).loss(self.windows)
         torch.manual_seed(settings.seed)
         self.model = build_gpt(settings.shape, arguments.kernels)
-        models: dict[str, torch.nn.Module] = {OURS: self.model}
+        seeds = {OURS: settings.seed}
         if arguments.compare:
-            models[TWIN] = build_twin(settings.shape)
-            models[TWIN].load_state_dict(self.model.state_dict())
-        self.trainers = {name: self._trainer(model) for name, model in models.items()}
+            seeds[TWIN] = settings.seed
+        if arguments.noise:
+            seeds[OTHER_TWIN] = settings.seed + 1
+        models = {name: self.model if name == OURS else self._twin() for name in seeds}
+        self.trainers = {name: self._trainer(model, seeds[name]) for name, model in models.items()}
         self.validations: dict[str, list[tuple[int, float]]] = {name: [] for name in models}
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -112,7 +114,13 @@ class Run:
         run._restore(saved)
         return run
 
-    def _trainer(self, model: torch.nn.Module) -> Trainer:
+    def _twin(self) -> torch.nn.Module:
+        """The same weights in torch.nn."""
+        twin = build_twin(self.settings.shape)
+        twin.load_state_dict(self.model.state_dict())
+        return twin
+
+    def _trainer(self, model: torch.nn.Module, seed: int) -> Trainer:
         settings = self.settings
         return Trainer(
             model.to(self.device),
@@ -120,7 +128,7 @@ class Run:
             Schedule(settings.lr, settings.steps),
             batch=settings.batch,
             context=settings.context,
-            seed=settings.seed,
+            seed=seed,
             dtype=settings.torch_dtype,
         )
 

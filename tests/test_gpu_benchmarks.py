@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import json
+import os
 import subprocess
 import sys
+import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+
+import te_fuser
+from tests.kernels.packed_cases import CASES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu  # noqa: E402
 import gpu_floor  # noqa: E402
+import gpu_goals  # noqa: E402
 import gpu_measure  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_rivals  # noqa: E402
 import gpu_tests  # noqa: E402
 import models  # noqa: E402
+from gpu_goals import Goal  # noqa: E402
 
 CPU = gpu_measure.Card(torch.device("cpu"))
 TOY = gpu_parts.Bench(CPU, gpu_parts.TOY, gpu_measure.TRIAL, with_compile=False)
@@ -32,7 +43,7 @@ TOY = gpu_parts.Bench(CPU, gpu_parts.TOY, gpu_measure.TRIAL, with_compile=False)
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-SLOW = ("first-call", "train")  # they start processes
+SLOW = ("first-call", "train", "train-exact")  # they start processes
 PARTS = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in gpu_parts.PARTS]
 
 
@@ -44,6 +55,219 @@ def test_every_part_runs(name: str) -> None:
         assert len(entry["contenders"]) >= 2 and any(n.startswith("te_fuser") for n in entry["contenders"])
     header, rows = gpu_report.table_of(entries)
     assert all(len(row) == len(header) for row in rows) and rows[0][0] == entries[0]["case"]
+
+
+class PretendedGpu(gpu_measure.Card):
+    """The CPU, asked as a GPU is."""
+
+    is_gpu, name = True, "Pretended"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def joules(self) -> float:
+        return 1.0
+
+    def clock_mhz(self) -> int:
+        return 1980
+
+
+class PretendedEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def elapsed_time(self, other: PretendedEvent) -> float:
+        assert self.recorded and other.recorded
+        return 1.0
+
+
+class PretendedStream:
+    def wait_stream(self, other: PretendedStream) -> None:
+        assert isinstance(other, PretendedStream)
+
+
+class PretendedGraph:
+    def replay(self) -> None:
+        pass
+
+
+class PretendedProfile:
+    """What the profiler writes: two kernels for each call."""
+
+    def __init__(self, activities: object, acc_events: bool) -> None:
+        pass
+
+    def __enter__(self) -> PretendedProfile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def export_chrome_trace(self, path: str) -> None:
+        names = ("nvjet_hsh_128x256", "layer_norm_fwd") * gpu_measure._TRACED
+        events = [event(name, 10.0 * k, 8.0) for k, name in enumerate(names)]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+@pytest.fixture
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> gpu_parts.Bench:
+    """A bench on the CPU that takes every path of a GPU's."""
+    matmul, stream = gpu_floor.matmul, PretendedStream()
+    for owner, name, value in (
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "Event", PretendedEvent),
+        (torch.cuda, "Stream", PretendedStream),
+        (torch.cuda, "current_stream", lambda: stream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda, "CUDAGraph", PretendedGraph),
+        (torch.cuda, "graph", lambda graph: contextlib.nullcontext()),
+        (torch.cuda, "memory_allocated", lambda device: 5 << 20),
+        (torch.cuda, "reset_peak_memory_stats", lambda device: None),
+        (torch.cuda, "max_memory_allocated", lambda device: 7 << 20),
+        (torch.profiler, "profile", PretendedProfile),
+        (torch, "compile", lambda model: model),
+        (gpu_parts.te_fuser, "cuda_graph", lambda model, x: model),
+        (matmul, "problem", lambda: None),
+        *((matmul, kind, gpu_floor._TORCH[kind]) for kind in gpu_floor._TORCH),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    return gpu_parts.Bench(PretendedGpu(), gpu_parts.TOY, gpu_measure.TRIAL)
+
+
+@pytest.mark.parametrize("name", [name for name in gpu_parts.PARTS if name not in SLOW])
+def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: gpu_parts.Bench, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    writer = gpu.Writer(path, name, ABOUT, gpu.parse(["--toy"]), gpu_bench)
+    assert gpu.run_part(writer, Console(quiet=True))
+    part = json.loads(path.read_text())["parts"][name]
+    assert "problem" not in part and part["options"]["compile"]
+    for entry in part["cases"]:
+        ours = entry["contenders"]["te_fuser"]
+        assert "left_out" not in entry and ours["joules"] == 0.0 and ours["mhz"] == 1980
+    entries = part["cases"]
+    assert any("torch.compile" in e["contenders"] for e in entries) == (name not in ("stack", "growth"))
+    if name in ("layer", "layer-fp16", "mlp", "llama", "stack"):
+        for data in entries[0]["contenders"].values():
+            assert data["order"] == [0, 1] and data["by_name"][1]["kernel"] == "layer_norm_fwd"
+            assert data["by_name"][0]["count"] == 1 and data["kernels"] == 2
+        assert entries[0]["contenders"]["te_fuser"]["peak_over_eager"] == 1.0
+        assert entries[0]["contenders"]["floor"]["over_floor"] == 1.0 and entries[0]["goals"]
+    if name == "host":
+        graphed = [e["case"] for e in entries if "te_fuser cuda_graph" in e["contenders"]]
+        assert graphed == [f"{m}, forward+backward" for m in ("LayerNorm + Linear + GELU + Linear", "Linear alone")]
+    if name == "growth":
+        assert {e["grows"] for e in entries} == {"tokens", "hidden"} and "floor" in entries[0]["contenders"]
+
+
+def test_a_rival_that_fails_is_left_out(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: torch.nn.Module) -> torch.nn.Module:
+        raise RuntimeError("no\n compiler")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    for name in ("llama", "glue", "host"):
+        entry = next(gpu_parts.PARTS[name].run(gpu_bench))
+        assert entry["left_out"] == {"torch.compile": "RuntimeError: no compiler"}
+        assert "torch.compile" not in entry["contenders"] and "te_fuser" in entry["contenders"]
+
+
+def test_what_cannot_be_recorded_as_a_graph_is_left_out(
+    gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.requires_grad and not torch.is_grad_enabled():
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return x * 1.0
+
+    monkeypatch.setattr(torch, "compile", lambda model: Refusing())
+    forward, both = itertools.islice(gpu_parts.PARTS["glue"].run(gpu_bench), 2)
+    assert "not permitted" in forward["left_out"]["torch.compile"] and "left_out" not in both
+
+
+def test_a_tuned_model_takes_part(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def tune(model: te_fuser.Sequential, x: torch.Tensor, **options: Any) -> str:
+        calls.append(options)
+        return "what was tried"
+
+    monkeypatch.setattr(te_fuser.Sequential, "tune", tune)
+    (entry,) = gpu_parts.PARTS["llama"].run(dataclasses.replace(gpu_bench, tune=True))
+    assert entry["tuning"] == "what was tried" and calls == [{"rounds": 5, "seconds": 0.1}]
+    assert "over_best_rival" in entry["contenders"]["te_fuser tuned"]
+    assert "what was tried" in gpu_report.remarks([entry])
+
+
+def entries_then(outcome: Exception | None, count: int = 2) -> gpu_parts.Part:
+    def run(bench: gpu_parts.Bench) -> Iterator[gpu_parts.Entry]:
+        for k in range(count):
+            yield gpu_parts.compared(f"case {k}", {"eager": result(1.0), "te_fuser": result(0.5)})
+        if outcome is not None:
+            raise outcome
+
+    return gpu_parts.Part("pretended", run, 1)
+
+
+def test_a_part_that_fails_keeps_its_cases_and_the_other_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "record.json"
+    monkeypatch.setitem(gpu.PARTS, "stack", entries_then(RuntimeError("an illegal memory access")))
+    monkeypatch.setitem(gpu.PARTS, "glue", entries_then(RuntimeError("at once"), 0))
+    monkeypatch.setitem(gpu.PARTS, "host", entries_then(None))
+    assert gpu.main(["--toy", "--part", "stack", "glue", "host", "--record", str(path), "--commit", "abc"]) == 1
+    parts = json.loads(path.read_text())["parts"]
+    assert set(parts) == {"stack", "host"} and "problem" not in parts["host"]
+    assert len(parts["stack"]["cases"]) == 2 and "an illegal memory access" in parts["stack"]["problem"]
+    assert "at once" in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_what_ends_the_process_leaves_the_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    monkeypatch.setitem(gpu.PARTS, "stack", entries_then(KeyboardInterrupt()))  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--toy", "--part", "stack", "--record", str(path)])
+    part = json.loads(path.read_text())["parts"]["stack"]
+    assert len(part["cases"]) == 2 and part["problem"] == "not finished"
+
+
+def test_a_part_stops_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(gpu, "LIMIT", 0)
+    monkeypatch.setitem(gpu.PARTS, "stack", entries_then(None))
+    assert gpu.main(["--toy", "--part", "stack", "--record", str(path)]) == 1
+    part = json.loads(path.read_text())["parts"]["stack"]
+    assert len(part["cases"]) == 1 and "should end within" in part["problem"]
+
+
+def test_parts_on_a_gpu_begin_with_empty_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", "elsewhere")
+    folders = []
+    for name in gpu.in_turn(("a", "b"), gpu_parts.Bench(PretendedGpu(), gpu_parts.TOY, gpu_measure.TRIAL)):
+        folders.append(te_fuser.config.cache_dir)
+        assert name in "ab" and not list(te_fuser.config.cache_dir.iterdir())
+        assert os.environ["XDG_CACHE_HOME"] == str(te_fuser.config.cache_dir)
+    assert len(set(folders)) == 2
+
+
+def test_a_child_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="failed:\nbefore"):
+        gpu_parts._output_of(["-c", "print('before'); raise SystemExit(3)"])
+    monkeypatch.setattr(gpu_parts, "CHILD_LIMIT", 0.5)
+    with pytest.raises(RuntimeError, match="did not end within"):
+        gpu_parts._output_of(["-c", "import time; time.sleep(30)"])
+
+
+def test_losses_are_compared_beside_noise() -> None:
+    names = ("te_fuser", "torch.nn", "torch.nn, another seed")
+    rows = [{f"{n} training loss": str(2.0 + d) for n, d in zip(names, (0.01, 0.0, 0.1), strict=True)}] * 30
+    assert gpu_parts._largest_difference(rows, "te_fuser") == pytest.approx(0.01)
+    assert gpu_parts._largest_difference(rows, "torch.nn, another seed") == pytest.approx(0.1)
 
 
 @pytest.mark.slow
@@ -128,7 +352,7 @@ def test_what_is_installed_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     library = types.SimpleNamespace(LayerNorm=torch.nn.LayerNorm)
     monkeypatch.setattr(gpu_rivals, "_imported", lambda name: library if name == "transformer_engine.pytorch" else None)
     found = gpu_rivals.installed("LayerNorm", 8, 0.0)
-    assert list(found) == [gpu_rivals.TE] and found[gpu_rivals.TE].normalized_shape == (8,)
+    assert list(found) == [gpu_rivals.TE] and found[gpu_rivals.TE]().normalized_shape == (8,)  # type: ignore[comparison-overlap]
     assert gpu_rivals.installed("Llama layer", 8, 0.0) == {}
 
 
@@ -151,6 +375,28 @@ def test_a_trace_counts_kernels_and_finds_products() -> None:
     assert trace.as_data()["over_own_products"] == pytest.approx(45 / 39.5)
     with pytest.raises(RuntimeError, match="no kernel"):
         gpu_measure.summarized(events[-1:], 1)
+
+
+def test_kernels_that_begin_early_do_not_count_twice() -> None:
+    events = [
+        event("nvjet", 0.0, 50.0), event("layer_norm_fwd", 40.0, 20.0), event("nvjet", 70.0, 10.0),
+        event("layer_norm_fwd", 75.0, 10.0),
+    ]  # fmt: skip
+    trace = gpu_measure.summarized(events, repeats=2)
+    assert [trace.products, trace.rest, trace.span] == pytest.approx([30e-6, 7.5e-6, 42.5e-6])
+    assert trace.as_data()["idle_ms"] == pytest.approx(5e-3)  # of both calls, from 60 to 70
+    assert trace.order == ("nvjet", "layer_norm_fwd")
+    assert gpu_measure.summarized(events[:3], repeats=3).order == ()
+    assert gpu_report.kernels_in_order(trace.as_data()) == "nvjet 30 us | layer_norm_fwd 15 us"
+    assert gpu_report.kernels_in_order({"by_name": [{"kernel": "a", "count": 2.0, "ms": 0.01}]}) == "2 x a 5 us"
+    assert gpu_report.kernels_in_order({}) == ""
+
+
+def test_goals_are_judged_where_their_numbers_are() -> None:
+    goals = (Goal("ms", 2.0), Goal("gbps", 3800.0, at_least=True), Goal("peak_mib", 1.0))
+    found = gpu_goals.judged(goals, {"contenders": {"te_fuser": {"ms": 1.5, "gbps": 3700.0}}})
+    assert [(v["what"], v["met"]) for v in found] == [("ms", True), ("gbps", False)]
+    assert gpu_goals.sentence(found[1]) == "te_fuser gbps 3700 >= 3800 (missed)"
 
 
 def test_kept_bytes_are_those_that_autograd_saves() -> None:
@@ -196,7 +442,8 @@ def layer_record() -> dict[str, Any]:
     entry["contenders"]["te_fuser"] |= spent
     row = {"direction": "forward", "step": "mat_mul", "ops": "MatMul", "moved_mib": 1.0, "predicted_ms": 1.0}
     entry["plan"] = [{**row, "measured_ms": 2.0, "limit": "products", "share": 0.5}]
-    return gpu_report.part_record(ABOUT, gpu_measure.FULL, False, 12.34, [entry])
+    entry["goals"] = gpu_goals.judged((gpu_goals.over_floor(1.05),), entry)
+    return gpu_report.part_record(ABOUT, gpu_measure.FULL, {"quick": False}, 12.34, [entry])
 
 
 def test_records_merge_by_part(tmp_path: Path) -> None:
@@ -218,10 +465,14 @@ def test_a_record_has_the_name_of_its_gpu() -> None:
 def test_documents_take_tables_and_plans(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("".join(f"<!-- begin gpu {n} -->\n<!-- end gpu {n} -->\n" for n in ("layer", "plan", "time")))
-    gpu_report.write_docs([{**ABOUT, "parts": {"layer": layer_record()}}], page)
+    gpu_report.write_docs([{**ABOUT, "parts": {"layer": {**layer_record(), "problem": "a\nstopped"}}}], page)
     text = page.read_text()
+    assert "seed layer bf16 dropout 0.1 (commit abc, full run):" in text
+    assert "seed layer bf16 dropout 0.1 (commit abc, full run), ms:" in text
+    assert "- seed layer bf16 dropout 0.1: te_fuser over floor 1.1 <= 1.05 (missed)" in text
+    assert "not measured to its end: stopped" in text
     assert "| seed layer bf16 dropout 0.1 | floor | 1000.00" in text and "Transformer Engine (earlier)" in text
-    assert "**NVIDIA Test 1** (driver 1); torch 2; commit abc, 2026-01-02; 5 rounds" in text
+    assert "**NVIDIA Test 1** (driver 1); torch 2; commit abc, full run, 2026-01-02; 5 rounds" in text
     assert "| te_fuser | 8.000 | 1.000 | 0.500 | 0.250 | 0.750 |" in text
     assert "| forward | `mat_mul` | MatMul | 1 | 1.000 | 2.000 | 100.0% | products 50% |" in text
 
@@ -250,7 +501,7 @@ def test_the_plot_shows_every_contender(tmp_path: Path) -> None:
     path = tmp_path / "plot.svg"
     gpu_report.plot({**ABOUT, "parts": {"layer": layer_record()}}, path)
     text = path.read_text()
-    for words in ("seed layer bf16 dropout 0.1", "te_fuser", "eager", "1.100", "(earlier)"):
+    for words in ("seed layer bf16 dropout 0.1 (commit abc, full run)", "te_fuser", "eager", "1.100", "(earlier)"):
         assert words in text
 
 
@@ -262,8 +513,33 @@ def test_parts_of_the_gpu_tests_name_tests_that_exist() -> None:
     assert {"generated-kernels", "cuda-kernels-in-plans", "elsewhere", "sanitizer"} <= set(parts)
     for part in (p for members in parts.values() for p in members):
         for test in part.tests:
-            file, _, name = test.partition("::")
+            file, _, name = test.partition("[")[0].partition("::")
             assert (ROOT / file).is_file() and f"def {name}" in (ROOT / file).read_text()
+
+
+def test_lists_of_parts_say_how_long_each_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, names in ((gpu.main, gpu_parts.PARTS), (gpu_tests.main, gpu_tests.parts())):
+        assert command(["--part", "list"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[:2] for line in lines] == [[name, "about"] for name in names]
+    assert all(0 < part.seconds <= gpu.LIMIT for part in gpu_parts.PARTS.values())
+    assert set(gpu_tests.ABOUT) <= set(gpu_tests.parts())
+
+
+def test_the_sanitizers_cases_exist() -> None:
+    cases = {test for tests in gpu_tests.SANITIZED.values() for test in tests if "[" in test}
+    names = {case.name for case in CASES}
+    assert cases and {test.partition("[")[2].rstrip("]") for test in cases} <= names
+
+
+def test_what_hangs_is_stopped_with_its_children(tmp_path: Path) -> None:
+    child = f"import time; time.sleep(2); open({str(tmp_path / 'alive')!r}, 'w')"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu_tests.ended(command, None, limit=1.0)
+    time.sleep(2.5)
+    assert not (tmp_path / "alive").exists()
+    assert gpu_tests.ended([sys.executable, "-c", "raise SystemExit(7)"], None) == 7
 
 
 def test_counts_come_from_pytests_report() -> None:

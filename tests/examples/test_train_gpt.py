@@ -109,6 +109,14 @@ def test_the_twin_trains_alike(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "torch.nn" in capsys.readouterr().out
 
 
+def test_noise_is_the_twin_with_other_batches(folder: Path, tmp_path: Path) -> None:
+    assert run(folder, tmp_path / "three", "--steps", "4", "--dropout", "0", "--compare", "--noise") == 0
+    columns = [f"{name} training loss" for name in ("te_fuser", "torch.nn", "torch.nn, another seed")]
+    ours, theirs, other = (losses(tmp_path / "three", column) for column in columns)
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert len(other) == 4 and all(abs(a - b) > 1e-4 for a, b in zip(other, theirs, strict=True))
+
+
 def test_comparing_changes_nothing(folder: Path, tmp_path: Path) -> None:
     assert run(folder, tmp_path / "alone", "--steps", "4") == 0
     assert run(folder, tmp_path / "beside", "--steps", "4", "--compare") == 0
@@ -254,6 +262,7 @@ def test_nothing_in_the_example_pickles() -> None:
         (["--text", "nowhere"], "nowhere holds too few .py files"),
         (["--resume"], "to resume from"),
         (["--resume", "--compare"], "cannot be combined with --resume"),
+        (["--noise"], "add --compare"),
     ],
 )
 def test_bad_arguments(
