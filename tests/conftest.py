@@ -1,5 +1,31 @@
-"""One thread for each test process: they share the cores, and two pools on one core wait for each other."""
+"""What holds for every test: one thread, and nothing that depends on the tests before it or on the machine's user."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 
+from te_fuser.config import config
+from te_fuser.fuser import fuser, tuned
+
+# Test processes share the cores, and two pools on one core wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Which tests ran before in this process is a matter of time; what a test draws must not be."""
+    torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `tune` found on this machine does not change the plans that tests expect; a test's own folder counts."""
+    empty = tuned.Store(tmp_path_factory.mktemp("tuned") / "none.json")
+
+    def store_for(device_name: str) -> tuned.Store:
+        return empty if config.cache_dir is None else tuned.store_for(device_name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuser, "store_for", store_for)
+        yield

@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import tune as tuning
-from te_fuser.fuser.tuned import OFF, ON, Store, device_name, store_for
+from te_fuser.fuser.tuned import OFF, ON, Store, device_name, list_key, store_for
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
 
@@ -148,3 +148,16 @@ def test_stores_are_by_device() -> None:
     device = torch.device("cpu")
     assert store_for(device_name(device)) is store_for(device_name(device))
     assert store_for(device_name(device)) is not store_for("NVIDIA H200")
+
+
+def test_what_the_user_tuned_does_not_change_the_tests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow_gelu: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(te_fuser.config, "cache_dir", None)
+    model, x = Sequential(ops.Bias(6), ops.GELU()), torch.randn(5, 6)
+    store, key = store_for(device_name(x.device)), list_key(model.plan(x).graph, "balanced", "auto")
+    store.put(key, {"slow_gelu 6>6": ON}, 0.5)
+    assert "slow_gelu" not in names(model, x)
+    monkeypatch.setattr(te_fuser.config, "cache_dir", store.path.parents[1])
+    assert "slow_gelu" in names(model, x)

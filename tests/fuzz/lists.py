@@ -123,7 +123,9 @@ class FuzzCase:
     def build(self) -> te_fuser.Sequential:
         """The model, with random parameters."""
         names = {**globals(), "memory": self.memory, "kernels": self.kernels}
-        with _default_dtype(getattr(torch, self.dtype)):
+        # Ops draw their own start from PyTorch's generator: without a seed a case would not be the same twice.
+        with _default_dtype(getattr(torch, self.dtype)), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
             exec("\n".join(self.setup), names)
             model = eval(self.model, names)
         rng = torch.Generator().manual_seed(self.seed)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 from te_fuser.codegen import compiler
@@ -27,3 +28,13 @@ def test_lists_run_by_pytorch_operations(case: FuzzCase) -> None:
 @given(fuzz_cases(kernels="auto"))
 def test_lists_run_by_generated_kernels(case: FuzzCase) -> None:
     assert not case.check(), case.script()
+
+
+def test_a_case_is_the_same_whatever_ran_before() -> None:
+    case = FuzzCase("te_fuser.Sequential(ops.Linear(4, 3), ops.Linear(3, 5, bias=False))", seed=7)
+    first = case.build().state_dict()
+    torch.rand(5)
+    drawn = torch.get_rng_state()
+    for name, p in case.build().state_dict().items():
+        assert torch.equal(p, first[name]), name
+    assert torch.equal(torch.get_rng_state(), drawn)
