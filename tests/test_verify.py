@@ -14,7 +14,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.formula.random import threshold
 from te_fuser.fusions import Cost, Fusion, OneOf, Optional, Repeat, fusion
-from te_fuser.verify import VerificationError, VerifyReport, verify
+from te_fuser.verify import VerificationError, VerifyReport, models, verify
 from te_fuser.verify.cases import LAYOUTS
 from te_fuser.verify.compare import distance, judge, same_bits
 from te_fuser.verify.examples import examples, expand
@@ -195,6 +195,33 @@ def test_wrong_backward_is_found(body: Any, words: str) -> None:
     wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)(body)
     with pytest.raises(VerificationError, match=words):
         check(wrong)
+
+
+def test_gradients_need_not_repeat_where_no_library_promises_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)
+    def trembling(m: Any, dy: torch.Tensor) -> Any:
+        dx = dy * (m["output"] > 0) * (1 + 1.2e-7 * (next(_RUNS) % 2))
+        return dx, {"0.bias": dx.reshape(-1, dx.shape[-1]).sum(0)} if m.needs("0.bias") else {}
+
+    def notes() -> list[str]:
+        report = check(trembling, dtypes=(torch.float32,), raise_on_failure=False)
+        return [str(row) for row in report.failures if "not repeated" in str(row)]
+
+    assert notes()
+    monkeypatch.setattr(models, "gradients_repeat", lambda model, device: False)
+    assert not notes()
+
+
+def test_attention_on_a_gpu_repeats_its_gradients_only_when_asked() -> None:
+    attention = te_fuser.Sequential(te_fuser.Residual(ops.DotProductAttention(1, 8), ops.Linear(8, 24)))
+    norm, gpu = te_fuser.Sequential(ops.LayerNorm(8)), torch.device("cuda")
+    assert models.gradients_repeat(norm, gpu) and models.gradients_repeat(attention, torch.device("cpu"))
+    assert not models.gradients_repeat(attention, gpu)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert models.gradients_repeat(attention, gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_an_ignored_argument_is_found() -> None:

@@ -35,7 +35,8 @@ def verify(
 
     A result may err at most twice what plain PyTorch errs in the same dtype, op by op, plus one ulp of its scale; in
     its largest error and in its root-mean-square error. Every case also checks that inputs and parameters are left
-    as they are, and that a second backward and a second run repeat the first bit for bit.
+    as they are, and that a second backward and a second run repeat the first bit for bit (gradients through attention
+    on a GPU under torch.use_deterministic_algorithms only: its libraries promise no more).
 
     Args:
         subject: a fusion or its name, to be run on lists that its pattern matches; or a model or op.
