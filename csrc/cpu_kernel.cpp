@@ -169,7 +169,7 @@ PyObject* call_kernel(const Kernel& kernel, const Arguments& arguments) {
   CallSizes sizes;
   if (!read_sizes(kernel.symbol.c_str(), arguments, sizes)) return nullptr;
   Array<int64_t> integers(integer_count(arguments));
-  if (!read_integers(kernel.symbol.c_str(), arguments, integers.data())) return nullptr;
+  if (!read_integers(kernel.symbol.c_str(), arguments.integers, integers.data())) return nullptr;
   // The tensors come last: an integer's __index__ may run Python code, which could still change them.
   Array<void*> pointers(kernel.dtypes.size());
   if (!read_tensors(kernel, arguments.tensors, pointers.data())) return nullptr;

@@ -26,6 +26,8 @@ struct KernelObject {
   CudaProgram* program;
 };
 
+PyTypeObject* kernel_type = nullptr;  // set once while the module is imported
+
 CudaProgram& program_of(PyObject* self) { return *reinterpret_cast<KernelObject*>(self)->program; }
 
 // ---- the call from Python --------------------------------------------------------------------------------------
@@ -50,7 +52,7 @@ bool read_seed(const CudaProgram& program, PyObject* tensor, const ArgumentSite&
 bool read_tensors(const CudaProgram& program, PyObject* tensors, CudaCall& call, Memory* memory) {
   for (size_t i = 0; i < program.tensors.size(); ++i) {
     const auto index = static_cast<Py_ssize_t>(i);
-    const ArgumentSite site{program.name.c_str(), index};
+    const ArgumentSite site{program.name(), index};
     PyObject* tensor = PyTuple_GET_ITEM(tensors, index);
     const bool read = program.draws && i + 1 == program.inputs
                           ? read_seed(program, tensor, site, call, &memory[i])
@@ -60,40 +62,41 @@ bool read_tensors(const CudaProgram& program, PyObject* tensors, CudaCall& call,
   return true;
 }
 
-PyObject* call_kernel(CudaProgram& program, const Arguments& arguments, int64_t repeats) {
-  const char* name = program.name.c_str();
-  CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats, {0, 0}};
-  if (integer_count(arguments) != program.integers) {
-    PyErr_Format(PyExc_ValueError, "kernel '%s' takes %zu integers, got %zu", name, program.integers,
-                 integer_count(arguments));
-    return nullptr;
+// The numbers of the call have been read; an integer's __index__ may run Python code, which could still change tensors, so
+// those come last.
+bool call_kernel(CudaProgram& program, PyObject* tensors, PyObject* numbers, CudaCall& call, PendingSums* later) {
+  const char* name = program.name();
+  const auto given = static_cast<size_t>(PyTuple_GET_SIZE(numbers));
+  if (given != program.integers) {
+    PyErr_Format(PyExc_ValueError, "kernel '%s' takes %zu integers, got %zu", name, program.integers, given);
+    return false;
   }
-  if (!read_sizes(name, arguments, call.sizes)) return nullptr;
   Array<int64_t> integers(program.integers);
-  if (!read_integers(name, arguments, integers.data())) return nullptr;
-  // The tensors come last: an integer's __index__ may run Python code, which could still change them.
+  if (!read_integers(name, numbers, integers.data())) return false;
   Array<Memory> memory(program.tensors.size());
-  if (!read_tensors(program, arguments.tensors, call, memory.data())) return nullptr;
+  if (!read_tensors(program, tensors, call, memory.data())) return false;
   void* stream = nullptr;
-  if (!current_cuda_stream(call.device, &stream)) return nullptr;
+  if (!current_cuda_stream(call.device, &stream)) return false;
   call.stream = static_cast<CudaDriver::Stream>(stream);
   call.tensors = memory.data();
   call.integers = integers.data();
-  if (!without_gil(program.name.c_str(), [&](Failure& failure) { return program.run(call, failure); })) return nullptr;
-  Py_RETURN_NONE;
+  return without_gil(name, [&](Failure& failure) { return program.run(call, later, failure); });
 }
 
 PyObject* bind_and_call(CudaProgram& program, PyObject* const* values, size_t positional, PyObject* names,
                         int64_t repeats) {
   Arguments arguments;
-  if (!bind_arguments(program.name.c_str(), program.tensors.size(), values, positional, names, arguments)) {
+  if (!bind_arguments(program.name(), program.tensors.size(), values, positional, names, arguments)) {
     return nullptr;
   }
+  CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats, {0, 0}};
+  if (!read_sizes(program.name(), arguments, call.sizes)) return nullptr;
   try {
-    return call_kernel(program, arguments, repeats);
+    if (!call_kernel(program, arguments.tensors, arguments.integers, call, nullptr)) return nullptr;
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
+  Py_RETURN_NONE;
 }
 
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject* names) {
@@ -107,7 +110,7 @@ PyObject* load(PyObject* self, PyObject* argument) {
   if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
   const auto device = static_cast<int32_t>(std::clamp<long>(number, -1, std::numeric_limits<int32_t>::max()));
   CudaProgram& program = program_of(self);
-  if (!without_gil(program.name.c_str(), [&](Failure& failure) { return program.load(device, failure); })) return nullptr;
+  if (!without_gil(program.name(), [&](Failure& failure) { return program.module.load(device, failure); })) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -141,7 +144,7 @@ PyObject* sizes(PyObject* self, PyObject* args) {
 // ---- construction ----------------------------------------------------------------------------------------------
 
 bool refuse(const CudaProgram& program, const char* problem) {
-  PyErr_Format(PyExc_ValueError, "kernel '%s': %s", program.name.c_str(), problem);
+  PyErr_Format(PyExc_ValueError, "kernel '%s': %s", program.name(), problem);
   return false;
 }
 
@@ -190,7 +193,7 @@ constexpr struct {
     {"groups", Source::groups},
 };
 
-bool read_argument(CudaProgram& program, PyObject* pair, CudaLaunch& launch) {
+bool read_argument(CudaProgram& program, PyObject* pair, const char* symbol, CudaLaunch& launch) {
   const char* kind = nullptr;
   int index = 0;
   if (!PyArg_ParseTuple(pair, "si;an argument is (kind, index)", &kind, &index)) return false;
@@ -198,15 +201,15 @@ bool read_argument(CudaProgram& program, PyObject* pair, CudaLaunch& launch) {
     if (std::string(known.name) != kind) continue;
     if (index < 0 || static_cast<size_t>(index) >= count_of(program, known.source)) {
       PyErr_Format(PyExc_ValueError, "kernel '%s': '%s' has an argument (%s, %d), which there is not",
-                   program.name.c_str(), launch.symbol.c_str(), kind, index);
+                   program.name(), symbol, kind, index);
       return false;
     }
     launch.arguments.push_back({known.source, static_cast<uint32_t>(index)});
     if (known.source == Source::seed_value) program.draws = true;
     return true;
   }
-  PyErr_Format(PyExc_ValueError, "kernel '%s': '%s' has an argument of the unknown kind '%s'", program.name.c_str(),
-               launch.symbol.c_str(), kind);
+  PyErr_Format(PyExc_ValueError, "kernel '%s': '%s' has an argument of the unknown kind '%s'", program.name(), symbol,
+               kind);
   return false;
 }
 
@@ -241,13 +244,14 @@ bool read_launch(CudaProgram& program, PyObject* item) {
   }
   if (threads < 1 || threads > 1024) return refuse(program, "a block has 1 to 1024 threads");
   if (shared_bytes < 0) return refuse(program, "a block cannot have negative shared memory");
-  CudaLaunch launch{symbol, static_cast<unsigned>(threads), static_cast<unsigned>(shared_bytes), RowGrid{}, {}};
+  CudaLaunch launch{RowGrid{}, {}};
   if (!read_grid(program, grid, launch)) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i) {
     PyObject* pair = PyTuple_GET_ITEM(arguments, i);
     if (!PyTuple_Check(pair)) return refuse(program, "an argument is (kind, index)");
-    if (!read_argument(program, pair, launch)) return false;
+    if (!read_argument(program, pair, symbol, launch)) return false;
   }
+  program.module.functions.push_back({symbol, static_cast<unsigned>(threads), static_cast<unsigned>(shared_bytes)});
   program.launches.push_back(std::move(launch));
   return true;
 }
@@ -274,9 +278,9 @@ bool build_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
                                    &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers, &waits)) {
     return false;
   }
-  program.name = name;
-  program.waits = waits != 0;
-  program.cubin.assign(cubin, static_cast<size_t>(cubin_size));
+  program.module.name = name;
+  program.module.waits = waits != 0;
+  program.module.cubin.assign(cubin, static_cast<size_t>(cubin_size));
   std::vector<DType> dtypes;
   if (!read_dtypes(name, dtype_names, dtypes) || !read_alignments(program, dtypes, alignments)) return false;
   if (inputs < 0 || inputs > static_cast<Py_ssize_t>(dtypes.size()) || row_values < 0 || integers < 0) {
@@ -316,7 +320,7 @@ void free_kernel(PyObject* self) {
 PyObject* describe(PyObject* self) {
   const CudaProgram& program = program_of(self);
   const char* plural = program.launches.size() == 1 ? "" : "es";
-  return PyUnicode_FromFormat("<CudaKernel %s, %zu launch%s>", program.name.c_str(), program.launches.size(), plural);
+  return PyUnicode_FromFormat("<CudaKernel %s, %zu launch%s>", program.name(), program.launches.size(), plural);
 }
 
 PyMemberDef members[] = {
@@ -355,6 +359,30 @@ PyType_Spec spec = {"te_fuser._native.CudaKernel", sizeof(KernelObject), 0,
 
 }  // namespace
 
-PyObject* make_cuda_kernel_type() { return PyType_FromSpec(&spec); }
+PyObject* make_cuda_kernel_type() {
+  PyObject* type = PyType_FromSpec(&spec);
+  kernel_type = reinterpret_cast<PyTypeObject*>(type);
+  return type;
+}
+
+CudaProgram* cuda_program(PyObject* object) {
+  return kernel_type != nullptr && Py_IS_TYPE(object, kernel_type) ? &program_of(object) : nullptr;
+}
+
+bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& sizes, PyObject* integers,
+                      PendingSums* later) {
+  if (static_cast<size_t>(PyTuple_GET_SIZE(tensors)) != program.tensors.size()) {
+    PyErr_Format(PyExc_TypeError, "kernel '%s' takes %zu tensors, got %zd", program.name(), program.tensors.size(),
+                 PyTuple_GET_SIZE(tensors));
+    return false;
+  }
+  CudaCall call{-1, nullptr, nullptr, sizes, nullptr, 1, {0, 0}};
+  try {
+    return call_kernel(program, tensors, integers, call, later);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+    return false;
+  }
+}
 
 }  // namespace te

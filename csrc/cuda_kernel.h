@@ -3,9 +3,19 @@
 
 #include <Python.h>
 
+#include "cuda_launch.h"
+
 namespace te {
 
 // A new reference to the type, or nullptr with a Python error set.
 PyObject* make_cuda_kernel_type();
+
+// What a CudaKernel is made of; nullptr for any other object.
+CudaProgram* cuda_program(PyObject* object);
+
+// The kernel called with tuples of tensors and of integers, on PyTorch's current stream; false with a Python error set.
+// Partial sums that can wait go to `later`, if there is one.
+bool call_cuda_kernel(CudaProgram& program, PyObject* tensors, const CallSizes& sizes, PyObject* integers,
+                      PendingSums* later);
 
 }  // namespace te

@@ -2,13 +2,13 @@
 
 #include <limits>
 #include <memory>
+#include <utility>
 
 namespace te {
 namespace {
 
 constexpr int64_t scratch_alignment = 256;
 constexpr int64_t few_blocks = 64;
-constexpr int first_capability_that_waits = 9;  // griddepcontrol
 
 int64_t round_up(int64_t bytes) { return (bytes + scratch_alignment - 1) / scratch_alignment * scratch_alignment; }
 
@@ -18,14 +18,6 @@ bool fits_int32(int64_t value) { return value <= std::numeric_limits<int32_t>::m
 
 bool is_misaligned(const Memory& memory, int64_t alignment) {
   return reinterpret_cast<uintptr_t>(memory.data) % static_cast<uintptr_t>(alignment) != 0;
-}
-
-// Needs a current context. A stream that will not even say counts as captured: asking the legacy stream while another
-// one is captured is an error.
-bool is_capturing(const CudaDriver& driver, CudaDriver::Stream stream) {
-  int status = CudaDriver::capture_status_none;
-  return driver.stream_is_capturing(stream, &status) != CudaDriver::success ||
-         status != CudaDriver::capture_status_none;
 }
 
 }  // namespace
@@ -87,8 +79,9 @@ class LaunchFrame {
     int64_t bytes = row_value * static_cast<int64_t>(program.row_values);
     for (const int64_t width : program.partial_widths) bytes += partial_bytes(width);
     if (bytes == 0) return true;
-    if (!take(scratch_, device, bytes, failure)) return false;
-    char* next = scratch_.data();
+    scratch_ = std::make_unique<DeviceMemory>();
+    if (!take(*scratch_, device, bytes, failure)) return false;
+    char* next = scratch_->data();
     for (size_t i = 0; i < program.partial_widths.size(); ++i) {
       partials_[i] = next;
       next += partial_bytes(program.partial_widths[i]);
@@ -114,6 +107,11 @@ class LaunchFrame {
   }
 
   int64_t blocks(size_t launch) const { return sizes_.blocks[launch]; }
+  int32_t groups() const { return groups_; }
+  const float* partial(size_t index) { return static_cast<const float*>(partials_[index]); }
+
+  // What the partial sums lie in; they are valid while it lives.
+  std::unique_ptr<DeviceMemory> release_scratch() { return std::move(scratch_); }
 
   void* address(const LaunchArgument& argument) {
     switch (argument.source) {
@@ -148,130 +146,40 @@ class LaunchFrame {
   long long seed_value_, seed_offset_;
   Array<void*> tensors_, partials_, row_values_;
   Array<int32_t> integers_;
-  DeviceMemory scratch_;
+  std::unique_ptr<DeviceMemory> scratch_;
   std::vector<std::unique_ptr<DeviceMemory>> copies_;
 };
 
-// ---- loading ---------------------------------------------------------------------------------------------------
-
-bool CudaProgram::refuse(const CudaDriver& driver, const std::string& what, CudaDriver::Result error,
-                         Failure& failure) const {
-  failure.text = "kernel '" + name + "': " + what + ": " + cuda_error_text(driver, error);
-  return false;
-}
-
-bool CudaProgram::find_functions(const CudaDriver& driver, CudaDriver::Module module, Loaded& loaded,
-                                 Failure& failure) const {
-  for (const CudaLaunch& launch : launches) {
-    CudaDriver::Function function = nullptr;
-    CudaDriver::Result error = driver.module_get_function(&function, module, launch.symbol.c_str());
-    if (error != CudaDriver::success) {
-      return refuse(driver, "its machine code has no function '" + launch.symbol + "'", error, failure);
-    }
-    // Without asking it has 48 KiB less its static shared memory, of which nothing is known here.
-    if (launch.shared_bytes > 0) {
-      error = driver.function_set_attribute(function, CudaDriver::max_dynamic_shared_size_bytes,
-                                            static_cast<int>(launch.shared_bytes));
-      if (error != CudaDriver::success) {
-        const std::string bytes = std::to_string(launch.shared_bytes);
-        return refuse(driver, "'" + launch.symbol + "' cannot have " + bytes + " bytes of shared memory", error, failure);
-      }
-    }
-    loaded.functions.push_back(function);
-  }
-  return true;
-}
-
-bool CudaProgram::load_module(const CudaDriver& driver, int32_t device, const CudaCall* call, Loaded& loaded,
-                              Failure& failure) const {
-  const std::string where = "cuda:" + std::to_string(device);
-  CudaDriver::Device ordinal = 0;
-  CudaDriver::Result error = driver.device_get(&ordinal, device);
-  if (error != CudaDriver::success) return refuse(driver, "there is no " + where, error, failure);
-  int count = 0;
-  error = driver.device_get_attribute(&count, CudaDriver::multiprocessor_count, ordinal);
-  if (error != CudaDriver::success) return refuse(driver, where + " cannot be asked for its size", error, failure);
-  int capability = 0;
-  error = driver.device_get_attribute(&capability, CudaDriver::compute_capability_major, ordinal);
-  if (error != CudaDriver::success) return refuse(driver, where + " does not say what it is", error, failure);
-  loaded.driver = &driver;
-  loaded.multiprocessors = count;
-  loaded.starts_early = waits && capability >= first_capability_that_waits;
-  error = driver.primary_context_retain(&loaded.context, ordinal);
-  if (error != CudaDriver::success) return refuse(driver, where + " gives no context", error, failure);
-  const CurrentContext current(driver, loaded.context);
-  if (current.error() != CudaDriver::success) {
-    return refuse(driver, "the context of " + where + " cannot be made current", current.error(), failure);
-  }
-  if (call != nullptr && is_capturing(driver, call->stream)) {
-    failure.text = "kernel '" + name + "' is not loaded on " + where +
-                   ", and its stream is being captured: run the model once with inputs like these before the capture";
-    return false;
-  }
-  CudaDriver::Module module = nullptr;
-  error = driver.module_load_data(&module, cubin.data());
-  if (error != CudaDriver::success) {
-    return refuse(driver, "its machine code cannot be loaded on " + where, error, failure);
-  }
-  return find_functions(driver, module, loaded, failure);
-}
-
-bool CudaProgram::load(int32_t device, Failure& failure, const CudaCall* call) {
-  if (device < 0 || static_cast<size_t>(device) >= most_devices) {
-    failure = {Failure::Kind::value, "kernel '" + name + "': there is no device number " + std::to_string(device)};
-    return false;
-  }
-  std::atomic<const Loaded*>& slot = loaded_[static_cast<size_t>(device)];
-  const std::lock_guard<std::mutex> lock(loading_);
-  if (slot.load(std::memory_order_acquire) != nullptr) return true;
-  const CudaDriver* driver = cuda_driver(failure.text);
-  if (driver == nullptr) {
-    failure.text = "kernel '" + name + "': " + failure.text;
-    return false;
-  }
-  auto loaded = std::make_unique<Loaded>();
-  if (!load_module(*driver, device, call, *loaded, failure)) return false;
-  slot.store(loaded.release(), std::memory_order_release);
-  return true;
-}
-
-const CudaProgram::Loaded* CudaProgram::loaded_on(const CudaCall& call, Failure& failure) {
-  const auto device = static_cast<size_t>(call.device);
-  const Loaded* found = device < most_devices ? loaded_[device].load(std::memory_order_acquire) : nullptr;
-  if (found != nullptr) return found;
-  return load(call.device, failure, &call) ? loaded_[device].load(std::memory_order_acquire) : nullptr;
-}
-
 // ---- running ---------------------------------------------------------------------------------------------------
 
-CudaDriver::Result CudaProgram::launch(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame,
-                                       size_t index) const {
-  const CudaLaunch& kernel = launches[index];
-  Array<void*> parameters(kernel.arguments.size());
-  for (size_t k = 0; k < kernel.arguments.size(); ++k) parameters[k] = frame.address(kernel.arguments[k]);
-  CudaDriver::Attribute early{};
-  early.id = CudaDriver::may_start_early;
-  early.value.number = 1;
-  CudaDriver::Configuration configuration{};
-  configuration.grid_x = static_cast<unsigned>(frame.blocks(index));
-  configuration.block_x = kernel.threads;
-  configuration.grid_y = configuration.grid_z = configuration.block_y = configuration.block_z = 1;
-  configuration.shared_bytes = kernel.shared_bytes;
-  configuration.stream = call.stream;
-  configuration.attributes = &early;
-  configuration.attribute_count = loaded.starts_early ? 1 : 0;
-  return loaded.driver->launch_kernel(&configuration, loaded.functions[index], parameters.data(), nullptr);
+// Sums of a whole batch whose partial sums stand one below the other.
+bool CudaProgram::sums_can_wait(const CudaSizes& sizes) const {
+  const auto* grid = std::get_if<SumGrid>(&launches.back().grid);
+  return grid != nullptr && grid->per_sample == 0 && sizes.blocks[launches.size() - 1] > 0;
 }
 
-bool CudaProgram::launch_all(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const {
-  for (size_t i = 0; i < launches.size(); ++i) {
+bool CudaProgram::leave_sums(const CudaCall& call, LaunchFrame& frame, PendingSums& later, Failure& failure) const {
+  std::vector<size_t> partials, totals;
+  for (const LaunchArgument& argument : launches.back().arguments) {
+    if (argument.source == Source::partial) partials.push_back(argument.index);
+    if (argument.source == Source::tensor) totals.push_back(argument.index);
+  }
+  std::vector<PendingSum> sums;
+  for (size_t i = 0; i < partials.size(); ++i) {
+    sums.push_back({frame.partial(partials[i]), call.tensors[totals[i]].data, frame.groups(),
+                    partial_widths[partials[i]], tensors[totals[i]].dtype});
+  }
+  return later.take({call.device, call.stream}, sums, frame.release_scratch(), failure);
+}
+
+bool CudaProgram::launch_all(const Loaded& loaded, const CudaCall& call, size_t count, LaunchFrame& frame,
+                             Failure& failure) const {
+  for (size_t i = 0; i < count; ++i) {
     if (frame.blocks(i) == 0) continue;
-    const CudaDriver::Result error = launch(loaded, call, frame, i);
-    if (error == CudaDriver::success) continue;
-    return refuse(*loaded.driver,
-                  "cuda:" + std::to_string(call.device) + " refused '" + launches[i].symbol +
-                      "' (perhaps for what an earlier kernel did)",
-                  error, failure);
+    const CudaLaunch& launch = launches[i];
+    Array<void*> parameters(launch.arguments.size());
+    for (size_t k = 0; k < launch.arguments.size(); ++k) parameters[k] = frame.address(launch.arguments[k]);
+    if (!module.launch(loaded, i, frame.blocks(i), call.stream, parameters.data(), failure)) return false;
   }
   return true;
 }
@@ -279,13 +187,13 @@ bool CudaProgram::launch_all(const Loaded& loaded, const CudaCall& call, LaunchF
 bool CudaProgram::check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const {
   failure.kind = Failure::Kind::value;
   if (!fits_int32(call.sizes.batch_inner) || !fits_int32(call.sizes.batch_size) || !fits_int32(sizes.most_blocks())) {
-    failure.text = "kernel '" + name + "': batch_inner, batch_size and the grid must be below 2**31";
+    failure.text = "kernel '" + module.name + "': batch_inner, batch_size and the grid must be below 2**31";
     return false;
   }
   for (size_t i = inputs; i < tensors.size(); ++i) {
     if (!is_misaligned(call.tensors[i], tensors[i].alignment)) continue;
-    failure.text = "kernel '" + name + "': tensor " + std::to_string(i) + " is written and must start at a multiple of " +
-                   std::to_string(tensors[i].alignment) + " bytes";
+    failure.text = "kernel '" + module.name + "': tensor " + std::to_string(i) +
+                   " is written and must start at a multiple of " + std::to_string(tensors[i].alignment) + " bytes";
     return false;
   }
   failure.kind = Failure::Kind::runtime;
@@ -302,8 +210,8 @@ bool CudaProgram::realign_inputs(const Loaded& loaded, const CudaCall& call, Lau
   return true;
 }
 
-bool CudaProgram::run(const CudaCall& call, Failure& failure) {
-  const Loaded* loaded = loaded_on(call, failure);
+bool CudaProgram::run(const CudaCall& call, PendingSums* later, Failure& failure) {
+  const Loaded* loaded = module.on(call.device, call.stream, failure);
   if (loaded == nullptr) return false;
   const CudaSizes wanted = sizes(call.sizes.rows, call.sizes.batch_size, loaded->multiprocessors);
   if (wanted.most_blocks() == 0) return true;
@@ -312,13 +220,14 @@ bool CudaProgram::run(const CudaCall& call, Failure& failure) {
   if (!frame.allocate_scratch(*this, call.device, failure)) return false;
   const CurrentContext current(*loaded->driver, loaded->context);
   if (current.error() != CudaDriver::success) {
-    return refuse(*loaded->driver, "the device's context cannot be made current", current.error(), failure);
+    return module.refuse(*loaded->driver, "the device's context cannot be made current", current.error(), failure);
   }
   if (!realign_inputs(*loaded, call, frame, failure)) return false;
+  const bool wait = later != nullptr && sums_can_wait(wanted);
   for (int64_t n = 0; n < call.repeats; ++n) {
-    if (!launch_all(*loaded, call, frame, failure)) return false;
+    if (!launch_all(*loaded, call, launches.size() - (wait ? 1 : 0), frame, failure)) return false;
   }
-  return true;
+  return !wait || leave_sums(call, frame, *later, failure);
 }
 
 }  // namespace te

@@ -1,16 +1,16 @@
-// What a generated CUDA kernel is made of, and how it is loaded and launched. Knows nothing of Python.
+// What a generated CUDA kernel is made of, and how it is launched. Knows nothing of Python.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
-#include <mutex>
-#include <string>
 #include <variant>
 #include <vector>
 
+#include "column_sums.h"
 #include "cuda_driver.h"
+#include "cuda_module.h"
+#include "failure.h"
 #include "kernel_call.h"
 #include "tensor.h"
 
@@ -53,10 +53,9 @@ struct LaunchArgument {
   uint32_t index;
 };
 
+// The launch of the module's function with the same number. One that adds up partial sums takes all of them, and as many
+// tensors in the same order.
 struct CudaLaunch {
-  std::string symbol;
-  unsigned threads;
-  unsigned shared_bytes;
   std::variant<RowGrid, SumGrid> grid;
   std::vector<LaunchArgument> arguments;
 };
@@ -79,13 +78,6 @@ struct CudaSizes {
   int64_t most_blocks() const { return *std::max_element(blocks.begin(), blocks.end()); }
 };
 
-// What went wrong, to be raised when the interpreter is there again.
-struct Failure {
-  enum class Kind : uint8_t { runtime, value, memory };
-  Kind kind = Kind::runtime;
-  std::string text;
-};
-
 // One call: what is on the device, and where it runs.
 struct CudaCall {
   int32_t device;
@@ -99,16 +91,10 @@ struct CudaCall {
 
 class LaunchFrame;
 
-// A kernel: machine code and the launches in it, in order. It never changes after construction but for the devices it
-// has been loaded on, so any number of threads may use it at once. What is loaded stays loaded: a CUDA graph may hold it.
+// A kernel: machine code and the launches in it, in order.
 class CudaProgram {
  public:
-  CudaProgram() = default;
-  CudaProgram(const CudaProgram&) = delete;
-  CudaProgram& operator=(const CudaProgram&) = delete;
-
-  std::string name;
-  std::string cubin;
+  CudaModule module;
   std::vector<TensorParameter> tensors;
   size_t inputs = 0;  // so many of the tensors are read, the others are written
   std::vector<CudaLaunch> launches;
@@ -116,37 +102,22 @@ class CudaProgram {
   size_t row_values = 0;                // float32 [rows] each, from one launch to the next
   size_t integers = 0;
   bool draws = false;  // then the last input is the seed: two int64, on the device or on the host
-  bool waits = false;  // its kernels begin by waiting for those before them, so the GPU may start them while these end
 
+  const char* name() const { return module.name.c_str(); }
   CudaSizes sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const;
 
-  // These two need no interpreter lock, must not be called under one that others wait for, and throw std::bad_alloc.
-  // With a call it refuses while that call's stream is being captured.
-  bool load(int32_t device, Failure& failure, const CudaCall* call = nullptr);
-  bool run(const CudaCall& call, Failure& failure);
+  // Needs no interpreter lock, must not be called under one that others wait for, and throws std::bad_alloc. Partial
+  // sums that can wait go to `later`, if there is one, instead of being added up now.
+  bool run(const CudaCall& call, PendingSums* later, Failure& failure);
 
  private:
-  struct Loaded {
-    const CudaDriver* driver;
-    CudaDriver::Context context;
-    int64_t multiprocessors;
-    bool starts_early;
-    std::vector<CudaDriver::Function> functions;
-  };
-  static constexpr size_t most_devices = 64;
+  using Loaded = CudaModule::Loaded;
 
-  const Loaded* loaded_on(const CudaCall& call, Failure& failure);
-  bool load_module(const CudaDriver& driver, int32_t device, const CudaCall* call, Loaded& loaded,
-                   Failure& failure) const;
-  bool find_functions(const CudaDriver& driver, CudaDriver::Module module, Loaded& loaded, Failure& failure) const;
+  bool sums_can_wait(const CudaSizes& sizes) const;
   bool check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const;
   bool realign_inputs(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
-  CudaDriver::Result launch(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, size_t index) const;
-  bool launch_all(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;
-  bool refuse(const CudaDriver& driver, const std::string& what, CudaDriver::Result error, Failure& failure) const;
-
-  std::mutex loading_;
-  std::array<std::atomic<const Loaded*>, most_devices> loaded_{};
+  bool launch_all(const Loaded& loaded, const CudaCall& call, size_t count, LaunchFrame& frame, Failure& failure) const;
+  bool leave_sums(const CudaCall& call, LaunchFrame& frame, PendingSums& later, Failure& failure) const;
 };
 
 }  // namespace te

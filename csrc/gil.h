@@ -6,7 +6,7 @@
 #include <new>
 #include <string>
 
-#include "cuda_launch.h"
+#include "failure.h"
 #include "reference.h"
 
 namespace te {

@@ -96,10 +96,9 @@ bool read_sizes(const char* kernel, const Arguments& arguments, CallSizes& sizes
   return false;
 }
 
-bool read_integers(const char* kernel, const Arguments& arguments, int64_t* values) {
-  for (size_t i = 0; i < integer_count(arguments); ++i) {
-    PyObject* value = PyTuple_GET_ITEM(arguments.integers, static_cast<Py_ssize_t>(i));
-    if (!read_integer(kernel, value, "integers", &values[i])) return false;
+bool read_integers(const char* kernel, PyObject* integers, int64_t* values) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(integers); ++i) {
+    if (!read_integer(kernel, PyTuple_GET_ITEM(integers, i), "integers", &values[i])) return false;
   }
   return true;
 }

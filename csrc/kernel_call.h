@@ -47,8 +47,8 @@ bool bind_arguments(const char* kernel, size_t tensor_count, PyObject* const* va
 
 bool read_sizes(const char* kernel, const Arguments& arguments, CallSizes& sizes);
 
-// `values` has room for all of them.
-bool read_integers(const char* kernel, const Arguments& arguments, int64_t* values);
+// A tuple; `values` has room for all of them.
+bool read_integers(const char* kernel, PyObject* integers, int64_t* values);
 
 inline size_t integer_count(const Arguments& arguments) {
   return static_cast<size_t>(PyTuple_GET_SIZE(arguments.integers));

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
+#include "cuda_kernel.h"
+#include "gil.h"
 #include "kernel_call.h"
 #include "tensor.h"
 
@@ -55,7 +58,7 @@ struct KernelStep::Sizes {
   PyObject* lead;
   std::array<int64_t, most_dimensions> outer;  // all but the last
   size_t dimensions;                           // of `outer`
-  int64_t rows, batch_inner, samples;
+  CallSizes call;
 };
 
 bool KernelStep::read_sizes(PyObject* lead_tensor, Sizes& sizes) const {
@@ -68,13 +71,13 @@ bool KernelStep::read_sizes(PyObject* lead_tensor, Sizes& sizes) const {
     return false;
   }
   std::copy_n(view.shape, sizes.dimensions, sizes.outer.begin());
-  sizes.rows = sizes.batch_inner = sizes.samples = 1;
-  for (size_t i = 0; i < sizes.dimensions; ++i) sizes.rows *= sizes.outer[i];
+  sizes.call = {1, 1, 1};
+  for (size_t i = 0; i < sizes.dimensions; ++i) sizes.call.rows *= sizes.outer[i];
   if (!per_sample || sizes.dimensions == 0) return true;
   const auto batch = static_cast<size_t>(batch_dim < 0 ? batch_dim + view.dimensions : batch_dim);
-  for (size_t i = batch + 1; i < sizes.dimensions; ++i) sizes.batch_inner *= sizes.outer[i];
-  sizes.batch_inner = std::max<int64_t>(sizes.batch_inner, 1);
-  sizes.samples = view.shape[batch];
+  for (size_t i = batch + 1; i < sizes.dimensions; ++i) sizes.call.batch_inner *= sizes.outer[i];
+  sizes.call.batch_inner = std::max<int64_t>(sizes.call.batch_inner, 1);
+  sizes.call.batch_size = view.shape[batch];
   return true;
 }
 
@@ -109,8 +112,8 @@ PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, con
       shape[sizes.dimensions] = spec.width;
       count = sizes.dimensions + 1;
       break;
-    case SizeRule::samples: shape[0] = sizes.samples, count = 1; break;
-    case SizeRule::sample_rows: shape[0] = sizes.samples, shape[1] = spec.width, count = 2; break;
+    case SizeRule::samples: shape[0] = sizes.call.batch_size, count = 1; break;
+    case SizeRule::sample_rows: shape[0] = sizes.call.batch_size, shape[1] = spec.width, count = 2; break;
   }
   if (!made) made = Reference::steal(integer_tuple(shape.data(), count));
   if (!made) return nullptr;
@@ -126,29 +129,34 @@ bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& s
     PyObject* tensor = make_output(spec, tensors, sizes);
     if (tensor == nullptr) return false;
     PyTuple_SET_ITEM(tensors, place++, tensor);
-    if (sizes.rows >= many_rows && !Reference::steal(PyObject_CallOneArg(large.get(), tensor))) return false;
+    if (sizes.call.rows >= many_rows && !Reference::steal(PyObject_CallOneArg(large.get(), tensor))) return false;
     Py_INCREF(tensor);
     if (!fill_slot(slots, spec.slot, tensor)) return false;
   }
   return true;
 }
 
-bool KernelStep::launch(PyObject* slots) {
+bool KernelStep::call(PyObject* tensors, const CallSizes& sizes, PendingSums* later) const {
+  if (cuda != nullptr) return call_cuda_kernel(*cuda, tensors, sizes, streams.get(), later);
+  const Reference rows = Reference::steal(PyLong_FromLongLong(sizes.rows));
+  const Reference inner = Reference::steal(PyLong_FromLongLong(sizes.batch_inner));
+  const Reference samples = Reference::steal(PyLong_FromLongLong(sizes.batch_size));
+  if (!rows || !inner || !samples) return false;
+  PyObject* arguments[] = {tensors, rows.get(), inner.get(), samples.get(), streams.get()};
+  return static_cast<bool>(Reference::steal(PyObject_Vectorcall(kernel.get(), arguments, 5, nullptr)));
+}
+
+bool KernelStep::launch(PyObject* slots, PendingSums* later) {
   Sizes sizes;
   PyObject* lead_tensor = read_slot(slots, lead, name.c_str());
   if (lead_tensor == nullptr || !read_sizes(lead_tensor, sizes)) return false;
   const Reference tensors = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(inputs.size() + outputs.size())));
-  if (!tensors || !take_inputs(slots, tensors.get()) || !make_outputs(slots, tensors.get(), sizes)) return false;
-  const Reference rows = Reference::steal(PyLong_FromLongLong(sizes.rows));
-  const Reference inner = Reference::steal(PyLong_FromLongLong(sizes.batch_inner));
-  const Reference samples = Reference::steal(PyLong_FromLongLong(sizes.samples));
-  if (!rows || !inner || !samples) return false;
-  PyObject* arguments[] = {tensors.get(), rows.get(), inner.get(), samples.get(), streams.get()};
-  return static_cast<bool>(Reference::steal(PyObject_Vectorcall(kernel.get(), arguments, 5, nullptr)));
+  return tensors && take_inputs(slots, tensors.get()) && make_outputs(slots, tensors.get(), sizes) &&
+         call(tensors.get(), sizes.call, later);
 }
 
-bool KernelStep::run(PyObject* slots) {
-  if (kernel.get() != Py_None && !launch(slots)) return false;
+bool KernelStep::run(PyObject* slots, PendingSums* later) {
+  if (kernel.get() != Py_None && !launch(slots, later)) return false;
   for (const auto& [alias, original] : aliases) {
     PyObject* tensor = read_slot(slots, original, name.c_str());
     if (tensor == nullptr) return false;
@@ -173,7 +181,7 @@ bool FunctionStep::unpack(PyObject* made, PyObject* slots) const {
   return true;
 }
 
-bool FunctionStep::run(PyObject* slots) {
+bool FunctionStep::run(PyObject* slots, PendingSums*) {
   Array<PyObject*> arguments(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) arguments[i] = PyList_GET_ITEM(slots, inputs[i]);
   Reference made = Reference::steal(PyObject_Vectorcall(function.get(), arguments.data(), inputs.size(), nullptr));
@@ -184,19 +192,23 @@ bool FunctionStep::run(PyObject* slots) {
   return false;
 }
 
+bool Program::run(const Entry& entry, PyObject* slots, PendingSums* later) const {
+  if (entry.native != nullptr) return entry.native->run(slots, entry.sums_may_wait ? later : nullptr);
+  return static_cast<bool>(Reference::steal(PyObject_CallOneArg(entry.callable.get(), slots)));
+}
+
 bool Program::run(PyObject* slots) {
+  std::optional<PendingSums> later;
+  if (column_sums != nullptr) later.emplace(*column_sums);
   for (const Entry& entry : entries) {
-    if (entry.native != nullptr) {
-      if (!entry.native->run(slots)) return false;
-    } else if (!Reference::steal(PyObject_CallOneArg(entry.callable.get(), slots))) {
-      return false;
-    }
+    if (!run(entry, slots, later ? &*later : nullptr)) return false;
     for (const Py_ssize_t slot : entry.dead) {
       Py_INCREF(Py_None);
       if (!fill_slot(slots, slot, Py_None)) return false;
     }
   }
-  return true;
+  if (!later || later->empty()) return true;
+  return without_gil("column_sums", [&](Failure& failure) { return later->add_up(failure); });
 }
 
 int Program::visit(visitproc visit, void* argument) const {

@@ -11,18 +11,20 @@
 #include <utility>
 #include <vector>
 
+#include "column_sums.h"
+#include "cuda_launch.h"
 #include "reference.h"
 
 namespace te {
 
-// One step. `run` returns false with a Python error set; it needs the interpreter lock.
+// One step. What its column sums are made of goes to `later`, if that is not nullptr. `run` returns false with a Python error set; it needs the interpreter lock.
 class Step {
  public:
   Step() = default;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
   virtual ~Step() = default;
-  virtual bool run(PyObject* slots) = 0;
+  virtual bool run(PyObject* slots, PendingSums* later) = 0;
 };
 
 // How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width].
@@ -42,6 +44,7 @@ class KernelStep : public Step {
  public:
   std::string name;
   Reference kernel;  // None where nothing is computed, and outputs are other names of inputs
+  CudaProgram* cuda = nullptr;  // what `kernel` is made of, where it is a CudaKernel
   std::vector<Py_ssize_t> inputs;
   Py_ssize_t lead = 0;  // the slot whose sizes are those of the call
   bool per_sample = false;
@@ -52,12 +55,13 @@ class KernelStep : public Step {
   int64_t many_rows = 0;  // from so many rows on, outputs are shown to `large`
   Reference large;
 
-  bool run(PyObject* slots) override;
+  bool run(PyObject* slots, PendingSums* later) override;
 
  private:
   struct Sizes;
   bool read_sizes(PyObject* lead_tensor, Sizes& sizes) const;
-  bool launch(PyObject* slots);
+  bool launch(PyObject* slots, PendingSums* later);
+  bool call(PyObject* tensors, const CallSizes& sizes, PendingSums* later) const;
   bool take_inputs(PyObject* slots, PyObject* tensors) const;
   bool make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
   PyObject* make_output(const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;
@@ -71,7 +75,7 @@ class FunctionStep : public Step {
   std::vector<Py_ssize_t> inputs;
   std::vector<Py_ssize_t> outputs;  // -1 for a result that nobody reads
 
-  bool run(PyObject* slots) override;
+  bool run(PyObject* slots, PendingSums* later) override;
 
  private:
   bool unpack(PyObject* made, PyObject* slots) const;
@@ -84,14 +88,20 @@ class Program {
     Reference callable;       // the step as Python has it: it is called with the slots where `native` is nullptr
     Step* native = nullptr;   // owned by `callable`
     std::vector<Py_ssize_t> dead;
+    bool sums_may_wait = false;  // no later step reads its column sums, and they outlive the program
   };
   std::vector<Entry> entries;
+  Reference sums;                      // what holds `column_sums`
+  ColumnSums* column_sums = nullptr;   // adds up all that may wait at the end; nullptr: every step adds up its own
 
   bool run(PyObject* slots);
 
   // For the garbage collector: steps may hold the ops whose plan this is.
   int visit(visitproc visit, void* argument) const;
   void clear() { entries.clear(); }
+
+ private:
+  bool run(const Entry& entry, PyObject* slots, PendingSums* later) const;
 };
 
 // Looks up what steps ask torch for; false with a Python error set.

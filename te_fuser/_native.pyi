@@ -261,9 +261,29 @@ class FunctionStep(Step):
     def __init__(self, name: str, function: Callable[..., Any], inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """Prepare a step; a function with several outputs returns a tuple. Slot -1 takes what nobody reads."""
 
+class ColumnSums:
+    """The kernel that adds up partial sums of several kernels in one launch; `kernels/column_sums.cu`."""
+
+    def __init__(self, cubin: bytes) -> None: ...
+    def load(self, device: int) -> None:
+        """Load on a device; RuntimeError with the driver's words."""
+
 class Program:
     """Steps in order, and after each the slots that nobody reads any more."""
 
-    def __init__(self, steps: Sequence[tuple[Callable[[list[Any]], None], Sequence[int]]]) -> None: ...
+    def __init__(
+        self,
+        steps: Sequence[tuple[Callable[[list[Any]], None], Sequence[int]]],
+        sums: ColumnSums | None = None,
+        sums_may_wait: Sequence[int] = (),
+    ) -> None:
+        """Prepare a program.
+
+        Args:
+            steps: each with the slots that nobody reads after it.
+            sums: adds up, at the end, the column sums of all steps that may wait; without it each step does its own.
+            sums_may_wait: the steps, by number, whose column sums no later step reads, and which live on at the end.
+        """
+
     def run(self, slots: list[Any]) -> None:
         """Run every step on these slots."""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from te_fuser.codegen import cuda
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.fuser import fuser
+from te_fuser.kernels import column_sums
 from tests.codegen import cuda_on_cpu
 
 REAL_DRIVER = "libcuda.so.1"
@@ -67,6 +69,7 @@ class Emulation:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kernels: dict[str, _native.CudaKernel] = {}
+        self._column_sums: _native.ColumnSums | None = None
 
     def load(self, descriptions: Sequence[KernelDescription]) -> list[_native.CudaKernel]:
         """The native kernels, in order."""
@@ -84,17 +87,39 @@ class Emulation:
             code = f"{built.library._name}:{built.number}"
             self.kernels[d.key] = native_kernel(d, text, code.encode())
 
+    def column_sums(self) -> _native.ColumnSums:
+        """What adds up the sums of a program's kernels at its end."""
+        if self._column_sums is None:
+            folder = self.folder / "column_sums"
+            folder.mkdir()
+            text = SimpleNamespace(source=column_sums.text(), launches=[SimpleNamespace(symbol="column_sums")])
+            assert CXX is not None
+            (built,) = cuda_on_cpu.build(CXX, [text], folder)  # type: ignore[list-item]
+            self._column_sums = _native.ColumnSums(f"{built.library._name}:{built.number}".encode())
+        return self._column_sums
+
     @contextlib.contextmanager
     def in_plans(self) -> Iterator[None]:
         """Plans run these kernels, as they would on a GPU."""
 
         def load(
-            descriptions: Sequence[KernelDescription], target: str, device: torch.device, rows: int | None = None
+            descriptions: Sequence[KernelDescription],
+            target: str,
+            device: torch.device,
+            rows: int | None = None,
+            written: Sequence[Any] = (),
         ) -> dict[str, Any]:
             return {d.key: k for d, k in zip(descriptions, self.load(descriptions), strict=True)}
 
         def target(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
             return "cuda"
 
-        with mock.patch.object(fuser, "load_kernels", load), mock.patch.object(fuser, "target_for", target):
+        def sums(target: str, device: torch.device) -> _native.ColumnSums:
+            return self.column_sums()
+
+        with (
+            mock.patch.object(fuser, "load_kernels", load),
+            mock.patch.object(fuser, "load_column_sums", sums),
+            mock.patch.object(fuser, "target_for", target),
+        ):
             yield

@@ -184,15 +184,16 @@ def _finish_text(symbol: str, sums: Sequence[Sum]) -> tuple[str, CudaLaunch]:
                 before = ordered[number - 1]
                 text(f"block -= {_tiles(before)}{' * batch_size' if before.axes & Axes.BATCH else ''};")
             width, tiles = t.width if t.axes & Axes.FEATURE else 1, _tiles(t)
-            call = f"te::finish<{width}>(found, {partial}, {total}"
+            call = f"te::finish(found, {partial}, {total}"
             if t.axes & Axes.BATCH:
                 per_sample += tiles
                 with text.block(f"if (block < {tiles} * batch_size)"):
                     text(f"const int splits = groups / batch_size, sample = block / {tiles};")
-                    text(f"return {call}, static_cast<long long>(sample) * splits, splits, block % {tiles}, sample);")
+                    first = "static_cast<long long>(sample) * splits"
+                    text(f"return {call}, {first}, splits, block % {tiles}, sample, {width});")
             else:
                 fixed += tiles
-                text(f"if (block < {tiles}) return {call}, 0, groups, block, 0);")
+                text(f"if (block < {tiles}) return {call}, 0, groups, block, 0, {width});")
     return "\n".join(text.lines), CudaLaunch(symbol, tuple(parameters), 1024, 0, SumGrid(fixed, per_sample))
 
 

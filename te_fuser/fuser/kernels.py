@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from te_fuser import _native
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
@@ -127,3 +128,12 @@ def load_kernels(
         kernels = cuda_loader.load(descriptions, device, rows=rows, cache_dir=config.cache_dir)
         return {d.key: k.run for d, k in zip(descriptions, kernels, strict=True)}
     return {d.key: InterpretedKernel(d) for d in descriptions}
+
+
+def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | None:
+    """What adds up the column sums of a program's kernels at its end; None where each does it at once."""
+    if target != "cuda":
+        return None
+    from te_fuser.kernels.column_sums import column_sums
+
+    return column_sums(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,11 +297,13 @@ def build_program(
     outputs: Iterable[Ref],
     kernels: Mapping[str, KernelFunction],
     wrap: Wrapper | None = None,
+    sums: _native.ColumnSums | None = None,
 ) -> tuple[Program, SlotMap]:
     """Steps as a program whose first slots are `inputs`; `outputs` are never dropped.
 
     Args:
         kernels: description key -> the kernel.
+        sums: adds up all column sums at the end that no step reads; without it each kernel adds up its own.
     """
     slots = SlotMap()
     # Two inputs may be one tensor under two names; nobody reads the second.
@@ -319,9 +321,18 @@ def build_program(
     for slot, k in last.items():
         if slot not in held:
             dead.setdefault(k, []).append(slot)
-    native = _native.Program([(r, dead.get(k, [])) for k, r in enumerate(runners)])
+    may_wait = [] if wrap else [k for k, s in enumerate(steps) if _sums_may_wait(s, k, slots, last, held)]
+    native = _native.Program([(r, dead.get(k, [])) for k, r in enumerate(runners)], sums, may_wait)
     blank = (None,) * (len(slots) - len(numbers_in) + 1)
     return Program(native.run, len(slots), numbers_in, numbers_out, blank), slots
+
+
+def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, int], held: Container[int]) -> bool:
+    """Whether a kernel's column sums are results of the program that no later step reads."""
+    if not isinstance(step.task, KernelPlan):
+        return False
+    places = [slots[o.ref] for o in step.task.outputs[len(step.task.description.stores) :]]
+    return all(p in held and last[p] == number for p in places)
 
 
 def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -> Runner:

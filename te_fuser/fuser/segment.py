@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
+from te_fuser import _native
 from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.program import KernelFunction, Program, Wrapper, build_program
+from te_fuser.fuser.program import KernelFunction, Program, SlotMap, Wrapper, build_program
 from te_fuser.fuser.refs import (
     SEED,
     Ref,
@@ -132,13 +134,22 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
 
 
 def build_segments(
-    plan: Plan, kernels: Mapping[str, KernelFunction], wrap: Wrapper | None = None
+    plan: Plan,
+    kernels: Mapping[str, KernelFunction],
+    wrap: Wrapper | None = None,
+    sums: _native.ColumnSums | None = None,
 ) -> tuple[Segment, ...]:
-    """Every segment of a plan, ready to run."""
-    return tuple(_build(plan, start, stop, kernels, wrap) for start, stop in plan.segments)
+    """Every segment of a plan, ready to run.
+
+    Args:
+        wrap: what runs in each step's place.
+        sums: adds up column sums at the end of a program; without it each kernel adds up its own.
+    """
+    build = functools.partial(build_program, kernels=kernels, wrap=wrap, sums=sums)
+    return tuple(_build(plan, start, stop, build) for start, stop in plan.segments)
 
 
-def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFunction], wrap: Wrapper | None) -> Segment:
+def _build(plan: Plan, start: int, stop: int, build: Callable[..., tuple[Program, SlotMap]]) -> Segment:
     graph = plan.graph
     forward_steps = [s for s in plan.forward if start <= s.start < stop]
     backward_steps = [s for s in plan.backward if start <= s.start < stop]
@@ -156,7 +167,7 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
     inputs += [SEED] if uses_seed else []
     outputs = [value_ref(graph.root(v)) for v in values_out]
     notes_refs = [("notes", n) for n in sorted({r.task.node.index for r in forward_steps if hasattr(r.task, "node")})]
-    forward, forward_slots = build_program(forward_steps, inputs, [*outputs, *kept, *notes_refs], kernels, wrap)
+    forward, forward_slots = build(forward_steps, inputs, [*outputs, *kept, *notes_refs])
     backward: Program | None = None
     gradients_in: tuple[int | None, ...] = ()
     gradients_out: tuple[int, ...] = ()
@@ -168,9 +179,7 @@ def _build(plan: Plan, start: int, stop: int, kernels: Mapping[str, KernelFuncti
         returned += [None] if uses_seed else []
         made |= set(arriving)
         returned = [r if r in made else None for r in returned]
-        backward, slots = build_program(
-            backward_steps, [*arriving, *kept], [r for r in returned if r is not None], kernels, wrap
-        )
+        backward, slots = build(backward_steps, [*arriving, *kept], [r for r in returned if r is not None])
         gradients_in = tuple(slots[gradient_ref(v)] if graph.needs_grad(v) else None for v in values_out)
         gradients_out = tuple(backward.size if r is None else slots[r] for r in returned)
         notes = [(forward_slots[r], slots[r]) for r in notes_refs if r in slots]

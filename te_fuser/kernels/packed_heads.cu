@@ -251,5 +251,5 @@ extern "C" __global__ void __launch_bounds__(1024) packed_heads_finish(
     const float* __restrict__ partial, SumElement* __restrict__ sums, int groups) {
   te::wait_for_earlier();
   __shared__ float found[32][33];
-  te::finish<kFeatures>(found, partial, sums, 0, groups, blockIdx.x, 0);
+  te::finish(found, partial, sums, 0, groups, blockIdx.x, 0, kFeatures);
 }

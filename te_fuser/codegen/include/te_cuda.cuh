@@ -422,22 +422,22 @@ TE_DEVICE void store_sums(bool alone, T* total, float* partial, const float (&su
 
 // Adds the partial sums of the groups [first, first + groups) for 32 columns, always in the same order, and stores them.
 // 32 warps: each adds every 32nd group, then the first adds up what the others found.
-template <int kWidth, class T>
+template <class T>
 TE_DEVICE void finish(float (&found)[32][33], const float* partial, T* total, long long first, int groups, int tile,
-                      long long output) {
+                      long long output, int width) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = tile * 32 + lane;
   float sum = 0.0f;
-  if (column < kWidth) {
+  if (column < width) {
 #pragma unroll 4
-    for (int group = warp; group < groups; group += 32) sum += partial[(first + group) * kWidth + column];
+    for (int group = warp; group < groups; group += 32) sum += partial[(first + group) * width + column];
   }
   found[warp][lane] = sum;
   __syncthreads();
   // Warp w takes column w, so that the last additions are a reduction within one warp.
   float whole = found[lane][warp];
   reduce_lanes<32, Sum>(whole);
-  if (lane == 0 && tile * 32 + warp < kWidth) total[output * kWidth + tile * 32 + warp] = rounded<T>(whole);
+  if (lane == 0 && tile * 32 + warp < width) total[output * width + tile * 32 + warp] = rounded<T>(whole);
 }
 
 // ------------------------------------------------------------------------------------------- rows, samples

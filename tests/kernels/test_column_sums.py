@@ -1,0 +1,193 @@
+"""Column sums of several kernels, added up by one launch at the end of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import _native, ops
+from te_fuser.codegen import nvrtc
+from te_fuser.fuser import fuser
+from te_fuser.kernels import column_sums
+from te_fuser.verify import steps as verify_steps
+from tests.codegen import ptx
+from tests.codegen.test_cuda import needs_nvrtc
+from tests.fake_cuda import CXX, Emulation, FakeDriver, compile_driver, in_place
+from tests.twins import randomize, tensor
+
+needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+WIDTH = 40
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def driver(library: Path) -> Iterator[FakeDriver]:
+    with in_place(library) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
+    return Emulation(tmp_path_factory.mktemp("emulated"))
+
+
+# ---- in plans ---------------------------------------------------------------------------------------------------
+
+
+def layers(dtype: torch.dtype) -> te_fuser.Sequential:
+    model = te_fuser.Sequential(
+        ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 2 * WIDTH), ops.GELU(), ops.Linear(2 * WIDTH, WIDTH), ops.RMSNorm(WIDTH)
+    )
+    return randomize(model).to(dtype)
+
+
+def gradients(model: te_fuser.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    y = model(x)
+    return [*torch.autograd.grad(y, [x, *model.parameters()], torch.full_like(y, 0.5))]
+
+
+def launched(driver: FakeDriver, model: te_fuser.Sequential, x: torch.Tensor) -> tuple[list[torch.Tensor], int, bytes]:
+    """The gradients, how many kernels that took, and the last one's name; plans are made before."""
+    gradients(model, x)
+    driver.launches = 0
+    found = gradients(model, x)
+    return found, driver.launches, driver.last_symbol
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_launch_gives_what_each_kernel_would(
+    dtype: torch.dtype, driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = tensor(90, WIDTH, dtype=dtype)
+    with emulation.in_plans():
+        together, launches, last = launched(driver, layers(dtype), x)
+        monkeypatch.setattr(emulation, "column_sums", lambda: None)
+        apart, more, other = launched(driver, layers(dtype), x)
+    assert last == b"column_sums" and other.endswith(b"_finish")
+    assert more == launches + 2  # three kernels have sums
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+@needs_compiler
+def test_sums_that_a_step_reads_do_not_wait(driver: FakeDriver, emulation: Emulation) -> None:
+    """A shared parameter's gradient is the sum of two: both are read within the program."""
+    shared = ops.Scale(WIDTH)
+    model = randomize(te_fuser.Sequential(shared, ops.Linear(WIDTH, WIDTH), shared, ops.Linear(WIDTH, WIDTH)))
+    exact = te_fuser.Sequential(*model).double()
+    x = tensor(90, WIDTH, dtype=torch.float32)
+    with emulation.in_plans():
+        found, _, _ = launched(driver, model.float(), x)
+    leaf = x.detach().double().requires_grad_()
+    y = exact.double().reference(leaf)
+    wanted = torch.autograd.grad(y, [leaf, *exact.parameters()], torch.full_like(y, 0.5))
+    for got, want in zip(found, wanted, strict=True):
+        assert (got.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@needs_compiler
+def test_verified_steps_add_up_at_once(
+    driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks at a step's results after it has run finds them there."""
+    checked = te_fuser.Sequential(*layers(torch.float32), verify=True)
+    x = tensor(90, WIDTH, dtype=torch.float32)
+    with emulation.in_plans():
+        monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
+        _, _, last = launched(driver, checked, x)
+    assert last.endswith(b"_finish")
+
+
+# ---- in programs ------------------------------------------------------------------------------------------------
+
+ROWS, FINISH = (1, 1, 2, False, True), (1, 0)
+
+
+def nothing(width: int, sums: int) -> _native.CudaKernel:
+    """A kernel with sums of that width, which writes nothing."""
+    partials = tuple(("partial", k) for k in range(sums))
+    totals = tuple(("tensor", 1 + k) for k in range(sums))
+    launches = (
+        ("rows", 128, 0, ROWS, (("tensor", 0), *partials, ("rows", 0))),
+        ("finish", 1024, 0, FINISH, (*partials, *totals, ("groups", 0), ("batch_size", 0))),
+    )
+    dtypes = ("float32",) * (1 + sums)
+    return _native.CudaKernel(
+        "nothing", b"nowhere:-", dtypes, (4,) * (1 + sums), 1, launches, (width,) * sums, 0, 0, waits=True
+    )
+
+
+def program(steps: int, width: int, sums: int, may_wait: bool = True) -> tuple[_native.Program, list[Any]]:
+    """Steps that all read slot 0, each with sums of its own; and the slots."""
+    runners = [
+        _native.KernelStep(
+            "nothing", nothing(width, sums), [0], 0, None,
+            [(1 + k * sums + i, -1, 1, 0, (width,), torch.float32) for i in range(sums)],
+            (), [], 1 << 60, None,
+        )
+        for k in range(steps)
+    ]  # fmt: skip
+    kernel = _native.ColumnSums(b"nowhere:-")
+    made = _native.Program([(r, []) for r in runners], kernel, range(steps) if may_wait else ())
+    return made, [torch.zeros(64, 4), *[None] * (steps * sums)]
+
+
+@pytest.mark.parametrize(("steps", "sums", "launches"), [(1, 1, 1), (3, 2, 1), (16, 4, 1), (17, 4, 2)])
+def test_a_launch_takes_sixty_four_sums(driver: FakeDriver, steps: int, sums: int, launches: int) -> None:
+    made, slots = program(steps, WIDTH, sums)
+    made.run(slots)
+    assert driver.launches == steps + launches
+    assert driver.early == driver.launches
+    assert (driver.last_symbol, driver.last_threads) == (b"column_sums", 1024)
+    assert driver.last_blocks == 2 * (steps * sums - 64 * (launches - 1))
+
+
+def test_without_leave_every_step_adds_up_its_own(driver: FakeDriver) -> None:
+    made, slots = program(3, WIDTH, 2, may_wait=False)
+    made.run(slots)
+    assert (driver.launches, driver.last_symbol) == (6, b"finish")
+
+
+def test_much_memory_does_not_wait(driver: FakeDriver) -> None:
+    """What waits is added up as soon as it fills 64 MiB; here each step has 48."""
+    made, slots = program(3, 2 << 20, 1)
+    made.run(slots)
+    assert driver.launches == 3 + 2
+
+
+def test_one_block_has_nothing_to_add_up(driver: FakeDriver) -> None:
+    made, slots = program(2, WIDTH, 1)
+    slots[0] = torch.zeros(1, 4)
+    made.run(slots)
+    assert driver.launches == 2
+
+
+def test_what_the_driver_refuses_is_said(driver: FakeDriver) -> None:
+    made, slots = program(1, WIDTH, 1)
+    made.run(slots)
+    driver.failing = 700
+    with pytest.raises(RuntimeError, match="cuda:0 refused 'rows'.*illegal memory access"):
+        made.run(slots)
+    with pytest.raises(RuntimeError, match="'column_sums': there is no cuda:7"):
+        _native.ColumnSums(b"nowhere:-").load(7)
+
+
+# ---- the text ---------------------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_it_compiles_and_waits(arch: str, tmp_path: Path) -> None:
+    made = nvrtc.compile_source(column_sums.text(), arch, name="column_sums", cache=tmp_path)
+    (resources,) = made.resources
+    assert (resources.symbol, resources.stack_bytes, resources.spilled_bytes) == ("column_sums", 0, 0)
+    assert arch == "sm_80" or not ptx.too_early(column_sums.text(), arch)
