@@ -5,16 +5,17 @@ What this process has made once is used again; machine code is also kept on disk
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +27,7 @@ from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, item_size
 from te_fuser.codegen.schedule import Schedule, device_of
 from te_fuser.codegen.tuned_schedules import store_for
+from te_fuser.codegen.written import Loadable, WrittenKernel
 from te_fuser.formula.expr import Axes
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def load(
     *,
     rows: int | None = None,
     cache_dir: Path | None = None,
+    written: Iterable[WrittenKernel] = (),
 ) -> list[GpuKernel]:
     """The kernels for these descriptions on a CUDA device, in their order, loaded and ready for a captured stream.
 
@@ -62,6 +65,7 @@ def load(
     Args:
         rows: about how many rows the kernels will have; it selects among measured schedules.
         cache_dir: the folder for machine code and measured schedules; the user's cache folder if not given.
+        written: kernels written by hand that are to be compiled beside these, and loaded.
 
     Raises:
         CompilerMissing, CompileError: from NVRTC; an error in a kernel's text names the kernel and shows the line.
@@ -71,7 +75,7 @@ def load(
     """
     index = _index(device)
     wanted = {d.key: (d, _measured(d, index, rows, cache_dir)) for d in descriptions}
-    made = dict(zip(wanted, _load(list(wanted.values()), index, cache_dir), strict=True))
+    made = dict(zip(wanted, _load(list(wanted.values()), index, cache_dir, written), strict=True))
     return [made[d.key] for d in descriptions]
 
 
@@ -122,6 +126,8 @@ Wanted = tuple[KernelDescription, tuple[Schedule, ...]]  # no schedule: the mode
 _lock = threading.RLock()
 _made: dict[tuple[str, str, tuple[Schedule, ...]], GpuKernel] = {}  # by description, architecture, schedules
 _ready: set[tuple[str, str, tuple[Schedule, ...], int]] = set()  # what is loaded on which device
+_written: dict[tuple[WrittenKernel, str], Loadable] = {}  # by architecture
+_written_ready: set[tuple[WrittenKernel, int]] = set()
 
 
 def _measured(
@@ -137,20 +143,26 @@ def _misfit(description: KernelDescription, schedules: tuple[Schedule, ...], ind
     return schedule_model.misfit(rewrite(description), schedules, device_of(_arch(index)))
 
 
-def _load(wanted: Sequence[Wanted], index: int, cache_dir: Path | None) -> list[GpuKernel]:
+def _load(
+    wanted: Sequence[Wanted], index: int, cache_dir: Path | None, written: Iterable[WrittenKernel] = ()
+) -> list[GpuKernel]:
     arch = _arch(index)
     with _lock:
         missing = [(d, s) for d, s in wanted if (d.key, arch, s, index) not in _ready]
-        if missing:
-            _refuse_capture([d for d, _ in missing], index)
-            _made.update(_make([(d, s) for d, s in missing if (d.key, arch, s) not in _made], arch, cache_dir))
+        by_hand = [k for k in dict.fromkeys(written) if (k, index) not in _written_ready]
+        if missing or by_hand:
+            _refuse_capture([*(d for d, _ in missing), *by_hand], index)
+            _make_all(missing, by_hand, arch, cache_dir)
         for d, s in missing:
             _made[d.key, arch, s].run.load(index)
             _ready.add((d.key, arch, s, index))
+        for k in by_hand:
+            _written[k, arch].load(index)
+            _written_ready.add((k, index))
         return [_made[d.key, arch, s] for d, s in wanted]
 
 
-def _refuse_capture(missing: Iterable[KernelDescription], index: int) -> None:
+def _refuse_capture(missing: Iterable[KernelDescription | WrittenKernel], index: int) -> None:
     if not _is_capturing(index):
         return
     names = ", ".join(sorted({d.name for d in missing}))
@@ -168,23 +180,34 @@ def _is_capturing(index: int) -> bool:
 # ------------------------------------------------------------------------------------------------- compiling
 
 
+def _make_all(wanted: Sequence[Wanted], written: Sequence[WrittenKernel], arch: str, cache_dir: Path | None) -> None:
+    """Make what this process has not, generated kernels and those written by hand at the same time."""
+    new = [(d, s) for d, s in wanted if (d.key, arch, s) not in _made]
+    by_hand = [k for k in written if (k, arch) not in _written]
+    jobs: list[Callable[[], Any]] = [functools.partial(_make, d, s, arch, cache_dir) for d, s in new]
+    jobs += [functools.partial(k.compile, arch, cache_dir) for k in by_hand]
+    made = _in_parallel(jobs, arch)
+    _made.update({(d.key, arch, s): kernel for (d, s), kernel in zip(new, made, strict=False)})
+    _written.update({(k, arch): kernel for k, kernel in zip(by_hand, made[len(new) :], strict=True)})
+
+
 def _make(
-    wanted: Sequence[Wanted], arch: str, cache_dir: Path | None
-) -> dict[tuple[str, str, tuple[Schedule, ...]], GpuKernel]:
-    """Generate and compile, several at a time."""
-    if not wanted:
-        return {}
-    with _Progress(len(wanted), arch) as progress, ThreadPoolExecutor(min(len(wanted), os.cpu_count() or 1)) as pool:
-        started = []
-        for description, schedules in wanted:
-            job = pool.submit(compile_kernel, description, arch, schedules=schedules, cache=cache_dir)
+    description: KernelDescription, schedules: tuple[Schedule, ...], arch: str, cache_dir: Path | None
+) -> GpuKernel:
+    """Generate and compile one kernel."""
+    text, code = compile_kernel(description, arch, schedules=schedules, cache=cache_dir)
+    return GpuKernel(description, text, code.resources, native_kernel(description, text, code.cubin))
+
+
+def _in_parallel(jobs: Sequence[Callable[[], Any]], arch: str) -> list[Any]:
+    """What the jobs of the compiler give, several at a time."""
+    if not jobs:
+        return []
+    with _Progress(len(jobs), arch) as progress, ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        started = [pool.submit(job) for job in jobs]
+        for job in started:
             job.add_done_callback(progress.count)
-            started.append((description, schedules, job))
-        compiled = [(description, schedules, *job.result()) for description, schedules, job in started]
-    return {
-        (d.key, arch, schedules): GpuKernel(d, text, code.resources, native_kernel(d, text, code.cubin))
-        for d, schedules, text, code in compiled
-    }
+        return [job.result() for job in started]
 
 
 class _Progress:

@@ -12,7 +12,15 @@ import torch
 
 from te_fuser.fuser.device import Device, device_of
 from te_fuser.fuser.graph import CallSpecs, Graph, GraphBuilder, ListedOp, list_ops, spec_of
-from te_fuser.fuser.kernels import GENERATED_DTYPES, load_column_sums, load_kernels, obstacle, target_for, target_on_gpu
+from te_fuser.fuser.kernels import (
+    GENERATED_DTYPES,
+    load_column_sums,
+    load_kernels,
+    obstacle,
+    target_for,
+    target_on_gpu,
+    written_kernels,
+)
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
 from te_fuser.fuser.program import KernelFunction, descriptions
@@ -244,7 +252,9 @@ def prepare(plan: Plan, outputs: tuple[str, ...], instead: Mapping[str, KernelFu
         instead: description key -> another kernel for it.
     """
     found = descriptions([*plan.forward, *plan.backward])
-    kernels = load_kernels(list(found.values()), plan.kernels, plan.x.device, plan.x.rows) | dict(instead or {})
+    kernels = load_kernels(
+        list(found.values()), plan.kernels, plan.x.device, plan.x.rows, written_kernels(plan)
+    ) | dict(instead or {})
     sums = load_column_sums(plan.kernels, plan.x.device) if any(d.sums for d in found.values()) else None
     return Prepared(
         plan,

@@ -11,8 +11,12 @@ import torch
 from te_fuser import _native
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.interpreted import InterpretedKernel
+from te_fuser.codegen.written import WrittenKernel
 from te_fuser.config import config
-from te_fuser.fuser.program import KernelFunction
+from te_fuser.fuser.plan import FusionTask, Plan
+from te_fuser.fuser.problem import Options, match_at
+from te_fuser.fuser.program import KernelFunction, descriptions
+from te_fuser.kernels.column_sums import ColumnSumsKernel, column_sums
 from te_fuser.kernels.matmul import problem as cublaslt_problem
 
 GENERATED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -112,28 +116,46 @@ def _warn_once(why: str) -> None:
     )
 
 
+def written_kernels(plan: Plan) -> tuple[WrittenKernel, ...]:
+    """The kernels written by hand that a plan launches, for its fusions and for its column sums, each once."""
+    found: dict[WrittenKernel, None] = {}
+    steps = [*plan.forward, *plan.backward]
+    if any(d.sums for d in descriptions(steps).values()):
+        found[ColumnSumsKernel()] = None
+    for step in steps:
+        task = step.task
+        if isinstance(task, FusionTask) and task.fusion.compiles is not None:
+            match = match_at(plan.graph, Options(plan.device, plan.kernels), step.start, step.stop)
+            found |= dict.fromkeys(task.fusion.compiles(match, task.direction, task.needed))
+    return tuple(found)
+
+
 def load_kernels(
-    descriptions: Sequence[KernelDescription], target: str, device: torch.device, rows: int | None = None
+    wanted: Sequence[KernelDescription],
+    target: str,
+    device: torch.device,
+    rows: int | None = None,
+    written: Sequence[WrittenKernel] = (),
 ) -> dict[str, KernelFunction]:
-    """Description key -> kernel, for tensors on `device` with about that many rows."""
+    """Description key -> kernel, for tensors on `device` with about that many rows.
+
+    Args:
+        written: kernels written by hand that are compiled and loaded beside these, where the target is "cuda".
+    """
     if target == "cpp":
         from te_fuser.codegen import compiler
 
         found = compiler.find_compiler(config.compiler)
-        handles = compiler.load(descriptions, cache_dir=config.cache_dir, compiler=found)
-        return {d.key: h for d, h in zip(descriptions, handles, strict=True)}
+        handles = compiler.load(wanted, cache_dir=config.cache_dir, compiler=found)
+        return {d.key: h for d, h in zip(wanted, handles, strict=True)}
     if target == "cuda":
         from te_fuser.codegen import cuda_loader
 
-        kernels = cuda_loader.load(descriptions, device, rows=rows, cache_dir=config.cache_dir)
-        return {d.key: k.run for d, k in zip(descriptions, kernels, strict=True)}
-    return {d.key: InterpretedKernel(d) for d in descriptions}
+        kernels = cuda_loader.load(wanted, device, rows=rows, cache_dir=config.cache_dir, written=written)
+        return {d.key: k.run for d, k in zip(wanted, kernels, strict=True)}
+    return {d.key: InterpretedKernel(d) for d in wanted}
 
 
 def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | None:
     """What adds up the column sums of a program's kernels at its end; None where each does it at once."""
-    if target != "cuda":
-        return None
-    from te_fuser.kernels.column_sums import column_sums
-
-    return column_sums(device)
+    return column_sums(device) if target == "cuda" else None

@@ -6,6 +6,7 @@ back by RotaryEmbedding and added up for the gradient of a projection's Bias in 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -108,8 +109,19 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         saves=provider.emits,
         saved_bytes=saved_bytes,
         forward_ops=1,
+        compiles=_compiles,
         registered=registered,
     )(Body)
+
+
+def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[packed_heads.PackedPass]:
+    """The packing of gradients, where backward covers more than attention."""
+    if direction == "forward" or len(m) == 1:
+        return
+    rotary = _rotary(m)
+    rotation = rotary_embedding.rotation_of(rotary) if rotary is not None else None
+    sums = m[0].dtype_of("bias") if "0.bias" in needed else None
+    yield packed_heads.PackedPass.of(_op(m).packed, m.dtype, rotation, parts=True, back=True, sums=sums)
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:

@@ -6,10 +6,11 @@ import contextlib
 import contextvars
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
+from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.pattern import PatternPart, check, matches, render
 from te_fuser.ops.base import Gradient, Place
@@ -36,6 +37,7 @@ class Fusion:
         gradients: of one whose backward's nodes can run apart: what each produces and reads; its body is a class
             whose static methods are plain functions (dy, *reads) -> produces.
         choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`.
+        compiles: f(match, direction, needed) -> the kernels written by hand that the body launches.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Fusion:
     backward_ops: slice = field(default_factory=lambda: _ALL)
     gradients: tuple[Gradient, ...] = ()
     choose: Callable[[Match, str], Callable[..., Any]] | None = None
+    compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
 
     @property
     def has_forward(self) -> bool:
@@ -259,6 +262,7 @@ def fusion(
     gives: Sequence[str] = (),
     gradients: Sequence[Gradient] = (),
     choose: Callable[[Match, str], Callable[..., Any]] | None = None,
+    compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None,
     forward_ops: int | slice = _ALL,
     backward_ops: int | slice = _ALL,
     registered: bool = True,
@@ -287,6 +291,9 @@ def fusion(
             reads is there, so that may be computed again first.
         choose: f(match, method) -> the plain function to run in a match; `method` is "forward", "backward" or a node's.
             It is asked while planning, and needs `takes` or `gradients`.
+        compiles: f(match, direction, needed) -> the CUDA kernels written by hand that the body launches in that
+            direction (see `codegen.written`); they are compiled and loaded beside the plan's generated ones, so that
+            no call waits for them. The match is of the ops that the direction covers; `needed` names gradients.
         forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
             slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
             those of backward may count from the end: "-1.input".
@@ -339,6 +346,7 @@ def fusion(
             backward_ops=backward_part,
             gradients=tuple(gradients),
             choose=choose,
+            compiles=compiles,
         )
         return register(entry) if registered else entry
 

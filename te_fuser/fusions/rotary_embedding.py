@@ -5,6 +5,7 @@ Backward turns dy back and adds up its columns for the bias in the same pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -45,14 +46,23 @@ def _size(m: Match) -> int:
     return m.x.rows * m.x.features * m.x.dtype.itemsize
 
 
-@fusion(forward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)))
+def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[packed_heads.PackedPass]:
+    op, bias = _op(m), m[0].dtype_of("bias") if len(m) > 1 else None
+    back = direction == "backward"
+    sums = bias if "0.bias" in needed else None
+    yield packed_heads.PackedPass.of(
+        op.packed, m.dtype, rotation_of(op), back=back, bias=None if back else bias, sums=sums
+    )
+
+
+@fusion(forward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)), compiles=_compiles)
 def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """One pass that adds the bias, if there is one, and turns queries and keys."""
     op, bias = _op(m), m["0.bias"] if len(m) > 1 else None
     return packed_heads.turn(op.packed, rotation_of(op), x, bias=bias)[0]
 
 
-@fusion(backward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m), launches=len(m)))
+@fusion(backward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m), launches=len(m)), compiles=_compiles)
 def rotary_embedding_backward(m: FusionCall, dy: torch.Tensor) -> Any:
     """One pass that turns back, and adds up columns for the gradient of the bias."""
     op, wanted = _op(m), m.needs("0.bias")

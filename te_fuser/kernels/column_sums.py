@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +20,21 @@ def column_sums(device: torch.device) -> _native.ColumnSums:
         CompilerMissing, CompileError: from NVRTC.
         RuntimeError: when the driver refuses it.
     """
-    found = _kernel(nvrtc.arch_of(torch.cuda.get_device_capability(device)))
+    arch = nvrtc.arch_of(torch.cuda.get_device_capability(device))
+    found = ColumnSumsKernel().compile(arch, config.cache_dir)
     found.load(torch.cuda.current_device() if device.index is None else device.index)
     return found
+
+
+@dataclass(frozen=True)
+class ColumnSumsKernel:
+    """The kernel as plans compile it beside their generated ones."""
+
+    name: str = "column_sums"
+
+    def compile(self, arch: str, cache: Path | None) -> _native.ColumnSums:
+        """The kernel for an architecture; made once in a process."""
+        return _kernel(arch, cache)
 
 
 @functools.cache
@@ -31,5 +44,5 @@ def text() -> str:
 
 
 @functools.cache
-def _kernel(arch: str) -> _native.ColumnSums:
-    return _native.ColumnSums(nvrtc.compile_source(text(), arch, name="column_sums", cache=config.cache_dir).cubin)
+def _kernel(arch: str, cache: Path | None) -> _native.ColumnSums:
+    return _native.ColumnSums(nvrtc.compile_source(text(), arch, name="column_sums", cache=cache).cubin)

@@ -72,6 +72,31 @@ class PackedPass:
     blocks: int = 0
     rows: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        heads: PackedHeads,
+        dtype: torch.dtype,
+        rotation: Rotation | None = None,
+        *,
+        parts: bool = False,
+        back: bool = False,
+        bias: torch.dtype | None = None,
+        sums: torch.dtype | None = None,
+    ) -> PackedPass:
+        """What `turn`, or `pack` (parts, back), runs; layouts and base and offset of a rotation share a text."""
+        turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
+        return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums)
+
+    @property
+    def name(self) -> str:
+        """What it is called while it is compiled."""
+        return "packed_heads"
+
+    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
+        """The kernel for an architecture; made once in a process."""
+        return _kernel(self, arch, cache)
+
     @property
     def vector(self) -> int:
         """Neighbours that a thread takes at once: at most 16 bytes, within a head, partners in one place."""
@@ -289,10 +314,8 @@ def _ready(
     sums: torch.dtype | None,
     device: torch.device,
 ) -> _Ready:
-    same_text = replace(heads, layout="sequence_first")
-    turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
-    p = PackedPass(same_text, dtype, parts, *turning, back, bias, sums)
-    kernel = _kernel(p, _arch(device))
+    p = PackedPass.of(heads, dtype, rotation, parts=parts, back=back, bias=bias, sums=sums)
+    kernel = p.compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
     # Now, since the threads of a backward pass have no context of their own.
     kernel.load(device.index or 0)
     return _Ready(kernel, p.vector, rotation, sums)
@@ -303,8 +326,8 @@ def _arch(device: torch.device) -> str:
 
 
 @functools.cache
-def _kernel(p: PackedPass, arch: str) -> _native.CudaKernel:
-    compiled = nvrtc.compile_source(p.text(), arch, name="packed_heads", cache=config.cache_dir)
+def _kernel(p: PackedPass, arch: str, cache: Path | None) -> _native.CudaKernel:
+    compiled = nvrtc.compile_source(p.text(), arch, name=p.name, cache=cache)
     return native_kernel(p, compiled.cubin)
 
 

@@ -46,6 +46,8 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
     monkeypatch.setattr(cuda_loader, "_is_capturing", lambda index: bool(fake.capturing))
     monkeypatch.setattr(cuda_loader, "_made", {})
     monkeypatch.setattr(cuda_loader, "_ready", set())
+    monkeypatch.setattr(cuda_loader, "_written", {})
+    monkeypatch.setattr(cuda_loader, "_written_ready", set())
     with in_place(library) as fake:
         yield fake
 
@@ -152,6 +154,59 @@ def test_a_captured_stream_makes_nothing(driver: FakeDriver, compiler: Compiler)
     with pytest.raises(RuntimeError, match="not there yet .layer_norm_fwd."):
         cuda_loader.load([forward], torch.device("cuda", 1))
     assert compiler.names == ["layer_norm_fwd"]
+
+
+# ---- kernels written by hand ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHand:
+    """A kernel for some constant."""
+
+    constant: int
+    name = "by_hand"
+
+    def compile(self, arch: str, cache: Path | None) -> Loads:
+        nvrtc.compile_source(f"// {self.constant}", arch, name=self.name, cache=cache)
+        return Loads([])
+
+
+class Loads(list[int]):
+    """The devices that a kernel was loaded on."""
+
+    def load(self, device: int) -> None:
+        self.append(device)
+
+
+def test_kernels_written_by_hand_are_made_beside_the_generated_ones(
+    driver: FakeDriver,
+    compiler: Compiler,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_loader, "_PATIENCE", 0.05)
+    compiler.seconds = 0.5
+    with mock.patch("os.cpu_count", return_value=4):
+        (kernel,) = cuda_loader.load(pair()[:1], GPU, written=[ByHand(1), ByHand(2), ByHand(1)])
+    assert kernel.description == pair()[0] and compiler.most == 3
+    assert sorted(compiler.names) == ["by_hand", "by_hand", "layer_norm_fwd"]
+    assert capsys.readouterr().err.startswith("te_fuser: compiling 3 kernels for sm_90a (0 of 3 so far) ...")
+
+
+def test_a_kernel_written_by_hand_is_made_once_and_loaded_on_each_device(
+    driver: FakeDriver, compiler: Compiler
+) -> None:
+    for device in (GPU, GPU, torch.device("cuda", 1)):
+        cuda_loader.load([], device, written=[ByHand(1)])
+    assert compiler.names == ["by_hand"]
+    assert cuda_loader._written[ByHand(1), "sm_90a"] == [0, 1]
+
+
+def test_a_captured_stream_makes_no_kernel_written_by_hand(driver: FakeDriver, compiler: Compiler) -> None:
+    driver.capturing = 1
+    with pytest.raises(RuntimeError, match="not there yet .by_hand., and its stream is being captured"):
+        cuda_loader.load([], GPU, written=[ByHand(1)])
+    assert compiler.names == []
 
 
 def test_float64_is_refused(driver: FakeDriver, compiler: Compiler) -> None:

@@ -43,7 +43,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
         p: native_kernel(p, f"{b.library._name}:{b.number}".encode()) for p, b in zip(passes, built, strict=True)
     }
     with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(packed_heads, "_kernel", lambda p, arch: kernels[p])
+        patch.setattr(packed_heads, "_kernel", lambda p, arch, cache: kernels[p])
         patch.setattr(packed_heads, "_arch", lambda device: "sm_90a")
         packed_heads._ready.cache_clear()
         yield driver

@@ -1,0 +1,143 @@
+"""The kernel over packed heads is there before a plan's first call: compiled and loaded with the generated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser import Fuser, fusions, ops
+from te_fuser.codegen import cuda_loader, nvrtc
+from te_fuser.codegen.nvrtc import Compiled
+from te_fuser.config import config
+from te_fuser.fuser import fuser as fuser_module
+from te_fuser.fuser.kernels import written_kernels
+from te_fuser.fusions import rotary_embedding
+from te_fuser.fusions.dot_product_attention import declare
+from te_fuser.kernels import packed_heads
+from te_fuser.kernels.attention import CpuFlash
+from te_fuser.ops.base import FusableOperation
+from tests.fake_cuda import FakeDriver, compile_driver, in_place
+
+HEADS, DIM = 4, 8
+FEATURES = 3 * HEADS * DIM
+
+
+class OnFakeGpu(CpuFlash):
+    """PyTorch's attention, whose gradients are packed by the kernel."""
+
+    name = "on_fake_gpu"
+    on_cuda = True
+
+
+ATTENTION = declare(OnFakeGpu(), registered=False)
+IN_FORCE = ("stretch", "rotary_embedding_forward", "rotary_embedding_backward", ATTENTION)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that were compiled, none of which does anything."""
+    names: list[str] = []
+
+    def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None = None) -> Compiled:
+        names.append(name)
+        return Compiled(b"nowhere:-", ())
+
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
+    """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(config, "cache_dir", tmp_path)
+    monkeypatch.setattr(cuda_loader, "_is_capturing", lambda index: False)
+    for made in ("_made", "_written"):
+        monkeypatch.setattr(cuda_loader, made, {})
+    for ready in ("_ready", "_written_ready"):
+        monkeypatch.setattr(cuda_loader, ready, set())
+    monkeypatch.setattr(fuser_module, "target_for", lambda device, dtype, kernels: "cuda")
+    monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
+    forget()
+    with in_place(library) as fake:
+        yield fake
+    forget()
+
+
+def forget() -> None:
+    for cached in (packed_heads._ready, packed_heads._kernel):
+        cached.cache_clear()
+
+
+def rotary() -> ops.RotaryEmbedding:
+    return ops.RotaryEmbedding(DIM, heads=HEADS, rotary_dim=4, position_offset=3)
+
+
+def attention() -> ops.DotProductAttention:
+    return ops.DotProductAttention(HEADS, DIM, mask="causal")
+
+
+# The list, and how many kernels over packed heads it needs with a bias that trains and with a frozen one.
+LISTS: dict[str, tuple[list[FusableOperation], int, int]] = {
+    "rotation": ([ops.SiLU(), rotary()], 2, 2),
+    "bias and rotation": ([ops.Bias(FEATURES), rotary()], 2, 2),
+    "bias and attention": ([ops.Bias(FEATURES), attention()], 1, 0),
+    "bias, rotation and attention": ([ops.Bias(FEATURES), rotary(), attention()], 2, 2),
+    "rotation and attention": ([ops.SiLU(), rotary(), attention()], 2, 2),
+    "attention alone": ([ops.SiLU(), attention()], 0, 0),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LISTS)
+def test_the_first_call_compiles_and_loads_nothing(
+    name: str, dtype: torch.dtype, frozen: bool, driver: FakeDriver, compiled: list[str]
+) -> None:
+    listed, *counts = LISTS[name]
+    count = counts[frozen]
+    for op in listed:
+        op.to(dtype).requires_grad_(not frozen)
+    fuser, x = Fuser(listed), torch.randn(5, 2, FEATURES, dtype=dtype, requires_grad=True)
+    with fusions.only(*IN_FORCE):
+        prepared = fuser.prepare(x, {})
+        written = [kernel.name for kernel in written_kernels(prepared.plan)]
+        assert written.count("packed_heads") == count == compiled.count("packed_heads")
+        before = driver.loads, list(compiled)
+        y = fuser(x)
+        launches = driver.launches
+        y.sum().backward()
+    assert (driver.loads, compiled) == before
+    assert driver.launches > launches or not count
+
+
+def test_no_gradients_need_no_kernel_of_backward(compiled: list[str]) -> None:
+    with fusions.only(*IN_FORCE), torch.no_grad():
+        Fuser([ops.Bias(FEATURES), rotary(), attention()]).prepare(torch.randn(5, 2, FEATURES), {})
+    assert compiled.count("packed_heads") == 1
+
+
+def test_equal_kernels_are_made_once(driver: FakeDriver, compiled: list[str]) -> None:
+    two = [ops.SiLU(), rotary(), ops.SiLU(), rotary()]
+    with fusions.only(*IN_FORCE):
+        Fuser(two).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
+        loads = driver.loads
+        Fuser(two).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
+    assert compiled.count("packed_heads") == 2 and driver.loads == loads
+
+
+def test_what_adds_up_column_sums_is_made_beside_them(compiled: list[str]) -> None:
+    with fusions.only(*IN_FORCE):
+        Fuser([ops.Bias(FEATURES), ops.SiLU()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
+    assert [kernel.name for kernel, _ in cuda_loader._written] == ["column_sums"]
+    assert compiled.count("column_sums") == 1
