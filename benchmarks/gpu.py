@@ -44,6 +44,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--train-steps", type=int, help=f"steps of the part train (usual: {Scale.train_steps})")
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-<name>.json)")
+    parser.add_argument(
+        "--take-in", nargs="+", type=Path, metavar="FILE", help="put records from elsewhere into results/; that alone"
+    )
     parser.add_argument("--write-docs", action="store_true", help="put the records into docs/performance.md, and plot")
     parser.add_argument("--only-docs", action="store_true", help="that alone: measure nothing")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, one call each, on the CPU: does it run at all")
@@ -133,8 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, part in PARTS.items():
             console.print(f"{name:<12} about {part.seconds:3} s  {part.meaning}")
         return 0
+    for file in chosen.take_in or ():
+        console.print(f"{file} -> {gpu_report.take_in(file)}", soft_wrap=True)
     if chosen.only_docs:
         document(console)
+    if chosen.only_docs or chosen.take_in:
         return 0
     bench = bench_for(chosen)
     path = chosen.record or (None if chosen.quick or chosen.toy else gpu_report.record_path(bench.card.name))

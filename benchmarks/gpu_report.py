@@ -68,6 +68,21 @@ def merge(path: Path, part: str, record: Data) -> dict[str, Any]:
     return merged
 
 
+def take_in(path: Path) -> Path:
+    """Put the parts of a record that was written elsewhere into that of its GPU, and say where that is.
+
+    A part that was not finished does not replace one that is there.
+    """
+    found = json.loads(path.read_text())
+    kind = "gpu-tests" if any("passed" in part for part in found["parts"].values()) else "gpu"
+    target = record_path(found["gpu"], kind)
+    there = json.loads(target.read_text())["parts"] if target.exists() else {}
+    for name, part in sorted(found["parts"].items(), key=lambda item: item[1]["written"]):
+        if "problem" not in part or name not in there:
+            merge(target, name, part)
+    return target
+
+
 def _as_text(value: Any) -> str:
     """JSON with lists of numbers on one line each."""
     text = json.dumps(value, indent=1)

@@ -51,7 +51,7 @@ SANITIZED: dict[str, tuple[str, ...]] = {
 # Seconds on an H200, about; what a record of this card has is better.
 ABOUT = {
     "attention-in-plans": 40, "capture": 15, "cuda-kernels-in-plans": 40, "generated-kernels": 40, "matmul": 25,
-    "matmul-fusions": 60, "packed-heads": 40, "tune": 20, "elsewhere": 45, "sanitizer": 170,
+    "matmul-fusions": 120, "packed-heads": 40, "tune": 20, "elsewhere": 45, "sanitizer": 170,
 }  # fmt: skip
 USUAL = 20.0
 
@@ -121,7 +121,7 @@ def estimates() -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------- running
 
 
-def run(part: Part) -> Counts:
+def run(part: Part, limit: int = LIMIT) -> Counts:
     """Run one part's tests in a process of their own.
 
     Raises:
@@ -132,9 +132,10 @@ def run(part: Part) -> Counts:
         options = ["-q", "-m", "gpu", "-o", f"faulthandler_timeout={HANGS}", f"--junitxml={report}"]
         start = time.perf_counter()
         try:
-            status = ended([*prefix(part.tool), sys.executable, "-m", "pytest", *options, *part.tests], part.tool)
+            command = [*prefix(part.tool), sys.executable, "-m", "pytest", *options, *part.tests]
+            status = ended(command, part.tool, limit)
         except subprocess.TimeoutExpired:
-            return Counts(seconds=float(LIMIT), problems=[f"stopped after {LIMIT} s: the log says where it hung"])
+            return Counts(seconds=float(limit), problems=[f"stopped after {limit} s: the log says where it hung"])
         seconds = time.perf_counter() - start
         counts = counted(report.read_text()) if report.exists() else Counts(problems=["pytest left no report"])
     counts.seconds = seconds
@@ -208,6 +209,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", metavar="NAME", help=f"only these: {', '.join(known)}; or list")
     parser.add_argument("--commit", help="what is tested, where the tree is no git repository")
+    parser.add_argument("--limit", type=int, default=LIMIT, help=f"seconds of a part (usual: {LIMIT})")
     parser.add_argument("--record", type=Path, help="where to write (usual: results/gpu-tests-<name>.json)")
     found = parser.parse_args(arguments)
     unknown = sorted(set(found.part or ()) - set(known) - {"list"})
@@ -228,12 +230,12 @@ def table_of(found: Mapping[str, Counts]) -> Table:
     return table
 
 
-def run_part(name: str, chosen: Sequence[Part]) -> Counts:
+def run_part(name: str, chosen: Sequence[Part], limit: int = LIMIT) -> Counts:
     """All that a part consists of."""
     counts = Counts()
     for part in chosen:
         try:
-            counts.add(run(part))
+            counts.add(run(part, limit))
         except Missing as missing:
             counts.add(Counts(problems=[str(missing)]))
     if counts.seconds >= LIMIT:
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = chosen.record or gpu_report.record_path(card.name, "gpu-tests")
     about = gpu_report.circumstances(card, chosen.commit)
     for name in chosen.part or known:
-        found[name] = run_part(name, known[name])
+        found[name] = run_part(name, known[name], chosen.limit)
         gpu_report.merge(path, name, {**about, **asdict(found[name])})
     console.print(table_of(found))
     console.print(f"record: {path}")
@@ -266,4 +268,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no child is left behind
     sys.exit(main())

@@ -457,6 +457,30 @@ def test_records_merge_by_part(tmp_path: Path) -> None:
     assert record["parts"]["layer"]["commit"] == "abc" and record["parts"]["mlp"]["seconds"] == 1.23457
 
 
+def test_records_from_elsewhere_are_taken_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_report, "RESULTS", tmp_path / "results")
+    gpu_report.merge(gpu_report.record_path("NVIDIA Test 1"), "layer", layer_record())
+    files = [tmp_path / "bench.json", tmp_path / "tests.json"]
+    unfinished = {**layer_record(), "commit": "def", "problem": "not finished"}
+    gpu_report.merge(files[0], "layer", unfinished)
+    gpu_report.merge(files[0], "stack", unfinished)
+    gpu_report.merge(files[0], "mlp", {**layer_record(), "commit": "def"})
+    gpu_report.merge(files[1], "capture", {**ABOUT, "passed": 3, "seconds": 12.0})
+    assert gpu.main(["--take-in", *map(str, files)]) == 0
+    parts = json.loads((tmp_path / "results/gpu-nvidia-test-1.json").read_text())["parts"]
+    assert {name: part["commit"] for name, part in parts.items()} == {"layer": "abc", "mlp": "def", "stack": "def"}
+    tests = json.loads((tmp_path / "results/gpu-tests-nvidia-test-1.json").read_text())
+    assert tests["parts"]["capture"]["passed"] == 3
+    assert "gpu-tests-nvidia-test-1.json" in capsys.readouterr().out
+    assert gpu_tests.estimates() == {
+        **dict.fromkeys(gpu_tests.parts(), gpu_tests.USUAL),
+        **gpu_tests.ABOUT,
+        "capture": 12,
+    }
+
+
 def test_a_record_has_the_name_of_its_gpu() -> None:
     assert gpu_report.record_path("NVIDIA H200").name == "gpu-nvidia-h200.json"
     assert gpu_report.record_path("NVIDIA H200", "gpu-tests").name == "gpu-tests-nvidia-h200.json"
