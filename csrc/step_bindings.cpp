@@ -25,22 +25,31 @@ using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, py::object, py::
 
 Reference hold(const py::object& object) { return Reference::borrow(object.ptr()); }
 
+SizeRule size_rule(int number) {
+  if (number < 0 || number > static_cast<int>(SizeRule::sample_rows)) throw py::value_error("an unknown rule for sizes");
+  return static_cast<SizeRule>(number);
+}
+
 OutputSpec output_spec(const Output& given) {
   const auto& [slot, alike, rule, width, fixed, dtype] = given;
-  if (rule < 0 || rule > static_cast<int>(SizeRule::sample_rows)) throw py::value_error("an unknown rule for sizes");
-  return {slot, alike, static_cast<SizeRule>(rule), width, hold(fixed), hold(dtype)};
+  return {slot, alike, size_rule(rule), width, hold(fixed), hold(dtype)};
 }
 
 std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::object& kernel, Slots inputs,
                                              Py_ssize_t lead, std::optional<int64_t> batch_dim,
                                              const std::vector<Output>& outputs, const py::tuple& streams,
                                              std::vector<std::pair<Py_ssize_t, Py_ssize_t>> aliases, int64_t many_rows,
-                                             const py::object& large) {
+                                             const py::object& large,
+                                             const std::vector<std::pair<int, int64_t>>& input_sizes) {
   auto step = std::make_unique<KernelStep>();
   step->name = name;
   step->kernel = hold(kernel);
   step->cuda = cuda_program(kernel.ptr());
   step->inputs = std::move(inputs);
+  for (const auto& [rule, width] : input_sizes) step->input_sizes.push_back({size_rule(rule), width});
+  if (!input_sizes.empty() && input_sizes.size() != step->inputs.size()) {
+    throw py::value_error("there are sizes of all inputs, or of none");
+  }
   step->lead = lead;
   step->per_sample = batch_dim.has_value();
   step->batch_dim = batch_dim.value_or(0);
@@ -128,7 +137,7 @@ void bind_steps(py::module_& module) {
   py::class_<KernelStep, Step>(module, "KernelStep", "A kernel between slots: step(slots).")
       .def(py::init(&make_kernel_step), py::arg("name"), py::arg("kernel"), py::arg("inputs"), py::arg("lead"),
            py::arg("batch_dim"), py::arg("outputs"), py::arg("streams"), py::arg("aliases"), py::arg("many_rows"),
-           py::arg("large"));
+           py::arg("large"), py::arg("input_sizes") = std::vector<std::pair<int, int64_t>>{});
   py::class_<FunctionStep, Step>(module, "FunctionStep", "slots[outputs] = function(*slots[inputs]).")
       .def(py::init(&make_function_step), py::arg("name"), py::arg("function"), py::arg("inputs"), py::arg("outputs"));
   py::class_<Program>(module, "Program", "Steps in order, and after each the slots that nobody reads any more.",

@@ -81,11 +81,31 @@ bool KernelStep::read_sizes(PyObject* lead_tensor, Sizes& sizes) const {
   return true;
 }
 
-bool KernelStep::take_inputs(PyObject* slots, PyObject* tensors) const {
+namespace {
+
+// An op or a fusion that gives another shape than it declared must not make a kernel read beyond a tensor.
+bool has_size(const TensorView& view, const InputSize& size, const CallSizes& call, const char* step, size_t input) {
+  if (size.width < 0) return true;
+  int64_t elements = 1;
+  for (int64_t i = 0; i < view.dimensions; ++i) elements *= view.shape[i];
+  const int64_t count = size.rule == SizeRule::rows ? call.rows : size.rule == SizeRule::fixed ? 1 : call.batch_size;
+  if (elements == count * size.width) return true;
+  PyErr_Format(PyExc_ValueError,
+               "step '%s': input %zu has %lld elements, planned were %lld (%lld x %lld): an op or a fusion before it "
+               "gave another shape than it declares (by infer(), for an op)",
+               step, input, static_cast<long long>(elements), static_cast<long long>(count * size.width),
+               static_cast<long long>(count), static_cast<long long>(size.width));
+  return false;
+}
+
+}  // namespace
+
+bool KernelStep::take_inputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const {
   for (size_t i = 0; i < inputs.size(); ++i) {
     PyObject* tensor = read_slot(slots, inputs[i], name.c_str());
     TensorView view;
     if (tensor == nullptr || !view_tensor(tensor, {name.c_str(), static_cast<Py_ssize_t>(i)}, &view)) return false;
+    if (!input_sizes.empty() && !has_size(view, input_sizes[i], sizes.call, name.c_str(), i)) return false;
     if (view.is_row_major) {
       Py_INCREF(tensor);
     } else {
@@ -151,7 +171,7 @@ bool KernelStep::launch(PyObject* slots, PendingSums* later) {
   PyObject* lead_tensor = read_slot(slots, lead, name.c_str());
   if (lead_tensor == nullptr || !read_sizes(lead_tensor, sizes)) return false;
   const Reference tensors = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(inputs.size() + outputs.size())));
-  return tensors && take_inputs(slots, tensors.get()) && make_outputs(slots, tensors.get(), sizes) &&
+  return tensors && take_inputs(slots, tensors.get(), sizes) && make_outputs(slots, tensors.get(), sizes) &&
          call(tensors.get(), sizes.call, later);
 }
 

@@ -39,6 +39,12 @@ struct OutputSpec {
   Reference dtype;  // torch.dtype
 };
 
+// How many elements an input has: `width` for each row or sample, or once (SizeRule::fixed); -1: whatever it has.
+struct InputSize {
+  SizeRule rule;
+  int64_t width;
+};
+
 // A kernel(tensors, rows, batch_inner, batch_size, integers), its inputs made contiguous, its outputs allocated.
 class KernelStep : public Step {
  public:
@@ -46,6 +52,7 @@ class KernelStep : public Step {
   Reference kernel;  // None where nothing is computed, and outputs are other names of inputs
   CudaProgram* cuda = nullptr;  // what `kernel` is made of, where it is a CudaKernel
   std::vector<Py_ssize_t> inputs;
+  std::vector<InputSize> input_sizes;  // of `inputs`, or empty: kernels trust them, so that others are refused
   Py_ssize_t lead = 0;  // the slot whose sizes are those of the call
   bool per_sample = false;
   int64_t batch_dim = 0;
@@ -62,7 +69,7 @@ class KernelStep : public Step {
   bool read_sizes(PyObject* lead_tensor, Sizes& sizes) const;
   bool launch(PyObject* slots, PendingSums* later);
   bool call(PyObject* tensors, const CallSizes& sizes, PendingSums* later) const;
-  bool take_inputs(PyObject* slots, PyObject* tensors) const;
+  bool take_inputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
   bool make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
   PyObject* make_output(const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;
 };

@@ -240,6 +240,7 @@ class KernelStep(Step):
         aliases: Sequence[tuple[int, int]],
         many_rows: int,
         large: Callable[[torch.Tensor], None],
+        input_sizes: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Prepare a step.
 
@@ -253,6 +254,8 @@ class KernelStep(Step):
             streams: the kernel's integers.
             aliases: (new slot, old slot) that hold the same tensor afterwards.
             many_rows: from so many rows on, each output is shown to `large` before anything is written.
+            input_sizes: (rule, width) of each input: how many elements it must have, or ValueError; a width of -1
+                takes any number. Nothing is checked where there are none.
         """
 
 class FunctionStep(Step):

@@ -406,6 +406,47 @@ def test_generated_kernels_that_cannot_be_had(monkeypatch):
     refused(RuntimeError, ["generated kernels were asked for, but no C.. compiler was found"], lambda: model(x))
 
 
+class Lying(ops.UnfusedOperation):
+    """Says that it keeps the shape, and does not: in one direction."""
+
+    reads = ()
+
+    def __init__(self, forward, dtype=torch.float32):
+        super().__init__()
+        self.is_forward, self.dtype = forward, dtype
+
+    def op_forward(self, call, x):
+        return x[:, :4].to(self.dtype) if self.is_forward else x.clone()
+
+    def op_backward(self, call, dy):
+        return dy if self.is_forward else dy[:, :4].to(self.dtype)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("forward", [True, False])
+def test_an_op_that_gives_another_shape_than_it_declares(forward, kernels):
+    """Generated kernels go by the shapes that ops declare: they would read and write beyond the tensor."""
+    model = te_fuser.Sequential(ops.GELU(), Lying(forward), ops.GELU(), kernels=kernels)
+    with pytest.raises(ValueError, match=r"has 20 elements, planned were 40 \(5 x 8\).*another shape than it declares"):
+        model(X.detach().float().requires_grad_()).sum().backward()
+
+
+def test_a_fusion_that_gives_another_shape_than_its_ops():
+    def lie(x, weight):
+        return (x @ weight.t())[:, :4]
+
+    declared = te_fuser.fusion(
+        forward=[ops.MatMul], name="lie", takes=("input", "0.weight"), cost=lambda m: fusions.Cost(seconds=0.0)
+    )
+    try:
+        declared(lie)
+        model = te_fuser.Sequential(ops.MatMul(8, 8), ops.GELU())
+        with pytest.raises(ValueError, match=r"has 20 elements, planned were 40 \(5 x 8\)"):
+            model(X.detach().float())
+    finally:
+        fusions.unregister("lie")
+
+
 # ------------------------------------------------------------------------------------ what is no bad input
 
 GOOD = {

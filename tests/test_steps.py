@@ -51,6 +51,40 @@ def test_a_kernel_step_makes_inputs_contiguous_and_outputs_by_every_rule() -> No
     assert all(a is b for a, b in zip(tensors[1:], slots[1:6], strict=True)) and slots[6] is slots[1]
 
 
+@pytest.mark.parametrize(
+    ("size", "shape", "words"),
+    [
+        ((0, 3), (2, 5, 3), None),
+        ((1, 6), (6,), None),
+        ((2, 1), (5,), None),
+        ((3, 4), (5, 4), None),
+        ((1, -1), (7,), None),
+        ((0, 3), (2, 5, 4), r"step 'double': input 1 has 40 elements, planned were 30 \(10 x 3\)"),
+        ((1, 6), (5,), r"has 5 elements, planned were 6 \(1 x 6\)"),
+        ((2, 1), (4,), r"has 4 elements, planned were 5 \(5 x 1\)"),
+        ((3, 4), (5, 3), r"has 15 elements, planned were 20 \(5 x 4\).* gave another shape than it declares"),
+    ],
+)
+def test_a_kernel_step_refuses_inputs_of_another_size(size: Any, shape: Any, words: str | None) -> None:
+    calls: list[Any] = []
+    step = kernel_step(lambda *a: calls.append(a), [], inputs=[0, 1], batch_dim=1, input_sizes=[(0, 3), size])
+    slots = [torch.zeros(2, 5, 3), torch.zeros(shape)]
+    if words is None:
+        step(slots)
+        assert len(calls) == 1
+    else:
+        with pytest.raises(ValueError, match=words):
+            step(slots)
+        assert not calls
+
+
+def test_sizes_of_inputs_are_given_for_all_or_none() -> None:
+    with pytest.raises(ValueError, match="sizes of all inputs, or of none"):
+        kernel_step(None, [], input_sizes=[(0, 3), (0, 3)])
+    with pytest.raises(ValueError, match="unknown rule"):
+        kernel_step(None, [], input_sizes=[(4, 3)])
+
+
 def test_large_outputs_are_shown_before_anything_is_written() -> None:
     shown: list[torch.Tensor] = []
     step = kernel_step(lambda *a: None, [(1, 0, 0, 3, None, torch.float32)], many_rows=4, large=shown.append)

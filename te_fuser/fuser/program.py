@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.description import KernelDescription
+from te_fuser.codegen.description import KernelDescription, Load
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.random import RandomStream
 from te_fuser.fuser import memory
@@ -53,6 +53,7 @@ def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> Rando
 
 # How an output's sizes follow from a call's; in the order of the native runtime.
 _ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(4)
+_ANY_SIZE = (_FIXED, -1)
 
 
 def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap) -> Runner:
@@ -68,23 +69,29 @@ def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap
         slots[plan.lead],
         plan.batch_dim,
         [
-            (slots[o.ref], -1 if alike is None else alike, _shape_rule(o), o.width, o.shape, DTYPES[o.dtype])
+            (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, DTYPES[o.dtype])
             for o, alike in zip(plan.outputs, _alike(plan, len(refs)), strict=True)
         ],
         plan.streams,
         [(slots[new], slots[old]) for new, old in plan.aliases],
         memory.LARGE // widest if widest else sys.maxsize,
         memory.prefer_huge_pages,
+        [_input_size(load) for load in description.loads] + [_ANY_SIZE] * (len(refs) - len(plan.inputs)),
     )
 
 
-def _shape_rule(output: Output) -> int:
-    """How an output's sizes follow from a call's."""
-    if output.axes & Axes.OUTER:
+def _shape_rule(axes: Axes) -> int:
+    """How the sizes of a tensor with these axes follow from a call's."""
+    if axes & Axes.OUTER:
         return _ROWS
-    if output.axes & Axes.BATCH:
-        return _SAMPLE_ROWS if output.axes & Axes.FEATURE else _SAMPLES
+    if axes & Axes.BATCH:
+        return _SAMPLE_ROWS if axes & Axes.FEATURE else _SAMPLES
     return _FIXED
+
+
+def _input_size(load: Load) -> tuple[int, int]:
+    """How many elements a tensor has that a kernel loads, as the native step takes it."""
+    return _shape_rule(load.axes), load.width if load.axes & Axes.FEATURE else 1
 
 
 def _alike(plan: KernelPlan, inputs: int) -> list[int | None]:
