@@ -214,12 +214,15 @@ def test_no_cut_where_the_windows_are_apart(monkeypatch: pytest.MonkeyPatch) -> 
         assert model.plan(x).segments == ((0, 1), (1, 2))
 
 
-def test_what_is_read_outside_the_whole_match(by_sign: Fusion) -> None:
-    """Neither direction covers the bias's output as an end, and a later op reads it."""
+def test_what_is_read_outside_the_whole_match() -> None:
+    """A value that only forward covers, and a later op reads."""
+    entry = declare_plain(joint=(ops.MatMul, ops.Bias, ops.Fork, ops.ReLU, ops.MatMul), forward_ops=slice(4))
     parts = ops.MatMul(8, 6), ops.Bias(6), ops.Fork("h"), ops.ReLU(), ops.MatMul(6, 6), ops.Add("h")
     model, x = sequential(*parts), tensor(5, 8)
-    assert "by_sign" not in steps(model, x, "forward")
-    assert_as_meant(model, x)
+    with fusions.only(entry):
+        assert "plain" not in steps(model, x, "forward")
+        assert "/h is also read outside the pattern" in {r.reason for r in model.plan(x).refusals}
+        assert_as_meant(model, x)
 
 
 def test_forwards_that_overlap(by_sign: Fusion) -> None:
@@ -248,6 +251,33 @@ def test_forwards_that_overlap(by_sign: Fusion) -> None:
         assert_as_meant(model, x)
     finally:
         fusions.unregister("silu_matmul")
+
+
+def test_forwards_of_one_fusion_that_overlap() -> None:
+    class body:
+        @staticmethod
+        def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+            m.emit("between", x @ m[0].weight.t())
+            return x @ m[0].weight.t() @ m[1].weight.t()
+
+        @staticmethod
+        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
+            return dy @ m["0.weight"], {"0.weight": dy.t() @ m["between"]}
+
+    entry = fusion(
+        joint=[ops.MatMul, ops.MatMul],
+        name="two",
+        cost=lambda m: Cost(seconds=0.0),
+        saves=("between",),
+        backward_ops=1,
+        registered=False,
+    )(body)
+    model, x = sequential(*(ops.MatMul(8, 8) for _ in range(3))), tensor(5, 8)
+    with fusions.only(entry):
+        plan = model.plan(x)
+        assert [s.name for s in plan.forward].count("two") == 1
+        assert "its forward overlaps that of two" in {r.reason for r in plan.refusals}
+        assert_as_meant(model, x)
 
 
 def test_others_that_read_what_its_forward_does_not_give(by_sign: Fusion) -> None:
@@ -332,6 +362,31 @@ def test_a_joint_fusion_of_plain_functions(frozen: tuple[str, ...]) -> None:
     with fusions.only(declare_plain()):
         forward, backward = steps(model, x, "forward"), steps(model, x, "backward")
         assert forward["plain"] == (0, 3) and backward["plain"] == (2, 4)
+        assert_as_meant(model, x)
+
+
+def test_a_plain_forward_with_a_backward_that_is_one_step() -> None:
+    class body:
+        forward = staticmethod(sign_forward)
+
+        @staticmethod
+        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
+            return torch.where(m["sign"], dy @ m["1.weight"], 0.0), {"1.weight": dy.t() @ m["0.output"]}
+
+    entry = fusion(
+        joint=MLP,
+        name="plain_forward",
+        cost=lambda m: Cost(seconds=0.0),
+        forward_ops=slice(3),
+        backward_ops=2,
+        takes=("input", "0.weight", "1.bias"),
+        saves=("sign",),
+        reads=("1.weight", "0.output"),
+        registered=False,
+    )(body)
+    model, x = mlp(), tensor(5, 8)
+    with fusions.only(entry):
+        assert steps(model, x, "backward")["plain_forward"] == (2, 4)
         assert_as_meant(model, x)
 
 

@@ -47,6 +47,11 @@ def test_forward_writes_the_mask_and_backward_reads_it() -> None:
     assert dgrad.inputs[2][1] == p.forward[0].outputs[1][1]
 
 
+def test_the_bias_alone_has_a_kernel_of_its_own() -> None:
+    with fusions.only(free(fusions.get(NAME)), fusions.STRETCH):
+        assert ("bias_bwd", 1, 2) in covered(plan(*mlp()).backward)
+
+
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 def test_the_mask_is_kept_with_relus_output_and_not_what_relu_read(memory: str) -> None:
     p = forced(*mlp(), memory=memory)
