@@ -17,7 +17,7 @@ from te_fuser.formula.random import RandomStream
 from te_fuser.fuser import memory
 from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGradient, Step
 from te_fuser.fuser.refs import DTYPES, SEED, Ref
-from te_fuser.fuser.stretch import KernelPlan, Output
+from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.base import OpCall, TensorFunction, UnfusedOperation, batch_layout
 
