@@ -88,10 +88,10 @@ def tune_products(call: Call, contest: Contest, margin: float) -> list[Tried]:
 
 def places_of(call: Call) -> list[Place]:
     """The problems of cuBLASLt that a call runs, those with the most work first."""
-    before = {form: product.problems() for form, product in products.items()}
+    before = {form: product.problems() for form, product in tuple(products.items())}
     call()
     work: dict[Place, int] = {}
-    for form, product in products.items():
+    for form, product in tuple(products.items()):
         for met, runs in product.problems().items():
             times = runs - before.get(form, {}).get(met, 0)
             if times > 0:

@@ -39,10 +39,7 @@ def why_no_backward(m: Match) -> str | None:
 def _sizes(m: Match, kind: str, at: int) -> tuple[int, int, int]:
     """Rows, columns, and what is summed over."""
     op = cast(MatMul, m[at].op)
-    rows, n_in, n_out = m.x.rows, op.in_features, op.out_features
-    if kind.startswith("wgrad"):
-        return n_out, n_in, rows
-    return (rows, n_in, n_out) if kind.startswith("dgrad") else (rows, n_out, n_in)
+    return products.product_sizes(kind, m.x.rows, op.in_features, op.out_features)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -14,7 +14,9 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from te_fuser import _native
 from te_fuser.codegen import nvrtc
+from te_fuser.fuser.tune_products import example
 from te_fuser.kernels import matmul
+from te_fuser.kernels.tuned_products import Form, Problem
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import CXX, FakeDriver
@@ -238,6 +240,25 @@ def test_what_the_library_refuses_is_known_before(library: FakeCublasLt) -> None
         if kind != "dgrad_dgelu":
             assert matmul.refusal(kind, torch.float32, ROWS, IN, OUT, torch.device("cuda", 0)) is None
     assert matmul.refusal("dgrad_dgelu", torch.float32, 0, IN, OUT, torch.device("cuda", 0)) is None
+
+
+@pytest.mark.parametrize("kind", matmul.KINDS)
+def test_what_planning_asks_for_is_the_problem_of_the_first_call(library: FakeCublasLt, kind: str) -> None:
+    """With tensors as a GPU's allocator gives them, nothing is left to be prepared in a call."""
+    rows, n_in, n_out = ROWS, 128, 256
+    sizes = matmul.product_sizes(kind, rows, n_in, n_out)
+    assert matmul.refusal(kind, torch.float32, *sizes, torch.device("cuda", 0)) is None
+    product = matmul.products[Form(kind, torch.float32, torch.float32)]
+    ((met, _),) = product.problems().items()
+    problem = Problem(*met)
+    assert library.heuristics == 1
+    product(example(product, Form(kind, torch.float32, torch.float32), problem, torch.device("cpu")))
+    assert library.heuristics == 1 and product.problems() == {met: 1}
+    # Matrices without gaps, aligned as far as the library looks.
+    x, w, dy = (rows, n_in), (n_out, n_in), (rows, n_out)
+    a, b = {"forward": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[kind.partition("_")[0]]
+    assert (problem.a_stride, problem.b_stride) == (a[1], b[1])
+    assert problem.out_stride == problem.c_stride == problem.n and problem.layout == 0x88880
 
 
 def test_a_problem_that_never_ran_is_not_captured(library: FakeCublasLt, driver: FakeDriver) -> None:
