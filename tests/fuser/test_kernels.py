@@ -5,15 +5,19 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from te_fuser import Fuser, Sequential, _native, ops
+from te_fuser import Fuser, Sequential, _native, fusions, ops
 from te_fuser.codegen import compiler, nvrtc
 from te_fuser.fuser import kernels
 from te_fuser.fuser.fuser import draw_seed
 from te_fuser.fuser.kernels import obstacle, target_for
+from te_fuser.fusions import fusion
+from te_fuser.fusions.match import Match
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -107,6 +111,39 @@ def test_a_fallback_may_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             m(torch.randn(2, 3))
     with pytest.raises(ValueError, match="fallback is one of warn, error, got 'ignore'"):
         Sequential(ops.GELU(), fallback="ignore")
+
+
+def test_a_fusion_is_asked_for_its_kernels_in_each_direction() -> None:
+    asked: list[tuple[int, str, frozenset[str]]] = []
+
+    def compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Kernel]:
+        asked.append((len(m), direction, needed))
+        yield Kernel("shared")
+        yield Kernel(direction)
+
+    @fusion(joint=[ops.Bias, ops.SiLU], forward_ops=1, reads=("-1.input",), registered=False, compiles=compiles)
+    class both:
+        @staticmethod
+        def forward(m: object, x: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+        @staticmethod
+        def backward(m: object, dy: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+    with fusions.only(both):
+        plan = Sequential(ops.Bias(4), ops.SiLU()).plan(torch.ones(3, 4, requires_grad=True))
+    assert [k.name for k in kernels.written_kernels(plan)] == ["shared", "forward", "backward"]
+    assert asked == [(1, "forward", frozenset()), (2, "backward", frozenset({"input", "0.bias"}))]
+
+
+class Kernel(NamedTuple):
+    """A kernel written by hand, as far as plans go."""
+
+    name: str
+
+    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
+        raise NotImplementedError
 
 
 class Philox:

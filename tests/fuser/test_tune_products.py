@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from te_fuser.kernels.tuned_products import Form, Problem, found_for, store_on
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
+SECONDS_OF = module._seconds_of
 F32 = torch.float32
 FORWARD, DGRAD = Form("forward", F32, F32), Form("dgrad", F32, F32)
 
@@ -199,6 +201,20 @@ def test_one_algorithm_is_no_choice(library: FakeCublasLt, monkeypatch: pytest.M
     monkeypatch.setattr(module, "MOST_LISTED", 1)
     alone(monkeypatch, lambda place: pytest.fail("nothing to time"))
     assert [t.ratio for t in tune_products(small, Times(library, {}).contest, 0.005)] == [None]
+
+
+def test_each_candidate_is_timed_and_the_first_one_left_in_force(
+    library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.3, 0.2, 0.1])
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(module, "seconds_alone", lambda work: (work(), next(seconds))[1])
+    monkeypatch.setattr(module, "example", lambda *known: example(*known[:3], torch.device("cpu")))
+    (place,) = places_of(small)
+    library.by_algorithm[:] = [0] * 4
+    assert SECONDS_OF(place) == pytest.approx([0.03, 0.02, 0.01])
+    assert list(library.by_algorithm) == [0, 10, 10, 10]
+    assert algorithms_of(library, small) == [1]
 
 
 # ---- numbers to time a candidate on ------------------------------------------------------------------------------
