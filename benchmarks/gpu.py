@@ -10,7 +10,6 @@ python benchmarks/gpu.py --list                   # what the parts are, and abou
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -169,8 +168,7 @@ def in_turn(names: Iterable[str], bench: Bench) -> Iterator[str]:
 
 def document(console: Console) -> None:
     """Put the records into the document, and make the plot of the first one."""
-    found = [json.loads(p.read_text()) for p in sorted(gpu_report.RESULTS.glob("gpu-*.json"))]
-    records = [record for record in found if "parts" in record]  # those of tests and of lone kernels are others'
+    records = gpu_report.records()
     if not records:
         console.print(f"no record of a GPU in {gpu_report.RESULTS}: nothing to write")
         return

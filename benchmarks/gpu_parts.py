@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -622,8 +623,10 @@ def _output_of(command: Sequence[str]) -> str:
         RuntimeError: when it fails or does not end.
     """
     try:
+        # OpenMP's threads spin while they wait, unless told otherwise: beside other processes that takes long.
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
         done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=CHILD_LIMIT
+            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_LIMIT
         )
     except subprocess.TimeoutExpired as expired:
         said = (expired.stdout or b"")[-2000:].decode(errors="replace")

@@ -34,6 +34,12 @@ def record_path(card_name: str, kind: str = "gpu") -> Path:
     return RESULTS / f"{kind}-{'-'.join(re.findall('[a-z0-9]+', card_name.lower()))}.json"
 
 
+def records() -> list[dict[str, Any]]:
+    """The benchmark's records of every GPU; those of tests and of lone kernels lie beside them."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu-*.json"))]
+    return [record for record in found if any("cases" in part for part in record.get("parts", {}).values())]
+
+
 def circumstances(card: Card, given_commit: str | None) -> dict[str, Any]:
     """What a part's numbers depend on."""
     found = {**versions(), **gpu_rivals.versions()}

@@ -474,11 +474,8 @@ def test_records_from_elsewhere_are_taken_in(
     tests = json.loads((tmp_path / "results/gpu-tests-nvidia-test-1.json").read_text())
     assert tests["parts"]["capture"]["passed"] == 3
     assert "gpu-tests-nvidia-test-1.json" in capsys.readouterr().out
-    assert gpu_tests.estimates() == {
-        **dict.fromkeys(gpu_tests.parts(), gpu_tests.USUAL),
-        **gpu_tests.ABOUT,
-        "capture": 12,
-    }
+    usual = {**dict.fromkeys(gpu_tests.parts(), gpu_tests.USUAL), **gpu_tests.ABOUT}
+    assert gpu_tests.estimates() == {**usual, "capture": 12.0}
 
 
 def test_a_record_has_the_name_of_its_gpu() -> None:
@@ -499,6 +496,15 @@ def test_documents_take_tables_and_plans(tmp_path: Path) -> None:
     assert "**NVIDIA Test 1** (driver 1); torch 2; commit abc, full run, 2026-01-02; 5 rounds" in text
     assert "| te_fuser | 8.000 | 1.000 | 0.500 | 0.250 | 0.750 |" in text
     assert "| forward | `mat_mul` | MatMul | 1 | 1.000 | 2.000 | 100.0% | products 50% |" in text
+
+
+def test_documents_are_of_benchmarks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "RESULTS", tmp_path)
+    gpu_report.merge(tmp_path / "gpu-test-1.json", "layer", layer_record())
+    gpu_report.merge(tmp_path / "gpu-tests-test-1.json", "capture", {**ABOUT, "passed": 3, "seconds": 12.0})
+    (tmp_path / "gpu-kernels-test-1.json").write_text('{"kernels": []}')
+    (record,) = gpu_report.records()
+    assert list(record["parts"]) == ["layer"]
 
 
 def test_a_slow_copy_is_named() -> None:
