@@ -662,7 +662,8 @@ PyMethodDef methods[] = {
 
 PyDoc_STRVAR(documentation,
              "CudaMatmul(name, dtype, *, transpose_a=False, transpose_b=False, out_dtype=None, epilogue='none', "
-             "add='none', on_empty=None, tuned=None)\n--\n\nA matrix product by cuBLASLt; call it with one tuple of tensors.");
+             "add='none', on_empty=None, tuned=None)\n--\n\nA matrix product by cuBLASLt; call it with one tuple of "
+             "tensors.");
 
 PyType_Slot slots[] = {
     {Py_tp_doc, const_cast<char*>(documentation)},
