@@ -699,14 +699,15 @@ def _largest_difference(rows: Sequence[Mapping[str, str]], name: str) -> float:
     return max(abs(sum(differences[k : k + width]) / width) for k in range(len(rows) - width + 1))
 
 
+# What the host costs comes first: once the profiler has run in a process, launches take longer.
 PARTS: dict[str, Part] = {
+    "host": Part(f"what a call costs at {HOST_TOKENS} x {HOST_HIDDEN}", host, 60),
     "layer": Part("the seed layer, bf16, dropout 0.1 and 0, and its plan", layer, 150),
     "layer-fp16": Part("the seed layer, fp16, dropout 0.1 and 0", layer_fp16, 130),
     "mlp": Part("LayerNorm-GELU and RMSNorm-SwiGLU MLPs, Linear + bias + residual", mlp, 180),
     "llama": Part("a Llama layer: RMSNorm, RoPE, 32 query and 8 key/value heads, SwiGLU", llama, 75),
     "stack": Part(f"{STACKED} seed layers in one Sequential and apart", stack, 70),
     "glue": Part("what stands between products, in GB/s and share of a copy", glue, 150),
-    "host": Part(f"what a call costs at {HOST_TOKENS} x {HOST_HIDDEN}", host, 60),
     "growth": Part("time and memory with the tokens and with the hidden size", growth, 120),
     "first-call": Part("the first call in a new process, empty and warm kernel cache", first_call, 30),
     "train": Part("a GPT of 100 M parameters beside its twin in eager PyTorch", train, 190),
