@@ -12,6 +12,7 @@ import networkx as nx
 import torch
 
 from te_fuser.formula.expr import Axes
+from te_fuser.fuser.refs import DTYPE_NAMES
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, Place, RowOp, Spec, UnfusedOperation
 
 
@@ -337,19 +338,21 @@ class GraphBuilder:
             elif given.optional:
                 continue
             else:
-                raise ValueError(self._missing(label, name))
+                raise ValueError(self._missing(label, name, listed.lowered.op))
             self._check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
             found[argument] = value
         return found
 
-    def _missing(self, label: str, name: str) -> str:
+    def _missing(self, label: str, name: str, op: FusableOperation) -> str:
         later = [o for o in self.ops if name in o.names_out]
         hint = (
             "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {_plain(name)}=...)"
         )
         given = ", ".join(sorted(self.call.named)) or "none"
         what = f"{label} reads {_plain(name)!r}, which no Fork before it binds and the call does not give"
-        return f"{what} ({hint}; given: {given})"
+        forgotten = [p for p in op._parameters if isinstance(op, RowOp) and p not in op.arguments()]
+        mistaken = f"; parameters that compute() does not take: {', '.join(forgotten)}" if forgotten else ""
+        return f"{what} ({hint}; given: {given}{mistaken})"
 
     def _call_input(self, name: str, given: NamedInput) -> int:
         if name not in self.named_inputs:
@@ -457,7 +460,7 @@ def _is_identity(op: RowOp, given: Spec) -> bool:
     x = leaf("x", Axes.FULL, given.features)
     try:
         return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, AttributeError):
         return False
 
 
@@ -499,6 +502,10 @@ def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding
 
 
 def _check_floating(label: str, spec: Spec) -> None:
+    if spec.dtype.is_floating_point and spec.dtype not in DTYPE_NAMES:
+        raise TypeError(
+            f"{label}: takes {', '.join(DTYPE_NAMES.values())}, got {_dtype(spec.dtype)}; convert with .bfloat16()"
+        )
     if not spec.dtype.is_floating_point:
         raise TypeError(f"{label}: takes floating-point tensors, got {_dtype(spec.dtype)}; convert with .float()")
 

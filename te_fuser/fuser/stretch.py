@@ -108,13 +108,20 @@ class Stretch:
         arguments = [self._argument(node, role, name) for name in op.arguments()]
         try:
             y = expr.lift(op.compute(self.env[node.input], *arguments))
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{node.label}: {error}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            kind = TypeError if isinstance(error, AttributeError) else type(error)
+            hint = "; a formula is written with the functions of te_fuser.formula" if "Expr" in str(error) else ""
+            raise kind(f"{node.label}: {error}{hint}") from error
         if node.draws:
             y = self._name_stream(y, role, node.index)
         features = self.graph.values[node.output].spec.features
         if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
+        if y.axes & Axes.FEATURE and y.width != features:
+            raise ValueError(
+                f"{node.label}: compute() gives {y.width} features, infer() says {features}; it need not be defined "
+                f"where the formula says it, or gives x.with_features({y.width})"
+            )
         # It may be stored and read again, and then it is there for every row and feature.
         marked = expr.value(f"{role}.output", expr.broadcast(y, Axes.FULL, features))
         if marked.op == "value":

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.formula import random
+from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
 
 
@@ -326,9 +326,12 @@ class RowOp(FusableOperation):
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
 
     def arguments(self) -> tuple[str, ...]:
-        """The names of compute's arguments after x."""
-        names = tuple(inspect.signature(self.compute).parameters)[1:]
-        return names
+        """The names of compute's arguments after x.
+
+        Raises:
+            TypeError: when there is no formula, or an argument that is neither a tensor's name nor `name=None`.
+        """
+        return _arguments(type(self).compute, type(self).__name__)
 
     def parameter_names(self) -> tuple[str, ...]:
         """The arguments of compute that are tensors of this op: parameters, buffers, computed ones."""
@@ -351,13 +354,31 @@ class RowOp(FusableOperation):
         return functools.reduce(torch.promote_types, named if self.promotes else (), self.output_dtype(x))
 
     def infer(self, x: Spec) -> Spec:
-        """The shape of x, the dtype that `output_dtype` says.
+        """The rows of x with as many features as the formula gives, the dtype that `output_dtype` says.
 
         Raises:
             TypeError: when x holds no floating-point numbers.
         """
         check_floating(x)
-        return Spec(x.shape, self.output_dtype(x.dtype), x.device)
+        shape = (*x.shape[:-1], self._width(x.features)) if x.shape else ()
+        return Spec(shape, self.output_dtype(x.dtype), x.device)
+
+    def _width(self, features: int) -> int:
+        """How many features the formula gives for so many; as many, where it cannot be read (planning says why)."""
+        given = self.named_inputs()
+        arguments = [self._symbol(name, given.get(name), features) for name in self.arguments()]
+        try:
+            y = expr.lift(self.compute(expr.leaf("x", Axes.FULL, features), *arguments))
+        except (ValueError, TypeError, AttributeError):
+            return features
+        return y.width if y.axes & Axes.FEATURE else features
+
+    def _symbol(self, name: str, given: NamedInput | None, features: int) -> expr.Expr | None:
+        """An argument of compute as a symbol, as far as the op alone knows it."""
+        tensor = getattr(self, name, None)
+        if isinstance(tensor, torch.Tensor):
+            return expr.leaf(name, Axes.FEATURE if tensor.dim() else Axes.NONE, tensor.numel())
+        return None if given is None else expr.leaf(name, Axes.FULL if given.axes is None else given.axes, features)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output."""
@@ -374,10 +395,28 @@ class RowOp(FusableOperation):
             arguments.append(_as_rows(tensor.to(wide), given.get(name), rows, stream))
         with random.using(stream):
             y = self.compute(rows.to(wide), *arguments)
+        if not isinstance(y, torch.Tensor):  # a formula may be a number
+            y = rows.new_full(rows.shape, y, dtype=wide)
         y = y.expand(rows.shape[0], y.shape[-1])
         exact = x.dtype == torch.float64 and not _rounding.get()
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
         return y.to(x.dtype if exact else self.result_dtype(x.dtype, named)).reshape(*x.shape[:-1], y.shape[-1])
+
+
+@functools.lru_cache(1024)
+def _arguments(compute: Callable[..., Any], op: str) -> tuple[str, ...]:
+    """The names of a formula's arguments after self and x."""
+    if compute is RowOp.compute:
+        raise TypeError(f"{op} has no formula: define compute(self, x, ...)")
+    _, _, *others = inspect.signature(compute).parameters.values()
+    for p in others:
+        if p.kind is not p.POSITIONAL_OR_KEYWORD:
+            raise TypeError(f"{op}.compute takes {p}: its arguments after x are tensors, each by its name")
+        if p.default not in (p.empty, None):
+            raise TypeError(
+                f"{op}.compute takes {p}: what is no tensor is an attribute of the op, read as self.{p.name}"
+            )
+    return tuple([p.name for p in others])
 
 
 def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> tuple[int, int]:

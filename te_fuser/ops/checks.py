@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import keyword
 import math
 from collections.abc import Sequence
 
+import torch
+
 from te_fuser.ops.base import FusableOperation, Spec
+
+_TAKEN = ("self", "x", "outputs")
 
 
 def feature_size(features: int | Sequence[int], name: str = "features") -> int:
@@ -15,7 +20,7 @@ def feature_size(features: int | Sequence[int], name: str = "features") -> int:
         ValueError: for more than one dimension, or a negative size.
         TypeError: for anything but whole numbers.
     """
-    sizes = (features,) if isinstance(features, int) else tuple(features)
+    sizes = tuple(features) if isinstance(features, (tuple, list, torch.Size)) else (features,)
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"{name} is a whole number, got {features!r}")
     if len(sizes) != 1:
@@ -46,7 +51,10 @@ def check_probability(p: float) -> float:
 
     Raises:
         ValueError: when it is not in [0, 1].
+        TypeError: when it is no number.
     """
+    if not isinstance(p, (int, float)):
+        raise TypeError(f"a drop probability is a number in [0, 1], got {p!r}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"a drop probability lies in [0, 1], got {p}")
     return float(p)
@@ -72,8 +80,10 @@ def check_name(name: str) -> str:
     Raises:
         ValueError: when it cannot be one.
     """
-    if not isinstance(name, str) or not name.isidentifier():
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"a name must be usable as a keyword argument, like 'skip'; got {name!r}")
+    if name in _TAKEN:
+        raise ValueError(f"{name!r} is an argument of every call, model(x, outputs=...): choose another name")
     return name
 
 

@@ -42,14 +42,13 @@ class GatedUnit(RowOp):
         return self.combine(first, second) if self.gate_first else self.combine(second, first)
 
     def infer(self, x: Spec) -> Spec:
-        x = super().infer(x)
         if not x.shape or x.features % 2:
             got = x.features if x.shape else "a scalar"
             raise ValueError(
                 f"{type(self).__name__} takes an even number of features, a gate and a linear half, got {got} "
                 f"(input shape {list(x.shape)}): make the layer before it twice as wide as what shall come out"
             )
-        return x.with_features(x.features // 2)
+        return super().infer(x)
 
     def example(self, features: int, rng: torch.Generator) -> GatedUnit:
         return type(self)(gate_first=self.gate_first)

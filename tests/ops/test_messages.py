@@ -85,6 +85,15 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "per": (lambda: ops.AdaptiveLayerNorm(8, per="batch"), ValueError, "'sample' or per 'row', got per='batch'"),
     "no_batch_dim": (lambda: ops.AdaptiveLayerNorm(8), ValueError, "needs batch_dim"),
     "two_dimensions": (lambda: ops.LayerNorm((4, 8)), ValueError, r"last dimension alone, got \[4, 8\]: flatten"),
+    "a_float": (lambda: ops.LayerNorm(8.0), TypeError, r"features is a whole number, got 8\.0"),  # type: ignore[arg-type]
+    "no_number": (lambda: ops.Dropout("half"), TypeError, r"a number in \[0, 1\], got 'half'"),  # type: ignore[arg-type]
+    "eight_bits": (
+        lambda: ops.Cast(torch.float8_e5m2),
+        TypeError,
+        "got torch.float8_e5m2: float32, bfloat16, float16 or float64",
+    ),
+    "a_keyword": (lambda: ops.Fork("class"), ValueError, "usable as a keyword argument.*got 'class'"),
+    "an_argument": (lambda: ops.Add("outputs"), ValueError, "'outputs' is an argument of every call"),
     "negative": (lambda: ops.Linear(-1, 4), ValueError, "in_features is a size, got -1"),
     "fraction": (lambda: ops.MatMul(4, (2.5,)), TypeError, "out_features is a whole number"),  # type: ignore[arg-type]
     "two_unknown_sizes": (lambda: ops.Reshape(-1, -1), ValueError, r"one may be -1, got \[-1, -1\]"),
