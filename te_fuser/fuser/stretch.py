@@ -7,7 +7,7 @@ and another reads has one name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -297,7 +297,8 @@ class Stretch:
         avoid = {self.graph.root(v) for v in recompute}
         roots = [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()] + again
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
-        reduced, used = self._reduce(roots, cut, readable_marks, silent)
+        ways = [_by_output(roots, cut, readable_marks), roots]
+        reduced, used = min((self._reduce(way, cut, readable_marks, silent) for way in ways if way), key=_full_reads)
         targets, sums, outputs, sum_outputs, aliases = [], [], [], [], []
         made: dict[Any, Ref] = {}
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
@@ -442,6 +443,28 @@ class Stretch:
         if direction == "fwd":
             return value_ref(self.graph.root(self.graph.nodes[start].input))
         return gradient_ref(next(v for v in self.values_leaving(start, stop) if self.graph.needs_grad(v)))
+
+
+def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list[Expr]:
+    """The same with ReLU's slope by what it gave, relu(x) > 0 for x > 0, where that can be read; else nothing.
+
+    A product that follows keeps ReLU's output anyway, and x need then not be there at all.
+    """
+    relus = [e for e in cut.nodes if e.op == "value" and e.attrs[0] in readable and e.args[0].op == "relu"]
+    given = {e.args[0].args[0]: e for e in relus}
+
+    def replace(e: Expr) -> Expr | None:
+        slope = e.op == "gt" and e.args[0] in given and e.args[1] is expr.ZERO
+        return expr.compare("gt", given[e.args[0]], expr.ZERO) if slope else None
+
+    return substitute(roots, replace) if given else []
+
+
+def _full_reads(reduced: tuple[list[Expr], _Range]) -> int:
+    """How many tensors of all rows and features are read."""
+    roots, used = reduced
+    leaves = {e.attrs[0] for e in topological(roots) if e.op == "input"}
+    return sum(used.leaves[name].axes == Axes.FULL for name in leaves)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.fusions.matmul import cost_of, native, why_no_backward, why_no_product
+from te_fuser.fusions.matmul import cost_of, native, why_no_product
 from te_fuser.fusions.matmul_bias import why_no_bias
 from te_fuser.fusions.registry import fusion
 from te_fuser.kernels import matmul as products
@@ -16,10 +16,10 @@ from te_fuser.ops.relu import ReLU
 @fusion(
     forward=[MatMul, Bias, ReLU],
     takes=("input", "0.weight", "1.bias"),
-    when=lambda m: why_no_backward(m) or why_no_bias(m) or why_no_product(m, "forward_bias_relu") or True,
+    when=lambda m: why_no_bias(m) or why_no_product(m, "forward_bias_relu") or True,
     cost=lambda m: cost_of(m, "forward_bias_relu"),
     choose=lambda m, method: native(m, "forward_bias_relu"),
 )
 def matmul_bias_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Gives the output alone, for plans without a backward."""
+    """Gives the output alone; backward knows from it where ReLU passed what it read."""
     return products.linear_bias_relu(x, weight, bias)

@@ -161,3 +161,36 @@ def test_reductions_below_reductions_are_cut_once(monkeypatch: pytest.MonkeyPatc
     x = torch.randn(3, 32, requires_grad=True)
     te_fuser.Sequential(*norms, ops.GLU()).plan(x)
     assert 10 <= len(rewritten) < 60
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+def test_relus_slope_is_known_from_its_output(memory: str) -> None:
+    model, x = sequential(ops.Linear(6, 8), ops.ReLU(), ops.Linear(8, 3), memory=memory), tensor(5, 6)
+    plan = model.plan(x)
+    assert {k.name for k in plan.kept if k.owner == "activation"} == {"relu.output"}
+    assert not [str(c) for c in plan.choices if c.recomputed]
+    assert_as_meant(model, x)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("parts", "name", "read"),
+    [
+        ((ops.Bias(6), ops.ReLU()), "bias_relu_bwd", {"relu.output"}),
+        # The norm reads what ReLU read; a third tensor would be one more.
+        ((ops.LayerNorm(6), ops.ReLU()), "layer_norm_relu_bwd", {"x", "layer_norm.weight", "layer_norm.bias"}),
+        # Nobody stores what ReLU gives.
+        ((ops.Bias(6), ops.ReLU(), ops.SiLU()), "bias_relu_silu_bwd", {"x", "bias.bias"}),
+        # What ReLU gives is squared before it is stored.
+        ((ops.Bias(6), ops.SReLU()), "bias_srelu_bwd", {"x", "bias.bias"}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_the_kernel_of_relus_slope_reads(
+    parts: tuple[ops.FusableOperation, ...], name: str, read: set[str], dtype: torch.dtype
+) -> None:
+    model = sequential(*parts, ops.MatMul(6, 3), kernels="generated", memory="fast", dtype=dtype)
+    x = tensor(70, 6, dtype=dtype)
+    (step,) = (s for s in model.plan(x).backward if s.name == name)
+    assert {n for n, _ in step.inputs if n[:2] != "d_" and "statistic" not in n} == read
+    te_fuser.verify(model, x)
