@@ -68,7 +68,7 @@ def bench_for(chosen: argparse.Namespace) -> Bench:
         SystemExit: without a GPU.
     """
     if chosen.toy:
-        return Bench(Card(torch.device("cpu")), TOY, TRIAL, with_compile=False)
+        return Bench(Card(torch.device("cpu")), TOY, TRIAL, with_compile=False, tune=chosen.tune)
     if not torch.cuda.is_available():
         raise SystemExit("gpu.py measures a GPU, and PyTorch sees none here; --toy tries the command without one")
     effort = QUICK if chosen.quick else FULL

@@ -638,6 +638,7 @@ def _output_of(command: Sequence[str]) -> str:
 
 POINTS = 60  # of a loss curve in the record
 SMOOTHED = 20  # steps whose mean is compared
+EARLY = 10  # steps that are compared one by one
 TWIN, OTHER_TWIN = "torch.nn", "torch.nn, another seed"
 
 
@@ -671,6 +672,7 @@ def _trained(bench: Bench, arguments: Sequence[str], names: Sequence[str]) -> En
         "bigram_loss": summary["bigram_loss"],
         "largest_difference": _largest_difference(rows, OURS),
         "late_difference": _largest_difference(rows[len(rows) // 2 :], OURS),
+        "early_difference": _largest_difference(rows[:EARLY], OURS, smoothed=1),
         "contenders": contenders,
     }
     if OTHER_TWIN in names:
@@ -691,10 +693,10 @@ def _training(name: str, summary: Mapping[str, Any], rows: Sequence[Mapping[str,
     }
 
 
-def _largest_difference(rows: Sequence[Mapping[str, str]], name: str) -> float:
+def _largest_difference(rows: Sequence[Mapping[str, str]], name: str, smoothed: int = SMOOTHED) -> float:
     """Between a curve and the twin's, each smoothed over some steps."""
     curves = [[float(row[f"{n} training loss"]) for row in rows] for n in (name, TWIN)]
-    width = min(SMOOTHED, len(rows))
+    width = min(smoothed, len(rows))
     differences = [a - b for a, b in zip(*curves, strict=True)]
     return max(abs(sum(differences[k : k + width]) / width) for k in range(len(rows) - width + 1))
 

@@ -317,7 +317,8 @@ def _note(entry: Data) -> str:
         late = f" ({entry['late_difference']:.3f} in the second half)" if "late_difference" in entry else ""
         noise = ""
         if "noise" in entry:
-            noise = f"; eager's with another seed of batches differs from eager's by {entry['noise']:.3f}"
+            early = f", each of the first ten by {entry['early_difference']:.4f} at most"
+            noise = f"{early}; eager's with another seed of batches differs from eager's by {entry['noise']:.3f}"
         return (
             f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
             f"differ by {entry['largest_difference']:.4f} nats at most{late}{noise}; "

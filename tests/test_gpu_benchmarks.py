@@ -268,6 +268,19 @@ def test_losses_are_compared_beside_noise() -> None:
     rows = [{f"{n} training loss": str(2.0 + d) for n, d in zip(names, (0.01, 0.0, 0.1), strict=True)}] * 30
     assert gpu_parts._largest_difference(rows, "te_fuser") == pytest.approx(0.01)
     assert gpu_parts._largest_difference(rows, "torch.nn, another seed") == pytest.approx(0.1)
+    rows[5] = {**rows[5], "te_fuser training loss": "3.0"}
+    assert gpu_parts._largest_difference(rows, "te_fuser") == pytest.approx((19 * 0.01 + 1.0) / 20)
+    assert gpu_parts._largest_difference(rows, "te_fuser", smoothed=1) == pytest.approx(1.0)
+
+
+def test_the_note_on_training_says_how_far_the_losses_lie_apart() -> None:
+    entry = {
+        "contenders": {"te_fuser": {"speed_up": 1.9}}, "largest_difference": 0.01, "late_difference": 0.005,
+        "early_difference": 0.0001, "noise": 0.2, "bigram_loss": 2.4,
+    }  # fmt: skip
+    note = gpu_report._note(entry)
+    assert "differ by 0.0100 nats at most (0.005 in the second half), each of the first ten by 0.0001" in note
+    assert "another seed of batches differs from eager's by 0.200" in note
 
 
 @pytest.mark.slow
