@@ -505,7 +505,8 @@ def recorded(calls: Sequence[Step], card: Card) -> Step:
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # The outer context is for a capture that fails: it would leave its own stream as the current one.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         run()
 
     def replay(keep: object = calls) -> None:  # the graph has addresses only: the tensors must outlive it

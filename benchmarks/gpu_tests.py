@@ -24,6 +24,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gpu_report
 import torch
@@ -149,7 +150,9 @@ def ended(command: Sequence[str], tool: str | None, limit: float = LIMIT) -> int
     Raises:
         subprocess.TimeoutExpired: when it was stopped.
     """
-    with subprocess.Popen(command, cwd=ROOT, env=environment(tool), start_new_session=True) as process:
+    # A group of its own and not a session: what ends this command's session shall end its tests too.
+    group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(tool), **group) as process:
         try:
             return process.wait(limit)
         except BaseException:
