@@ -162,14 +162,17 @@ class Entrants:
     """Who takes part, and who could not: a rival that fails must not take the others' numbers along."""
 
     found: dict[str, Rival]
+    card: Card
     left_out: dict[str, str] = field(default_factory=dict)
     tuning: str = ""
 
     def add(self, name: str, make: Callable[[], Rival]) -> None:
         """Make a contender and let it run once."""
+        self.card.synchronize()  # what an earlier one did wrong is not this one's
         try:
             rival = make()
             rival.forward_and_backward()
+            self.card.synchronize()
         except Exception as error:
             self.left_out[name] = why(error)
         else:
@@ -191,7 +194,7 @@ _LONGEST_REASON = 500
 
 def _model_rivals(bench: Bench, case: Case) -> Entrants:
     pair = bench.build(case.builder, case.tokens, case.hidden)
-    entrants = Entrants(rivals(pair, case.dtype, bench.device))
+    entrants = Entrants(rivals(pair, case.dtype, bench.device), bench.card)
     eager = entrants.found["eager"]
     for rival in list(entrants.found.values()):
         rival.forward_and_backward()  # plans are made before anything is tuned
@@ -432,7 +435,7 @@ def glue(bench: Bench) -> Iterator[Entry]:
     for stretch in stretches(bench.scale):
         torch.manual_seed(0)
         pair = bench.build(stretch.builder, stretch.tokens, stretch.hidden)
-        entrants = Entrants(rivals(pair, torch.bfloat16, bench.device))
+        entrants = Entrants(rivals(pair, torch.bfloat16, bench.device), bench.card)
         eager = entrants.found["eager"]
         if bench.with_compile:
             entrants.add("torch.compile", lambda: eager.like(bench.compiled(pair.eager)))  # noqa: B023 - called at once
@@ -537,7 +540,7 @@ def host(bench: Bench) -> Iterator[Entry]:
     for name, builder, most in rows:
         torch.manual_seed(0)
         pair = bench.build(builder, HOST_TOKENS, HOST_HIDDEN)
-        entrants = Entrants(rivals(pair, torch.bfloat16, bench.device))
+        entrants = Entrants(rivals(pair, torch.bfloat16, bench.device), bench.card)
         ours, eager = entrants.found[OURS], entrants.found["eager"]
         if bench.with_compile:
             entrants.add("torch.compile", lambda: eager.like(bench.compiled(pair.eager)))  # noqa: B023 - called at once
