@@ -149,11 +149,24 @@ class Graph:
 
 def autocast_dtype(op: FusableOperation, x: Spec, target: torch.dtype | None) -> torch.dtype | None:
     """The dtype that torch.autocast to `target` runs an op in; None where it leaves the op alone."""
-    if target is None or op.autocast is None or x.dtype == torch.float64:
+    if target is None or op.autocast in (None, "follow") or x.dtype == torch.float64:
         return None
     if op.autocast == "lower":
         return target
     return torch.float32 if x.device.type == "cuda" else None
+
+
+def autocast_parameters(
+    op: FusableOperation, x: torch.dtype, parameters: Mapping[str, torch.Tensor], target: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Name -> dtype of the parameters that torch.autocast to `target` casts for an op; `x` is what it runs in."""
+    if target is None or x != target:
+        return {}
+    if op.autocast == "lower":
+        return {name: x for name, p in parameters.items() if p.dtype != x}
+    if op.autocast == "follow":
+        return {name: x for name, p in parameters.items() if p.dtype == torch.float32}
+    return {}
 
 
 def snake(name: str) -> str:
@@ -266,15 +279,11 @@ class GraphBuilder:
         """Under autocast, put a Cast op before an op that runs in lower precision, and cast its parameters."""
         op, spec = listed.lowered.op, self.values[current].spec
         wanted = autocast_dtype(op, spec, self.call.autocast)
-        if wanted is None:
-            return current, {}
-        if spec.dtype != wanted:
+        if wanted is not None and spec.dtype != wanted:
             cast = LoweredOp(FusableOperation.make_cast(wanted), {})
             current = self._append(ListedOp(cast, f"{listed.path}.cast", {}, ()), current)
-        casts = {}
-        if op.autocast == "lower":
-            casts = {n: wanted for n, b in listed.lowered.bindings.items() if b.get().dtype != wanted}
-        return current, casts
+        given = {name: b.get() for name, b in listed.lowered.bindings.items()}
+        return current, autocast_parameters(op, self.values[current].spec.dtype, given, self.call.autocast)
 
     def _parameter(self, binding: Binding) -> int:
         key = (id(binding.owner), binding.name)

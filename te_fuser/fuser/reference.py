@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 import torch
 
 from te_fuser.formula.random import RandomStream
-from te_fuser.fuser.graph import ListedOp, Node, autocast_dtype, spec_of
+from te_fuser.fuser.graph import ListedOp, Node, autocast_dtype, autocast_parameters, spec_of
 from te_fuser.ops.base import FusableOperation, OpCall, batch_layout
 
 
@@ -35,8 +35,8 @@ def reference_run(
             if wanted is not None:
                 index += x.dtype != wanted  # the plan's Cast counts as an op, and streams are numbered by op
                 x = x.to(wanted)
-                if op.autocast == "lower":
-                    parameters = {name: p.to(wanted) for name, p in parameters.items()}
+            casts = autocast_parameters(op, x.dtype, parameters, target)
+            parameters |= {name: parameters[name].to(dtype) for name, dtype in casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
             x = run_op(op, index, x, {**parameters, **named}, seed)
             for name in item.names_out:

@@ -159,7 +159,7 @@ class Stretch:
                 width *= size
             axes = Axes.FEATURE if spec.shape else Axes.NONE
             dtype, ref = spec.dtype, parameter_ref(index)
-            if name in node.casts:
+            if name in node.casts and node.op.autocast != "follow":  # it is as well read as it is
                 dtype, ref = node.casts[name], cast_ref(index, node.casts[name])
             self.leaves[found] = _Leaf(ref, axes, width, DTYPE_NAMES[dtype], parameter=index)
         leaf = self.leaves[found]

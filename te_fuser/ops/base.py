@@ -212,7 +212,9 @@ class FusableOperation(torch.nn.Module):
     kind: ClassVar[type[FusableOperation]]
     family: ClassVar[bool] = True  # of this class alone: a subclass is a family only where it says so too
     run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
-    autocast: ClassVar[str | None] = None  # under torch.autocast: "lower" casts x and parameters down, "float32" x up
+    # Under torch.autocast: "lower" casts x and parameters down, "float32" x up; "follow" takes x as it comes, and where
+    # that is in the lower dtype, as after a product, fusions read float32 parameters in it too; formulas need not.
+    autocast: ClassVar[str | None] = None
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops

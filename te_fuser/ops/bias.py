@@ -21,6 +21,7 @@ class Bias(RowOp):
         device: the parameter's, torch's default if None.
     """
 
+    autocast = "follow"
     bias: torch.nn.Parameter | None
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -723,6 +724,60 @@ def test_sharded_parameters_outside_of_fsdp_are_refused(one_process):
         our_mlp()(DTensor.from_local(X.detach(), mesh, [Replicate()]))
     with pytest.raises(TypeError, match="input 'c' is a DTensor"):
         sequential(ops.Add("c"))(X, c=DTensor.from_local(X.detach(), mesh, [Replicate()]))
+
+
+# ---------------------------------------------------------------------------------------------- autocast
+
+
+@contextlib.contextmanager
+def autocast_on_cuda():
+    """torch.autocast("cuda", torch.bfloat16), which torch turns off where it sees no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+def test_autocast_on_a_gpu_fuses_as_bfloat16_does():
+    """Biases are read in the products' dtype, as torch.nn.Linear reads them there: epilogues take them."""
+
+    def names(model, x):
+        plan = model.plan(x, device="h200")
+        steps = [s.name for s in (*plan.forward, *plan.backward)]
+        return [name.replace("_cast", "") for name in steps if name != "cast_parameter"]
+
+    with torch.device("meta"):
+        x = torch.empty(8192, 1024, requires_grad=True)
+        model = te_fuser.Sequential(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GELU(), ops.Linear(4096, 1024))
+    with autocast_on_cuda():
+        under = names(model, x)
+    assert "matmul_bias_gelu_aux" in under and "matmul_bias_backward" in under
+    assert under == names(model.bfloat16(), x.detach().bfloat16().requires_grad_())
+
+
+def test_a_linear_under_autocast_is_torchs():
+    ours = te_fuser.Sequential(ops.Linear(8, 5), kernels="reference")
+    theirs = nn.Linear(8, 5)
+    theirs.load_state_dict(ours[0].state_dict())
+    x = torch.randn(7, 8)
+    with torch.autocast("cpu", torch.bfloat16), fusions.only("matmul_bias"):
+        assert "matmul_bias" in [s.name for s in ours.plan(x).forward]
+        assert torch.equal(ours(x), theirs(x))
+        bias = next(s for s in ours.plan(x).forward if s.name == "matmul_bias").reads()
+    assert sum(ref[0] == "cast" for ref in bias) == 2
+
+
+def test_a_formula_reads_the_bias_as_it_is_under_autocast():
+    model, x = te_fuser.Sequential(ops.Linear(8, 5), ops.GELU(), kernels="reference"), torch.randn(7, 8)
+    with torch.autocast("cpu", torch.bfloat16), fusions.disabled("matmul_bias", "matmul_bias_gelu", "matmul_bias_relu"):
+        steps = [s for s in model.plan(x).forward if "bias" in s.name]
+        assert steps and all(ref[0] != "cast" for s in steps for ref in s.reads())
+        plain = model.reference(x)
+        assert (model(x) - plain).abs().max() <= 2**-7 * plain.abs().max()
 
 
 class Halved(ops.RowOp):

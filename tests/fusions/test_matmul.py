@@ -58,9 +58,15 @@ def test_reasons(options: dict[str, object], reason: str) -> None:
 def test_under_autocast_the_weight_is_read_as_it_is_cast() -> None:
     model = te_fuser.Sequential(ops.MatMul(64, 64)).to("meta")
     x = torch.empty(16, 64, device="meta", requires_grad=True)
-    with torch.autocast("cuda", torch.bfloat16):
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast does not, where there is no GPU
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
         p = model.plan(x, device="h200")
-    assert "matmul" in [s.name for s in p.forward]
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+    assert [s.name for s in p.forward] == ["cast_fwd", "cast_parameter", "matmul"]
 
 
 # ---- backward fusions whose nodes run apart, of which these are the first ------------------------------------------
