@@ -20,6 +20,8 @@ import torch
 from rich.console import Console
 
 import te_fuser
+from te_fuser.fuser import fuser, measure
+from tests import fake_cuda
 from tests.kernels.packed_cases import CASES
 
 ROOT = Path(__file__).parents[1]
@@ -160,6 +162,19 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: gpu_parts.Ben
         assert graphed == [f"{m}, forward+backward" for m in ("LayerNorm + Linear + GELU + Linear", "Linear alone")]
     if name == "growth":
         assert {e["grows"] for e in entries} == {"tokens", "hidden"} and "floor" in entries[0]["contenders"]
+
+
+@pytest.mark.skipif(fake_cuda.CXX is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["layer", "mlp", "llama", "glue", "host"])
+def test_parts_run_cuda_kernels(
+    name: str, gpu_bench: gpu_parts.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their emulation on the CPU; where nothing is drawn, the part itself compares results with eager's."""
+    emulation = fake_cuda.Emulation(tmp_path)
+    with fake_cuda.in_place(fake_cuda.compile_driver(tmp_path)) as driver, emulation.in_plans():
+        monkeypatch.setattr(measure, "load_kernels", fuser.load_kernels)
+        assert all("left_out" not in entry for entry in gpu_parts.PARTS[name].run(gpu_bench))
+        assert driver.launches > 50
 
 
 def test_a_rival_that_fails_is_left_out(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
