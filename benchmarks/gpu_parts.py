@@ -147,14 +147,19 @@ def measure_case(bench: Bench, case: Case) -> Entry:
     results = contest(steps, bench.effort, bench.card)
     entry = compared(case.name, results)
     entry |= {"floor_products": floor.taken, **entrants.remarks()}
-    for name, step in steps.items():
-        trace = traced(step, bench.card)
-        entry["contenders"][name] |= trace.as_data() if trace else {}
-    _add_memory(entry, found, bench.card)
+    _add_details(entry, steps, found, bench.card)
     if case.with_plan:
-        entry["plan"] = plan_rows(found[OURS])
+        attempt(entry, "the plan's times", lambda: entry.update(plan=plan_rows(found[OURS])))
     entry["goals"] = judged(case.goals, entry)
     return entry
+
+
+def attempt(entry: Entry, what: str, measure: Callable[[], object]) -> None:
+    """Measure more of an entry; what fails does not take the rest along."""
+    try:
+        measure()
+    except Exception as error:
+        entry.setdefault("left_out", {})[what] = why(error)
 
 
 @dataclass
@@ -225,6 +230,17 @@ def _memory(rival: Rival, card: Card) -> dict[str, Any]:
     rival.clear()
     kept = kept_bytes(lambda: rival.model(rival.x, **rival.named), list(rival.model.parameters()))
     return {"kept_mib": kept / MIB, **({} if peak is None else {"peak_mib": peak / MIB})}
+
+
+def _add_details(entry: Entry, steps: Mapping[str, Step], found: Mapping[str, Rival], card: Card) -> None:
+    attempt(entry, "kernels", lambda: _add_kernels(entry, steps, card))
+    attempt(entry, "memory", lambda: _add_memory(entry, found, card))
+
+
+def _add_kernels(entry: Entry, steps: Mapping[str, Step], card: Card) -> None:
+    for name, step in steps.items():
+        trace = traced(step, card)
+        entry["contenders"][name] |= trace.as_data() if trace else {}
 
 
 def _add_memory(entry: Entry, found: Mapping[str, Rival], card: Card) -> None:
@@ -376,10 +392,7 @@ def stack(bench: Bench) -> Iterator[Entry]:
     entry = compared(f"{STACKED} seed layers bf16 dropout 0.1", results)
     contenders = entry["contenders"]
     entry["over_separate"] = contenders[OURS]["over_separate"] = results[OURS].over(results[SEPARATE])
-    for name, step in steps.items():
-        trace = traced(step, bench.card)
-        contenders[name] |= trace.as_data() if trace else {}
-    _add_memory(entry, found, bench.card)
+    _add_details(entry, steps, found, bench.card)
     entry["goals"] = judged((Goal("over_separate", 1.0), AHEAD), entry)
     yield entry
 
@@ -464,14 +477,18 @@ def _glue_entry(bench: Bench, effort: Effort, stretch: Stretch, entrants: Entran
     entry |= {"tokens": stretch.tokens, "hidden": stretch.hidden, "moved_mib": moved / MIB}
     for data in entry["contenders"].values():
         data |= {"gbps": moved / data["ms"] / 1e6, "of_copy": 1 / data["over_floor"]}
-    trace = traced(steps[OURS], bench.card)
-    if trace:
-        entry["contenders"][OURS]["kernels"] = trace.kernels / SETS
     if left_out:
         entry["left_out"] = left_out
+    attempt(entry, "kernels", lambda: _add_count(entry, steps[OURS], bench.card))
     goal = stretch.goals[k]
     entry["goals"] = judged((goal,) if goal else (), entry)
     return entry
+
+
+def _add_count(entry: Entry, step: Step, card: Card) -> None:
+    trace = traced(step, card)
+    if trace:
+        entry["contenders"][OURS]["kernels"] = trace.kernels / SETS
 
 
 # Elements between the buffers of a copy. Of six sizes one copied at two thirds of the others' speed, that of buffers
@@ -570,22 +587,25 @@ def _graphed(ours: Rival) -> Rival:
 
 def growth(bench: Bench) -> Iterator[Entry]:
     """Time and memory of the seed layer with more tokens, and with more features."""
-    scale, attention = bench.scale, bench.scale.attention(0.1)
+    scale = bench.scale
     sizes = [("tokens", t, scale.hidden) for t in scale.growing_tokens]
     sizes += [("hidden", scale.tokens, h) for h in scale.growing_hidden]
-    effort = no_longer(bench.effort, Effort(3, 0.5, 0.5))
     for grows, tokens, hidden in sizes:
-        torch.manual_seed(0)
-        pair = bench.build(models.gpt(0.1, attention), tokens, hidden)
-        found = rivals(pair, torch.bfloat16, bench.device)
-        floor = make_floor([layer_work(attention, mlp_work)(tokens, hidden)], torch.bfloat16, bench.card)
-        steps: dict[str, Step] = {"floor": floor.run, **{n: r.forward_and_backward for n, r in found.items()}}
-        entry = compared(f"seed layer, {tokens} x {hidden}", contest(steps, effort, bench.card))
-        entry |= {"grows": grows, "tokens": tokens, "hidden": hidden}
-        _add_memory(entry, found, bench.card)
-        yield entry
-        del pair, found, floor, steps
+        yield {**_of_size(bench, tokens, hidden), "grows": grows, "tokens": tokens, "hidden": hidden}
         _forget()
+
+
+def _of_size(bench: Bench, tokens: int, hidden: int) -> Entry:
+    """The seed layer of a size: floor, eager and te_fuser."""
+    torch.manual_seed(0)
+    attention = bench.scale.attention(0.1)
+    found = rivals(bench.build(models.gpt(0.1, attention), tokens, hidden), torch.bfloat16, bench.device)
+    floor = make_floor([layer_work(attention, mlp_work)(tokens, hidden)], torch.bfloat16, bench.card)
+    steps: dict[str, Step] = {"floor": floor.run, **{n: r.forward_and_backward for n, r in found.items()}}
+    effort = no_longer(bench.effort, Effort(3, 0.5, 0.5))
+    entry = compared(f"seed layer, {tokens} x {hidden}", contest(steps, effort, bench.card))
+    attempt(entry, "memory", lambda: _add_memory(entry, found, bench.card))
+    return entry
 
 
 def _forget() -> None:

@@ -188,6 +188,17 @@ def test_a_rival_that_fails_is_left_out(gpu_bench: gpu_parts.Bench, monkeypatch:
         assert "torch.compile" not in entry["contenders"] and "te_fuser" in entry["contenders"]
 
 
+def test_times_stay_where_the_profiler_fails(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("the profiler saw no kernel")
+
+    monkeypatch.setattr(gpu_parts, "traced", fails)
+    for name in ("llama", "glue", "stack"):
+        entry = next(gpu_parts.PARTS[name].run(gpu_bench))
+        assert entry["left_out"] == {"kernels": "RuntimeError: the profiler saw no kernel"}
+        assert entry["contenders"]["te_fuser"]["ms"] > 0 and "kernels" not in entry["contenders"]["te_fuser"]
+
+
 def test_what_cannot_be_recorded_as_a_graph_is_left_out(
     gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
