@@ -16,6 +16,7 @@ from te_fuser.fuser.reference import reference_run
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp, walk
 from te_fuser.ops.fork import Fork
+from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
     from te_fuser.fuser.tune import TuneReport
@@ -376,7 +377,7 @@ class Sequential(torch.nn.Sequential):
         outputs: Sequence[str],
         inputs: Mapping[str, torch.Tensor],
     ) -> list[Any]:
-        """What `run` finds for each group of ops between plain modules; it gives that and what the group returns."""
+        """What `run` measures for each group of ops between plain modules; it gives that and what the group returns."""
         parts = self._prepared()
         qualified = self._wanted(outputs)
         values = named_tensors(inputs)
@@ -389,7 +390,8 @@ class Sequential(torch.nn.Sequential):
             check_input(x)
             given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else values
             wanted = tuple(n for n in part.gives if n in later)
-            result, made = run(part.fuser, x, given, wanted)
+            with spared(self.parameters()):
+                result, made = run(part.fuser, x, given, wanted)
             results.append(result)
             x, *extra = made if wanted else (made,)
             values.update(zip(wanted, extra, strict=True))

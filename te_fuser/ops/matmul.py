@@ -110,7 +110,13 @@ class MatMul(UnfusedOperation):
     main_gradient = gradient_of("weight", _main_gradient, "dy", "input", "weight")
 
     def example(self, features: int, rng: torch.Generator) -> MatMul:
-        return randomized(MatMul(features, self.out_features, device="meta"), rng, spread=max(features, 1) ** -0.5)
+        made = MatMul(
+            features,
+            self.out_features,
+            accumulate_into_main_grad=self.accumulate_into_main_grad,
+            device="meta",
+        )
+        return randomized(made, rng, spread=max(features, 1) ** -0.5)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

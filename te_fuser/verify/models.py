@@ -54,6 +54,10 @@ class Subject:
         self.meaning = copy.deepcopy(self.fused)
         self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         self.modes = {name: m.training for name, m in model.named_modules()}
+        for item in listed_ops(self.fused):
+            if getattr(item.lowered.op, "accumulate_into_main_grad", False):
+                weight = item.lowered.bindings["weight"].get()
+                weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
 
     def check(self, case: Case, call: Call) -> list[Row]:
         """One row for each result of the case, and for each promise that is not about accuracy."""
@@ -204,14 +208,17 @@ class _Run:
 
         def backward() -> dict[str, torch.Tensor]:
             wanted = {name: leaves[name] for name in self.wanted}
+            main_grads = {name: leaf.main_grad.zero_() for name, leaf in wanted.items() if hasattr(leaf, "main_grad")}
             gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if wanted and with_grad:
                 ends, grads = [outputs[n] for n in with_grad], [arriving[n] for n in with_grad]
                 gradients = torch.autograd.grad(ends, list(wanted.values()), grads, True, allow_unused=True)
-            return {
-                _GRADIENT + name.removeprefix(_PARAMETER): torch.zeros_like(leaf) if g is None else g
+            found = {
+                name: torch.zeros_like(leaf) if g is None else g
                 for (name, leaf), g in zip(wanted.items(), gradients, strict=True)
             }
+            found |= {name: found[name] + t for name, t in main_grads.items()}
+            return {_GRADIENT + name.removeprefix(_PARAMETER): g for name, g in found.items()}
 
         return {name: y.detach() for name, y in outputs.items()} | backward(), backward
 

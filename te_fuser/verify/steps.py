@@ -18,6 +18,7 @@ from te_fuser.fuser.reference import run_nodes
 from te_fuser.fuser.refs import SEED, Ref, gradient_ref
 from te_fuser.fuser.segment import build_segments
 from te_fuser.ops.base import unrounded
+from te_fuser.ops.main_grad import caught
 from te_fuser.verify.compare import UPSTREAM, Tensors, judge, same_bits
 from te_fuser.verify.report import VerificationError
 
@@ -121,12 +122,13 @@ class _CheckedRunner:
         self.nodes = watch.graph.nodes[step.start : step.stop]
         self.inputs = [(name, ref, slots[ref]) for name, ref in step.inputs]
         self.outputs = [(ref, slots[ref]) for ref in step.writes()]
+        self.into_main_grad = self._into_main_grad()
         covered = ", ".join(node.label for node in self.nodes)
         self.label = f"{direction} step {step.name!r} over {covered}"
 
     def __call__(self, slots: Slots) -> None:
         before = {name: slots[k].clone() for name, _, k in self.inputs if isinstance(slots[k], torch.Tensor)}
-        self.runner(slots)
+        main_grads = self._run(slots)
         for name, _, k in self.inputs:
             if name in before and not same_bits(before[name], slots[k]):
                 raise VerificationError(f"{self.label}: it changed its input {name!r}")
@@ -136,7 +138,21 @@ class _CheckedRunner:
             if self.direction == "forward":
                 self._check_forward(slots)
             else:
-                self._check_backward(slots, given)
+                self._check_backward(slots, given, main_grads)
+
+    def _into_main_grad(self) -> list[int]:
+        """The parameters whose gradient goes to their main_grad in this step."""
+        added = [node for node in self.nodes if getattr(node.op, "accumulate_into_main_grad", False)]
+        written = {_number(ref) for ref, _ in self.outputs if ref[0] in _CHECKED}
+        return [p for node in added if (p := node.parameters["weight"]) in written]
+
+    def _run(self, slots: Slots) -> dict[int, torch.Tensor]:
+        """Run the step; what it gave to main_grads, by the number of the parameter."""
+        with contextlib.ExitStack() as stack:
+            weights = {p: self.watch.graph.parameters[p].get() for p in self.into_main_grad}
+            found = {p: stack.enter_context(caught(weight)) for p, weight in weights.items()}
+            self.runner(slots)
+        return {p: t.to(weights[p].dtype) for p, t in found.items() if t is not None}
 
     def _device(self, slots: Slots) -> str:
         return next(slots[k].device.type for _, k in self.outputs)
@@ -152,7 +168,9 @@ class _CheckedRunner:
         self._judge({self._name(("value", v)): t for v, t in stored.items()}, self.watch.data(self.nodes), evaluate)
         self.watch.record(self.nodes, stored)
 
-    def _check_backward(self, slots: Slots, given: Mapping[Ref, torch.Tensor]) -> None:
+    def _check_backward(
+        self, slots: Slots, given: Mapping[Ref, torch.Tensor], main_grads: Mapping[int, torch.Tensor]
+    ) -> None:
         graph = self.watch.graph
         made = [v for node in self.nodes for v in (node.output, *node.named_out)]
         outside = [v for v in made if any(not self.step.start <= c < self.step.stop for c in graph.consumers(v))]
@@ -162,7 +180,7 @@ class _CheckedRunner:
         found: dict[str, torch.Tensor] = {}
         for ref, k in self.outputs:
             if ref[0] in _CHECKED:
-                self._add(found, ref, self._as_returned(ref, slots[k]))
+                self._add(found, ref, main_grads.get(_number(ref), self._as_returned(ref, slots[k])))
 
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
             return self._gradients(data, exact, leaving)
@@ -219,6 +237,12 @@ class _CheckedRunner:
 
 # What a backward step makes that can be checked by itself; wrong statistics show in what is made of them.
 _CHECKED = ("gradient", "parameter gradient", "term", "recomputed")
+
+
+def _number(ref: Ref) -> int:
+    """The parameter whose gradient it is; -1 where it is none's."""
+    base = ref[1] if ref[0] == "term" else ref
+    return int(base[1]) if base[0] == "parameter gradient" else -1
 
 
 def _source(ref: Ref) -> str:

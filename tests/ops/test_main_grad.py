@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.ops import matmul
 from tests.fusions.products import covered, plan, reasons
 from tests.ops.check import normal
 
@@ -90,3 +93,63 @@ def test_on_a_gpu_the_product_adds() -> None:
         assert reasons(p, name) == {"the weight's gradient goes to its main_grad"}
     assert reasons(plan(ops.MatMul(4096, 64)), "matmul_main_grad") == {"accumulate_into_main_grad is off"}
     assert fusions.get("matmul_main_grad").doc
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+@pytest.mark.parametrize("run", ["tune", "explain"])
+def test_runs_that_measure_leave_it_alone(
+    run: str, looked_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    m, x = model(), normal(7, IN).float().requires_grad_()
+    weight, held = m[1].weight, torch.ones(OUT, IN)
+    weight.grad_added_to_main_grad = False
+    if looked_up:
+        weight.get_main_grad = lambda: held
+    else:
+        weight.main_grad = held
+    attributes = dict(weight.__dict__)
+    if run == "tune":
+        m.tune(x, rounds=1, seconds=0.001)
+    else:
+        m.explain(x, measure=True)
+    assert torch.equal(held, torch.ones(OUT, IN)) and weight.__dict__ == attributes
+    m(x).sum().backward()
+    assert not torch.equal(held, torch.ones(OUT, IN)) and weight.grad_added_to_main_grad
+
+
+def run_and_verify(how: str, x: torch.Tensor) -> te_fuser.Sequential:
+    """Verify a model, or its steps on the data of one call; the model."""
+    m = model()
+    m.verify = how == "steps"
+    weight = m[1].weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(OUT, IN), False
+    if how == "steps":
+        m(x).sum().backward()
+    else:
+        te_fuser.verify(m)
+    return m
+
+
+@pytest.mark.parametrize("how", ["steps", "model"])
+def test_it_is_verified(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(7, IN).float()
+    m = run_and_verify(how, x)
+    weight = m[1].weight
+    (dw,) = torch.autograd.grad(m.reference(x).sum(), weight)
+    torch.testing.assert_close(weight.main_grad, 1 + dw if how == "steps" else torch.ones(OUT, IN))
+    assert weight.grad_added_to_main_grad is (how == "steps")
+    right = matmul._weight_gradient
+    monkeypatch.setattr(matmul, "_weight_gradient", lambda dy, x: 1.01 * right(dy, x))
+    with pytest.raises(te_fuser.VerificationError, match=r"gradient of (1\.)?weight"):
+        run_and_verify(how, x)
+
+
+def test_verifying_the_steps_writes_it_over() -> None:
+    m, x = model(), normal(7, IN).float()
+    m.verify = True
+    m[1].weight.main_grad = torch.full((OUT, IN), torch.nan)
+    m[1].weight.overwrite_main_grad = True
+    (dw,) = torch.autograd.grad(m.reference(x).sum(), m[1].weight)
+    m(x).sum().backward()
+    torch.testing.assert_close(m[1].weight.main_grad, dw)
