@@ -132,9 +132,7 @@ class Prices:
 
 def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
     """What the fusion says that it takes in a direction: a Cost, one for each of its nodes, or None."""
-    if fusion.cost is None:
-        return None
-    c = fusion.cost(match)
+    c = fusion.costs(match)
     return c[direction == "backward"] if fusion.direction == "joint" and isinstance(c, tuple) else c
 
 

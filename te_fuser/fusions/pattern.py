@@ -59,6 +59,20 @@ def _needs_an_op(part: PatternPart) -> bool:
     return not isinstance(part, Optional)
 
 
+def most_ops(pattern: Sequence[PatternPart]) -> int | None:
+    """How many elementary ops a match has at most; None where that depends on the list."""
+    counts = [_most_ops_of(part) for part in pattern]
+    return None if None in counts else sum(filter(None, counts))
+
+
+def _most_ops_of(part: PatternPart) -> int | None:
+    if isinstance(part, Optional):
+        return _most_ops_of(part.part)
+    kinds = part.kinds if isinstance(part, OneOf) else (part,)
+    several = isinstance(part, Repeat) or any(issubclass(kind, FusedOperation) for kind in kinds)  # type: ignore[arg-type]
+    return None if several else 1
+
+
 def _check_part(part: Any, fusion: str) -> None:
     if isinstance(part, (Optional, Repeat)):
         return _check_part(part.part, fusion)

@@ -12,7 +12,7 @@ from typing import Any, Union
 
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.match import Cost, Match
-from te_fuser.fusions.pattern import PatternPart, check, matches, render
+from te_fuser.fusions.pattern import PatternPart, check, matches, most_ops, render
 from te_fuser.ops.base import Gradient, Place
 
 Condition = Callable[[Match], "bool | str | None"]
@@ -93,6 +93,24 @@ class Fusion:
         if isinstance(answer, str):
             return answer
         return None if answer is None or answer else "its condition `when` said no"
+
+    def costs(self, match: Match) -> Costs | None:
+        """What it says that the match takes; None where it says nothing.
+
+        Raises:
+            TypeError: when that is no Cost.
+            RuntimeError: when the function fails.
+        """
+        if self.cost is None:
+            return None
+        try:
+            found = self.cost(match)
+        except Exception as error:
+            raise RuntimeError(f"fusion {self.name!r}: its `cost` failed, {error!r}") from error
+        if found is not None and not isinstance(found, (Cost, tuple)):
+            hint = f"Cost(seconds={found!r})" if isinstance(found, (int, float)) else "fusions.Cost(...)"
+            raise TypeError(f"fusion {self.name!r}: its `cost` gives {type(found).__name__}, not a Cost; write {hint}")
+        return found
 
     def stops(self, ops: Sequence[Any], start: int, places: Sequence[tuple[Place, ...]] = ()) -> Iterator[int]:
         """Where matches that begin at `start` end; `places` says where each op stands in fused operations."""
@@ -235,6 +253,14 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequenc
             )
 
 
+def _check_emits(fusion: str, emits: Iterable[str], most: int | None) -> None:
+    for name in emits:
+        if most is not None and int(name.partition(".")[0]) >= most:
+            raise ValueError(
+                f"fusion {fusion!r}: emits {name!r}, and its pattern has at most {most} ops, counted from 0"
+            )
+
+
 def _part(direction: str, what: str, given: int | slice) -> slice:
     """Which ops of a match a direction covers, as a slice."""
     part = slice(-given, None) if isinstance(given, int) else given
@@ -319,6 +345,7 @@ def fusion(
     def declare(body: Any) -> Fusion:
         own = name or body.__name__
         pattern = check(given[direction], own)  # type: ignore[arg-type]
+        _check_emits(own, emits, most_ops(pattern))
         runs = {
             "forward": (body, None),
             "backward": (None, body),

@@ -382,6 +382,10 @@ DECLARED_WRONG = {
     "emits_in_backward": ({"backward": [ops.GELU], "emits": ["0.output"]}, "a backward fusion has no emits"),
     "saves_in_forward": ({"forward": [ops.GELU], "saves": ["a"]}, "a forward fusion has no saves; that is for joint"),
     "emits_a_word": ({"forward": [ops.GELU], "emits": ["mean"]}, "emits names values inside the match, .*got 'mean'"),
+    "emits_beyond_its_pattern": (
+        {"forward": [ops.MatMul, fusions.Optional(ops.Bias), fusions.OneOf(ops.GELU, ops.ReLU)], "emits": ["3.output"]},
+        r"fusion 'mine': emits '3.output', and its pattern has at most 3 ops, counted from 0",
+    ),
     "name_taken": (
         {"forward": [ops.GELU], "name": "matmul_bias"},
         r"'matmul_bias' is registered; unregister\('matmul_bias'\)",
@@ -395,6 +399,25 @@ def test_wrong_declarations(name):
     options, words = DECLARED_WRONG[name]
     with pytest.raises(ValueError, match=words):
         te_fuser.fusion(**{"name": "mine", **options})(lambda m, x: x)
+
+
+def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
+    for part in (fusions.Repeat(ops.GELU), ops.FusedOperation, fusions.OneOf(ops.GELU, ops.FusedOperation)):
+        te_fuser.fusion(forward=[ops.MatMul, part], emits=["5.output"], name="mine", registered=False)(lambda m, x: x)
+
+
+@pytest.mark.parametrize(
+    ("cost", "error", "words"),
+    [
+        (lambda m: 3.0, TypeError, r"fusion 'mine': its `cost` gives float, not a Cost; write Cost\(seconds=3.0\)"),
+        (lambda m: "1 us", TypeError, r"fusion 'mine': its `cost` gives str, not a Cost; write fusions.Cost"),
+        (lambda m: m.rows, RuntimeError, "fusion 'mine': its `cost` failed, AttributeError"),
+    ],
+)
+def test_a_cost_that_is_none(cost, error, words):
+    mine = te_fuser.fusion(forward=[ops.GELU], name="mine", cost=cost, registered=False)(lambda m, x: x)
+    with fusions.only(mine), pytest.raises(error, match=words):
+        te_fuser.Sequential(ops.GELU()).plan(X)
 
 
 def test_one_name_for_a_sequence_of_names():
