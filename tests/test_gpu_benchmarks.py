@@ -222,7 +222,7 @@ def test_a_tuned_model_takes_part(gpu_bench: gpu_parts.Bench, monkeypatch: pytes
 
     monkeypatch.setattr(te_fuser.Sequential, "tune", tune)
     (entry,) = gpu_parts.PARTS["llama"].run(dataclasses.replace(gpu_bench, tune=True))
-    assert entry["tuning"] == "what was tried" and calls == [{"rounds": 5, "seconds": 0.1}]
+    assert entry["tuning"] == "what was tried" and calls == [{"rounds": 3, "seconds": 0.1}]
     assert "over_best_rival" in entry["contenders"]["te_fuser tuned"]
     assert "what was tried" in gpu_report.remarks([entry])
 
