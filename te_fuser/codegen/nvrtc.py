@@ -115,6 +115,20 @@ def compiler_version() -> tuple[int, int]:
     return major, minor
 
 
+@functools.cache
+def known_architectures() -> frozenset[int]:
+    """The architectures that NVRTC compiles for: 90 for compute capability 9.0.
+
+    Raises:
+        CompilerMissing: when it cannot be loaded.
+    """
+    with _needing_compiler():
+        from cuda.bindings import nvrtc
+
+        _, found = nvrtc.nvrtcGetSupportedArchs()
+    return frozenset(found)
+
+
 @contextlib.contextmanager
 def _needing_compiler() -> Iterator[None]:
     try:

@@ -16,7 +16,7 @@ from te_fuser.fuser.kernels import (
     GENERATED_DTYPES,
     load_column_sums,
     load_kernels,
-    obstacle,
+    missing_notes,
     target_for,
     target_on_gpu,
     written_kernels,
@@ -226,10 +226,10 @@ class Fuser:
         if options.tuned:
             listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
             plan = replace(plan, notes=(*plan.notes, f"measured choices of tune(): {listed}"))
-        if plan.kernels != "torch" or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
+        at_hand = options.capability is None
+        if not at_hand or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
             return plan
-        why = obstacle(plan.x.device, plan.x.dtype)
-        return plan if why is None else replace(plan, notes=(*plan.notes, f"row kernels are not generated: {why}"))
+        return replace(plan, notes=(*plan.notes, *missing_notes(plan.kernels, plan.x.device, plan.x.dtype)))
 
     def _specs(
         self,

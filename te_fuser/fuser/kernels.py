@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -58,6 +58,18 @@ def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
     return "cuda" if kernels != "reference" and dtype in GENERATED_DTYPES else "torch"
 
 
+def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """What a plan for a device at hand has to do without, in words, where its kernels might have been generated."""
+    if target == "torch":
+        why = obstacle(device, dtype)
+        if why is not None:
+            yield f"row kernels are not generated: {why}"
+    if device.type == "cuda":
+        why = cublaslt_problem()
+        if why is not None:
+            yield f"products run by PyTorch, with nothing fused into them: {why}"
+
+
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why generated kernels cannot run on a device at hand, in words that say what to do; None if they can."""
     if dtype not in GENERATED_DTYPES:
@@ -82,15 +94,17 @@ def _cuda_obstacle(index: int) -> str | None:
 
     if torch.version.hip is not None:
         return "generated kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's"
-    capability = torch.cuda.get_device_capability(index)
-    if capability < _LEAST_CAPABILITY:
-        name, (major, minor) = torch.cuda.get_device_name(index), capability
-        return f"{name} has compute capability {major}.{minor}, and generated kernels need 8.0 (Ampere) or newer"
+    major, minor = torch.cuda.get_device_capability(index)
+    who = f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}"
+    if (major, minor) < _LEAST_CAPABILITY:
+        return f"{who}, and generated kernels need 8.0 (Ampere) or newer"
     problem = _native.cuda_driver_problem()
     if problem is not None:
         return problem
     try:
-        nvrtc.compiler_version()
+        version = ".".join(map(str, nvrtc.compiler_version()))
+        if major * 10 + minor not in nvrtc.known_architectures():
+            return f"{who}, which NVRTC {version} does not compile for; install a newer nvidia-cuda-nvrtc"
     except nvrtc.CompilerMissing as missing:
         return str(missing)
     return None

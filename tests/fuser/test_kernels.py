@@ -13,9 +13,9 @@ import torch
 
 from te_fuser import Fuser, Sequential, _native, fusions, ops
 from te_fuser.codegen import compiler, nvrtc
-from te_fuser.fuser import kernels
+from te_fuser.fuser import fuser, kernels
 from te_fuser.fuser.fuser import draw_seed
-from te_fuser.fuser.kernels import obstacle, target_for
+from te_fuser.fuser.kernels import missing_notes, obstacle, target_for
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Match
 
@@ -33,6 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(_native, "cuda_driver_problem", lambda: None)
     monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "known_architectures", lambda: frozenset({75, 90}))
     yield
     for cached in (kernels._cuda_obstacle, kernels._warn_once):
         cached.cache_clear()
@@ -172,3 +173,27 @@ def test_a_gpus_seed_comes_from_its_generator_without_a_kernel(
     drawn = [draw_seed(torch.device("cuda", 1)) for _ in range(2)]
     assert [t.tolist() for t in drawn] == [[signed, 8], [signed, 12]] and generator.offset == 16
     assert all(t.device == CPU and t.dtype == torch.int64 for t in drawn)
+
+
+def test_a_gpu_newer_than_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (13, 0))
+    why = str(obstacle(GPU, torch.bfloat16))
+    assert "capability 13.0, which NVRTC 13.0 does not compile for; install a newer" in why
+
+
+def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(missing_notes("cuda", GPU, torch.bfloat16)) == []
+    monkeypatch.setattr(kernels, "cublaslt_problem", lambda: "libcublasLt is gone")
+    monkeypatch.setattr(nvrtc, "compiler_version", missing_nvrtc)
+    (products,) = missing_notes("cuda", GPU, torch.bfloat16)
+    assert products == "products run by PyTorch, with nothing fused into them: libcublasLt is gone"
+    rows, again = missing_notes("torch", GPU, torch.bfloat16)
+    assert "row kernels are not generated: kernels are compiled by NVRTC" in rows and again == products
+    model = Sequential(ops.Linear(8, 8))
+    x = torch.randn(4, 8)
+    # What this machine lacks is not said of another one.
+    assert not model.plan(x, device="h200").notes and not model.plan(x).notes
+    monkeypatch.setattr(fuser, "target_for", lambda device, dtype, kernels: "torch")
+    monkeypatch.setattr(fuser, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
+    assert model.plan(x).notes == (rows, products)
+    assert Sequential(*model, kernels="reference").plan(x).notes == ()
