@@ -233,6 +233,8 @@ def _folder(given: Mapping[str, Any]) -> Path:
         return _run_to_resume(out)
     if out is None:
         return _free_folder()
+    if out.exists() and not out.is_dir():
+        raise BadArguments(f"--out {out} is no folder: name another")
     if (out / CHECKPOINT).exists():
         raise BadArguments(f"{out} holds a run already: add --resume to go on with it, or name another folder")
     return out

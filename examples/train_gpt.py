@@ -40,6 +40,14 @@ console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isat
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or go on training; the exit status."""
     try:
+        return _main(argv)
+    except KeyboardInterrupt:  # training ends in good order by itself, so this came before it or after it
+        console.print("\nstopped outside training: there was nothing to save")
+        return 130
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         arguments = parse(argv)
         run = Run.resumed(arguments) if arguments.resume else Run.new(arguments)
     except (BadArguments, FileNotFoundError) as error:

@@ -192,6 +192,20 @@ def test_a_finished_run_can_be_resumed_for_another_sample(folder: Path, tmp_path
     assert (tmp_path / "run" / "sample.txt").read_text().startswith("return ")
 
 
+def test_ctrl_c_before_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_gpt, "build_gpt", lambda *arguments: signal.raise_signal(signal.SIGINT))
+    assert run(folder, tmp_path / "run", "--steps", "2") == 130
+    assert "stopped outside training: there was nothing to save" in capsys.readouterr().out
+
+
+def test_a_file_is_no_folder_for_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(folder, tmp_path / "file") == 2
+    assert "is no folder: name another" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_ctrl_c_saves(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *TINY, "--steps", "1000000"]
     command += ["--text", str(folder), "--out", str(tmp_path / "run")]
