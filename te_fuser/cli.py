@@ -6,6 +6,7 @@ Everything heavy is imported by the command that needs it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,39 +77,49 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _cache_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clear", action="store_true", help="delete them; they are compiled again when needed")
+    parser.add_argument("--folder", type=Path, help="look there: where a program set te_fuser.config.cache_dir")
+    parser.add_argument(
+        "--clear",
+        nargs="?",
+        const="all",
+        choices=("kernels", "tuned", "all"),
+        help="delete kernels, which are compiled again when needed, or what tune() found, or (by default) all of it",
+    )
 
 
 def _cache(chosen: argparse.Namespace) -> int:
-    kernels = 0
-    size = 0
-    for what, folder, pattern in _cache_folders():
+    shown = deleted = shown_size = deleted_size = 0
+    for kind, what, folder, pattern in _cache_folders(chosen.folder):
         files = sorted(folder.glob(pattern)) if folder.is_dir() else []
         taken = _bytes_on_disk(files)
         print(f"{what}: {len(files)} in {folder} ({_size(taken)})")
-        kernels, size = kernels + len(files), size + taken
-        if chosen.clear:
+        shown, shown_size = shown + len(files), shown_size + taken
+        if chosen.clear in (kind, "all"):
             for path in files:
                 path.unlink(missing_ok=True)
-    print(f"{'deleted' if chosen.clear else 'together'}: {kernels} files, {_size(size)}")
+            deleted, deleted_size = deleted + len(files), deleted_size + taken
+    word, files_of, size = ("deleted", deleted, deleted_size) if chosen.clear else ("together", shown, shown_size)
+    print(f"{word}: {files_of} files, {_size(size)}")
     return 0
 
 
-def _cache_folders() -> Iterator[tuple[str, Path, str]]:
+def _cache_folders(given: Path | None) -> Iterator[tuple[str, str, Path, str]]:
     from te_fuser.codegen import compiler, nvrtc
     from te_fuser.config import config
 
-    yield "CPU kernels", config.cache_dir or compiler.default_cache_dir(), "*.so"
-    yield "GPU kernels", nvrtc.cache_folder(), "*.cubin"
-    yield "tuned choices", (config.cache_dir or compiler.default_cache_dir()) / "tuned", "*.json"
+    folder = given or config.cache_dir
+    yield "kernels", "CPU kernels", folder or compiler.default_cache_dir(), "*.so"
+    yield "kernels", "GPU kernels", folder or nvrtc.cache_folder(), "*.cubin"
+    yield "tuned", "tuned choices", (folder or compiler.default_cache_dir()) / "tuned", "*.json"
 
 
 def _bytes_on_disk(files: Sequence[Path]) -> int:
     """Kernels that were compiled together are one file under several names: it counts once."""
     found = {}
     for path in files:
-        status = path.stat()
-        found[status.st_dev, status.st_ino] = status.st_size
+        with contextlib.suppress(FileNotFoundError):  # another process may delete them
+            status = path.stat()
+            found[status.st_dev, status.st_ino] = status.st_size
     return sum(found.values())
 
 

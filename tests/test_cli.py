@@ -80,11 +80,26 @@ def test_clearing_the_cache_deletes_kernels_alone(
     assert lines(capsys, "cache")[-1] == "together: 0 files, 0 bytes"
 
 
+@pytest.mark.parametrize(("what", "left"), [("kernels", [4]), ("tuned", [0, 1, 2, 3]), ("all", [])])
+def test_a_part_of_the_cache_is_cleared(
+    what: str, left: list[int], capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+) -> None:
+    *files, _ = fill(folders)
+    assert lines(capsys, "cache", "--clear", what)[-1].startswith(f"deleted: {5 - len(left)} files, ")
+    assert [k for k, path in enumerate(files) if path.exists()] == left
+
+
 def test_the_cache_is_where_the_setting_says(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "cache_dir", tmp_path / "mine")
-    assert str(tmp_path / "mine") in lines(capsys, "cache")[0]
+    mine = tmp_path / "mine"
+    fill((mine, mine))
+    # Kernels for either device lie in the one folder that was set.
+    found = lines(capsys, "cache", "--folder", str(mine))
+    assert [line.split()[2] for line in found] == ["3", "1", "1", "files,"]
+    assert all(str(mine) in line for line in found[:3])
+    monkeypatch.setattr(config, "cache_dir", mine)
+    assert lines(capsys, "cache") == found
 
 
 def test_version_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
