@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# Everything there is to test and measure on one GPU, in three slots of less than ten minutes, for machines that are lent:
+#
+#   COMMIT=<hash> bash benchmarks/slots.sh 1                 install, GPU tests, sanitizers, first call, host
+#   COMMIT=<hash> DONE="..." bash benchmarks/slots.sh 2      layer, mlp, llama, glue
+#   COMMIT=<hash> DONE="..." bash benchmarks/slots.sh 3      train, train-exact, layer-fp16, stack, growth, kernels
+#   COMMIT=<hash> bash benchmarks/slots.sh parts layer glue  only these
+#
+# A slot that has time left goes on with parts of the others; what does not fit is skipped and named. The last line of the
+# output is the next command. DONE: parts that need not run again. TRAIN_STEPS: 500. BUDGET: seconds of a slot, 580.
+# FOLDER (build/slots) gets summary.txt, log.txt, logs.tar.gz, bench.json, tests.json and gpu-kernels-*.json. Then
+#   python benchmarks/gpu.py --take-in build/slots/bench.json build/slots/tests.json && make gpu-docs
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONUNBUFFERED=1 FOLDER=${FOLDER:-build/slots}
+: "${COMMIT:?say which commit this is: COMMIT=<hash>}"
+DONE=" ${DONE:-} "
+BUDGET=${BUDGET:-580}
+TRAIN_STEPS=${TRAIN_STEPS:-500}
+PYTHON=${PYTHON:-python3}
+LOGS=$(mktemp -d)
+mkdir -p "$FOLDER"
+SECONDS=0
+left_out="" failed=""
+
+say() { printf '%s\n' "$*" | tee -a "$FOLDER/summary.txt"; }
+
+# Seconds that a part takes, and the most that it gets.
+estimate() {
+  case $1 in
+    tests) echo 240 ;; sanitizer) echo 150 ;; layer) echo 155 ;; layer-fp16) echo 130 ;; mlp) echo 185 ;; llama) echo 70 ;;
+    glue) echo 165 ;; host) echo 60 ;; first-call) echo 40 ;; train) echo $((45 + TRAIN_STEPS / 7)) ;;
+    train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 115 ;; kernels) echo 60 ;; *) echo 60 ;;
+  esac
+}
+
+keep() { # a part's log into $FOLDER, whatever comes later
+  { printf '\n==== %s\n' "$1"; tail -c 1500000 "$LOGS/$1.log"; } >>"$FOLDER/log.txt"
+  tar -czf "$FOLDER/logs.tar.gz" -C "$LOGS" . 2>/dev/null
+}
+
+attempt() { # name, most seconds, command...
+  local name=$1 most=$2 code=0 begin=$SECONDS rest
+  shift 2
+  rest=$((BUDGET - SECONDS))
+  ((most > rest)) && most=$rest
+  timeout -s INT -k 10 "$most" "$@" >"$LOGS/$name.log" 2>&1 </dev/null || code=$?
+  say "$(printf '%-14s rc %-3s %4d s  (at %d s)' "$name" "$code" $((SECONDS - begin)) "$SECONDS")"
+  tail -n 25 "$LOGS/$name.log"
+  return $code
+}
+
+install() {
+  local sum
+  sum=$({ cat csrc/* CMakeLists.txt pyproject.toml te_fuser/codegen/include/te_kernel_abi.h; find te_fuser -name '*.py' | sort; } | sha256sum)
+  mkdir -p build
+  if [[ -f build/.installed && $(<build/.installed) == "$sum" ]] && $PYTHON -c 'import te_fuser._native' 2>/dev/null; then return 0; fi
+  attempt install 240 $PYTHON -m pip install -q --no-build-isolation --no-deps -e . || { keep install; return 1; }
+  printf '%s\n' "$sum" >build/.installed
+  keep install
+}
+
+lane() { # number, parts...: tests beside other lanes, since most of their time is compiling and float64 on the host
+  local number=$1 code=0
+  shift
+  (($#)) || return 0
+  $PYTHON benchmarks/gpu_tests.py --part "$@" --limit 200 --commit "$COMMIT" --record "$LOGS/tests-$number.json" \
+    >"$LOGS/tests-$number.log" 2>&1 </dev/null || code=$?
+  return $code
+}
+
+tests() {
+  local first="cuda-kernels-in-plans capture tune" second="packed-heads attention-in-plans generated-kernels"
+  local third="matmul matmul-fusions elsewhere" others="" name begin=$SECONDS most
+  for name in $($PYTHON benchmarks/gpu_tests.py --part list | awk '{print $1}'); do
+    case " $first $second $third sanitizer " in *" $name "*) ;; *) others="$others $name" ;; esac
+  done
+  most=$((BUDGET - SECONDS))
+  export -f lane
+  export PYTHON COMMIT LOGS
+  # shellcheck disable=SC2086
+  timeout -k 10 "$most" bash -c "lane 1 $first$others & lane 2 $second & lane 3 $third & wait"
+  $PYTHON - "$FOLDER/tests.json" "$LOGS"/tests-?.json <<'PYTHON'
+import json, os, sys
+target, *lanes = sys.argv[1:]
+whole = json.load(open(target)) if os.path.exists(target) else {"parts": {}}
+for lane in filter(os.path.exists, lanes):
+    found = json.load(open(lane))
+    whole = {**found, "parts": {**whole["parts"], **found["parts"]}}
+json.dump(whole, open(target, "w"), indent=1)
+PYTHON
+  for name in 1 2 3; do
+    [[ -f $LOGS/tests-$name.log ]] || continue
+    keep "tests-$name"
+    grep -E '^(FAILED|ERROR)|passed|failed|part  ' "$LOGS/tests-$name.log" | tail -n 40
+    tail -n 12 "$LOGS/tests-$name.log"
+  done
+  say "$(printf '%-14s        %4d s  (at %d s)' tests $((SECONDS - begin)) "$SECONDS")"
+}
+
+part() {
+  local name=$1 options=()
+  case $DONE in *" $name "*) return 0 ;; esac
+  if ((SECONDS + $(estimate "$name") > BUDGET)); then
+    left_out="$left_out $name"
+    return 0
+  fi
+  case $name in
+    tests) tests; DONE="$DONE$name "; return 0 ;;
+    sanitizer)
+      attempt sanitizer 310 $PYTHON benchmarks/gpu_tests.py --part sanitizer --limit 150 --commit "$COMMIT" \
+        --record "$FOLDER/tests.json" ;;
+    kernels)
+      attempt kernels 150 $PYTHON benchmarks/gpu_kernels.py --layer --commit "$COMMIT" --record "$FOLDER" ;;
+    train) options=(--train-steps "$TRAIN_STEPS") ;;&
+    *) attempt "$name" 330 $PYTHON benchmarks/gpu.py --part "$name" --commit "$COMMIT" --record "$FOLDER/bench.json" \
+      "${options[@]}" ;;
+  esac && DONE="$DONE$name " || failed="$failed $name"
+  keep "$name"
+}
+
+first=(tests sanitizer first-call host)
+second=(layer mlp llama glue)
+third=(train layer-fp16 train-exact stack growth kernels)
+case ${1:-} in
+  1) queue=("${first[@]}" "${second[@]:2:1}" "${third[@]:3}") ;;
+  2) queue=("${second[@]}" "${first[@]:1}" "${third[@]}") ;;
+  3) queue=("${third[@]}" "${first[@]:1}" "${second[@]}") ;;
+  parts) shift; queue=("$@") ;;
+  *) sed -n 2,14p "${BASH_SOURCE[0]}"; exit 2 ;;
+esac
+
+say "step ${1:-} of commit $COMMIT, $(date -u +%FT%TZ)"
+nvidia-smi --query-gpu=name,driver_version,power.limit,clocks.sm --format=csv,noheader 2>&1 | tee -a "$FOLDER/summary.txt"
+install || { say "the package does not install: nothing can be measured"; exit 1; }
+say "installed at $SECONDS s"
+for name in "${queue[@]}"; do part "$name"; done
+say "took $SECONDS s; failed:${failed:- nothing}; left out:${left_out:- nothing}"
+say "next: COMMIT=$COMMIT DONE=\"$(echo $DONE)\" bash benchmarks/slots.sh $(($( [[ ${1:-1} =~ ^[0-9]$ ]] && echo "${1:-1}" || echo 0) + 1))"
