@@ -26,7 +26,7 @@ def test_lists_run_by_pytorch_operations(case: FuzzCase) -> None:
 
 
 @pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
-@settings(REPEATABLE, max_examples=60)
+@settings(REPEATABLE, max_examples=300)
 @given(fuzz_cases(kernels="auto"))
 def test_lists_run_by_generated_kernels(case: FuzzCase) -> None:
     assert not case.check(), case.script()
