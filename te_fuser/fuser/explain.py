@@ -407,10 +407,18 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
         cells += [size_text(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
         table.add_row(name, *cells)
     yield Padding(table, (0, 0, 0, 2))
-    segments = _count(len(plan.segments), "segment")
-    yield Padding(
-        Text(f"{segments} (autograd nodes), {size_text(plan.kept_bytes())} of activations kept"), (0, 0, 0, 2)
+    text = (
+        f"{_count(len(plan.segments), 'segment')} (autograd nodes), {size_text(plan.kept_bytes())} of activations kept"
     )
+    sums = _segments_with_sums(plan)
+    text += f"; up to {sums} launches more add up column sums" if sums else ""
+    yield Padding(Text(text), (0, 0, 0, 2))
+
+
+def _segments_with_sums(plan: Plan) -> int:
+    """Segments that end with a launch which adds up the column sums of their generated kernels."""
+    places = [s.start for s in plan.backward if isinstance(s.task, KernelPlan) and s.task.description.sums]
+    return sum(any(a <= k < b for k in places) for a, b in plan.segments) if plan.kernels == "cuda" else 0
 
 
 # ------------------------------------------------------------------------------------------------------- words

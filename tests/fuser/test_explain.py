@@ -232,3 +232,17 @@ def test_fusions_refused_for_one_reason_share_a_line() -> None:
     text = section(str(model.explain(torch.randn(2, 8, requires_grad=True))), "Considered and not taken")
     assert text.count("cuBLASLt runs on cuda, the input is on cpu") == 1
     assert "matmul, matmul_backward, matmul_bias_backward: cuBLASLt" in text
+
+
+def test_the_launches_that_add_up_column_sums_are_told() -> None:
+    """One at the end of each segment whose kernels have such sums; on a CPU there are none."""
+    listed = (ops.LayerNorm(4096), ops.MatMul(4096, 4096), ops.Bias(4096), ops.SiLU())
+    model = te_fuser.Sequential(*listed).to("meta", torch.bfloat16)
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    plan = model.plan(x, device="h200")
+    assert len(plan.segments) == 2
+    text = str(model.explain(x, device="h200"))
+    assert "up to 2 launches more add up column sums" in text
+    assert "column sums" not in str(model.explain(x, device="cpu"))
+    model.requires_grad_(False)
+    assert "column sums" not in str(model.explain(x, device="h200"))
