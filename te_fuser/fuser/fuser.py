@@ -376,7 +376,10 @@ def check_input(x: Any, planning: bool = False) -> None:
             "or keep this model out of tracing (torch.compiler.disable)"
         )
     if x.device.type == "meta" and not planning:
-        raise TypeError("te_fuser got a meta tensor, which has no values; move the model and input to a real device")
+        raise TypeError(
+            "te_fuser got a meta tensor, which has no values; move the model and input to a real device, "
+            'or name one to plan for: plan(x, device="h200")'
+        )
     if torch._C._are_functorch_transforms_active():
         raise TypeError(
             "te_fuser does not run inside torch.func transforms or vmap; call the model outside, or transform "
