@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops.main_grad import held_main_grad, restored
+
 Samples = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
@@ -23,6 +25,7 @@ class GraphedModel:
         self._samples = {name: _form(t) for name, t in samples.items()}
         self._training = model.training
         self._parameters = [(name, p, p.data_ptr()) for name, p in model.named_parameters()]
+        self._main_grads = [(name, p, address) for name, p, _ in self._parameters if (address := _main_grad_at(p))]
 
     def __call__(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
         """Replay for x; the result's memory is written again by the next call.
@@ -48,6 +51,9 @@ class GraphedModel:
         for name, p, address in self._parameters:
             if p.data_ptr() != address:
                 raise ValueError(f"parameter {name} has other memory than at capture (.to() or .data): capture again")
+        for name, p, address in self._main_grads:
+            if _main_grad_at(p) != address:
+                raise ValueError(f"the main_grad of parameter {name} has other memory than at capture: capture again")
 
 
 def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 3) -> GraphedModel:
@@ -72,12 +78,13 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     x, named = sample_inputs if isinstance(sample_inputs, tuple) else (sample_inputs, {})
     samples = {"x": x, **named}
     _check_devices(model, samples)
-    replay = torch.cuda.make_graphed_callables(
-        _Positional(model, tuple(named)),
-        tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),
-        num_warmup_iters=warmup,
-        allow_unused_input=True,
-    )
+    with restored(model.parameters()):  # what the warm-up adds to main_grad is no gradient
+        replay = torch.cuda.make_graphed_callables(
+            _Positional(model, tuple(named)),
+            tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),
+            num_warmup_iters=warmup,
+            allow_unused_input=True,
+        )
     return GraphedModel(model, replay, samples)
 
 
@@ -91,6 +98,12 @@ class _Positional(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, *inputs: torch.Tensor) -> Any:
         return self.model(x, **dict(zip(self._names, inputs, strict=True)))
+
+
+def _main_grad_at(p: torch.Tensor) -> int:
+    """Where a parameter's main_grad lies; 0 where it has none."""
+    held = held_main_grad(p)
+    return 0 if held is None else held.data_ptr()
 
 
 def _check_devices(model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) -> None:

@@ -54,3 +54,27 @@ def test_other_tensors_modes_and_parameters_are_refused() -> None:
     model[0].weight.data = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"parameter 0.weight has other memory"):
         call(x)
+
+
+def test_the_warm_up_leaves_main_grad_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's capture does it: some calls with their backward, whose gradients nobody keeps."""
+
+    def capture(module: torch.nn.Module, samples: tuple[torch.Tensor, ...], **options: object) -> torch.nn.Module:
+        for _ in range(3):
+            y = module(*samples)
+            torch.autograd.grad(y.sum(), list(module.parameters()), allow_unused=True)
+        return module
+
+    monkeypatch.setattr(te_fuser.capture, "_check_devices", lambda model, samples: None)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    model = te_fuser.Sequential(ops.Linear(4, 3, accumulate_into_main_grad=True))
+    weight = model[0].weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(3, 4), False
+    held, x = weight.main_grad, torch.randn(5, 4)
+    replayed = te_fuser.cuda_graph(model, x)
+    assert weight.main_grad is held and torch.equal(held, torch.ones(3, 4)) and not weight.grad_added_to_main_grad
+    replayed(x).sum().backward()
+    assert not torch.equal(held, torch.ones(3, 4)) and weight.grad_added_to_main_grad
+    weight.main_grad = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"the main_grad of parameter 0.weight has other memory"):
+        replayed(x)

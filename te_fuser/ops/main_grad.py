@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+_NOTE = "grad_added_to_main_grad"
+
 
 def main_grad_of(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """The tensor that takes a weight's gradient, and whether it is written over.
@@ -20,9 +22,9 @@ def main_grad_of(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
     Raises:
         RuntimeError: when the weight has none, or one of another shape or device.
     """
-    held = _held(weight)
+    held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
-    if not isinstance(held, torch.Tensor):
+    if held is None:
         raise RuntimeError(
             f"accumulate_into_main_grad: the weight {want} has no main_grad; set weight.main_grad to a tensor of that "
             "shape before backward, and give the weight in the dtype of the product (under autocast it is another one)"
@@ -37,8 +39,8 @@ def main_grad_of(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 def gradient_added(weight: torch.Tensor) -> torch.Tensor:
     """Note that a weight's gradient is in its main_grad, and give what autograd gets in its place: zeros."""
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
+    if hasattr(weight, _NOTE):
+        setattr(weight, _NOTE, True)
     # A tensor of its own over memory that all share: autograd would copy one that somebody else holds.
     return _zeros(tuple(weight.shape), weight.dtype, weight.device).detach()
 
@@ -52,19 +54,37 @@ def spared(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     unread: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         for weight in weights:
-            held = _held(weight)
-            if isinstance(held, torch.Tensor):
+            held = held_main_grad(weight)
+            if held is not None:
                 key = held.shape, held.dtype, held.device
                 unread[key] = unread[key] if key in unread else torch.zeros_like(held)
-                stack.enter_context(_replaced(weight, unread[key], "grad_added_to_main_grad"))
+                stack.enter_context(_replaced(weight, unread[key], _NOTE))
         yield
+
+
+@contextlib.contextmanager
+def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Afterwards main_grad, and the note that it was added to, are as they were; backwards in here do write to it.
+
+    For captures, which must see the memory that replays are to write to. A copy lies around meanwhile.
+    """
+    before = [(weight, held, held.clone()) for weight in weights if (held := held_main_grad(weight)) is not None]
+    notes = [weight.__dict__.get(_NOTE) for weight, _, _ in before]
+    try:
+        yield
+    finally:
+        for (weight, held, copy), note in zip(before, notes, strict=True):
+            with torch.no_grad():
+                held.copy_(copy)
+            if note is not None:
+                weight.__dict__[_NOTE] = note
 
 
 @contextlib.contextmanager
 def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
     """What a backward in here gives to main_grad, by itself; main_grad has it afterwards. None: there is none."""
-    held = _held(weight)
-    if not isinstance(held, torch.Tensor):
+    held = held_main_grad(weight)
+    if held is None:
         yield None
         return
     alone = torch.zeros_like(held)
@@ -88,9 +108,11 @@ def _replaced(weight: torch.Tensor, main_grad: torch.Tensor, *restored: str) -> 
         weight.__dict__.update(before)
 
 
-def _held(weight: torch.Tensor) -> object:
+def held_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """A weight's main_grad, whether it fits or not; None where there is none."""
     getter = getattr(weight, "get_main_grad", None)
-    return getattr(weight, "main_grad", None) if getter is None else getter()
+    held = getattr(weight, "main_grad", None) if getter is None else getter()
+    return held if isinstance(held, torch.Tensor) else None
 
 
 @functools.cache
