@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import torch
@@ -13,7 +14,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
-from te_fuser.verify import Row
+from te_fuser.verify import Row, compare
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
 from tests.fuzz.covers import GENERATED_PLANS, PLANS
@@ -136,7 +137,16 @@ class FuzzCase:
         return model.train(self.training)
 
     def check(self) -> list[Row]:
-        """The rows that fail by more than bad luck: among millions of results some err by a bit more than twice."""
+        """The rows that fail by more than bad luck: among millions of results some err by a bit more than twice.
+
+        Where one does, plain PyTorch is asked on ten times as many neighbours: what is luck it then meets too.
+        """
+        if not self._failing():
+            return []
+        with mock.patch.object(compare, "_NEIGHBOURS", 10 * compare._NEIGHBOURS):
+            return self._failing()
+
+    def _failing(self) -> list[Row]:
         with PLANS[self.plan](self.seed), torch.autocast("cpu", enabled=self.autocast):
             model = self.build()
             rng = torch.Generator().manual_seed(self.seed + 1)

@@ -12,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from te_fuser.codegen import compiler
+from te_fuser.verify import Row, compare
+from te_fuser.verify.models import Subject
 from tests.fuzz.lists import FuzzCase, fuzz_cases
 
 REPEATABLE = settings(
@@ -53,3 +55,16 @@ def test_a_bias_under_autocast_is_rounded_as_plain_pytorch_rounds_it() -> None:
     )
     for seed in (13, 43):
         assert not dataclasses.replace(case, seed=seed).check(), seed
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_list_that_fails_is_judged_by_more_neighbours(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    asked: list[int] = []
+
+    def check(self: Subject, *arguments: object) -> list[Row]:
+        asked.append(compare._NEIGHBOURS)
+        return [Row("fuzz", "output", error=2.0, allowed=1.0 if wrong or len(asked) == 1 else 2.0)]
+
+    monkeypatch.setattr(Subject, "check", check)
+    assert bool(FuzzCase("te_fuser.Sequential(ops.GELU())").check()) == wrong
+    assert asked == [compare._NEIGHBOURS, 10 * compare._NEIGHBOURS]
