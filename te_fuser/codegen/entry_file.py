@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -42,7 +43,7 @@ class EntryFile:
         Raises:
             OSError: when the file cannot be written.
         """
-        with _changing:
+        with _changing, _alone(self.path.parent):
             entries = self._read()
             change(entries)
             self._write(entries)
@@ -62,7 +63,6 @@ class EntryFile:
 
     def _write(self, entries: Entries) -> None:
         """Another process sees all of it or nothing."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".new")
         try:
             with os.fdopen(handle, "w") as file:
@@ -72,6 +72,19 @@ class EntryFile:
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Other processes change files of this folder before or after; where it cannot be locked, entries may be lost."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)  # which lets the next one in
 
 
 def _stamp_of(path: Path) -> tuple[int, int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from te_fuser.codegen.entry_file import EntryFile
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import TunedSchedules, shape_class, store_for
 
@@ -109,3 +112,24 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
         w.join()
     assert len(json.loads(path.read_text())["entries"]) == 41
     assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]
+
+
+WRITER = """
+import pathlib, sys
+from te_fuser.codegen.entry_file import EntryFile
+
+file = EntryFile(pathlib.Path(sys.argv[1]), 1)
+for number in range(100):
+    file.change(lambda entries: entries.update({f"theirs {number}": {}}))
+"""
+
+
+def test_processes_do_not_lose_each_others_entries(tmp_path: Path) -> None:
+    file, number = EntryFile(tmp_path / "gpu.json", 1), 0
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(file.path)]) as other:
+        while other.poll() is None:  # as long as it writes, so that they meet
+            number += 1
+            file.change(lambda entries, n=number: entries.update({f"ours {n % 100}": {"number": n}}))
+    found = file.entries()
+    assert other.returncode == 0 and found[f"ours {number % 100}"] == {"number": number}
+    assert sum(key.startswith("theirs") for key in found) == 100
