@@ -360,6 +360,9 @@ class Sequential(torch.nn.Sequential):
 
         Returns:
             What was tried and what it gave; prints as a table.
+
+        Raises:
+            OSError: before anything is measured, when the cache folder cannot be written.
         """
         from te_fuser.fuser.tune import Effort, TuneReport, tune
 

@@ -95,6 +95,7 @@ def tune(
 ) -> tuple[TuneReport, Any]:
     """Tune the plan of a call like this one; (report, what the call returns)."""
     contest = contest or _contest_on(x.device)
+    store_for(device_name(x.device)).check()  # now, not after minutes of measuring
     graph, options = fuser.problem(x, inputs, outputs)
     # What an earlier tuning left out is a candidate again.
     options = dataclasses.replace(options, memory=fuser.memory, tuned={})

@@ -63,6 +63,20 @@ class Store:
         found = {"places": dict(choices), "ratio": ratio}
         self._file.change(lambda entries: entries.update({key: found}))
 
+    def check(self) -> None:
+        """Nothing where `put` will find its way.
+
+        Raises:
+            OSError: when the file cannot be written, with what to do.
+        """
+        try:
+            self._file.change(lambda entries: None)
+        except OSError as error:
+            what = (
+                f"what tune finds cannot be kept in {self.path.parent}: {error.strerror}; set te_fuser.config.cache_dir"
+            )
+            raise type(error)(error.errno, what) from error
+
 
 _stores = Stores(Store, ".json")
 

@@ -161,3 +161,17 @@ def test_what_the_user_tuned_does_not_change_the_tests(
     assert "slow_gelu" not in names(model, x)
     monkeypatch.setattr(te_fuser.config, "cache_dir", store.path.parents[1])
     assert "slow_gelu" in names(model, x)
+
+
+def test_what_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path / "file")
+    model, x = Sequential(ops.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+    model(x)
+
+    def measured() -> float:
+        raise AssertionError
+
+    clock(monkeypatch, measured)
+    with pytest.raises(OSError, match=r"cannot be kept in .*file/tuned: .*; set te_fuser.config.cache_dir"):
+        model.tune(x)
