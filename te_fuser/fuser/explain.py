@@ -411,7 +411,7 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
         f"{_count(len(plan.segments), 'segment')} (autograd nodes), {size_text(plan.kept_bytes())} of activations kept"
     )
     sums = _segments_with_sums(plan)
-    text += f"; up to {sums} launches more add up column sums" if sums else ""
+    text += f"; column sums are added up by at most {_count(sums, 'launch', 'es')} more" if sums else ""
     yield Padding(Text(text), (0, 0, 0, 2))
 
 
@@ -443,11 +443,11 @@ def _size_unit(largest: float) -> tuple[str, float]:
     return ("MiB", 2.0**20) if largest >= 2**20 else ("KiB", 2.0**10)
 
 
-def _count(number: int, noun: str) -> str:
+def _count(number: int, noun: str, ending: str = "s") -> str:
     if number == 1:
         return f"1 {noun}"
     first, _, rest = noun.partition(" ")
-    return f"{number} {first}s{' ' + rest if rest else ''}"
+    return f"{number} {first}{ending}{' ' + rest if rest else ''}"
 
 
 def _times(number: int) -> str:
