@@ -197,3 +197,18 @@ def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuser, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
     assert model.plan(x).notes == (rows, products)
     assert Sequential(*model, kernels="reference").plan(x).notes == ()
+
+
+def test_a_captured_streams_seed_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each replay draws anew: what the host read would be the same for all."""
+    empty, where = torch.empty, []
+
+    def made(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        where.append(device)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(torch.cuda, "default_generators", ())  # its seed and offset cannot be read now
+    seed = draw_seed(GPU)
+    assert where == [GPU] and seed.dtype == torch.int64 and seed.shape == (2,)
