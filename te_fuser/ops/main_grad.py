@@ -94,9 +94,9 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
 
 
 @contextlib.contextmanager
-def _replaced(weight: torch.Tensor, main_grad: torch.Tensor, *restored: str) -> Iterator[None]:
+def _replaced(weight: torch.Tensor, main_grad: torch.Tensor, *also: str) -> Iterator[None]:
     """Another tensor as main_grad; further attributes are put back with it."""
-    names = ("main_grad", "get_main_grad", *restored)
+    names = ("main_grad", "get_main_grad", *also)
     before = {name: weight.__dict__[name] for name in names if name in weight.__dict__}
     weight.__dict__.pop("get_main_grad", None)
     weight.main_grad = main_grad  # type: ignore[attr-defined]
