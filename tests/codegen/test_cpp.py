@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from te_fuser._native import CpuKernel
-from te_fuser.codegen import cpp
+from te_fuser.codegen import cpp, cpp_text
 from te_fuser.codegen.compiler import Compiler, CpuKernelHandle, find_compiler, load
 from te_fuser.codegen.description import KernelDescription, Store, Sum
 from te_fuser.formula import expr, random
@@ -494,7 +494,7 @@ def test_float64_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_literals(value: float, text: str) -> None:
-    assert cpp.literal(float(value)) == text
+    assert cpp_text.literal(float(value)) == text
 
 
 def test_symbols_are_identifiers() -> None:
