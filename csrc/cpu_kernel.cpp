@@ -1,7 +1,6 @@
 #include "cpu_kernel.h"
 
 #include <dlfcn.h>
-#include <structmember.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -11,8 +10,10 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "callable_type.h"
 #include "kernel_call.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
@@ -49,12 +50,6 @@ struct Kernel {
   }
 
   bool has_partials() const { return partial_floats > 0 || partial_floats_per_sample > 0; }
-};
-
-struct KernelObject {
-  PyObject_HEAD
-  vectorcallfunc call;
-  Kernel* kernel;
 };
 
 // Memory for the workers' blocks, kept by each calling thread: no call can meet another one's.
@@ -184,17 +179,13 @@ PyObject* call_kernel(const Kernel& kernel, const Arguments& arguments) {
 }
 
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject* names) {
-  const Kernel& kernel = *reinterpret_cast<KernelObject*>(self)->kernel;
+  const Kernel& kernel = owned_by<Kernel>(self);
   Arguments arguments;
   if (!bind_arguments(kernel.symbol.c_str(), kernel.dtypes.size(), values,
                       static_cast<size_t>(PyVectorcall_NARGS(flags)), names, arguments)) {
     return nullptr;
   }
-  try {
-    return call_kernel(kernel, arguments);
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  return call_kernel(kernel, arguments);
 }
 
 // ---- construction ----------------------------------------------------------------------------------------------
@@ -234,7 +225,7 @@ bool load_library(Kernel& kernel) {
   return kernel.finish != nullptr;
 }
 
-bool build_kernel(Kernel& kernel, PyObject* args, PyObject* keywords) {
+bool read_kernel(Kernel& kernel, PyObject* args, PyObject* keywords) {
   static const char* names[] = {
       "library",        "symbol",       "dtypes", "partial_floats", "partial_floats_per_sample",
       "scratch_floats", "row_elements", nullptr};
@@ -254,58 +245,25 @@ bool build_kernel(Kernel& kernel, PyObject* args, PyObject* keywords) {
   return check_counts(kernel) && read_dtypes(symbol, dtypes, kernel.dtypes) && load_library(kernel);
 }
 
-PyObject* new_kernel(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  try {
-    auto kernel = std::make_unique<Kernel>();
-    if (!build_kernel(*kernel, args, keywords)) return nullptr;
-    PyObject* self = type->tp_alloc(type, 0);
-    if (self == nullptr) return nullptr;
-    auto* object = reinterpret_cast<KernelObject*>(self);
-    object->call = vectorcall;
-    object->kernel = kernel.release();
-    return self;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-}
-
-void free_kernel(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<KernelObject*>(self)->kernel;
-  type->tp_free(self);
-  Py_DECREF(type);
+std::unique_ptr<Kernel> build_kernel(PyObject* args, PyObject* keywords) {
+  auto kernel = std::make_unique<Kernel>();
+  return read_kernel(*kernel, args, keywords) ? std::move(kernel) : nullptr;
 }
 
 PyObject* describe(PyObject* self) {
-  const Kernel& kernel = *reinterpret_cast<KernelObject*>(self)->kernel;
+  const Kernel& kernel = owned_by<Kernel>(self);
   return PyUnicode_FromFormat("<CpuKernel %s from %s>", kernel.symbol.c_str(), kernel.library.c_str());
 }
-
-PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(KernelObject, call), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
 
 PyDoc_STRVAR(documentation,
              "CpuKernel(library, symbol, dtypes, partial_floats, partial_floats_per_sample, scratch_floats, "
              "row_elements)\n--\n\n"
              "A generated CPU kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
 
-PyType_Slot slots[] = {
-    {Py_tp_doc, const_cast<char*>(documentation)},
-    {Py_tp_new, reinterpret_cast<void*>(new_kernel)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(free_kernel)},
-    {Py_tp_repr, reinterpret_cast<void*>(describe)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, members},
-    {0, nullptr},
-};
-
-PyType_Spec spec = {"te_fuser._native.CpuKernel", sizeof(KernelObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-
 }  // namespace
 
-PyObject* make_cpu_kernel_type() { return PyType_FromSpec(&spec); }
+PyObject* make_cpu_kernel_type() {
+  return make_callable_type<Kernel, build_kernel, vectorcall>({"te_fuser._native.CpuKernel", documentation, describe});
+}
 
 }  // namespace te

@@ -1,8 +1,6 @@
 #define PY_SSIZE_T_CLEAN  // lengths of bytes are Py_ssize_t
 #include "cuda_kernel.h"
 
-#include <structmember.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +9,11 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
+#include <variant>
+#include <vector>
 
+#include "callable_type.h"
 #include "cuda_launch.h"
 #include "gil.h"
 #include "kernel_call.h"
@@ -20,15 +22,9 @@
 namespace te {
 namespace {
 
-struct KernelObject {
-  PyObject_HEAD
-  vectorcallfunc call;
-  CudaProgram* program;
-};
-
 PyTypeObject* kernel_type = nullptr;  // set once while the module is imported
 
-CudaProgram& program_of(PyObject* self) { return *reinterpret_cast<KernelObject*>(self)->program; }
+CudaProgram& program_of(PyObject* self) { return owned_by<CudaProgram>(self); }
 
 // ---- the call from Python --------------------------------------------------------------------------------------
 
@@ -91,11 +87,7 @@ PyObject* bind_and_call(CudaProgram& program, PyObject* const* values, size_t po
   }
   CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats, {0, 0}};
   if (!read_sizes(program.name(), arguments, call.sizes)) return nullptr;
-  try {
-    if (!call_kernel(program, arguments.tensors, arguments.integers, call, nullptr)) return nullptr;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  if (!call_kernel(program, arguments.tensors, arguments.integers, call, nullptr)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -266,7 +258,7 @@ bool read_launches(CudaProgram& program, PyObject* items) {
   return refuse(program, "its first launch must be one over rows");
 }
 
-bool build_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
+bool read_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   static const char* names[] = {"name",     "cubin",          "dtypes",     "alignments", "inputs",
                                 "launches", "partial_widths", "row_values", "integers",   "waits",  nullptr};
   const char *name = nullptr, *cubin = nullptr;
@@ -295,26 +287,9 @@ bool build_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   return !program.draws || has_seed || refuse(program, "it draws, and its last input is no seed (int64)");
 }
 
-PyObject* new_kernel(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  try {
-    auto program = std::make_unique<CudaProgram>();
-    if (!build_program(*program, args, keywords)) return nullptr;
-    PyObject* self = type->tp_alloc(type, 0);
-    if (self == nullptr) return nullptr;
-    auto* object = reinterpret_cast<KernelObject*>(self);
-    object->call = vectorcall;
-    object->program = program.release();
-    return self;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-}
-
-void free_kernel(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  delete reinterpret_cast<KernelObject*>(self)->program;
-  type->tp_free(self);
-  Py_DECREF(type);
+std::unique_ptr<CudaProgram> build_program(PyObject* args, PyObject* keywords) {
+  auto program = std::make_unique<CudaProgram>();
+  return read_program(*program, args, keywords) ? std::move(program) : nullptr;
 }
 
 PyObject* describe(PyObject* self) {
@@ -323,14 +298,11 @@ PyObject* describe(PyObject* self) {
   return PyUnicode_FromFormat("<CudaKernel %s, %zu launch%s>", program.name(), program.launches.size(), plural);
 }
 
-PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(KernelObject, call), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
+const auto guarded_repeat = reinterpret_cast<void (*)()>(guarded<repeat, PyObject* const*, Py_ssize_t>);
 
 PyMethodDef methods[] = {
     {"load", load, METH_O, "load(device)\n--\n\nLoad the machine code on a device, as the first call there would."},
-    {"repeat", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(repeat)), METH_FASTCALL,
+    {"repeat", reinterpret_cast<PyCFunction>(guarded_repeat), METH_FASTCALL,
      "repeat(times, tensors, rows, batch_inner, batch_size, integers)\n--\n\n"
      "Launch the same call several times, to measure what a launch alone costs."},
     {"sizes", sizes, METH_VARARGS,
@@ -343,24 +315,11 @@ PyDoc_STRVAR(documentation,
              "\n--\n\n"
              "A generated CUDA kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
 
-PyType_Slot slots[] = {
-    {Py_tp_doc, const_cast<char*>(documentation)},
-    {Py_tp_new, reinterpret_cast<void*>(new_kernel)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(free_kernel)},
-    {Py_tp_repr, reinterpret_cast<void*>(describe)},
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_members, members},
-    {Py_tp_methods, methods},
-    {0, nullptr},
-};
-
-PyType_Spec spec = {"te_fuser._native.CudaKernel", sizeof(KernelObject), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
-
 }  // namespace
 
 PyObject* make_cuda_kernel_type() {
-  PyObject* type = PyType_FromSpec(&spec);
+  PyObject* type = make_callable_type<CudaProgram, build_program, vectorcall>(
+      {"te_fuser._native.CudaKernel", documentation, describe, methods});
   kernel_type = reinterpret_cast<PyTypeObject*>(type);
   return type;
 }

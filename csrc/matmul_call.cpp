@@ -1,0 +1,163 @@
+#include "matmul_call.h"
+
+#include <cstring>
+
+#include "failure.h"
+#include "gil.h"
+#include "tensor.h"
+
+namespace te {
+namespace {
+
+using Role = MatmulArgument::Role;
+using Use = Epilogue::Use;
+
+constexpr uintptr_t vector_alignment = 16;  // of biases, sums and aux tensors
+
+// Set once while the module is imported.
+struct TorchNames {
+  PyObject* clone = nullptr;
+  PyObject* precision = nullptr;  // of float32 products on CUDA: precision(cuda, matmul)
+  PyObject* cuda = nullptr;
+  PyObject* matmul = nullptr;
+};
+TorchNames torch;
+
+// Whether a float32 product may be TensorFloat-32 now: torch.backends.cuda.matmul.fp32_precision.
+bool read_precision(const MatmulForm& form, MatmulCall& call) {
+  if (std::strcmp(form.dtype.name, "float32") != 0) return true;
+  PyObject* arguments[] = {torch.cuda, torch.matmul};
+  const Reference found = Reference::steal(PyObject_Vectorcall(torch.precision, arguments, 2, nullptr));
+  if (!found) return false;
+  call.tf32 = PyUnicode_Check(found.get()) && PyUnicode_CompareWithASCIIString(found.get(), "tf32") == 0;
+  return true;
+}
+
+bool is_misaligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % vector_alignment != 0; }
+
+// Puts a row-major copy of an input in the tensor's place.
+bool copy_input(PyObject** tensor, Reference& copy) {
+  const Reference flat = Reference::steal(PyObject_CallMethod(*tensor, "contiguous", nullptr));
+  if (!flat) return false;
+  copy = flat.get() == *tensor ? Reference::steal(PyObject_CallMethodNoArgs(*tensor, torch.clone)) : flat;
+  *tensor = copy.get();
+  return static_cast<bool>(copy);
+}
+
+bool read_matrix(const CudaMatmul& product, size_t index, PyObject* tensor, Matrix* matrix, MatmulReading& reading) {
+  const MatmulArgument& argument = product.arguments[index];
+  const ArgumentSite site{product.name(), static_cast<Py_ssize_t>(index)};
+  bool fits = false;
+  if (!read_cuda_matrix(tensor, *argument.dtype, site, &reading.call.device, matrix, &fits)) return false;
+  const bool factor = argument.role == Role::a || argument.role == Role::b;
+  // The library sums factors only as they usually lie.
+  const bool may_be_flipped = factor && product.matmul.form.epilogue->bias != Use::written;
+  const bool needs_alignment = argument.role == Role::bias || argument.role == Role::aux;
+  const auto suits = [&] {
+    return fits && (may_be_flipped || !matrix->flipped) && !(needs_alignment && is_misaligned(matrix->data));
+  };
+  if (suits()) return true;
+  if (!argument.written) {
+    if (!copy_input(&tensor, reading.copies[index]) ||
+        !read_cuda_matrix(tensor, *argument.dtype, site, &reading.call.device, matrix, &fits)) {
+      return false;
+    }
+    if (suits()) return true;
+  }
+  PyErr_Format(PyExc_ValueError,
+               "product '%s': %s is written and must be rows of elements side by side%s; make it contiguous",
+               site.kernel, argument.name(), needs_alignment ? ", at an address that 16 divides" : "");
+  return false;
+}
+
+bool read_bias(const CudaMatmul& product, size_t index, PyObject* tensor, MatmulReading& reading, int64_t* length) {
+  Matrix vector;
+  if (!read_matrix(product, index, tensor, &vector, reading)) return false;
+  reading.call.bias = vector.data;
+  *length = vector.rows == 1 ? vector.columns : -1;
+  return true;
+}
+
+Matrix* matrix_of(MatmulCall& call, Role role) {
+  switch (role) {
+    case Role::a: return &call.a;
+    case Role::b: return &call.b;
+    case Role::out: return &call.out;
+    case Role::c: return &call.c;
+    default: return &call.aux;
+  }
+}
+
+bool check_bias(const CudaMatmul& product, int64_t length, const MatmulSizes& sizes) {
+  const MatmulForm& form = product.matmul.form;
+  if (form.epilogue->bias == Use::none) return true;
+  const int64_t wanted = form.epilogue->bias_length == Epilogue::Length::columns ? sizes.n : sizes.m;
+  if (length == wanted) return true;
+  PyErr_Format(PyExc_ValueError, "product '%s': the bias or sums must be [%lld], got %lld numbers", product.name(),
+               static_cast<long long>(wanted), static_cast<long long>(length));
+  return false;
+}
+
+Matrix imagined(int64_t rows, int64_t columns) { return {nullptr, rows, columns, columns, false}; }
+
+}  // namespace
+
+bool init_matmul_calls() {
+  const Reference internals = Reference::steal(PyImport_ImportModule("torch._C"));
+  if (!internals) return false;
+  torch.precision = PyObject_GetAttrString(internals.get(), "_get_fp32_precision_getter");
+  torch.clone = PyUnicode_InternFromString("clone");
+  torch.cuda = PyUnicode_InternFromString("cuda");
+  torch.matmul = PyUnicode_InternFromString("matmul");
+  return torch.precision && torch.clone && torch.cuda && torch.matmul;
+}
+
+bool read_call(const CudaMatmul& product, PyObject* const* tensors, size_t count, MatmulReading& reading) {
+  const MatmulForm& form = product.matmul.form;
+  if (count != product.arguments.size()) {
+    PyErr_Format(PyExc_ValueError, "product '%s' takes %zu tensors, got %zu", product.name(), product.arguments.size(),
+                 count);
+    return false;
+  }
+  MatmulCall& call = reading.call;
+  call.device = -1;
+  int64_t bias_length = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const Role role = product.arguments[i].role;
+    const bool read = role == Role::bias ? read_bias(product, i, tensors[i], reading, &bias_length)
+                                         : read_matrix(product, i, tensors[i], matrix_of(call, role), reading);
+    if (!read) return false;
+  }
+  if (form.epilogue->aux_is_mask) call.aux.stride *= 8;  // bits
+  Failure failure;
+  if (!product.matmul.sizes(call, reading.sizes, failure)) {
+    raise_failure(failure, nullptr);
+    return false;
+  }
+  if (!check_bias(product, bias_length, reading.sizes) || !read_precision(form, call)) return false;
+  void* stream = nullptr;
+  if (!current_cuda_stream(call.device, &stream)) return false;
+  call.stream = static_cast<CublasLt::Stream>(stream);
+  return true;
+}
+
+bool imagine_call(const CudaMatmul& product, int32_t device, const MatmulSizes& sizes, MatmulCall& call) {
+  const MatmulForm& form = product.matmul.form;
+  const auto [m, n, k] = sizes;
+  call = {};
+  call.device = device;
+  call.a = form.transpose_a ? imagined(k, m) : imagined(m, k);
+  call.b = form.transpose_b ? imagined(n, k) : imagined(k, n);
+  call.out = imagined(m, n);
+  if (form.addend == Addend::c) call.c = imagined(m, n);
+  if (form.epilogue->aux_is_mask) {
+    call.aux = {nullptr, m, (n + 127) / 128 * 16, (n + 127) / 128 * 128, false};
+  } else if (form.epilogue->aux != Use::none) {
+    call.aux = imagined(m, n);
+  }
+  // Nothing is read there; the library wants a pointer where an epilogue has one.
+  call.bias = call.aux.data = reinterpret_cast<void*>(uintptr_t{4096});
+  return read_precision(form, call);
+}
+
+}  // namespace te

@@ -1,0 +1,44 @@
+// What a CudaMatmul is made of: a product, the tensors of its calls, and what Python gave it to call.
+#pragma once
+
+#include <Python.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "matmul_problem.h"
+#include "reference.h"
+#include "tensor.h"
+
+namespace te {
+
+// One tensor of a call. Calls take them in the order of the roles, as far as the product has them.
+struct MatmulArgument {
+  enum class Role : uint8_t { a, b, out, c, bias, aux };
+  Role role;
+  const DType* dtype;
+  bool written;
+  Reference torch_dtype;
+
+  const char* name() const;
+};
+
+constexpr size_t most_matmul_tensors = 6;
+
+struct CudaMatmul {
+  explicit CudaMatmul(MatmulForm form) : matmul(std::move(form)) {}
+  const char* name() const { return matmul.form.name.c_str(); }
+
+  Matmul matmul;
+  std::vector<MatmulArgument> arguments;
+  Reference on_empty;  // on_empty(*tensors), for products of no elements
+  Reference tuned;     // (find, drop), which matmul.tuned calls
+};
+
+// The product of the arguments that the Python type documents; nullptr with a Python error set. Throws std::bad_alloc.
+std::unique_ptr<CudaMatmul> build_matmul(PyObject* args, PyObject* keywords);
+
+}  // namespace te
