@@ -4,42 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
-
 from te_fuser.codegen import schedule as plan
 from te_fuser.codegen.cuda_formulas import is_boolean
+from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, shortest, to_float32
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr
 
 CTYPES = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::fp16"}
 
 
-class Text:
-    """Lines with indentation."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._depth = 0
-
-    def __call__(self, line: str = "") -> None:
-        self.lines.append("  " * self._depth + line if line else "")
-
-    @contextlib.contextmanager
-    def block(self, head: str) -> Iterator[None]:
-        """`head { ... }`; without a head, the lines as they are."""
-        if head:
-            self(f"{head} {{")
-            self._depth += 1
-        yield
-        if head:
-            self._depth -= 1
-            self("}")
+class Text(Lines):
+    """Lines, with the loops of CUDA."""
 
     def loop(
         self, variable: str, count: str, unroll: str = "#pragma unroll"
@@ -49,61 +29,31 @@ class Text:
         return self.block(f"for (int {variable} = 0; {variable} < {count}; ++{variable})")
 
 
-# What the text itself calls something, and what the language does.
-_RESERVED = frozenset(
-    """
-    te rows row base wanted mine count first step lane slot column chunk i tile group groups split splits sample index
+class Names(RoleNames):
+    """Identifiers made from roles, each given out once."""
+
+    own_words = """
+    rows row base wanted mine count first step lane slot column chunk i tile group groups split splits sample index
     ahead early later alone phase exchange turn shelves fetch_row fetch_numbers shared_sums found
     block seed seed_value seed_offset batch_inner batch_size
     threadIdx blockIdx gridDim blockDim
-    alignas and asm auto bool break case catch char class const constexpr continue default delete do double else enum
-    explicit extern false float for friend goto if inline int long mutable namespace new not nullptr operator or
-    private protected public register return short signed sizeof static struct switch template this throw true try
-    typedef typename union unsigned using virtual void volatile while xor
-    """.split()  # noqa: SIM905
-)
-
-
-class Names:
-    """Identifiers made from roles, each given out once."""
-
-    def __init__(self) -> None:
-        self._taken = set(_RESERVED)
-
-    def fresh(self, role: str) -> str:
-        base = re.sub(r"\W+", "_", role).strip("_") or "value"
-        base = f"v_{base}" if base[0].isdigit() else base
-        name, number = base, 2
-        while name in self._taken:
-            name, number = f"{base}_{number}", number + 1
-        self._taken.add(name)
-        return name
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Names given out inside are free again afterwards."""
-        before = set(self._taken)
-        yield
-        self._taken = before
+    """
 
 
 def literal(number: float | Fraction) -> str:
-    value = float(number)
-    if math.isinf(value):
-        return "te::infinity()" if value > 0 else "-te::infinity()"
-    single = torch.tensor(value, dtype=torch.float32).item()
-    text = next(t for t in (f"{single:.{digits}g}" for digits in range(1, 18)) if _single(t) == single)
+    """A float literal: the shortest that gives this float32."""
+    single = to_float32(float(number))
+    if math.isnan(single):
+        return "te::as_float(0x7fc00000u)"
+    if math.isinf(single):
+        return "te::infinity()" if single > 0 else "-te::infinity()"
+    text = shortest(single)
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
-
-
-def _single(text: str) -> float:
-    return torch.tensor(float(text), dtype=torch.float32).item()
 
 
 # ------------------------------------------------------------------------------------------ expressions
 
-_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_INFIX = {"add": "+", "sub": "-", "mul": "*", **_COMPARE}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", **COMPARISONS}
 _FUNCTIONS = {"maximum": "te::maximum", "minimum": "te::minimum", "relu": "te::relu", "abs": "fabsf"}
 # In te::precise or te::fast.
 _NAMES = {name: name for name in ("exp", "log", "tanh", "erf", "sigmoid", "sqrt", "rsqrt", "exp2", "sigmoid2")}

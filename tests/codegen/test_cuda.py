@@ -257,6 +257,35 @@ def test_constants_rows_and_broadcasts_are_stored(tmp_path: Path) -> None:
     check(kernel, d, 5)
 
 
+@needs_compiler
+def test_constants_that_float32_has_no_decimal_for(tmp_path: Path) -> None:
+    """A number beyond its range is infinite, as in PyTorch, and NaN stays NaN."""
+    x = expr.leaf("x", Axes.FULL, 8)
+    values = {"beyond": -1e300, "infinite": math.inf, "nan": math.nan}
+    targets = [
+        Target(name, f.where(x > 0, x, expr.const(value)), Axes.FULL, 8, "float32") for name, value in values.items()
+    ]
+    d = describe("constants", targets, [], {"x": (Axes.FULL, 8, "float32")})
+    (kernel,) = build(str(COMPILER), [cuda.generate(d)], tmp_path)
+    tensors, made = {"x": torch.arange(-4.0, 4.0)[None].contiguous()}, outputs(d, 1)
+    kernel(d, tensors, made, 1)
+    for got, value in zip(made, (-math.inf, math.inf, math.nan), strict=True):
+        wanted = torch.where(tensors["x"] > 0, tensors["x"], value)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+def test_words_of_the_language_can_be_roles(tmp_path: Path) -> None:
+    kit = Kit()
+    roles = ("class", "decltype", "wchar_t", "row", "te", "lane", "x_row", "x", "t_1", "2nd", "a.b", "a_b", "größe")
+    total = expr.ZERO
+    for role in roles:
+        total = total + f.exp(kit.full(role, 3)) * kit.feature(f"{role}._weight", 3)
+    d = kit.forward("default", {"int": (total, 3), "bitand": (total * 2, 3)})
+    (kernel,) = build(str(COMPILER), [cuda.generate(d)], tmp_path)
+    check(kernel, d, 5)
+
+
 # --------------------------------------------------------------------------------------------------- schedules
 
 # family, width, forward or backward -> kinds, threads that share a row, column sums

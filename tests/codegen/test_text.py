@@ -1,0 +1,65 @@
+"""Lines, names and decimals that every target writes."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+
+from te_fuser.codegen.text import Lines, RoleNames, identifier, shortest, to_float32
+
+
+def test_lines_are_indented_by_their_blocks() -> None:
+    lines = Lines()
+    with lines.block("for (;;)"):
+        with lines.block("call([&]", "});"):
+            lines("step();")
+        lines()
+    assert lines.lines == ["for (;;) {", "  call([&] {", "    step();", "  });", "", "}"]
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        ("layer_norm.weight", "layer_norm_weight"), ("op._scale", "op_scale"), ("a__b", "a_b"), ("_x_", "x"),
+        ("größe", "gr_e"), ("2nd", "v_2nd"), ("+", "value"),
+    ],
+)  # fmt: skip
+def test_identifiers(role: str, name: str) -> None:
+    assert identifier(role) == name
+
+
+def test_a_name_is_given_out_once() -> None:
+    names = RoleNames()
+    assert [names.fresh(r) for r in ("x", "a.b", "a_b", "x", "x_2")] == ["x", "a_b", "a_b_2", "x_2", "x_2_2"]
+    assert [names.fresh("sum_1"), names.numbered("sum"), names.numbered("sum")] == ["sum_1", "sum_2", "sum_3"]
+    with names.scope():
+        assert names.fresh("inner") == "inner"
+    assert names.fresh("inner") == "inner"
+
+
+def test_words_that_mean_something_are_not_given_out() -> None:
+    class Own(RoleNames):
+        own_words = "row lane"
+
+    assert [Own().fresh(r) for r in ("float", "decltype", "te", "row", "lane")] == [
+        "float_2", "decltype_2", "te_2", "row_2", "lane_2",
+    ]  # fmt: skip
+    assert RoleNames().fresh("row") == "row"
+
+
+def test_float32_is_torchs() -> None:
+    values = [0.1, -1 / 3, 1e300, -1e300, 3.5e38, 3.4028235e38, 1e-50, 1.401298464324817e-45, math.inf, 16777217.0]
+    assert [to_float32(v) for v in values] == torch.tensor(values, dtype=torch.float64).float().tolist()
+    assert math.isnan(to_float32(math.nan))
+
+
+def test_the_shortest_decimal_gives_the_float32_back() -> None:
+    bits = torch.randint(0, 0x7F800000, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    for single in (struct.unpack("f", struct.pack("I", b))[0] for b in [*bits, 0, 1, 0x7F7FFFFF]):
+        assert to_float32(float(shortest(single))) == single
+    assert [shortest(to_float32(v)) for v in (0.1, 1 / 3, 100.0, 16777216.0)] == [
+        "0.1", "0.33333334", "1e+02", "16777216",
+    ]  # fmt: skip
