@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.graph import snake
+from te_fuser.kernels.attention import PROVIDERS, Provider
 from te_fuser.ops.base import FusableOperation
 
 PACKAGE = Path(te_fuser.__file__).parent
@@ -131,6 +134,12 @@ def test_the_rows_have_no_circle():
         rows = {part: known for part, known in rows.items() if part not in free}
 
 
+def test_no_circle_of_modules():
+    """Of what modules import when they are loaded; a circle works only for who comes in at the right place."""
+    known = {module_of(path): {name for name, at_head in imports(path) if at_head} for path in FILES}
+    TopologicalSorter(known).prepare()
+
+
 @pytest.mark.parametrize("path", sorted((PACKAGE / "fuser").glob("*.py")), ids=lambda p: p.stem)
 def test_the_fuser_names_no_op_and_no_fusion(path):
     for name, _ in imports(path):
@@ -206,6 +215,15 @@ def test_one_file_for_each_fusion(path):
     assert all(f.name == path.stem or f.name.startswith(f"{path.stem}_") for f in mine) or plain(path.stem) in kinds
     assert "te_fuser.fusions.registry" in {name for name, _ in imports(path)}
     assert (TESTS / "fusions" / f"test_{path.stem}.py").exists()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p.name)
+def test_one_file_for_each_provider_of_attention(provider: Provider):
+    """It holds that provider alone, and knows neither the others nor the list of all."""
+    path = Path(inspect.getfile(type(provider)))
+    assert classes(path) == [type(provider).__name__]
+    others = {type(p).__module__ for p in PROVIDERS if p is not provider} | {"te_fuser.kernels.attention"}
+    assert sorted(others & {name for name, _ in imports(path)}) == []
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda p: str(p.relative_to(TESTS)))

@@ -17,7 +17,7 @@ from te_fuser.fuser.kernels import written_kernels
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.attention import CpuFlash
+from te_fuser.kernels.attention_cpu_flash import CpuFlash
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cuda import FakeDriver, compile_driver, in_place
 

@@ -1,0 +1,94 @@
+"""The way between packed heads and what the kernels of attention take, without copies where strides allow it.
+
+Legend: B samples, S positions, G key/value heads, R query heads of each, H = G * R, D features of a head;
+b, h, g: the kernel's batch, query heads and key/value heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser.ops.dot_product_attention import AttentionSettings
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
+    """How (B, G, R) become a kernel's (b, h, g) without a copy, as far as the layout allows.
+
+    Where samples and heads lie at one stride they are all heads, and the output comes out in the op's layout; where
+    only samples and groups do, those are the batch. A mask needs samples and heads apart.
+    """
+    heads = settings.heads
+    groups, per_group = heads.kv_heads, heads.per_group
+    one_stride = heads.packing == "interleaved" and (heads.layout == "sequence_first" or samples == 1)
+    if settings.masked or not one_stride:
+        return samples, heads.heads, groups
+    return (1, samples * groups, samples * groups) if per_group == 1 else (samples * groups, per_group, 1)
+
+
+@dataclass(frozen=True)
+class Views:
+    """The way between packed tensors and a kernel's [b, h, S, D]."""
+
+    settings: AttentionSettings
+    samples: int
+    positions: int
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """[B, G, R, S, D] -> the op's layout."""
+        return (3, 0, 1, 2, 4) if self.settings.heads.layout == "sequence_first" else (0, 3, 1, 2, 4)
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [b, h, S, D], k and v [b, g, S, D]; views, except for query heads of groups that have no common stride."""
+        q, k, v = self.settings.heads.split(qkv)
+        b, h, g = lead(self.settings, self.samples)
+        return q.reshape(b, h, *q.shape[3:]), k.reshape(b, g, *k.shape[2:]), v.reshape(b, g, *v.shape[2:])
+
+    def split_output(self, y: torch.Tensor) -> torch.Tensor:
+        """The output or its gradient as [b, h, S, D], features side by side."""
+        heads = self.settings.heads.split_output(y.contiguous())
+        b, h, _ = lead(self.settings, self.samples)
+        return heads.reshape(b, h, *heads.shape[3:])
+
+    def merge_output(self, out: torch.Tensor) -> torch.Tensor:
+        """[b, h, S, D] as the op's output."""
+        return self.settings.heads.merge_output(self._grouped(out, self.settings.heads.per_group))
+
+    def grouped(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
+        """The kernel's [b, h, S, D] as queries [B, G, R, S, D], keys and values [B, G, S, D]; views."""
+        dq = self._grouped(dq, self.settings.heads.per_group)
+        return dq, self._grouped(dk, 1).squeeze(2), self._grouped(dv, 1).squeeze(2)
+
+    def pack(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of the packed input: one concatenation where all three lie in its order, else three copies."""
+        heads = self.settings.heads
+        parts = [part.permute(self.order) for part in (dq, dk.unsqueeze(2), dv.unsqueeze(2))]
+        if dq.dtype != dtype or not all(part.is_contiguous() for part in parts):
+            return heads.pack(dq, dk, dv, dtype)
+        rows = self.samples * self.positions * (heads.kv_heads if heads.packing == "interleaved" else 1)
+        packed = torch.cat([part.view(rows, -1) for part in parts], 1)
+        return torch.ops.aten._unsafe_view.default(packed, [*parts[0].shape[:2], heads.features])
+
+    def _grouped(self, part: torch.Tensor, per_group: int) -> torch.Tensor:
+        return part.view(self.samples, self.settings.heads.kv_heads, per_group, self.positions, part.shape[-1])
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a kernel is given: q [b, h, S, D], k and v [b, g, S, D], and what it adds to the scores, if anything."""
+
+    settings: AttentionSettings
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None
+    causal: bool
+
+    @property
+    def positions(self) -> int:
+        """S."""
+        return self.q.shape[2]
