@@ -50,6 +50,8 @@ PLANNER = (
     "finish",
     "planner",
 )
+# The modules of the C++ target, in the same way.
+CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 # What the fuser may know of the two parts that hold concrete ops and fusions.
 ABSTRACT = {"te_fuser.ops.base", "te_fuser.fusions.match", "te_fuser.fusions.pattern", "te_fuser.fusions.registry"}
 
@@ -122,6 +124,14 @@ def test_the_planner_is_made_in_one_order(stem):
     later = PLANNER[PLANNER.index(stem) + 1 :] + ("program", "segment", "fuser", "explain")
     found = {name.rpartition(".")[2] for name, _ in imports(PACKAGE / "fuser" / f"{stem}.py")}
     assert sorted(found & set(later)) == []
+
+
+@pytest.mark.parametrize("stem", CPP)
+def test_the_cpp_target_is_made_in_one_order(stem):
+    """What both targets share, loops, text, statements, functions, the result; none knows how CUDA is written."""
+    found = {name.rpartition(".")[2] for name, _ in imports(PACKAGE / "codegen" / f"{stem}.py")}
+    assert sorted(found & set(CPP[CPP.index(stem) :])) == []
+    assert not [name for name in found if name.startswith("cuda")]
 
 
 def test_the_rows_have_no_circle():
