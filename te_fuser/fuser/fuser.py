@@ -35,6 +35,7 @@ _OFFSETS_PER_CALL = 4  # PyTorch's offsets count in fours
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_drawing = threading.Lock()
 _apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
 
 
@@ -342,8 +343,9 @@ def draw_seed(device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.empty(2, dtype=torch.int64, device=device).random_()
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + _OFFSETS_PER_CALL)
+    with _drawing:  # reading and going on are two calls
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.set_offset(offset + _OFFSETS_PER_CALL)
     return torch.tensor((seed - (seed >> 63 << 64), offset))  # the same 64 bits, with a sign
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,10 +177,29 @@ def test_a_gpus_seed_comes_from_its_generator_without_a_kernel(
     assert all(t.device == CPU and t.dtype == torch.int64 for t in drawn)
 
 
+def test_threads_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever they are interrupted, no two calls get one offset."""
+
+    class Slow(Philox):
+        def get_offset(self) -> int:
+            found = self.offset
+            others.wait(0.2)  # for the other thread to come as far as this, if it can
+            return found
+
+    others = threading.Event()
+    generator = Slow(5)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with ThreadPoolExecutor(2) as pool:
+        drawn = list(pool.map(lambda _: draw_seed(torch.device("cuda", 1)).tolist(), range(2)))
+    assert sorted(offset for _, offset in drawn) == [8, 12] and generator.offset == 16
+
+
 def test_a_gpu_newer_than_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (13, 0))
     why = str(obstacle(GPU, torch.bfloat16))
-    assert "capability 13.0, which NVRTC 13.0 does not compile for; install a newer" in why
+    version = ".".join(map(str, nvrtc.compiler_version()))
+    assert f"capability 13.0, which NVRTC {version} does not compile for; install a newer" in why
 
 
 def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
