@@ -17,7 +17,8 @@
 
 namespace te {
 
-// One step. What its column sums are made of goes to `later`, if that is not nullptr. `run` returns false with a Python error set; it needs the interpreter lock.
+// One step. Partial sums that can wait go to `later`, if that is not nullptr. `run` returns false with a Python error
+// set; it needs the interpreter lock.
 class Step {
  public:
   Step() = default;

@@ -1,12 +1,14 @@
 """What holds for every test: one thread, and nothing that depends on the tests before it or on the machine's user."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from te_fuser.config import config
 from te_fuser.fuser import fuser, tuned
+from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 
 # Test processes share the cores, and two pools on one core wait for each other.
 torch.set_num_threads(1)
@@ -29,3 +31,22 @@ def _nothing_tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fuser, "store_for", store_for)
         yield
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CUDA driver for machines without a GPU, compiled."""
+    return compile_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def driver(library: Path) -> Iterator[FakeDriver]:
+    """That driver in place of the real one."""
+    with in_place(library) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
+    """Generated kernels that the driver runs on the CPU."""
+    return Emulation(tmp_path_factory.mktemp("emulated"))

@@ -26,28 +26,12 @@ from te_fuser.verify.cases import Case
 from te_fuser.verify.models import Subject, example_call
 from tests.codegen import corpus
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
-from tests.fake_cuda import CXX, REAL_DRIVER, Emulation, FakeDriver, compile_driver, in_place
+from tests.fake_cuda import CXX, REAL_DRIVER, Emulation, FakeDriver, in_place
 from tests.formula.test_row_ops import OPS
 from tests.twins import randomize, results_and_gradients, tensor
 
 CORPUS = corpus.descriptions()
 needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_driver(tmp_path_factory.mktemp("driver"))
-
-
-@pytest.fixture
-def driver(library: Path) -> Iterator[FakeDriver]:
-    with in_place(library) as fake:
-        yield fake
-
-
-@pytest.fixture(scope="module")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    return Emulation(tmp_path_factory.mktemp("emulated"))
 
 
 # A kernel that does nothing: x, y and the sums of y, in launches as the generator plans them.

@@ -329,17 +329,19 @@ def build_program(
         if slot not in held:
             dead.setdefault(k, []).append(slot)
     may_wait = [] if wrap else [k for k, s in enumerate(steps) if _sums_may_wait(s, k, slots, last, held)]
-    native = _native.Program([(r, dead.get(k, [])) for k, r in enumerate(runners)], sums, may_wait)
+    native = _native.Program(
+        [(r, dead.get(k, [])) for k, r in enumerate(runners)], sums if may_wait else None, may_wait
+    )
     blank = (None,) * (len(slots) - len(numbers_in) + 1)
     return Program(native.run, len(slots), numbers_in, numbers_out, blank), slots
 
 
 def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, int], held: Container[int]) -> bool:
-    """Whether a kernel's column sums are results of the program that no later step reads."""
+    """Whether a kernel has column sums, and all are results of the program that no later step reads."""
     if not isinstance(step.task, KernelPlan):
         return False
     places = [slots[o.ref] for o in step.task.outputs[len(step.task.description.stores) :]]
-    return all(p in held and last[p] == number for p in places)
+    return bool(places) and all(p in held and last[p] == number for p in places)
 
 
 def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -> Runner:

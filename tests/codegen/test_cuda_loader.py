@@ -24,17 +24,12 @@ from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
-from tests.fake_cuda import FakeDriver, compile_driver, in_place
+from tests.fake_cuda import FakeDriver, in_place
 
 CORPUS = corpus.descriptions()
 GPU = torch.device("cuda", 0)
 NOTHING = Compiled(b"nowhere:-", ())
 Compile = Callable[..., Compiled]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,11 @@ from te_fuser.kernels import column_sums
 from te_fuser.verify import steps as verify_steps
 from tests.codegen import ptx
 from tests.codegen.test_cuda import needs_nvrtc
-from tests.fake_cuda import CXX, Emulation, FakeDriver, compile_driver, in_place
+from tests.fake_cuda import CXX, Emulation, FakeDriver
 from tests.twins import randomize, tensor
 
 needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
 WIDTH = 40
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_driver(tmp_path_factory.mktemp("driver"))
-
-
-@pytest.fixture
-def driver(library: Path) -> Iterator[FakeDriver]:
-    with in_place(library) as fake:
-        yield fake
-
-
-@pytest.fixture(scope="module")
-def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    return Emulation(tmp_path_factory.mktemp("emulated"))
 
 
 # ---- in plans ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention_cpu_flash import CpuFlash
 from te_fuser.ops.base import FusableOperation
-from tests.fake_cuda import FakeDriver, compile_driver, in_place
+from tests.fake_cuda import FakeDriver, in_place
 
 HEADS, DIM = 4, 8
 FEATURES = 3 * HEADS * DIM
@@ -34,11 +34,6 @@ class OnFakeGpu(CpuFlash):
 
 ATTENTION = declare(OnFakeGpu(), registered=False)
 IN_FORCE = ("stretch", "rotary_embedding_forward", "rotary_embedding_backward", ATTENTION)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
