@@ -224,7 +224,8 @@ def _block(step: Step, count: int, card: Card) -> Block:
 
 # ------------------------------------------------------------------------------------- kernels and memory
 
-_ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_MEMSET = "gpu_memset"
+_ON_GPU = {"kernel", "gpu_memcpy", _MEMSET}
 # Parts of the names of kernels: of cuBLAS and of attention's libraries. A product with an epilogue counts as a product.
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas")
 _ATTENTION = ("cudnn", "sdpa", "flash", "fmha", "attention")
@@ -235,7 +236,8 @@ class Trace:
     """What one call put on the GPU, seen by the profiler; times in seconds.
 
     Attributes:
-        kernels: kernels, copies and memsets together.
+        kernels: kernels and copies together.
+        memsets: beside them. On Hopper a library's product clears its counters by one first, the floor's too.
         span: from the first one's begin to the last one's end, of calls one after the other.
         products, attention: in kernels of either kind.
         rest: in which only other kernels run; one that begins before the kernel ahead of it ends counts from then on.
@@ -244,6 +246,7 @@ class Trace:
     """
 
     kernels: float
+    memsets: float
     span: float
     products: float
     attention: float
@@ -257,7 +260,8 @@ class Trace:
             {"kernel": name[:_NAME_LENGTH], "count": run[0], "ms": 1e3 * run[1]} for name, run in self.names.items()
         ]
         numbers = {name: k for k, name in enumerate(self.names)}
-        found: dict[str, Any] = {"kernels": self.kernels, "by_name": rows, "order": [numbers[n] for n in self.order]}
+        found: dict[str, Any] = {"kernels": self.kernels, "memsets": self.memsets}
+        found |= {"by_name": rows, "order": [numbers[n] for n in self.order]}
         own = self.products + self.attention
         if not own:
             return found
@@ -301,7 +305,9 @@ def summarized(events: Sequence[Mapping[str, Any]], repeats: int) -> Trace:
             spent[kind] += e["dur"] * scale
     rest = _covered(found) * scale - sum(spent.values())
     order = _order([e["name"] for e in found], repeats)
-    return Trace(len(found) / repeats, span * scale, spent["products"], spent["attention"], rest, names, order)
+    memsets = sum(e["cat"] == _MEMSET for e in found)
+    counts = (len(found) - memsets) / repeats, memsets / repeats
+    return Trace(*counts, span * scale, spent["products"], spent["attention"], rest, names, order)
 
 
 def _covered(events: Sequence[Mapping[str, Any]]) -> float:

@@ -408,7 +408,7 @@ def test_a_trace_counts_kernels_and_finds_products() -> None:
         event("aten::mm", 0.0, 100.0, "cpu_op"),
     ]
     trace = gpu_measure.summarized(events, repeats=2)
-    assert trace.kernels == 2 and trace.span == pytest.approx(45e-6)
+    assert (trace.kernels, trace.memsets) == (1.5, 0.5) and trace.span == pytest.approx(45e-6)
     assert [trace.products, trace.attention, trace.rest] == pytest.approx([25e-6, 14.5e-6, 5.5e-6])
     assert trace.names["layer_norm_fwd"] == pytest.approx((0.5, 5e-6))
     assert trace.as_data()["over_own_products"] == pytest.approx(45 / 39.5)
