@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = "1.32"
-_INSTALL = 'pip install "te_fuser[cudnn]"'
+_INSTALL = f'pip install "{PACKAGE}>={_OLDEST}"'
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()
 _thread = threading.local()
@@ -43,7 +43,7 @@ def missing() -> str | None:
     if version is None:
         return f"{PACKAGE} is not installed: {_INSTALL}"
     if TorchVersion(version) < _OLDEST:
-        return f"it needs {PACKAGE} {_OLDEST}, found {version}: {_INSTALL} --upgrade"
+        return f"it needs {PACKAGE} {_OLDEST}, found {version}: {_INSTALL}"
     return None
 
 

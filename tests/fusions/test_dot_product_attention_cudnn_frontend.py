@@ -79,7 +79,7 @@ def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
     monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: None)
     p = plan(ops.Bias(FEATURES), attention())
     (reason,) = {r.reason for r in p.refusals if r.name == NAME}
-    assert reason == 'nvidia-cudnn-frontend is not installed: pip install "te_fuser[cudnn]"'
+    assert reason == 'nvidia-cudnn-frontend is not installed: pip install "nvidia-cudnn-frontend>=1.32"'
     assert covered(p)[TWIN] == (0, 2)
 
 

@@ -86,7 +86,7 @@ def test_heads_without_a_common_stride_are_refused():
 @pytest.mark.parametrize(
     ("version", "changes", "words"),
     [
-        (None, {}, 'nvidia-cudnn-frontend is not installed: pip install "te_fuser[cudnn]"'),
+        (None, {}, 'nvidia-cudnn-frontend is not installed: pip install "nvidia-cudnn-frontend>=1.32"'),
         ("1.9.0", {}, "it needs nvidia-cudnn-frontend 1.32, found 1.9.0"),
         ("1.32.0", {"mask": "given"}, "it takes no mask tensor, only none or causal"),
         ("1.32.0", {"capability": (8, 0)}, "it needs compute capability 9.0, this GPU has 8.0"),
