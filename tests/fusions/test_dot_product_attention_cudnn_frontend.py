@@ -12,7 +12,7 @@ from te_fuser.fuser.kernels import written_kernels
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import cudnn_frontend
-from te_fuser.kernels.attention import Speed
+from te_fuser.kernels.attention import AttentionProblem, Speed
 from te_fuser.kernels.attention_cudnn_frontend import CudaCudnnFrontend
 from te_fuser.kernels.packed_heads import PackedPass
 from tests.kernels import fake_cudnn
@@ -81,6 +81,18 @@ def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
     (reason,) = {r.reason for r in p.refusals if r.name == NAME}
     assert reason == 'nvidia-cudnn-frontend is not installed: pip install "nvidia-cudnn-frontend>=1.32"'
     assert covered(p)[TWIN] == (0, 2)
+
+
+def test_only_where_a_backward_will_run_is_it_asked_for(monkeypatch) -> None:
+    """A graph is built for the backward alone."""
+    asked, of = [], AttentionProblem.of
+    monkeypatch.setattr(AttentionProblem, "of", lambda *given: asked.append(given[3]) or of(*given))
+    plan(ops.Bias(FEATURES), attention())
+    assert asked and all(asked)
+    asked.clear()
+    with torch.no_grad():
+        plan(ops.Bias(FEATURES), attention())
+    assert asked and not any(asked)
 
 
 class OnCpu(CudaCudnnFrontend):
