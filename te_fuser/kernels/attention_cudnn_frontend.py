@@ -45,7 +45,7 @@ class CudaCudnnFrontend(CudnnProvider):
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
-        """Why not; of a GPU at hand that is to run backward, cuDNN is asked by building the graph."""
+        """Why not; cuDNN itself is asked of a GPU at hand that is to run the backward."""
         reason = super().reason_not(problem)
         if reason is not None or problem.backward_on is None or not problem.samples * problem.positions:
             return reason
@@ -84,10 +84,10 @@ class CudaCudnnFrontend(CudnnProvider):
 def _graph(
     settings: AttentionSettings, samples: int, positions: int, dtype: torch.dtype, device: int
 ) -> BackwardGraph | str:
-    """The graph of a problem, built once; or why there is none."""
+    """The graph of a problem, made once; or why there is none."""
     forms = _forms(settings, samples, positions)
     choices = settings.causal, settings.dropout, settings.scale
-    return cudnn_frontend.build(AttentionBackward(*forms, dtype, *choices, device))
+    return cudnn_frontend.graph_for(AttentionBackward(*forms, dtype, *choices, device))
 
 
 def _forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[Form, Form, Form, Form]:

@@ -80,7 +80,7 @@ class AttentionBackward:
 
 
 class BackwardGraph:
-    """A graph that is built, and how it is run."""
+    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run."""
 
     def __init__(self, problem: AttentionBackward) -> None:
         self._problem = problem
@@ -90,8 +90,7 @@ class BackwardGraph:
         self._graph.build_operation_graph()
         self._graph.create_execution_plans([self._cudnn.heur_mode.A])
         self._graph.check_support()
-        self._graph.build_plans()
-        self._workspace = int(self._graph.get_workspace_size())
+        self._workspace: int | None = None
 
     def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The gradient of x.
@@ -101,16 +100,27 @@ class BackwardGraph:
             saved: what PyTorch's forward gives: the log of sums of exponentials, the seed, the offset.
 
         Raises:
-            RuntimeError: when cuDNN fails.
+            RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
         """
         p, dx = self._problem, torch.empty_like(x)
-        read = [x.as_strided(*form) for form in (p.q, p.k, p.v)] + [y.as_strided(*p.out), dy.as_strided(*p.out)]
-        read += [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
+        tensors = [x.as_strided(*form) for form in (p.q, p.k, p.v)] + [y.as_strided(*p.out), dy.as_strided(*p.out)]
+        tensors += [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
+        tensors += [dx.as_strided(*form) for form in (p.q, p.k, p.v)]
         with torch.cuda.device(p.device):
             _give_context(p.device)
-            workspace = torch.empty(max(self._workspace, 1), dtype=torch.uint8, device=x.device)
-            self._execute([*read, *(dx.as_strided(*form) for form in (p.q, p.k, p.v))], workspace)
+            if self._workspace is None:
+                self._load()
+            self._execute(tensors, torch.empty(self._workspace or 1, dtype=torch.uint8, device=x.device))
         return dx
+
+    def _load(self) -> None:
+        _refuse_capture()
+        try:
+            with _lock:
+                self._graph.build_plans()
+                self._workspace = int(self._graph.get_workspace_size())
+        except Exception as error:
+            raise self._failure(error) from error
 
     def _execute(self, tensors: list[torch.Tensor], workspace: torch.Tensor) -> None:
         stream = torch.cuda.current_stream().cuda_stream
@@ -119,27 +129,34 @@ class BackwardGraph:
                 self._cudnn.set_stream(handle=self._handle, stream=stream)
                 self._graph.execute(tensors, workspace, handle=self._handle, tensor_uids=self._uids)
         except Exception as error:
-            raise RuntimeError(f"cuDNN's backward of attention failed for {self._problem}: {error}") from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> RuntimeError:
+        return RuntimeError(f"cuDNN's backward of attention failed for {self._problem}: {error}")
 
 
-def build(problem: AttentionBackward) -> BackwardGraph | str:
+def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
     """A graph for a problem, or why cuDNN does not take it.
 
     Raises:
         RuntimeError: when the current stream is being captured.
     """
     with torch.cuda.device(problem.device):
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "this call needs a graph of cuDNN for attention's backward that is not built yet, and its stream is "
-                "being captured into a CUDA graph: run the model once with inputs like these before the capture"
-            )
+        _refuse_capture()
         _give_context(problem.device)
         with _lock:
             try:
                 return BackwardGraph(problem)
             except (_package().cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
                 return f"cuDNN has no backward for it: {error}"
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this call needs a graph of cuDNN for attention's backward that is not built yet, and its stream is being "
+            "captured into a CUDA graph: run the model once with inputs like these before the capture"
+        )
 
 
 def _described(cudnn: Any, p: AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:
@@ -189,4 +206,4 @@ def _give_context(device: int) -> None:
         known.add(device)
 
 
-__all__ = ["PACKAGE", "AttentionBackward", "BackwardGraph", "build", "installed_version", "missing", "unusable"]
+__all__ = ["PACKAGE", "AttentionBackward", "BackwardGraph", "graph_for", "installed_version", "missing", "unusable"]

@@ -98,6 +98,8 @@ class Graph:
             raise self.package.refuses
 
     def build_plans(self):
+        if self.package.does_not_load is not None:
+            raise self.package.does_not_load
         self._step("build_plans")
 
     def get_workspace_size(self):
@@ -145,7 +147,7 @@ class Package(types.ModuleType):
 
     Attributes:
         graphs: all that were begun.
-        refuses, fails: what to raise when support is asked for, and when a graph runs.
+        refuses, does_not_load, fails: what to raise when support is asked for, plans are built, a graph runs.
         last: what the last run was given, by the names of the node's inputs.
     """
 
@@ -154,8 +156,8 @@ class Package(types.ModuleType):
         self.data_type = types.SimpleNamespace(**{name: name for name in NAMES})
         self.heur_mode = types.SimpleNamespace(A="A")
         self.cudnnGraphNotSupportedError = GraphNotSupported
-        self.graphs, self.handles, self.refuses, self.fails, self.last = [], [], None, None, {}
-        self.version = version
+        self.graphs, self.handles, self.last, self.version = [], [], {}, version
+        self.refuses = self.does_not_load = self.fails = None
 
     def backend_version(self):
         return self.version

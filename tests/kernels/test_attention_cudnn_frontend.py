@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.kernels import cudnn_frontend
 from te_fuser.kernels.attention import AttentionProblem
+from te_fuser.kernels.attention_cudnn_frontend import _graph
 from te_fuser.ops.base import Spec
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from tests.kernels import fake_cudnn
@@ -110,9 +111,9 @@ def at_hand(**changes):
     return problem(backward_on=0, **changes)
 
 
-def test_on_a_gpu_at_hand_the_graph_is_built_while_planning(front_end):
+def test_on_a_gpu_at_hand_cudnn_is_asked_while_planning_and_loads_at_the_first_run(front_end):
     assert PROVIDER.reason_not(at_hand()) is None
-    assert [graph.done for graph in front_end.graphs] == [list(fake_cudnn.Graph.STEPS)]
+    assert [graph.done for graph in front_end.graphs] == [list(fake_cudnn.Graph.STEPS[:-1])]
     assert PROVIDER.reason_not(at_hand()) is None and len(front_end.graphs) == 1
     for k, changes in enumerate(({"positions": 256}, {"samples": 3}, {"dropout": 0.1}, {"dtype": torch.float16})):
         assert PROVIDER.reason_not(at_hand(**changes)) is None and len(front_end.graphs) == k + 2
@@ -162,8 +163,9 @@ def test_a_front_end_that_does_not_load_is_a_reason(front_end, monkeypatch):
     )
 
 
-def test_what_fails_while_it_runs_is_raised_in_words(front_end):
-    front_end.fails = RuntimeError("misaligned")
+@pytest.mark.parametrize("where", ["fails", "does_not_load"])
+def test_what_fails_in_a_run_is_raised_in_words(where, front_end):
+    setattr(front_end, where, RuntimeError("misaligned"))
     op, x, dy = make()
     with pytest.raises(RuntimeError, match=r"backward of attention failed for AttentionBackward\(q=.*: misaligned"):
         by_provider(PROVIDER, op, x, dy)
@@ -176,6 +178,13 @@ def test_a_capture_without_the_graph_is_refused(front_end, monkeypatch):
         with pytest.raises(RuntimeError, match=r"graph of cuDNN .* is not built yet.*run the model once"):
             ask()
     assert front_end.graphs == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert PROVIDER.reason_not(at_hand()) is None
+    settings, (samples, positions) = op.settings(), op.packed.lengths(x.shape)
+    assert isinstance(_graph(settings, samples, positions, x.dtype, x.device.index), cudnn_frontend.BackwardGraph)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run the model once"):  # it is planned, and not loaded
+        by_provider(PROVIDER, op, x, dy)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     want = by_provider(PROVIDER, op, x, dy)[1]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
