@@ -103,22 +103,25 @@ class BackwardGraph:
             RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
         """
         p, dx = self._problem, torch.empty_like(x)
-        tensors = [x.as_strided(*form) for form in (p.q, p.k, p.v)] + [y.as_strided(*p.out), dy.as_strided(*p.out)]
+        packed = (p.q, p.k, p.v)
+        tensors = [_lying(x, form) for form in packed] + [_lying(y, p.out), _lying(dy, p.out)]
         tensors += [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
-        tensors += [dx.as_strided(*form) for form in (p.q, p.k, p.v)]
+        tensors += [_lying(dx, form) for form in packed]
         with torch.cuda.device(p.device):
             _give_context(p.device)
-            if self._workspace is None:
-                self._load()
+            self._load()
             self._execute(tensors, torch.empty(self._workspace or 1, dtype=torch.uint8, device=x.device))
         return dx
 
     def _load(self) -> None:
+        if self._workspace is not None:
+            return
         _refuse_capture()
         try:
             with _lock:
-                self._graph.build_plans()
-                self._workspace = int(self._graph.get_workspace_size())
+                if self._workspace is None:
+                    self._graph.build_plans()
+                    self._workspace = int(self._graph.get_workspace_size())
         except Exception as error:
             raise self._failure(error) from error
 
@@ -133,6 +136,12 @@ class BackwardGraph:
 
     def _failure(self, error: Exception) -> RuntimeError:
         return RuntimeError(f"cuDNN's backward of attention failed for {self._problem}: {error}")
+
+
+def _lying(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """The heads that lie so in a contiguous tensor."""
+    sizes, strides, offset = form
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
 def graph_for(problem: AttentionBackward) -> BackwardGraph | str:

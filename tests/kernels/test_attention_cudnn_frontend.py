@@ -51,9 +51,11 @@ def test_gradients_are_stored_where_they_lie_packed(layout, packing, front_end):
 def test_inputs_of_other_strides(front_end):
     op, x, dy = make(layout="batch_first", mask="causal")
     transposed, odd = x.mT.contiguous().mT, torch.cat((x, x[..., :1]), -1)[..., : x.shape[-1]]
-    for strided in (transposed, odd):
+    behind, dy_behind = torch.stack((dy.new_zeros(x.shape), x))[1], torch.stack((dy.new_zeros(dy.shape), dy))[1]
+    for strided in (transposed, odd, behind):
         assert_matches(PROVIDER, op, strided, dy)
-    assert_matches(PROVIDER, op, x, dy[..., :1].expand(dy.shape))
+    for gradient in (dy_behind, dy[..., :1].expand(dy.shape)):
+        assert_matches(PROVIDER, op, x, gradient)
     assert len(front_end.graphs) == 1  # they are copied, and need no graph of their own
 
 
