@@ -23,6 +23,7 @@ class Cost:
         vector_operations: float32 operations outside products.
         seconds: the time, where it is known; then nothing else counts for it.
         efficiency: the share of the rate of large matrix products that its products reach.
+        apart: those of the bytes that it moves before or after its products, and not beside them.
     """
 
     read: float = 0.0
@@ -32,6 +33,7 @@ class Cost:
     vector_operations: float = 0.0
     seconds: float | None = None
     efficiency: float = 1.0
+    apart: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         known = self.seconds is not None or other.seconds is not None
@@ -43,6 +45,7 @@ class Cost:
             self.vector_operations + other.vector_operations,
             (self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
             min(self.efficiency, other.efficiency),
+            self.apart + other.apart,
         )
 
 
