@@ -68,7 +68,8 @@ def _whole_backward(m: FusionCall, dy: torch.Tensor, provider: Provider) -> Any:
     rotary, wanted = _rotary(m), m.needs("0.bias")
     rotation = rotary_embedding.rotation_of(rotary) if rotary is not None else None
     parts = provider.gradients(settings, tensors, dy)
-    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=m["0.bias"].dtype if wanted else None)
+    sums = m["0.bias"].dtype if wanted else None
+    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=sums, later=m.later)
     return (dx, {"0.bias": dbias}) if wanted else dx
 
 
@@ -110,6 +111,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         saved_bytes=saved_bytes,
         forward_ops=1,
         compiles=_compiles,
+        sums=("0.bias",) if before else (),
         registered=registered,
     )(Body)
 
@@ -137,7 +139,7 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     share = products / (products / backward + packing)
     return (
         Cost(x, y, flops, efficiency=forward),
-        Cost(2 * x + 2 * y, 2 * x, products, 2 + (m[0].op.kind is Bias), efficiency=share),
+        Cost(2 * x + 2 * y, 2 * x, products, 2, efficiency=share),
     )
 
 
