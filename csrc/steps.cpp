@@ -7,6 +7,7 @@
 #include "cuda_kernel.h"
 #include "gil.h"
 #include "kernel_call.h"
+#include "lent_sums.h"
 #include "tensor.h"
 
 namespace te {
@@ -212,9 +213,22 @@ bool FunctionStep::run(PyObject* slots, PendingSums*) {
   return false;
 }
 
+namespace {
+
+// callable(slots), or callable(slots, sums) where its sums may wait.
+bool call_step(PyObject* callable, PyObject* slots, PendingSums* later) {
+  if (later == nullptr) return static_cast<bool>(Reference::steal(PyObject_CallOneArg(callable, slots)));
+  const LentSums lent(*later);
+  if (lent.get() == nullptr) return false;
+  PyObject* arguments[] = {slots, lent.get()};
+  return static_cast<bool>(Reference::steal(PyObject_Vectorcall(callable, arguments, 2, nullptr)));
+}
+
+}  // namespace
+
 bool Program::run(const Entry& entry, PyObject* slots, PendingSums* later) const {
-  if (entry.native != nullptr) return entry.native->run(slots, entry.sums_may_wait ? later : nullptr);
-  return static_cast<bool>(Reference::steal(PyObject_CallOneArg(entry.callable.get(), slots)));
+  if (!entry.sums_may_wait) later = nullptr;
+  return entry.native != nullptr ? entry.native->run(slots, later) : call_step(entry.callable.get(), slots, later);
 }
 
 bool Program::run(PyObject* slots) {

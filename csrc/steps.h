@@ -93,7 +93,9 @@ class FunctionStep : public Step {
 class Program {
  public:
   struct Entry {
-    Reference callable;       // the step as Python has it: it is called with the slots where `native` is nullptr
+    // The step as Python has it: where `native` is nullptr it is called with the slots, and with what its sums may be
+    // left to (see LentSums) where they may wait.
+    Reference callable;
     Step* native = nullptr;   // owned by `callable`
     std::vector<Py_ssize_t> dead;
     bool sums_may_wait = false;  // no later step reads its column sums, and they outlive the program

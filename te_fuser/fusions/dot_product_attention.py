@@ -23,9 +23,6 @@ from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
-# Packing comes after the products and not beside them: so many operations of products take as long as moving a byte.
-_OPERATIONS_PER_BYTE = 188.0  # H200: 790e12 / 4.2e12
-
 
 def _settings(m: FusionCall) -> AttentionSettings:
     """What was planned: the op may have left training since its forward."""
@@ -69,7 +66,8 @@ def _whole_backward(m: FusionCall, dy: torch.Tensor, provider: Provider) -> Any:
     rotary, wanted = _rotary(m), m.needs("0.bias")
     rotation = rotary_embedding.rotation_of(rotary) if rotary is not None else None
     parts = provider.gradients(settings, tensors, dy)
-    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=m["0.bias"].dtype if wanted else None)
+    sums = m["0.bias"].dtype if wanted else None
+    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=sums, later=m.later)
     return (dx, {"0.bias": dbias}) if wanted else dx
 
 
@@ -111,6 +109,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         saved_bytes=saved_bytes,
         forward_ops=1,
         compiles=_compiles,
+        sums=("0.bias",) if before else (),
         registered=registered,
     )(Body)
 
@@ -137,8 +136,7 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     products, ahead = 2.5 * flops, Cost(x, y, flops, efficiency=forward)
     if provider.packs:
         return ahead, Cost(x + 2 * y, x, products, efficiency=backward)
-    share = products / (products / backward + 2.0 * x * _OPERATIONS_PER_BYTE)
-    return ahead, Cost(2 * x + 2 * y, 2 * x, products, 2 + (m[0].op.kind is Bias), efficiency=share)
+    return ahead, Cost(2 * x + 2 * y, 2 * x, products, 2, efficiency=backward, apart=2.0 * x)
 
 
 FUSIONS = tuple(declare(p) for p in PROVIDERS)

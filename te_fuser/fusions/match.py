@@ -122,9 +122,13 @@ class FusionCall:
 
     `m[k]` is op k of the match with its tensors; `m["input"]`, `m["0.output"]` and the names a joint fusion saved are
     what backward declared to read; `m.needs("0.weight")` says whether somebody needs that gradient.
+
+    Attributes:
+        later: what `CudaKernel.leave_sums` takes, so that the program adds the gradients declared in `sums` up at its
+            end; None where they must be there when the body returns. It is good for this call alone.
     """
 
-    __slots__ = ("_ops", "_tensors", "_needed", "_streams", "made")
+    __slots__ = ("_ops", "_tensors", "_needed", "_streams", "later", "made")
 
     def __init__(
         self,
@@ -132,8 +136,9 @@ class FusionCall:
         tensors: Mapping[str, torch.Tensor | None],
         needed: frozenset[str],
         streams: Mapping[int, Callable[[], RandomStream]],
+        later: object = None,
     ) -> None:
-        self._ops, self._tensors, self._needed, self._streams = ops, tensors, needed, streams
+        self._ops, self._tensors, self._needed, self._streams, self.later = ops, tensors, needed, streams, later
         self.made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, key: int | str) -> Any:

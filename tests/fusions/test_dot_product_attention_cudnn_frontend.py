@@ -65,9 +65,12 @@ def test_the_bias_before_it_gets_its_gradient_elsewhere(installed) -> None:
     assert not any(isinstance(kernel, PackedPass) for kernel in written_kernels(p))
 
 
-def test_where_a_rotation_comes_before_it_the_pass_that_packs_turns_too(installed) -> None:
+def test_a_rotation_before_it_turns_back_in_a_pass_of_its_own(installed) -> None:
+    """That pass moves as much as the one that packs and turns back at once: either is as good."""
     p = plan(ops.Bias(FEATURES), ops.RotaryEmbedding(DIM, heads=HEADS), attention())
-    assert covered(p)[TWIN] == (0, 3)
+    assert covered(p) == {NAME: (2, 3), "rotary_embedding_backward": (0, 2)}
+    (reason,) = {r.reason for r in p.refusals if r.name == TWIN and (r.start, r.stop) == (0, 3)}
+    assert reason == f"no gain over rotary_embedding_backward + {NAME}"
 
 
 def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
