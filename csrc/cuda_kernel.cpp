@@ -120,9 +120,16 @@ PyObject* repeat(PyObject* self, PyObject* const* values, Py_ssize_t count) {
 
 PyObject* leave_sums(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   CudaProgram& program = program_of(self);
-  PendingSums* later = LentSums::behind(program.name(), count > 0 ? values[0] : Py_None);
+  ProgramSums* later = LentSums::behind(program.name(), count > 0 ? values[0] : Py_None);
   if (later == nullptr) return nullptr;
-  return bind_and_call(program, values + 1, static_cast<size_t>(count - 1), nullptr, 1, later);
+  Reference done = Reference::steal(bind_and_call(program, values + 1, static_cast<size_t>(count - 1), nullptr, 1, later));
+  if (!done) return nullptr;
+  PyObject* tensors = values[1];  // the last of them are the totals
+  const Py_ssize_t given = PyTuple_GET_SIZE(tensors);
+  for (size_t i = program.partial_widths.size(); i > 0; --i) {
+    later->totals.push_back(Reference::borrow(PyTuple_GET_ITEM(tensors, given - static_cast<Py_ssize_t>(i))));
+  }
+  return done.release();
 }
 
 PyObject* sizes(PyObject* self, PyObject* args) {

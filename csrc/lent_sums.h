@@ -3,15 +3,26 @@
 
 #include <Python.h>
 
+#include <vector>
+
 #include "column_sums.h"
 #include "reference.h"
 
 namespace te {
 
+// Sums that wait in a program, with the tensors of totals that steps in Python made: whatever becomes of those there, the
+// last addition has where to write to. Made, and ended, under the interpreter lock.
+class ProgramSums : public PendingSums {
+ public:
+  using PendingSums::PendingSums;
+
+  std::vector<Reference> totals;
+};
+
 // A capsule that is worth nothing once this object has ended, whoever still holds it. Needs the interpreter lock.
 class LentSums {
  public:
-  explicit LentSums(PendingSums& sums) : capsule_(Reference::steal(PyCapsule_New(&sums, good, nullptr))) {}
+  explicit LentSums(ProgramSums& sums) : capsule_(Reference::steal(PyCapsule_New(&sums, good, nullptr))) {}
   LentSums(const LentSums&) = delete;
   LentSums& operator=(const LentSums&) = delete;
   ~LentSums() {
@@ -22,8 +33,8 @@ class LentSums {
   PyObject* get() const { return capsule_.get(); }
 
   // The sums behind what `get` gave; nullptr with a Python error set for anything else.
-  static PendingSums* behind(const char* kernel, PyObject* object) {
-    if (PyCapsule_IsValid(object, good)) return static_cast<PendingSums*>(PyCapsule_GetPointer(object, good));
+  static ProgramSums* behind(const char* kernel, PyObject* object) {
+    if (PyCapsule_IsValid(object, good)) return static_cast<ProgramSums*>(PyCapsule_GetPointer(object, good));
     if (PyCapsule_IsValid(object, spent)) {
       PyErr_Format(PyExc_RuntimeError, "kernel '%s': the step to which a program lent its sums is over", kernel);
     } else {

@@ -7,7 +7,6 @@
 #include "cuda_kernel.h"
 #include "gil.h"
 #include "kernel_call.h"
-#include "lent_sums.h"
 #include "tensor.h"
 
 namespace te {
@@ -216,7 +215,7 @@ bool FunctionStep::run(PyObject* slots, PendingSums*) {
 namespace {
 
 // callable(slots), or callable(slots, sums) where its sums may wait.
-bool call_step(PyObject* callable, PyObject* slots, PendingSums* later) {
+bool call_step(PyObject* callable, PyObject* slots, ProgramSums* later) {
   if (later == nullptr) return static_cast<bool>(Reference::steal(PyObject_CallOneArg(callable, slots)));
   const LentSums lent(*later);
   if (lent.get() == nullptr) return false;
@@ -226,13 +225,13 @@ bool call_step(PyObject* callable, PyObject* slots, PendingSums* later) {
 
 }  // namespace
 
-bool Program::run(const Entry& entry, PyObject* slots, PendingSums* later) const {
+bool Program::run(const Entry& entry, PyObject* slots, ProgramSums* later) const {
   if (!entry.sums_may_wait) later = nullptr;
   return entry.native != nullptr ? entry.native->run(slots, later) : call_step(entry.callable.get(), slots, later);
 }
 
 bool Program::run(PyObject* slots) {
-  std::optional<PendingSums> later;
+  std::optional<ProgramSums> later;
   if (column_sums != nullptr) later.emplace(*column_sums);
   for (const Entry& entry : entries) {
     if (!run(entry, slots, later ? &*later : nullptr)) return false;

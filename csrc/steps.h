@@ -13,6 +13,7 @@
 
 #include "column_sums.h"
 #include "cuda_launch.h"
+#include "lent_sums.h"
 #include "reference.h"
 
 namespace te {
@@ -111,7 +112,7 @@ class Program {
   void clear() { entries.clear(); }
 
  private:
-  bool run(const Entry& entry, PyObject* slots, PendingSums* later) const;
+  bool run(const Entry& entry, PyObject* slots, ProgramSums* later) const;
 };
 
 // Looks up what steps ask torch for; false with a Python error set.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -201,6 +202,23 @@ def test_a_step_that_fails_leaves_nothing_behind(driver: FakeDriver) -> None:
         assert driver.last_symbol == b"packed_heads"
         found = gradients(model, x)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_totals_live_until_they_are_added_up(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the body of a fusion gives something else than what the kernel is going to write."""
+    died: list[bytes] = []
+    pack = packed_heads.pack
+
+    def gives_another(*arguments: Any, **options: Any) -> Any:
+        dx, sums = pack(*arguments, **options)
+        weakref.finalize(sums, lambda: died.append(driver.last_symbol))
+        return dx, torch.zeros_like(sums)
+
+    monkeypatch.setattr(packed_heads, "pack", gives_another)
+    model, x = layer("bias and attention"), source()
+    with only():
+        gradients(model, x)
+    assert died == [b"column_sums"]
 
 
 def test_verified_steps_add_up_at_once(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
