@@ -177,6 +177,21 @@ def test_parts_run_cuda_kernels(
         assert driver.launches > 50
 
 
+def test_what_a_plan_has_competes_with_the_plan_without_it(
+    gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_parts, "_PACKS", "matmul_bias")
+    entry = next(gpu_parts.PARTS["layer"].run(gpu_bench))
+    ours = [name for name in entry["contenders"] if name.startswith("te_fuser")]
+    assert ours == ["te_fuser", "te_fuser fast", "te_fuser lean", "te_fuser without matmul_bias"]
+    model, x = te_fuser.Sequential(te_fuser.ops.Linear(8, 8)), torch.randn(4, 8)
+    planned: list[list[str]] = []
+    monkeypatch.setattr(model, "forward", lambda x: planned.append([s.name for s in model.plan(x).forward]))
+    model(x)
+    gpu_parts._Without(model, "matmul_bias")(x)
+    assert ["matmul_bias" in names for names in planned] == [True, False]
+
+
 def test_a_rival_that_fails_is_left_out(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(model: torch.nn.Module) -> torch.nn.Module:
         raise RuntimeError("no\n compiler")
