@@ -174,7 +174,7 @@ def write_record(path: Path, cases: Sequence[Mapping[str, Any]], options: Mappin
         "commit": commit(),
         "machine": machine(),
         "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "options": dict(options),
         "cases": list(cases),
     }
@@ -220,6 +220,16 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
+def command_line() -> str:
+    """How this program was called."""
+    return without_folders(" ".join(["python", *sys.argv]))
+
+
+def without_folders(command: str) -> str:
+    """A command with absolute paths cut down to their names: where somebody keeps files is nobody else's concern."""
+    return " ".join(Path(word).name if word.startswith("/") else word for word in command.split(" "))
+
+
 def versions() -> dict[str, str]:
     """Of what the numbers depend on."""
     import te_fuser
@@ -256,6 +266,7 @@ __all__ = [
     "Outcome",
     "Timing",
     "as_data",
+    "command_line",
     "commit",
     "compete",
     "machine",
@@ -263,5 +274,6 @@ __all__ = [
     "replace_between",
     "turn_seconds",
     "versions",
+    "without_folders",
     "write_record",
 ]

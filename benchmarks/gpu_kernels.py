@@ -296,7 +296,7 @@ class Bench:
             "gpu": gpu,
             "commit": commit or common.commit(),
             "versions": {**common.versions(), "cuda": torch.version.cuda},
-            "command": " ".join(["python", *sys.argv]),
+            "command": common.command_line(),
             "copy_gbps": self.copy,
             "kernels": self.everything,
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ from typing import Any
 import gpu_goals
 import gpu_rivals
 import torch
-from common import ROOT, commit, markdown_table, replace_between, versions
+from common import ROOT, command_line, commit, markdown_table, replace_between, versions, without_folders
 from gpu_measure import Card, Effort
 from rich.table import Table
 
@@ -50,7 +49,7 @@ def circumstances(card: Card, given_commit: str | None) -> dict[str, Any]:
         "gpu": card.name,
         "commit": given_commit or commit(),
         "versions": found,
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "card": card.describe(),
     }
 
@@ -85,7 +84,7 @@ def take_in(path: Path) -> Path:
     there = json.loads(target.read_text())["parts"] if target.exists() else {}
     for name, part in sorted(found["parts"].items(), key=lambda item: item[1]["written"]):
         if "problem" not in part or name not in there:
-            merge(target, name, part)
+            merge(target, name, {**part, "command": without_folders(part["command"])})
     return target
 
 

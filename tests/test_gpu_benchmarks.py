@@ -522,11 +522,13 @@ def test_records_from_elsewhere_are_taken_in(
     unfinished = {**layer_record(), "commit": "def", "problem": "not finished"}
     gpu_report.merge(files[0], "layer", unfinished)
     gpu_report.merge(files[0], "stack", unfinished)
-    gpu_report.merge(files[0], "mlp", {**layer_record(), "commit": "def"})
+    elsewhere = "python benchmarks/gpu.py --part mlp --record /some/where/bench.json"
+    gpu_report.merge(files[0], "mlp", {**layer_record(), "commit": "def", "command": elsewhere})
     gpu_report.merge(files[1], "capture", {**ABOUT, "passed": 3, "seconds": 12.0})
     assert gpu.main(["--take-in", *map(str, files)]) == 0
     parts = json.loads((tmp_path / "results/gpu-nvidia-test-1.json").read_text())["parts"]
     assert {name: part["commit"] for name, part in parts.items()} == {"layer": "abc", "mlp": "def", "stack": "def"}
+    assert parts["mlp"]["command"] == "python benchmarks/gpu.py --part mlp --record bench.json"
     tests = json.loads((tmp_path / "results/gpu-tests-nvidia-test-1.json").read_text())
     assert tests["parts"]["capture"]["passed"] == 3
     assert "gpu-tests-nvidia-test-1.json" in capsys.readouterr().out

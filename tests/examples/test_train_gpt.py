@@ -195,7 +195,10 @@ def test_a_finished_run_can_be_resumed_for_another_sample(folder: Path, tmp_path
 def test_ctrl_c_before_training(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_gpt, "build_gpt", lambda *arguments: signal.raise_signal(signal.SIGINT))
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt  # as the signal does, where it is not ignored, as by a shell's job in the background
+
+    monkeypatch.setattr(train_gpt, "build_gpt", interrupted)
     assert run(folder, tmp_path / "run", "--steps", "2") == 130
     assert "stopped outside training: there was nothing to save" in capsys.readouterr().out
 
