@@ -8,7 +8,7 @@ import torch
 
 from te_fuser.config import config
 from te_fuser.fuser import fuser, tuned
-from te_fuser.kernels import cudnn_frontend
+from te_fuser.kernels import cudnn_frontend, flash_attn_4
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 
 # Test processes share the cores, and two pools on one core wait for each other.
@@ -35,10 +35,11 @@ def _nothing_tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_cudnn_frontend() -> Iterator[None]:
-    """Plans are those of a machine without this optional package, unless a test puts it in place."""
+def _no_optional_packages() -> Iterator[None]:
+    """Plans are those of a machine without them, unless a test puts one in place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cudnn_frontend, "installed_version", lambda: None)
+        patch.setattr(flash_attn_4, "installed_version", lambda: None)
         yield
 
 

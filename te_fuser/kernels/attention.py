@@ -15,13 +15,21 @@ from te_fuser.kernels.attention_cudnn import CudaCudnn
 from te_fuser.kernels.attention_cudnn_frontend import CudaCudnnFrontend
 from te_fuser.kernels.attention_efficient import CudaEfficient
 from te_fuser.kernels.attention_flash import CudaFlash
+from te_fuser.kernels.attention_flash_attn_4 import CudaFlashAttn4
 from te_fuser.kernels.attention_problem import AttentionProblem
 from te_fuser.kernels.attention_provider import Provider, Speed
 
 __all__ = ["PROVIDERS", "AttentionProblem", "Provider", "Speed", "choose", "providers"]
 
 # In the order of preference where nothing was measured.
-PROVIDERS: tuple[Provider, ...] = (CudaCudnn(), CudaCudnnFrontend(), CudaFlash(), CudaEfficient(), CpuFlash())
+PROVIDERS: tuple[Provider, ...] = (
+    CudaCudnn(),
+    CudaCudnnFrontend(),
+    CudaFlash(),
+    CudaFlashAttn4(),
+    CudaEfficient(),
+    CpuFlash(),
+)
 
 
 def providers(problem: AttentionProblem) -> list[tuple[Provider, str | None]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_views import lead
+from te_fuser.kernels.attention_views import has_one_stride, lead
 
 Condition = Callable[[AttentionProblem], str | None]
 
@@ -67,6 +67,13 @@ NO_DROPOUT = needs(
 )
 DROPS_SOME = needs(lambda p: p.settings.dropout < 1.0, lambda p: "it cannot drop all probabilities")
 NO_MASK = needs(lambda p: not p.settings.masked, lambda p: "it takes no mask tensor, only none or causal")
+ONE_STRIDE = needs(
+    lambda p: has_one_stride(p.settings, p.samples),
+    lambda p: (
+        "query heads of several groups have no common stride in packing='interleaved' with layout='batch_first', so "
+        "their gradient cannot be stored there: use another of the two"
+    ),
+)
 IN_GRID = needs(
     lambda p: max(lead(p.settings, p.samples)) <= _LARGEST_GRID,
     lambda p: f"batch * heads passes {_LARGEST_GRID}: {p.samples} * {p.settings.heads.heads}",

@@ -8,21 +8,14 @@ from collections.abc import Mapping
 import torch
 
 from te_fuser.kernels import cudnn_frontend
-from te_fuser.kernels.attention_conditions import NO_MASK, capability, needs
+from te_fuser.kernels.attention_conditions import NO_MASK, ONE_STRIDE, capability
 from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
 from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_views import Gradients, Views, lead
+from te_fuser.kernels.attention_views import Gradients, Views
 from te_fuser.kernels.cudnn_frontend import AttentionBackward, BackwardGraph, Form
 from te_fuser.ops.dot_product_attention import LAYOUTS, AttentionSettings
 
 _GRAPHS_KEPT = 512
-
-
-def _one_stride(p: AttentionProblem) -> bool:
-    """Whether the query heads of the packed gradient have one stride; see `attention_views.lead`."""
-    heads = p.settings.heads
-    grouped = 1 < heads.kv_heads < heads.heads
-    return not grouped or heads.packing == "blocked" or heads.layout == "sequence_first" or p.samples == 1
 
 
 class CudaCudnnFrontend(CudnnProvider):
@@ -35,13 +28,7 @@ class CudaCudnnFrontend(CudnnProvider):
         lambda p: cudnn_frontend.missing(),
         NO_MASK,
         capability(9),
-        needs(
-            _one_stride,
-            lambda p: (
-                "query heads of several groups have no common stride in packing='interleaved' with "
-                "layout='batch_first', so their gradient cannot be stored there: use another of the two"
-            ),
-        ),
+        ONE_STRIDE,
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
@@ -95,8 +82,7 @@ def _forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[F
     heads = settings.heads
     rows = (positions, samples) if LAYOUTS[heads.layout][0] == 0 else (samples, positions)
     packed = torch.empty(*rows, heads.features, device="meta")
-    b, h, g = lead(settings, samples)
-    parts = (part.view(b, n, positions, heads.head_dim) for part, n in zip(heads.split(packed), (h, g, g), strict=True))
-    out = Views(settings, samples, positions).split_output(packed[..., : heads.heads * heads.head_dim])
-    q, k, v, y = ((tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (*parts, out))
+    views = Views(settings, samples, positions)
+    lying = (*views.within(packed), views.new_output(packed))
+    q, k, v, y = ((tuple(t.shape), t.stride(), int(t.storage_offset())) for t in lying)
     return q, k, v, y

@@ -29,6 +29,13 @@ def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
     return (1, samples * groups, samples * groups) if per_group == 1 else (samples * groups, per_group, 1)
 
 
+def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
+    """Whether the query heads of a packed tensor have one stride, as `lead` says them."""
+    heads = settings.heads
+    grouped = 1 < heads.kv_heads < heads.heads
+    return not grouped or heads.packing == "blocked" or heads.layout == "sequence_first" or samples == 1
+
+
 @dataclass(frozen=True)
 class Views:
     """The way between packed tensors and a kernel's [b, h, S, D]."""
@@ -48,11 +55,28 @@ class Views:
         b, h, g = lead(self.settings, self.samples)
         return q.reshape(b, h, *q.shape[3:]), k.reshape(b, g, *k.shape[2:]), v.reshape(b, g, *v.shape[2:])
 
+    def within(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of a contiguous tensor, always views, so that a kernel can store there.
+
+        Raises:
+            RuntimeError: for query heads of groups that have no common stride.
+        """
+        b, h, g = lead(self.settings, self.samples)
+        dim = self.settings.heads.head_dim
+        q, k, v = self.settings.heads.split(qkv)
+        return q.view(b, h, self.positions, dim), k.view(b, g, self.positions, dim), v.view(b, g, self.positions, dim)
+
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [b, h, S, D], features side by side."""
         heads = self.settings.heads.split_output(y.contiguous())
         b, h, _ = lead(self.settings, self.samples)
         return heads.reshape(b, h, *heads.shape[3:])
+
+    def new_output(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for an output, as [b, h, S, D] that lies in the op's layout."""
+        heads = self.settings.heads
+        rows = (self.positions, self.samples) if heads.layout == "sequence_first" else (self.samples, self.positions)
+        return self.split_output(like.new_empty((*rows, heads.heads * heads.head_dim)))
 
     def merge_output(self, out: torch.Tensor) -> torch.Tensor:
         """[b, h, S, D] as the op's output."""

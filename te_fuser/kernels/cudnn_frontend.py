@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+from te_fuser.kernels.gpu_threads import give_context
+
 PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = "1.32"
 _INSTALL = f'pip install "{PACKAGE}>={_OLDEST}"'
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()
-_thread = threading.local()
 
 # Sizes, strides and offset of heads [b, h, S, D] in the tensor that they lie in.
 Form = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -108,7 +109,7 @@ class BackwardGraph:
         tensors += [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
         tensors += [_lying(dx, form) for form in packed]
         with torch.cuda.device(p.device):
-            _give_context(p.device)
+            give_context(p.device)
             self._load()
             self._execute(tensors, torch.empty(self._workspace or 1, dtype=torch.uint8, device=x.device))
         return dx
@@ -152,7 +153,7 @@ def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
     """
     with torch.cuda.device(problem.device):
         _refuse_capture()
-        _give_context(problem.device)
+        give_context(problem.device)
         with _lock:
             try:
                 return BackwardGraph(problem)
@@ -205,14 +206,6 @@ def _package() -> Any:
 def _handle(device: int) -> Any:
     """cuDNN's handle on a device, made while it is the current one."""
     return _package().create_handle()
-
-
-def _give_context(device: int) -> None:
-    """Let the CUDA runtime give this thread the device's context: threads of backward passes begin without one."""
-    known = _thread.__dict__.setdefault("devices", set())
-    if device not in known:
-        torch.empty(1, device=torch.device("cuda", device)).zero_()
-        known.add(device)
 
 
 __all__ = ["PACKAGE", "AttentionBackward", "BackwardGraph", "graph_for", "installed_version", "missing", "unusable"]

@@ -180,7 +180,7 @@ def in_place(patch):
     forget()
     patch.setattr(cudnn_frontend, "installed_version", lambda: "1.32.0")
     patch.setattr(cudnn_frontend.importlib, "import_module", {"cudnn": package}.__getitem__)
-    patch.setattr(cudnn_frontend, "_give_context", lambda device: None)
+    patch.setattr(cudnn_frontend, "give_context", lambda device: None)
     patch.setitem(cudnn_frontend._IO_TYPES, torch.float64, "DOUBLE")
     patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -1,0 +1,168 @@
+"""FlashAttention-4 (the package flash-attn-4, imported as `flash_attn.cute`), called below autograd.
+
+The package is optional, and imported when a plan on a machine with a GPU first asks for it. Its kernels are written in
+CUTLASS's Python language: each form of a call is compiled when it first runs, by one thread at a time and never while a
+stream is captured. They run on PyTorch's current stream, read heads by any strides that are aligned, and store by them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+
+from te_fuser.kernels.gpu_threads import give_context
+
+PACKAGE = "flash-attn-4"
+_OLDEST = "4.0.0b36"
+_INSTALL = f'pip install "{PACKAGE}>={_OLDEST}"'
+_MODULE = "flash_attn.cute.interface"
+# The package's functions below autograd, with the arguments that they are given here.
+_TAKEN = {
+    "_flash_attn_fwd": ("q", "k", "v", "softmax_scale", "causal", "out", "return_lse"),
+    "_flash_attn_bwd": ("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "dq", "dk", "dv"),
+}
+_FORMS_KEPT = 4096
+_lock = threading.RLock()
+_run_before: set[tuple[Any, ...]] = set()
+
+
+@functools.cache
+def installed_version() -> str | None:
+    """The version of the package that is installed, if any."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def missing() -> str | None:
+    """Why there is no package to use, found without importing it; None where there is one."""
+    version = installed_version()
+    if version is None:
+        return f"{PACKAGE} is not installed: {_INSTALL}"
+    if TorchVersion(version) < _OLDEST:
+        return f"it needs {PACKAGE} {_OLDEST}, found {version}: {_INSTALL}"
+    return None
+
+
+@functools.cache
+def unusable() -> str | None:
+    """Why the package that is installed cannot be called; None when it can."""
+    try:
+        module = _module()
+        gone = [words for name, taken in _TAKEN.items() if (words := _changed(module, name, taken))]
+    except Exception as error:  # whatever an import of it may raise
+        return f"{PACKAGE} does not load: {type(error).__name__}: {error}"
+    if gone:
+        return f"{PACKAGE} {installed_version()} is not as it was in {_OLDEST}: {'; '.join(gone)}"
+    return None
+
+
+def _changed(module: Any, name: str, taken: tuple[str, ...]) -> str | None:
+    function = getattr(module, name, None)
+    if function is None:
+        return f"it has no {name}"
+    parameters = inspect.signature(function).parameters
+    lost = [argument for argument in taken if argument not in parameters]
+    return f"{name} takes no {', '.join(lost)}" if lost else None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, causal: bool, scale: float
+) -> torch.Tensor:
+    """Attention of q [b, S, h, D], k and v [b, S, g, D] into out, which has q's shape.
+
+    Returns:
+        The log of sums of exponentials, [b, h, S] in float32.
+    """
+
+    def call() -> torch.Tensor:
+        given = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": causal, "out": out, "return_lse": True}
+        made: tuple[torch.Tensor, ...] = _module()._flash_attn_fwd(**given)
+        return made[1]
+
+    return _run("forward", (q, k, v, out), causal, call)
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    logsumexp: torch.Tensor,
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Store the gradients of q, k and v in `gradients`, which have their shapes."""
+
+    def call() -> None:
+        given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": logsumexp}
+        given |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        _module()._flash_attn_bwd(**given, softmax_scale=scale, causal=causal)
+
+    _run("backward", (q, k, v, out, dout, *gradients), causal, call)
+
+
+def _run(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, call: Callable[[], Any]) -> Any:
+    """Call the package; a form that did not run yet alone, as it is compiled.
+
+    Raises:
+        RuntimeError: when the package fails, or such a form meets a stream that is being captured.
+    """
+    q = tensors[0]
+    form = (direction, q.dtype, q.device, causal, *((t.shape, t.stride()) for t in tensors))
+    with torch.cuda.device(q.device.index):
+        if form not in _run_before:
+            _refuse_capture()
+        give_context(q.device.index)
+        try:
+            return call() if form in _run_before else _first(form, call)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise _failure(direction, tensors, causal, error) from error
+
+
+def _first(form: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+    with _lock:
+        made = call()
+        if len(_run_before) >= _FORMS_KEPT:
+            _run_before.clear()
+        _run_before.add(form)
+    return made
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"this call needs kernels of {PACKAGE} that are compiled at their first run, and its stream is being "
+            "captured into a CUDA graph: run the model once with inputs like these before the capture"
+        )
+
+
+def _failure(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, error: Exception) -> RuntimeError:
+    q, k = tensors[:2]
+    return RuntimeError(
+        f"{PACKAGE}'s {direction} of attention failed for queries {list(q.shape)}, keys {list(k.shape)}, {q.dtype}, "
+        f"causal={causal}: {type(error).__name__}: {error}; "
+        "te_fuser.fusions.disabled('attention_cuda_flash_attn_4') plans without it"
+    )
+
+
+@functools.cache
+def _module() -> Any:
+    return importlib.import_module(_MODULE)
+
+
+__all__ = ["PACKAGE", "backward", "forward", "installed_version", "missing", "unusable"]

@@ -1,0 +1,88 @@
+"""FlashAttention-4 for a machine without a GPU: it takes tensors as the real one, and computes by PyTorch.
+
+A test puts it in place with `in_place`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+
+import torch
+
+from te_fuser.kernels import flash_attn_4
+from tests.kernels.fake_cudnn import attention_backward
+
+VERSION = "4.0.0b36"
+
+
+def check_layout(tensor, shape):
+    """What its kernels need: that shape, features side by side, strides and address in steps of 16 bytes."""
+    step = 16 // tensor.element_size()
+    assert tensor.shape == shape and tensor.stride(-1) == 1 and 0 not in tensor.stride()
+    assert all(stride % step == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+
+
+class Package(types.ModuleType):
+    """The module `flash_attn.cute.interface`.
+
+    Attributes:
+        calls: direction and tensors of each call, by their names.
+        fails: what to raise in a call.
+    """
+
+    def __init__(self):
+        super().__init__(flash_attn_4._MODULE)
+        self.calls, self.fails = [], None
+
+    def _flash_attn_fwd(
+        self, q, k, v, qv=None, softmax_scale=None, causal=False, softcap=None, return_lse=False, out=None, lse=None
+    ):
+        self._begin("forward", q=q, k=k, v=v, out=out)
+        assert return_lse and not q.requires_grad
+        queries, keys, values = (heads.transpose(1, 2) for heads in (q, k, v))
+        repeats = queries.shape[1] // keys.shape[1]
+        keys, values = (heads.repeat_interleave(repeats, 1) for heads in (keys, values))
+        scores = queries @ keys.mT * softmax_scale
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        out.copy_((scores.softmax(-1) @ values).transpose(1, 2))
+        return out, scores.logsumexp(-1), None, None, None
+
+    def _flash_attn_bwd(
+        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False, dq=None, dk=None, dv=None
+    ):
+        self._begin("backward", q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+        assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and not deterministic
+        names = {"q": q, "k": k, "v": v, "o": out, "dO": dout}
+        read = {name: heads.transpose(1, 2) for name, heads in names.items()} | {"stats": lse}
+        for made, gradient in zip((dq, dk, dv), attention_backward(read, softmax_scale, causal), strict=True):
+            made.copy_(gradient.transpose(1, 2))
+        return dq, dk, dv
+
+    def _begin(self, direction, **tensors):
+        if self.fails is not None:
+            raise self.fails
+        for name, tensor in tensors.items():
+            shape = tensors["k" if name in ("k", "v", "dk", "dv") else "q"].shape
+            check_layout(tensor, shape)
+        self.calls.append((direction, tensors))
+
+
+def in_place(patch):
+    """The package as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
+    package = Package()
+    forget()
+    patch.setattr(flash_attn_4, "installed_version", lambda: VERSION)
+    patch.setattr(flash_attn_4.importlib, "import_module", {flash_attn_4._MODULE: package}.__getitem__)
+    patch.setattr(flash_attn_4, "give_context", lambda device: None)
+    patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return package
+
+
+def forget():
+    """Drop what was kept of another package."""
+    flash_attn_4._module.cache_clear()
+    flash_attn_4.unusable.cache_clear()
+    flash_attn_4._run_before.clear()
