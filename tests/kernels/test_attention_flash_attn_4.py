@@ -107,8 +107,7 @@ def test_what_it_says_of_a_gpu_that_is_not_at_hand(version, changes, words, monk
     assert reason is None if words is None else words in reason
 
 
-def test_heads_without_a_common_stride_are_refused(monkeypatch):
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: fake_flash_attn.VERSION)
+def test_heads_without_a_common_stride_are_refused(package):
     settings = DotProductAttention(4, 128, kv_heads=2, layout="batch_first").settings()
     assert "no common stride in packing='interleaved'" in PROVIDER.reason_not(wide(settings=settings))
 

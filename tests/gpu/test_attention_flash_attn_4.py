@@ -1,0 +1,191 @@
+"""Attention by FlashAttention-4 on a GPU: values, gradients, captures, threads, launches."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import Sequential, fusions, ops
+from te_fuser.kernels import flash_attn_4
+from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
+from te_fuser.ops.base import Spec
+from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
+from tests.twins import randomize
+
+
+def version() -> str | None:
+    try:
+        return importlib.metadata.version(flash_attn_4.PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(version() is None, reason=f"needs {flash_attn_4.PACKAGE}"),
+]
+PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_flash_attn_4")
+NAME = f"attention_{PROVIDER.name}"
+OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_efficient")
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn_4, "installed_version", version)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Of the GPU's providers only this one."""
+    with fusions.disabled(*OTHERS):
+        yield
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to the order in which gradients are added up, which is another one in each call."""
+    return bool((one.double() - other.double()).abs().max() <= 2.0**-6 * other.double().abs().max())
+
+
+def test_it_can_be_used() -> None:
+    assert flash_attn_4.missing() is None and flash_attn_4.unusable() is None
+    op = ops.DotProductAttention(4, 128, mask="causal")
+    x = Spec((128, 2, op.packed.features), torch.bfloat16, torch.device("cuda", 0))
+    assert PROVIDER.reason_not(AttentionProblem.of(op.settings(), x, needs_grad=True)) is None
+
+
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_and_gradients(layout: str, packing: str, dtype: torch.dtype) -> None:
+    options = {"layout": layout, "packing": packing}
+    # Each dtype and number of groups is compiled anew: of float16 there is one.
+    groups = (4, 2, 1) if dtype == torch.bfloat16 else (4,)
+    for rope, kv_heads, positions in itertools.product((True, False), groups, (65, 1000)):
+        if (layout, packing, kv_heads) == ("batch_first", "interleaved", 2):
+            continue  # there are no strides for its gradient
+        with alone():
+            plan = check(projected(4, kv_heads, 128, rope, **options), 3, positions, dtype, layout)
+        forward, backward = names(plan)
+        assert forward[NAME] == backward[NAME] == (1 + rope, 2 + rope)
+
+
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_it_agrees_with_the_meaning(layout: str, packing: str, mask: str) -> None:
+    """Called by itself, also for heads that plans leave to others, one sample, and odd lengths."""
+    wide = itertools.product((128,), (65, 301), (1, 3), (4, 2, 1))
+    for dim, positions, samples, kv_heads in (*wide, (64, 301, 3, 4), (96, 301, 3, 4)):
+        common = {"kv_heads": kv_heads, "layout": layout, "packing": packing}
+        if samples > 1 and (layout, packing, kv_heads) == ("batch_first", "interleaved", 2):
+            continue
+        op = ops.DotProductAttention(4, dim, mask=mask, **common)
+        rows = (positions, samples) if layout == "sequence_first" else (samples, positions)
+        x, dy = (torch.randn(*rows, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 4 * dim))
+        with torch.no_grad():
+            y, saved = PROVIDER.forward(op.settings(), x)
+            dx = PROVIDER.backward(op.settings(), {"input": x, "output": y, **saved}, dy)
+        want = gradients(Sequential(op).double(), x.double(), dy, reference=True)
+        sizes = (dim, positions, samples, kv_heads)
+        assert all(close(one, other) for one, other in zip((y, dx), want, strict=True)), sizes
+
+
+def test_one_position() -> None:
+    """A row that sees itself alone: the output is its value."""
+    op = ops.DotProductAttention(4, 128, mask="causal")
+    x, dy = (torch.randn(1, 3, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 512))
+    with torch.no_grad():
+        y, saved = PROVIDER.forward(op.settings(), x)
+        dx = PROVIDER.backward(op.settings(), {"input": x, "output": y, **saved}, dy)
+    _, _, v = op.packed.split(x)
+    assert torch.equal(y, op.packed.merge_output(v.unsqueeze(2)))
+    dq, dk, dv = op.packed.split(dx)
+    assert torch.equal(op.packed.merge_output(dv.unsqueeze(2)), dy) and max(dq.abs().max(), dk.abs().max()) < 0.05
+
+
+def test_captures() -> None:
+    op = ops.DotProductAttention(4, 128, mask="causal", layout="batch_first")
+    model = randomize(Sequential(ops.Linear(64, op.packed.features), op)).to("cuda", torch.bfloat16)
+    x, dy = (torch.randn(2, 136, n, device="cuda", dtype=torch.bfloat16) for n in (64, 512))
+    with alone():
+        assert NAME in names(model.plan(x.clone().requires_grad_()))[1]
+        want = gradients(model, x, dy)
+        replayed = te_fuser.cuda_graph(model, x.clone().requires_grad_())
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            y = replayed(leaf)
+            dx, *_ = torch.autograd.grad(y, [leaf, *model.parameters()], dy)
+            assert torch.equal(y, want[0]) and close(dx, want[1])
+
+
+def one_backward(positions: int) -> tuple[dict[str, torch.Tensor], ops.DotProductAttention, torch.Tensor]:
+    op = ops.DotProductAttention(4, 128, mask="causal")
+    x = torch.randn(positions, 2, op.packed.features, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        y, saved = PROVIDER.forward(op.settings(), x)
+    return {"input": x, "output": y, **saved}, op, torch.randn_like(y)
+
+
+def test_a_capture_of_a_form_that_did_not_run_is_refused() -> None:
+    tensors, op, dy = one_backward(152)
+    with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        PROVIDER.backward(op.settings(), tensors, dy)
+
+
+def test_another_stream() -> None:
+    """Its kernels wait for what is on PyTorch's current stream."""
+    tensors, op, dy = one_backward(2048)
+    want = PROVIDER.backward(op.settings(), tensors, dy)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late = torch.zeros_like(dy)
+        late.copy_(dy)
+        found = PROVIDER.backward(op.settings(), tensors, late)
+    side.synchronize()
+    assert close(found, want)
+
+
+def test_a_thread_of_its_own() -> None:
+    tensors, op, dy = one_backward(168)
+    want, found = PROVIDER.backward(op.settings(), tensors, dy), []
+    thread = threading.Thread(target=lambda: found.append(PROVIDER.backward(op.settings(), tensors, dy)))
+    thread.start()
+    thread.join()
+    assert close(found[0], want)
+
+
+def test_the_first_run_in_a_thread_of_its_own() -> None:
+    """There it is compiled, as in a backward pass."""
+    tensors, op, dy = one_backward(184)
+    flash_attn_4._run_before.clear()
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(PROVIDER.backward(op.settings(), tensors, dy)))
+    thread.start()
+    thread.join()
+    assert close(found[0], PROVIDER.backward(op.settings(), tensors, dy))
+
+
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+def test_nothing_is_copied_or_packed(layout: str, packing: str, tmp_path: Path) -> None:
+    """Forward and backward are its own kernels alone."""
+    op = ops.DotProductAttention(8, 128, mask="causal", layout=layout, packing=packing)
+    rows = (256, 8) if layout == "sequence_first" else (8, 256)
+    x, dy = (torch.randn(*rows, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 1024))
+    with torch.no_grad():
+        y, saved = PROVIDER.forward(op.settings(), x)
+        tensors = {"input": x, "output": y, **saved}
+        PROVIDER.backward(op.settings(), tensors, dy)
+        forward = launched(lambda: PROVIDER.forward(op.settings(), x), tmp_path)
+        backward = launched(lambda: PROVIDER.backward(op.settings(), tensors, dy), tmp_path)
+    assert len(forward) == 1 and len(backward) == 3, (forward, backward)
