@@ -35,9 +35,9 @@ class CudaFlashAttn4(CudaProvider):
     """FlashAttention-4, which stores the gradients of queries, keys and values where they lie packed.
 
     Measured was one attention, of heads of 128 features on an H200; its time over cuDNN's is taken to be the same for
-    other lengths and masks. Heads of 64 features or less were not measured: they are priced so that only `tune` takes
-    them. On other GPUs than compute capability 9, and for wider heads, which its kernels take too, it says no; so it
-    does in deterministic mode, whose kernels were not measured either.
+    other lengths, no mask and heads of more than 64 features. Heads of 64 or less were not measured: they are priced so
+    that only `tune` takes them. The package has forward for compute capability 8 to 12, backward for 9 to 12, heads of
+    up to 256 features on 9, and a flag for backward to repeat its bits: none of that was measured, and it says no.
     """
 
     name = "cuda_flash_attn_4"
@@ -88,7 +88,7 @@ class CudaFlashAttn4(CudaProvider):
         if not x.numel():
             return dx
         views = Views(settings, *settings.heads.lengths(x.shape))
-        read = (*views.split(self._readable(x)), *(views.split_output(self._readable(t.contiguous())) for t in (y, dy)))
+        read = (*views.split(self._readable(x)), *(views.split_output(self._readable(t)) for t in (y, dy)))
         q, k, v, out, dout = (heads.transpose(1, 2) for heads in read)
         dq, dk, dv = (heads.transpose(1, 2) for heads in views.within(dx))
         made, causal, scale = (dq, dk, dv), settings.causal, settings.scale

@@ -63,7 +63,8 @@ def test_inputs_of_other_strides(package):
     off = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     for strided in (transposed, odd, behind, off):
         assert_matches(PROVIDER, op, strided, dy)
-    for gradient in (dy_behind, dy[..., :1].expand(dy.shape)):
+    dy_off = torch.cat((dy.new_zeros(1), dy.flatten()))[1:].view(dy.shape)
+    for gradient in (dy_behind, dy[..., :1].expand(dy.shape), dy_off):
         assert_matches(PROVIDER, op, x, gradient)
 
 
