@@ -28,7 +28,7 @@ bool init_new_tensors() {
          torch_functions.dtype_keyword != nullptr && torch_functions.no_sizes != nullptr;
 }
 
-// like.new_empty(*sizes): sizes as arguments of their own, which takes two thirds of the time of torch.empty(sizes, ...).
+// like.new_empty(*sizes): sizes as arguments of their own, in two thirds of the time of torch.empty(sizes, ...).
 PyObject* new_tensor(PyObject* like, const int64_t* sizes, size_t count, PyObject* dtype) {
   Array<Reference> numbers(count);
   Array<PyObject*> arguments(count + 3);

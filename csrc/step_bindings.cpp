@@ -21,7 +21,8 @@ namespace {
 
 using Slots = std::vector<Py_ssize_t>;
 // slot, alike, rule, width, fixed sizes, dtype
-using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, std::optional<std::vector<int64_t>>, py::object>;
+using FixedSizes = std::optional<std::vector<int64_t>>;
+using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, FixedSizes, py::object>;
 
 Reference hold(const py::object& object) { return Reference::borrow(object.ptr()); }
 
@@ -32,7 +33,7 @@ SizeRule size_rule(int number) {
 
 OutputSpec output_spec(const Output& given) {
   const auto& [slot, alike, rule, width, fixed, dtype] = given;
-  return {slot, alike, size_rule(rule), width, fixed.value_or(std::vector<int64_t>{}), hold(dtype)};
+  return {slot, alike, size_rule(rule), width, fixed.value_or(std::vector<int64_t>()), hold(dtype)};
 }
 
 std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::object& kernel, Slots inputs,

@@ -175,7 +175,8 @@ bool FunctionStep::unpack(PyObject* made, PyObject* slots) const {
 
 Reference FunctionStep::call(PyObject* const* arguments, Shared& shared) const {
   if (product != nullptr) {
-    return Reference::steal(make_product(*product, arguments, static_cast<Py_ssize_t>(inputs.size()), shared.workspace));
+    const auto count = static_cast<Py_ssize_t>(inputs.size());
+    return Reference::steal(make_product(*product, arguments, count, shared.workspace));
   }
   return Reference::steal(PyObject_Vectorcall(function.get(), arguments, inputs.size(), nullptr));
 }

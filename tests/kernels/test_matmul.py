@@ -230,7 +230,7 @@ def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
 
 @pytest.mark.parametrize("kibibytes", [1, 3])
 def test_products_of_a_program_share_their_workspace(library: FakeCublasLt, kibibytes: int) -> None:
-    """The second takes the first one's if that is large enough, else a larger one; the library refuses too small ones."""
+    """The second takes the first one's where that is large enough; the library refuses too small ones."""
     forward, dgrad = (matmul.configured(kind, torch.float32, torch.float32) for kind in ("forward", "dgrad"))
     x, w, places, held = values(ROWS, IN), values(OUT, IN), [], []
     problem = dgrad.problem((forward.make(x, w), w, torch.empty(ROWS, IN)))
