@@ -167,8 +167,13 @@ class Fuser:
         grad = torch.is_grad_enabled()
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        named = sorted(inputs.items()) if inputs else ()
-        return (x.shape, *[t.shape for _, t in named]), (
+        shapes: tuple[torch.Size, ...] = (x.shape,)
+        named: tuple[Any, ...] = ()
+        if inputs:
+            given = sorted(inputs.items())
+            shapes += tuple([t.shape for _, t in given])
+            named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
+        return shapes, (
             x.dtype,
             x.layout,
             x.device,
@@ -176,7 +181,7 @@ class Fuser:
             grad,
             autocast,
             outputs,
-            tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in named]),
+            named,
             registry.state(),
             self._revisions,
             tuple([op.training for op in self._ops]),
