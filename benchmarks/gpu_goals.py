@@ -43,6 +43,8 @@ SEED_LAYER = (
     over_floor(1.05), AHEAD, Goal("kept_mib", 800.0), Goal("peak_over_eager", 1.0), Goal("kernels", 28.0),
     over_floor(1.03, "te_fuser fast"), Goal("kept_mib", 650.0, "te_fuser lean"),
 )  # fmt: skip
+# At any memory: rivals keep GELU's output, which "fast" does too and the default computes once more.
+GELU_MLP = (over_floor(1.03, "te_fuser fast"), Goal("over_best_rival", 1.0, "te_fuser fast"), AHEAD)
 
 
 def judged(goals: Sequence[Goal], entry: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ Step = Callable[[], object]
 _FIRST_CALLS = 3  # compile, plan, allocate
 _CALLS_TO_ESTIMATE = 5
 _TRACED = 5
+_HOLDING_CYCLES, _HOLDING_KERNEL = 40_000_000, "spin_kernel"
 _NAME_LENGTH = 100  # of a kernel in a record: the libraries' are long, and differ early
 
 
@@ -78,6 +79,11 @@ class Card:
         """Wait until everything that was called has been done."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
+
+    def hold(self) -> None:
+        """Keep it busy for some 20 ms, while what is called next queues up behind."""
+        if self.is_gpu:
+            torch.cuda._sleep(_HOLDING_CYCLES)
 
     def joules(self) -> float | None:
         """Its energy counter: what it has used since the driver was loaded."""
@@ -224,7 +230,8 @@ def _block(step: Step, count: int, card: Card) -> Block:
 
 # ------------------------------------------------------------------------------------- kernels and memory
 
-_ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_MEMSET = "gpu_memset"
+_ON_GPU = {"kernel", "gpu_memcpy", _MEMSET}
 # Parts of the names of kernels: of cuBLAS and of attention's libraries. A product with an epilogue counts as a product.
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas")
 _ATTENTION = ("cudnn", "sdpa", "flash", "fmha", "attention")
@@ -235,7 +242,8 @@ class Trace:
     """What one call put on the GPU, seen by the profiler; times in seconds.
 
     Attributes:
-        kernels: kernels, copies and memsets together.
+        kernels: kernels and copies together.
+        memsets: beside them. On Hopper a library's product clears its counters by one first, the floor's too.
         span: from the first one's begin to the last one's end, of calls one after the other.
         products, attention: in kernels of either kind.
         rest: in which only other kernels run; one that begins before the kernel ahead of it ends counts from then on.
@@ -244,6 +252,7 @@ class Trace:
     """
 
     kernels: float
+    memsets: float
     span: float
     products: float
     attention: float
@@ -257,7 +266,8 @@ class Trace:
             {"kernel": name[:_NAME_LENGTH], "count": run[0], "ms": 1e3 * run[1]} for name, run in self.names.items()
         ]
         numbers = {name: k for k, name in enumerate(self.names)}
-        found: dict[str, Any] = {"kernels": self.kernels, "by_name": rows, "order": [numbers[n] for n in self.order]}
+        found: dict[str, Any] = {"kernels": self.kernels, "memsets": self.memsets}
+        found |= {"by_name": rows, "order": [numbers[n] for n in self.order]}
         own = self.products + self.attention
         if not own:
             return found
@@ -274,6 +284,7 @@ def traced(step: Step, card: Card, repeats: int = _TRACED) -> Trace | None:
         step()
     card.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        card.hold()  # else the GPU waits for the host in the first call, and in no other
         for _ in range(repeats):
             step()
         card.synchronize()
@@ -286,7 +297,8 @@ def traced(step: Step, card: Card, repeats: int = _TRACED) -> Trace | None:
 
 def summarized(events: Sequence[Mapping[str, Any]], repeats: int) -> Trace:
     """The profiler's events (times in microseconds) as numbers of one call."""
-    found = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"])
+    on_gpu = (e for e in events if e.get("cat") in _ON_GPU and _HOLDING_KERNEL not in e["name"])
+    found = sorted(on_gpu, key=lambda e: e["ts"])
     if not found:
         raise RuntimeError("the profiler saw no kernel: is another profiler attached to this process?")
     span = max(e["ts"] + e["dur"] for e in found) - found[0]["ts"]
@@ -301,7 +313,9 @@ def summarized(events: Sequence[Mapping[str, Any]], repeats: int) -> Trace:
             spent[kind] += e["dur"] * scale
     rest = _covered(found) * scale - sum(spent.values())
     order = _order([e["name"] for e in found], repeats)
-    return Trace(len(found) / repeats, span * scale, spent["products"], spent["attention"], rest, names, order)
+    memsets = sum(e["cat"] == _MEMSET for e in found)
+    counts = (len(found) - memsets) / repeats, memsets / repeats
+    return Trace(*counts, span * scale, spent["products"], spent["attention"], rest, names, order)
 
 
 def _covered(events: Sequence[Mapping[str, Any]]) -> float:

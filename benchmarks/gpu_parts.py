@@ -121,6 +121,7 @@ class Case:
     Attributes:
         goals: what is to be reached.
         memories: which memory= beside "balanced".
+        without: fusions; beside the plan with one of them there is one that has to do without it.
         library: under which name gpu_rivals knows it.
     """
 
@@ -132,6 +133,7 @@ class Case:
     dtype: torch.dtype
     goals: tuple[Goal, ...] = ()
     memories: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     library: str = ""
     dropout: float = 0.0
     with_plan: bool = False
@@ -207,6 +209,10 @@ def _model_rivals(bench: Bench, case: Case) -> Entrants:
         entrants.add("torch.compile", lambda: eager.like(bench.compiled(pair.eager)))
     for memory in case.memories:
         entrants.add(f"{OURS} {memory}", lambda memory=memory: _ours(bench, case, pair, eager, memory=memory))  # type: ignore[misc]
+    ours = entrants.found[OURS]
+    plan = ours.model.plan(ours.x, **ours.named)
+    for name in {step.name for step in (*plan.forward, *plan.backward)}.intersection(case.without):
+        entrants.add(f"{OURS} without {name}", lambda name=name: ours.like(_Without(ours.model, name)))  # type: ignore[misc]
     libraries = gpu_rivals.installed(case.library, case.hidden, case.dropout) if bench.card.is_gpu else {}
     for name, make in libraries.items():
         entrants.add(name, lambda make=make: eager.like(make().to(bench.device, case.dtype)))  # type: ignore[misc]
@@ -215,6 +221,18 @@ def _model_rivals(bench: Bench, case: Case) -> Entrants:
         entrants.tuning = str(tuned.model.tune(tuned.x, rounds=3, seconds=0.1, **tuned.named))
         entrants.add(f"{OURS} tuned", lambda: tuned)
     return entrants
+
+
+class _Without(torch.nn.Module):
+    """A model that is planned without a fusion."""
+
+    def __init__(self, model: torch.nn.Module, fusion: str) -> None:
+        super().__init__()
+        self.model, self.fusion = model, fusion
+
+    def forward(self, x: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        with te_fuser.fusions.disabled(self.fusion):
+            return self.model(x, **named)
 
 
 def _ours(bench: Bench, case: Case, pair: models.Pair, eager: Rival, **options: object) -> Rival:
@@ -333,11 +351,15 @@ def _seed_case(bench: Bench, dtype: torch.dtype, dropout: float, **options: Any)
     )
 
 
+_PACKS = "attention_cuda_cudnn_frontend"  # takes part where NVIDIA's front end of cuDNN is installed
+
+
 def layer(bench: Bench) -> Iterator[Entry]:
     """The seed layer in bfloat16."""
-    options: dict[str, Any] = {"memories": ("fast", "lean"), "with_plan": True}
-    yield measure_case(bench, _seed_case(bench, torch.bfloat16, 0.1, goals=gpu_goals.SEED_LAYER, **options))
-    yield measure_case(bench, _seed_case(bench, torch.bfloat16, 0.0, goals=gpu_goals.SEED_LAYER))
+    options: dict[str, Any] = {"goals": gpu_goals.SEED_LAYER, "without": (_PACKS,)}
+    more: dict[str, Any] = {"memories": ("fast", "lean"), "with_plan": True}
+    yield measure_case(bench, _seed_case(bench, torch.bfloat16, 0.1, **options, **more))
+    yield measure_case(bench, _seed_case(bench, torch.bfloat16, 0.0, **options))
 
 
 def layer_fp16(bench: Bench) -> Iterator[Entry]:
@@ -349,7 +371,7 @@ def layer_fp16(bench: Bench) -> Iterator[Entry]:
 def mlp(bench: Bench) -> Iterator[Entry]:
     """MLP blocks, and a product with bias and residual."""
     rows = (
-        ("LayerNorm-GELU MLP", models.mlp, mlp_work, (over_floor(1.03), AHEAD)),
+        ("LayerNorm-GELU MLP", models.mlp, mlp_work, gpu_goals.GELU_MLP),
         ("RMSNorm-SwiGLU MLP", models.gated_mlp, gated_work, (over_floor(1.05), AHEAD)),
         ("Linear + bias + residual", models.linear_residual, linear_residual_work, (over_floor(1.02),)),
     )
@@ -357,7 +379,7 @@ def mlp(bench: Bench) -> Iterator[Entry]:
     for name, builder, work, goals in rows:
         works = [work(tokens, hidden)]
         case = Case(f"{name} bf16", builder, works, tokens, hidden, torch.bfloat16, goals=goals, library=name)
-        yield measure_case(bench, case)
+        yield measure_case(bench, replace(case, memories=("fast",) if name.endswith("MLP") else ()))
 
 
 def llama(bench: Bench) -> Iterator[Entry]:
@@ -730,7 +752,7 @@ PARTS: dict[str, Part] = {
     "host": Part(f"what a call costs at {HOST_TOKENS} x {HOST_HIDDEN}", host, 60),
     "layer": Part("the seed layer, bf16, dropout 0.1 and 0, and its plan", layer, 150),
     "layer-fp16": Part("the seed layer, fp16, dropout 0.1 and 0", layer_fp16, 130),
-    "mlp": Part("LayerNorm-GELU and RMSNorm-SwiGLU MLPs, Linear + bias + residual", mlp, 180),
+    "mlp": Part("LayerNorm-GELU and RMSNorm-SwiGLU MLPs, Linear + bias + residual", mlp, 210),
     "llama": Part("a Llama layer: RMSNorm, RoPE, 32 query and 8 key/value heads, SwiGLU", llama, 75),
     "stack": Part(f"{STACKED} seed layers in one Sequential and apart", stack, 70),
     "glue": Part("what stands between products, in GB/s and share of a copy", glue, 150),

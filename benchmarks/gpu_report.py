@@ -140,6 +140,7 @@ COLUMNS = (
     Column("GB/s", "gbps", "{:.0f}"),
     Column("of copy", "of_copy", "{:.0%}"),
     Column("kernels", "kernels", "{:.0f}"),
+    Column("memsets", "memsets", "{:.0f}"),
     Column("kept MiB", "kept_mib", "{:.0f}"),
     Column("peak MiB", "peak_mib", "{:.0f}"),
     Column("first call s", "seconds"),

@@ -75,11 +75,11 @@ def _imported(package: str) -> Any | None:
 
 
 def versions() -> dict[str, str]:
-    """Of those packages that can be imported."""
+    """Of those packages that are installed, and of what te_fuser uses where it is."""
     from importlib import metadata
 
     found = {}
-    for package in ("transformer_engine", "liger_kernel", "quack-kernels", "triton"):
+    for package in ("transformer_engine", "liger_kernel", "quack-kernels", "triton", "nvidia-cudnn-frontend"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

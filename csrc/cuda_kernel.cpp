@@ -17,6 +17,7 @@
 #include "cuda_launch.h"
 #include "gil.h"
 #include "kernel_call.h"
+#include "lent_sums.h"
 #include "tensor.h"
 
 namespace te {
@@ -80,19 +81,20 @@ bool call_kernel(CudaProgram& program, PyObject* tensors, PyObject* numbers, Cud
 }
 
 PyObject* bind_and_call(CudaProgram& program, PyObject* const* values, size_t positional, PyObject* names,
-                        int64_t repeats) {
+                        int64_t repeats, PendingSums* later) {
   Arguments arguments;
   if (!bind_arguments(program.name(), program.tensors.size(), values, positional, names, arguments)) {
     return nullptr;
   }
   CudaCall call{-1, nullptr, nullptr, {}, nullptr, repeats, {0, 0}};
   if (!read_sizes(program.name(), arguments, call.sizes)) return nullptr;
-  if (!call_kernel(program, arguments.tensors, arguments.integers, call, nullptr)) return nullptr;
+  if (!call_kernel(program, arguments.tensors, arguments.integers, call, later)) return nullptr;
   Py_RETURN_NONE;
 }
 
 PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyObject* names) {
-  return bind_and_call(program_of(self), values, static_cast<size_t>(PyVectorcall_NARGS(flags)), names, 1);
+  return bind_and_call(program_of(self), values, static_cast<size_t>(PyVectorcall_NARGS(flags)), names, 1,
+                       nullptr);
 }
 
 // ---- methods ---------------------------------------------------------------------------------------------------
@@ -113,7 +115,21 @@ PyObject* repeat(PyObject* self, PyObject* const* values, Py_ssize_t count) {
     PyErr_SetString(PyExc_ValueError, "repeat(times, tensors, rows, ...): times must be positive");
     return nullptr;
   }
-  return bind_and_call(program_of(self), values + 1, static_cast<size_t>(count - 1), nullptr, times);
+  return bind_and_call(program_of(self), values + 1, static_cast<size_t>(count - 1), nullptr, times, nullptr);
+}
+
+PyObject* leave_sums(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  CudaProgram& program = program_of(self);
+  ProgramSums* later = LentSums::behind(program.name(), count > 0 ? values[0] : Py_None);
+  if (later == nullptr) return nullptr;
+  Reference done = Reference::steal(bind_and_call(program, values + 1, static_cast<size_t>(count - 1), nullptr, 1, later));
+  if (!done) return nullptr;
+  PyObject* tensors = values[1];  // the last of them are the totals
+  const Py_ssize_t given = PyTuple_GET_SIZE(tensors);
+  for (size_t i = program.partial_widths.size(); i > 0; --i) {
+    later->totals.push_back(Reference::borrow(PyTuple_GET_ITEM(tensors, given - static_cast<Py_ssize_t>(i))));
+  }
+  return done.release();
 }
 
 PyObject* sizes(PyObject* self, PyObject* args) {
@@ -299,12 +315,16 @@ PyObject* describe(PyObject* self) {
 }
 
 const auto guarded_repeat = reinterpret_cast<void (*)()>(guarded<repeat, PyObject* const*, Py_ssize_t>);
+const auto guarded_leave_sums = reinterpret_cast<void (*)()>(guarded<leave_sums, PyObject* const*, Py_ssize_t>);
 
 PyMethodDef methods[] = {
     {"load", load, METH_O, "load(device)\n--\n\nLoad the machine code on a device, as the first call there would."},
     {"repeat", reinterpret_cast<PyCFunction>(guarded_repeat), METH_FASTCALL,
      "repeat(times, tensors, rows, batch_inner, batch_size, integers)\n--\n\n"
      "Launch the same call several times, to measure what a launch alone costs."},
+    {"leave_sums", reinterpret_cast<PyCFunction>(guarded_leave_sums), METH_FASTCALL,
+     "leave_sums(later, tensors, rows, batch_inner, batch_size, integers)\n--\n\n"
+     "Launch, and leave the last addition of column sums to the program that lent `later` to its step."},
     {"sizes", sizes, METH_VARARGS,
      "sizes(rows, samples, multiprocessors)\n--\n\nThe blocks of each launch, and the groups of partial sums."},
     {nullptr, nullptr, 0, nullptr},

@@ -147,8 +147,7 @@ bool KernelStep::launch(PyObject* slots, PendingSums* later) {
 }
 
 bool KernelStep::run(PyObject* slots, Shared& shared, bool may_wait) {
-  PendingSums* later = may_wait && shared.sums ? &*shared.sums : nullptr;
-  if (kernel.get() != Py_None && !launch(slots, later)) return false;
+  if (kernel.get() != Py_None && !launch(slots, shared.sums_of(may_wait))) return false;
   for (const auto& [alias, original] : aliases) {
     PyObject* tensor = read_slot(slots, original, name.c_str());
     if (tensor == nullptr) return false;
@@ -192,9 +191,22 @@ bool FunctionStep::run(PyObject* slots, Shared& shared, bool) {
   return false;
 }
 
+namespace {
+
+// callable(slots), or callable(slots, sums) where its sums may wait.
+bool call_step(PyObject* callable, PyObject* slots, ProgramSums* later) {
+  if (later == nullptr) return static_cast<bool>(Reference::steal(PyObject_CallOneArg(callable, slots)));
+  const LentSums lent(*later);
+  if (lent.get() == nullptr) return false;
+  PyObject* arguments[] = {slots, lent.get()};
+  return static_cast<bool>(Reference::steal(PyObject_Vectorcall(callable, arguments, 2, nullptr)));
+}
+
+}  // namespace
+
 bool Program::run(const Entry& entry, PyObject* slots, Shared& shared) const {
   if (entry.native != nullptr) return entry.native->run(slots, shared, entry.sums_may_wait);
-  return static_cast<bool>(Reference::steal(PyObject_CallOneArg(entry.callable.get(), slots)));
+  return call_step(entry.callable.get(), slots, shared.sums_of(entry.sums_may_wait));
 }
 
 bool Program::run(PyObject* slots) {

@@ -14,6 +14,7 @@
 
 #include "column_sums.h"
 #include "cuda_launch.h"
+#include "lent_sums.h"
 #include "matmul.h"
 #include "reference.h"
 #include "workspace.h"
@@ -22,8 +23,11 @@ namespace te {
 
 // What the steps of one run share.
 struct Shared {
-  std::optional<PendingSums> sums;  // those that can wait; without it each kernel adds up its own
+  std::optional<ProgramSums> sums;  // those that can wait; without it each kernel adds up its own
   Workspace workspace;
+
+  // Where a step's sums go, or nullptr where it adds them up itself.
+  ProgramSums* sums_of(bool may_wait) { return may_wait && sums ? &*sums : nullptr; }
 };
 
 // One step. Its partial sums go to the shared ones where they `may_wait`. `run` returns false with a Python error set;
@@ -104,7 +108,9 @@ class FunctionStep : public Step {
 class Program {
  public:
   struct Entry {
-    Reference callable;       // the step as Python has it: it is called with the slots where `native` is nullptr
+    // The step as Python has it: where `native` is nullptr it is called with the slots, and with what its sums may be
+    // left to (see LentSums) where they may wait.
+    Reference callable;
     Step* native = nullptr;   // owned by `callable`
     std::vector<Py_ssize_t> dead;
     bool sums_may_wait = false;  // no later step reads its column sums, and they outlive the program

@@ -111,6 +111,22 @@ class CudaKernel:
     ) -> None:
         """Launch the same call several times, to measure what a launch alone costs."""
 
+    def leave_sums(
+        self,
+        later: object,
+        tensors: tuple[torch.Tensor, ...],
+        rows: int,
+        batch_inner: int,
+        batch_size: int,
+        integers: tuple[int, ...],
+    ) -> None:
+        """Launch, and leave the last addition of column sums to a program: until its end their tensors hold nothing.
+
+        Args:
+            later: what the program gave to the step that runs; TypeError for anything else, RuntimeError once that
+                step is over.
+        """
+
     def sizes(self, rows: int, samples: int, multiprocessors: int) -> tuple[tuple[int, ...], int]:
         """Return the blocks of each launch, and the groups of rows that have partial sums of their own."""
 
@@ -276,7 +292,7 @@ class Program:
 
     def __init__(
         self,
-        steps: Sequence[tuple[Callable[[list[Any]], None], Sequence[int]]],
+        steps: Sequence[tuple[Callable[..., None], Sequence[int]]],
         sums: ColumnSums | None = None,
         sums_may_wait: Sequence[int] = (),
     ) -> None:
@@ -285,7 +301,8 @@ class Program:
         Args:
             steps: each with the slots that nobody reads after it.
             sums: adds up, at the end, the column sums of all steps that may wait; without it each step does its own.
-            sums_may_wait: the steps, by number, whose column sums no later step reads, and which live on at the end.
+            sums_may_wait: the steps, by number, whose column sums no later step reads, and which live on at the end. A
+                Python one among them is called with (slots, later): `CudaKernel.leave_sums` takes that `later`.
         """
 
     def run(self, slots: list[Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from te_fuser.config import config
 from te_fuser.fuser import fuser, tuned
+from te_fuser.kernels import cudnn_frontend
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 
 # Test processes share the cores, and two pools on one core wait for each other.
@@ -30,6 +31,14 @@ def _nothing_tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fuser, "store_for", store_for)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_cudnn_frontend() -> Iterator[None]:
+    """Plans are those of a machine without this optional package, unless a test puts it in place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cudnn_frontend, "installed_version", lambda: None)
         yield
 
 

@@ -20,7 +20,8 @@ from te_fuser.codegen import cuda
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.fuser import fuser
-from te_fuser.kernels import column_sums
+from te_fuser.kernels import column_sums, packed_heads
+from te_fuser.kernels.packed_heads import PackedPass
 from tests.codegen import cuda_on_cpu
 
 REAL_DRIVER = "libcuda.so.1"
@@ -70,6 +71,7 @@ class Emulation:
         self.folder = folder
         self.kernels: dict[str, _native.CudaKernel] = {}
         self._column_sums: _native.ColumnSums | None = None
+        self._packed: dict[PackedPass, _native.CudaKernel] = {}
 
     def load(self, descriptions: Sequence[KernelDescription]) -> list[_native.CudaKernel]:
         """The native kernels, in order."""
@@ -90,13 +92,25 @@ class Emulation:
     def column_sums(self) -> _native.ColumnSums:
         """What adds up the sums of a program's kernels at its end."""
         if self._column_sums is None:
-            folder = self.folder / "column_sums"
-            folder.mkdir()
-            text = SimpleNamespace(source=column_sums.text(), launches=[SimpleNamespace(symbol="column_sums")])
-            assert CXX is not None
-            (built,) = cuda_on_cpu.build(CXX, [text], folder)  # type: ignore[list-item]
-            self._column_sums = _native.ColumnSums(f"{built.library._name}:{built.number}".encode())
+            self._column_sums = _native.ColumnSums(self._written("column_sums", column_sums.text(), "column_sums"))
         return self._column_sums
+
+    def packed_heads(self, p: PackedPass) -> _native.CudaKernel:
+        """The kernel over packed heads."""
+        if p not in self._packed:
+            symbols = ["packed_heads", "packed_heads_finish"] if p.sums else ["packed_heads"]
+            code = self._written(f"packed_{len(self._packed)}", p.text(), *symbols)
+            self._packed[p] = packed_heads.native_kernel(p, code)
+        return self._packed[p]
+
+    def _written(self, name: str, source: str, *symbols: str) -> bytes:
+        """A kernel written by hand, as what stands for its machine code."""
+        folder = self.folder / name
+        folder.mkdir()
+        text = SimpleNamespace(source=source, launches=[SimpleNamespace(symbol=symbol) for symbol in symbols])
+        assert CXX is not None
+        (built,) = cuda_on_cpu.build(CXX, [text], folder)  # type: ignore[list-item]
+        return f"{built.library._name}:{built.number}".encode()
 
     @contextlib.contextmanager
     def in_plans(self) -> Iterator[None]:

@@ -120,6 +120,7 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> gpu_parts.Bench:
     matmul, stream = gpu_floor.matmul, PretendedStream()
     for owner, name, value in (
         (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "_sleep", lambda cycles: None),
         (torch.cuda, "Event", PretendedEvent),
         (torch.cuda, "Stream", PretendedStream),
         (torch.cuda, "current_stream", lambda: stream),
@@ -175,6 +176,21 @@ def test_parts_run_cuda_kernels(
         monkeypatch.setattr(measure, "load_kernels", fuser.load_kernels)
         assert all("left_out" not in entry for entry in gpu_parts.PARTS[name].run(gpu_bench))
         assert driver.launches > 50
+
+
+def test_what_a_plan_has_competes_with_the_plan_without_it(
+    gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_parts, "_PACKS", "matmul_bias")
+    entry = next(gpu_parts.PARTS["layer"].run(gpu_bench))
+    ours = [name for name in entry["contenders"] if name.startswith("te_fuser")]
+    assert ours == ["te_fuser", "te_fuser fast", "te_fuser lean", "te_fuser without matmul_bias"]
+    model, x = te_fuser.Sequential(te_fuser.ops.Linear(8, 8)), torch.randn(4, 8)
+    planned: list[list[str]] = []
+    monkeypatch.setattr(model, "forward", lambda x: planned.append([s.name for s in model.plan(x).forward]))
+    model(x)
+    gpu_parts._Without(model, "matmul_bias")(x)
+    assert ["matmul_bias" in names for names in planned] == [True, False]
 
 
 def test_a_rival_that_fails_is_left_out(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,6 +417,7 @@ def event(name: str, ts: float, dur: float, cat: str = "kernel") -> Mapping[str,
 
 def test_a_trace_counts_kernels_and_finds_products() -> None:
     events = [
+        event("at::cuda::spin_kernel(long)", -900.0, 890.0),  # what the calls queue up behind
         event("nvjet_tst_128x256", 0.0, 50.0),
         event("layer_norm_fwd", 50.0, 10.0),
         event("Memset (Device)", 60.0, 1.0, "gpu_memset"),
@@ -408,7 +425,7 @@ def test_a_trace_counts_kernels_and_finds_products() -> None:
         event("aten::mm", 0.0, 100.0, "cpu_op"),
     ]
     trace = gpu_measure.summarized(events, repeats=2)
-    assert trace.kernels == 2 and trace.span == pytest.approx(45e-6)
+    assert (trace.kernels, trace.memsets) == (1.5, 0.5) and trace.span == pytest.approx(45e-6)
     assert [trace.products, trace.attention, trace.rest] == pytest.approx([25e-6, 14.5e-6, 5.5e-6])
     assert trace.names["layer_norm_fwd"] == pytest.approx((0.5, 5e-6))
     assert trace.as_data()["over_own_products"] == pytest.approx(45 / 39.5)

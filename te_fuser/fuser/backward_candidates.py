@@ -192,7 +192,8 @@ class BackwardCandidates:
         body = chosen(fusion, fit.match, "backward")
         task = FusionTask(fusion, "backward", nodes, frozenset(needed), body=body)
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
-        return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(step.reads()), fusion)
+        kept = [*step.reads(), *self._left_for_hanging(nodes)]
+        return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(kept), fusion)
 
     def _fusion_apart(self, fit: _Fit) -> Edge | str:
         """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
@@ -219,8 +220,13 @@ class BackwardCandidates:
             return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
-        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        weight = sum(s.seconds for s in steps) + self._price_of_keeping([*kept, *self._left_for_hanging(fit.nodes)])
         return Edge(fit.start, fit.stop, fusion.name, tuple(steps), weight, fusion)
+
+    def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
+        """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
+        root = self.graph.root(nodes[-1].output)
+        return [value_ref(root)] if nodes[-1].is_row and self.problem.hanging_reads.get(root) else []
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
         producer = self.graph.producer(ref[1]) if ref[0] == "value" else None

@@ -40,7 +40,9 @@ class Device:
             return cost.seconds
         limits = self.limits(cost, dtype)
         limits["products"] /= cost.efficiency
-        return limits.pop("launch") + max(limits.values())
+        apart = cost.apart / self.bandwidth
+        limits["memory"] -= apart
+        return limits.pop("launch") + apart + max(limits.values())
 
     def limits(self, cost: Cost, dtype: str) -> dict[str, float]:
         """The least time for each resource at its full rate: "memory", "products", "arithmetic", "launch"."""

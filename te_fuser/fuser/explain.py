@@ -416,8 +416,8 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
 
 
 def _segments_with_sums(plan: Plan) -> int:
-    """Segments that end with a launch which adds up the column sums of their generated kernels."""
-    places = [s.start for s in plan.backward if isinstance(s.task, KernelPlan) and s.task.description.sums]
+    """Segments that end with a launch which adds up the column sums of their kernels."""
+    places = [s.start for s in plan.backward if s.sums()]
     return sum(any(a <= k < b for k in places) for a, b in plan.segments) if plan.kernels == "cuda" else 0
 
 

@@ -282,7 +282,8 @@ def prepare(plan: Plan, outputs: tuple[str, ...], instead: Mapping[str, KernelFu
     kernels = load_kernels(
         list(found.values()), plan.kernels, plan.x.device, plan.x.rows, written_kernels(plan)
     ) | dict(instead or {})
-    sums = load_column_sums(plan.kernels, plan.x.device) if any(d.sums for d in found.values()) else None
+    with_sums = any(s.sums() for s in (*plan.forward, *plan.backward))
+    sums = load_column_sums(plan.kernels, plan.x.device) if with_sums else None
     return Prepared(
         plan,
         build_segments(plan, kernels, sums=sums),

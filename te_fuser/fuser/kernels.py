@@ -15,7 +15,7 @@ from te_fuser.codegen.written import WrittenKernel
 from te_fuser.config import config
 from te_fuser.fuser.plan import FusionTask, Plan
 from te_fuser.fuser.problem import Options, match_at
-from te_fuser.fuser.program import KernelFunction, descriptions
+from te_fuser.fuser.program import KernelFunction
 from te_fuser.kernels.column_sums import ColumnSumsKernel, column_sums
 from te_fuser.kernels.matmul import problem as cublaslt_problem
 
@@ -134,7 +134,7 @@ def written_kernels(plan: Plan) -> tuple[WrittenKernel, ...]:
     """The kernels written by hand that a plan launches, for its fusions and for its column sums, each once."""
     found: dict[WrittenKernel, None] = {}
     steps = [*plan.forward, *plan.backward]
-    if any(d.sums for d in descriptions(steps).values()):
+    if any(s.sums() for s in steps):
         found[ColumnSumsKernel()] = None
     for step in steps:
         task = step.task

@@ -95,6 +95,13 @@ class Step:
         """The refs it makes."""
         return [r for _, r in self.outputs]
 
+    def sums(self) -> list[Ref]:
+        """Those of them that are column sums whose last addition may wait, as far as the step itself is concerned."""
+        if isinstance(self.task, KernelPlan):
+            return [o.ref for o in self.task.outputs[len(self.task.description.stores) :]]
+        declared = self.task.fusion.sums if isinstance(self.task, FusionTask) else ()
+        return [r for name, r in self.outputs if name in declared]
+
 
 @dataclass(frozen=True)
 class Kept:

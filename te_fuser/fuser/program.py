@@ -233,7 +233,8 @@ class FusionRunner:
         self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.draws)
         self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
 
-    def __call__(self, slots: Slots) -> None:
+    def __call__(self, slots: Slots, later: object = None) -> None:
+        """Run it; where its column sums may wait, the native loop says where they are left."""
         tensors = {name: slots[k] for name, k in self._inputs}
         first = slots[self._first]
         streams = {}
@@ -241,7 +242,7 @@ class FusionRunner:
             layout = batch_layout(first.shape, node.op.batch_dim())
             # Read only when somebody draws from it: a seed on a GPU is waited for.
             streams[k] = functools.partial(stream_of, tensors["seed"], node.index, layout)
-        call = FusionCall(self._ops, tensors, self._needed, streams)
+        call = FusionCall(self._ops, tensors, self._needed, streams, later)
         result = self._function(call, first)
         if self._forward:
             self._store_forward(slots, call, result)
@@ -337,10 +338,8 @@ def build_program(
 
 
 def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, int], held: Container[int]) -> bool:
-    """Whether a kernel has column sums, and all are results of the program that no later step reads."""
-    if not isinstance(step.task, KernelPlan):
-        return False
-    places = [slots[o.ref] for o in step.task.outputs[len(step.task.description.stores) :]]
+    """Whether a step has column sums, and all are results of the program that no later step reads."""
+    places = [slots[r] for r in step.sums()]
     return bool(places) and all(p in held and last[p] == number for p in places)
 
 

@@ -1,7 +1,8 @@
 """DotProductAttention by library kernels, one joint fusion for each of them: attention_<provider>.
 
 The CUDA providers take the ops before attention into their backward: what the library returns apart is packed, turned
-back by RotaryEmbedding and added up for the gradient of a projection's Bias in one pass.
+back by RotaryEmbedding and added up for the gradient of a projection's Bias in one pass. One whose backward packs by
+itself leaves nothing for such a pass, and those ops are planned by themselves.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
-
-# Packing comes after the products and not beside them: so many operations of products take as long as moving a byte.
-_OPERATIONS_PER_BYTE = 188.0  # H200: 790e12 / 4.2e12
 
 
 def _settings(m: FusionCall) -> AttentionSettings:
@@ -68,7 +66,8 @@ def _whole_backward(m: FusionCall, dy: torch.Tensor, provider: Provider) -> Any:
     rotary, wanted = _rotary(m), m.needs("0.bias")
     rotation = rotary_embedding.rotation_of(rotary) if rotary is not None else None
     parts = provider.gradients(settings, tensors, dy)
-    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=m["0.bias"].dtype if wanted else None)
+    sums = m["0.bias"].dtype if wanted else None
+    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=sums, later=m.later)
     return (dx, {"0.bias": dbias}) if wanted else dx
 
 
@@ -90,7 +89,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
             return _whole_backward(m, dy, provider)
 
     def when(m: Match) -> bool | str:
-        problem = AttentionProblem.of(_op(m).settings(), m.x, m.capability)
+        problem = AttentionProblem.of(_op(m).settings(), m.x, m.capability, m.needs_grad)
         return provider.reason_not(problem) or _why_not_the_ops_before(m) or True
 
     def saved_bytes(m: Match) -> dict[str, int]:
@@ -99,7 +98,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         return {name: wide * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
 
     Body.__doc__ = f"{type(provider).__doc__ or ''}".strip()
-    before = (Optional(Bias), Optional(RotaryEmbedding)) if provider.on_cuda else ()
+    before = (Optional(Bias), Optional(RotaryEmbedding)) if provider.on_cuda and not provider.packs else ()
     return fusion(
         joint=[*before, DotProductAttention],
         name=f"attention_{provider.name}",
@@ -110,6 +109,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         saved_bytes=saved_bytes,
         forward_ops=1,
         compiles=_compiles,
+        sums=("0.bias",) if before else (),
         registered=registered,
     )(Body)
 
@@ -125,7 +125,7 @@ def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[pack
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
-    """Forward, and backward: five products to forward's two, since it makes the scores again, and the packing."""
+    """Forward, and backward: five products to forward's two, since it makes the scores again, and maybe the packing."""
     op = _op(m)
     x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
     flops, settings = max(op.flops(m.x, {}), 1.0), op.settings()
@@ -133,12 +133,10 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
         # The mask then holds the later positions too, and the kernel goes over all of them.
         flops, settings = 2.0 * flops, replace(settings, causal=False)
     forward, backward = provider.speed.shares(settings, op.packed.lengths(m.x.shape)[1])
-    products, packing = 2.5 * flops, 2.0 * x * _OPERATIONS_PER_BYTE
-    share = products / (products / backward + packing)
-    return (
-        Cost(x, y, flops, efficiency=forward),
-        Cost(2 * x + 2 * y, 2 * x, products, 2 + (m[0].op.kind is Bias), efficiency=share),
-    )
+    products, ahead = 2.5 * flops, Cost(x, y, flops, efficiency=forward)
+    if provider.packs:
+        return ahead, Cost(x + 2 * y, x, products, efficiency=backward)
+    return ahead, Cost(2 * x + 2 * y, 2 * x, products, 2, efficiency=backward, apart=2.0 * x)
 
 
 FUSIONS = tuple(declare(p) for p in PROVIDERS)

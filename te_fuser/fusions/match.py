@@ -23,6 +23,7 @@ class Cost:
         vector_operations: float32 operations outside products.
         seconds: the time, where it is known; then nothing else counts for it.
         efficiency: the share of the rate of large matrix products that its products reach.
+        apart: those of the bytes that it moves before or after its products, and not beside them.
     """
 
     read: float = 0.0
@@ -32,6 +33,7 @@ class Cost:
     vector_operations: float = 0.0
     seconds: float | None = None
     efficiency: float = 1.0
+    apart: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         known = self.seconds is not None or other.seconds is not None
@@ -43,6 +45,7 @@ class Cost:
             self.vector_operations + other.vector_operations,
             (self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
             min(self.efficiency, other.efficiency),
+            self.apart + other.apart,
         )
 
 
@@ -119,9 +122,13 @@ class FusionCall:
 
     `m[k]` is op k of the match with its tensors; `m["input"]`, `m["0.output"]` and the names a joint fusion saved are
     what backward declared to read; `m.needs("0.weight")` says whether somebody needs that gradient.
+
+    Attributes:
+        later: what `CudaKernel.leave_sums` takes, so that the program adds the gradients declared in `sums` up at its
+            end; None where they must be there when the body returns. It is good for this call alone.
     """
 
-    __slots__ = ("_ops", "_tensors", "_needed", "_streams", "made")
+    __slots__ = ("_ops", "_tensors", "_needed", "_streams", "later", "made")
 
     def __init__(
         self,
@@ -129,8 +136,9 @@ class FusionCall:
         tensors: Mapping[str, torch.Tensor | None],
         needed: frozenset[str],
         streams: Mapping[int, Callable[[], RandomStream]],
+        later: object = None,
     ) -> None:
-        self._ops, self._tensors, self._needed, self._streams = ops, tensors, needed, streams
+        self._ops, self._tensors, self._needed, self._streams, self.later = ops, tensors, needed, streams, later
         self.made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, key: int | str) -> Any:

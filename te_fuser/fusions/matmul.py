@@ -50,7 +50,7 @@ def _name(dtype: torch.dtype) -> str:
 # Measured on an H200 by exchanging one fusion at a time in a GPT layer (hidden 4096, ffn 16384, 8192 tokens, bfloat16),
 # sustained, in alternating rounds: the card is then at its power limit, and what an epilogue takes alone says little.
 # A layer of 16.4 ms, and what it gained by the epilogue instead of a generated kernel: GELU with the value before it
-# 0.02 to 0.05 ms, both additions 0.04 ms, the slope of GELU -0.04 ms, sums of dy 0.04 ms for three of them.
+# 0.02 to 0.05 ms, both additions 0.04 ms, the slope of GELU -0.04 ms.
 _EFFICIENCY = {
     "forward_bias": 0.99,
     "forward_bias_add": 0.985,
@@ -60,7 +60,6 @@ _EFFICIENCY = {
     "forward_bias_gelu_aux": 0.935,
     "dgrad_dgelu": 0.88,
     "dgrad_dgelu_sum": 0.68,  # of the library alone, not in a layer: 2.31 ms where the product took 1.57
-    "wgrad_sum": 0.985,
     # ReLU's mask and what reads it were never measured. They are priced as the slowest that was: writing an aux as
     # GELU's, the slope as GELU's slope with a sum, so that for large products only tune() takes them.
     "forward_bias_relu_mask": 0.935,
@@ -68,9 +67,12 @@ _EFFICIENCY = {
     "dgrad_drelu_sum": 0.68,
 }
 
-# Launches, where a call takes longer than one: sums took 15.2 us of the host where a plain product took 10.4. What was
-# never measured in small sizes is priced so that only tune() takes it there.
-_LAUNCHES = {"wgrad_sum": 2, "dgrad_dgelu_sum": 10, "dgrad_drelu": 10, "dgrad_drelu_sum": 10}
+# cuBLASLt adds up dy in a kernel of its own after the product, at half a copy's speed: 201 MB took 93 us on an H200.
+_SUM_PASSES = 2.0
+
+# Launches: what was never measured in small sizes is priced so that only tune() takes it there. The library's kernel
+# for sums of dy is none: its call took 15.2 us of the host, one without sums 10.4 and a generated kernel's 10.
+_LAUNCHES = {"dgrad_dgelu_sum": 10, "dgrad_drelu": 10, "dgrad_drelu_sum": 10}
 
 
 def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
@@ -81,8 +83,9 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
     aux = rows * products.mask_bytes(columns) if "relu" in epilogue else out
     read = inner * (rows + columns) * size + (out if "add" in options else 0) + (aux if epilogue[0] == "d" else 0)
     written = out + (aux if "aux" in epilogue else 0)
-    share = _EFFICIENCY.get(kind, 1.0)
-    return Cost(read, written, 2.0 * rows * columns * inner, _LAUNCHES.get(kind, 1), efficiency=share)
+    summed = _SUM_PASSES * inner * rows * size if kind == "wgrad_sum" else 0
+    flops, share = 2.0 * rows * columns * inner, _EFFICIENCY.get(kind, 1.0)
+    return Cost(read + summed, written, flops, _LAUNCHES.get(kind, 1), efficiency=share, apart=summed)
 
 
 def native(m: Match, kind: str) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ class Fusion:
             whose static methods are plain functions (dy, *reads) -> produces.
         choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`.
         compiles: f(match, direction, needed) -> the kernels written by hand that the body launches.
+        sums: the gradients whose last addition the body can leave to the program: those go by `m.later`.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Fusion:
     gradients: tuple[Gradient, ...] = ()
     choose: Callable[[Match, str], Callable[..., Any]] | None = None
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
+    sums: tuple[str, ...] = ()
 
     @property
     def has_forward(self) -> bool:
@@ -236,6 +238,7 @@ _DECLARED = {
     "takes": ("forward", "backward", "joint"),
     "gives": ("forward", "backward", "joint"),
     "gradients": ("backward", "joint"),
+    "sums": ("backward", "joint"),
 }
 
 
@@ -289,6 +292,7 @@ def fusion(
     gradients: Sequence[Gradient] = (),
     choose: Callable[[Match, str], Callable[..., Any]] | None = None,
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None,
+    sums: Sequence[str] = (),
     forward_ops: int | slice = _ALL,
     backward_ops: int | slice = _ALL,
     registered: bool = True,
@@ -320,6 +324,9 @@ def fusion(
         compiles: f(match, direction, needed) -> the CUDA kernels written by hand that the body launches in that
             direction (see `codegen.written`); they are compiled and loaded beside the plan's generated ones, so that
             no call waits for them. The match is of the ops that the direction covers; `needed` names gradients.
+        sums: gradients ("0.bias") that such a kernel adds up over all rows. Where no step of the program reads them,
+            `m.later` is something: the body launches by `kernel.leave_sums(m.later, ...)`, gives the tensors as they
+            are, and one launch at the program's end adds up those of all kernels. Where it is None, nothing waits.
         forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
             slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
             those of backward may count from the end: "-1.input".
@@ -333,12 +340,14 @@ def fusion(
     if len(chosen) != 1:
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
-    given_names = {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives}
+    given_names = {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives, "sums": sums}
     _check_names(direction, name, {**given_names, "gradients": gradients})
     parts = {"forward_ops": forward_ops, "backward_ops": backward_ops}
     forward_part, backward_part = (_part(direction, what, given) for what, given in parts.items())
     if choose is not None and not (takes or gradients):
         raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
+    if sums and (gradients or (takes and direction == "backward")):
+        raise ValueError("sums are left by m.later, which a plain function of tensors (takes, gradients) has not")
     by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
     made = tuple(gives) or (by_default if takes else ())
 
@@ -374,6 +383,7 @@ def fusion(
             gradients=tuple(gradients),
             choose=choose,
             compiles=compiles,
+            sums=tuple(sums),
         )
         return register(entry) if registered else entry
 

@@ -62,10 +62,10 @@ def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     return packed_heads.turn(op.packed, rotation_of(op), x, bias=bias)[0]
 
 
-@fusion(backward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m), launches=len(m)), compiles=_compiles)
+@fusion(backward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)), compiles=_compiles, sums=("0.bias",))
 def rotary_embedding_backward(m: FusionCall, dy: torch.Tensor) -> Any:
     """One pass that turns back, and adds up columns for the gradient of the bias."""
     op, wanted = _op(m), m.needs("0.bias")
     sums = m["0.bias"].dtype if wanted else None
-    dx, dbias = packed_heads.turn(op.packed, rotation_of(op), dy, back=True, sums=sums)
+    dx, dbias = packed_heads.turn(op.packed, rotation_of(op), dy, back=True, sums=sums, later=m.later)
     return (dx, {"0.bias": dbias}) if wanted else dx

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from te_fuser.kernels.attention_cpu_flash import CpuFlash
 from te_fuser.kernels.attention_cudnn import CudaCudnn
+from te_fuser.kernels.attention_cudnn_frontend import CudaCudnnFrontend
 from te_fuser.kernels.attention_efficient import CudaEfficient
 from te_fuser.kernels.attention_flash import CudaFlash
 from te_fuser.kernels.attention_problem import AttentionProblem
@@ -20,7 +21,7 @@ from te_fuser.kernels.attention_provider import Provider, Speed
 __all__ = ["PROVIDERS", "AttentionProblem", "Provider", "Speed", "choose", "providers"]
 
 # In the order of preference where nothing was measured.
-PROVIDERS: tuple[Provider, ...] = (CudaCudnn(), CudaFlash(), CudaEfficient(), CpuFlash())
+PROVIDERS: tuple[Provider, ...] = (CudaCudnn(), CudaCudnnFrontend(), CudaFlash(), CudaEfficient(), CpuFlash())
 
 
 def providers(problem: AttentionProblem) -> list[tuple[Provider, str | None]]:

@@ -17,7 +17,10 @@ SWITCHES = {f"cuda_{name}": enabled for name, enabled in KERNEL_SWITCHES.items()
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Everything that decides which kernel can compute an attention; hashable, so it can be part of a plan's key."""
+    """Everything that decides which kernel can compute an attention; hashable, so it can be part of a plan's key.
+
+    `backward_on` is the index of the GPU at hand that is to run the backward too, if there is one.
+    """
 
     settings: AttentionSettings
     device_type: str
@@ -28,15 +31,23 @@ class AttentionProblem:
     deterministic: bool = False
     switched_off: frozenset[str] = frozenset()
     cudnn: int = 0
+    backward_on: int | None = None
 
     @classmethod
-    def of(cls, settings: AttentionSettings, x: Spec, capability: tuple[int, int] | None = None) -> AttentionProblem:
+    def of(
+        cls,
+        settings: AttentionSettings,
+        x: Spec,
+        capability: tuple[int, int] | None = None,
+        needs_grad: bool = False,
+    ) -> AttentionProblem:
         """The problem of packed heads x on the device that they are on, under PyTorch's switches as they are now.
 
         `capability` is that of a GPU which is not at hand; it is then taken to have a recent cuDNN.
         """
         samples, positions = settings.heads.lengths(x.shape)
         on_cuda = x.device.type == "cuda"
+        at_hand = on_cuda and capability is None
         return cls(
             settings=settings,
             device_type=x.device.type,
@@ -47,4 +58,5 @@ class AttentionProblem:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             switched_off=frozenset(name for name, enabled in SWITCHES.items() if not enabled()),
             cudnn=_RECENT_CUDNN if capability else (torch.backends.cudnn.version() or 0) if on_cuda else 0,
+            backward_on=x.device.index if at_hand and needs_grad else None,
         )

@@ -61,6 +61,7 @@ class Provider:
     conditions: ClassVar[tuple[Condition, ...]]
     speed: ClassVar[Speed]
     on_cuda: ClassVar[bool] = False
+    packs: ClassVar[bool] = False  # backward itself stores the packed gradient: no pass over it is left to do
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 
     def __init__(self) -> None:

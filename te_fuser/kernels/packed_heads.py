@@ -191,6 +191,7 @@ def turn(
     back: bool = False,
     bias: torch.Tensor | None = None,
     sums: torch.dtype | None = None,
+    later: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Turn queries and keys of x + bias, or turn them back.
 
@@ -198,6 +199,7 @@ def turn(
         x: packed heads in the layout of `heads`, on a CUDA device; float32, bfloat16 or float16.
         bias: [F], of any of these dtypes.
         sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
+        later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
 
     Returns: the packed result, contiguous, and the sums [F] or None.
     """
@@ -205,7 +207,7 @@ def turn(
     sequence, batch = LAYOUTS[heads.layout]
     x = _readable(x, ready.vector)
     strides = x.stride(sequence), x.stride(batch), 0, 0
-    return _run(ready, heads, [x], strides, x.shape[batch], x.shape[sequence], bias)
+    return _run(ready, heads, [x], strides, x.shape[batch], x.shape[sequence], bias, later)
 
 
 def pack(
@@ -214,12 +216,14 @@ def pack(
     *,
     rotation: Rotation | None = None,
     sums: torch.dtype | None = None,
+    later: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Pack the gradients of queries [B, G, R, S, D], keys and values [B, G, S, D], turned back by a rotation if given.
 
     Args:
         parts: on a CUDA device, of one dtype, with any strides.
         sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
+        later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
 
     Returns: the packed gradient in the layout of `heads`, and the sums [F] or None.
     """
@@ -227,7 +231,7 @@ def pack(
     q, k, v = [_readable(part, ready.vector) for part in parts]
     (q_sample, q_group, q_head, q_position, _), k_steps, v_steps = q.stride(), k.stride(), v.stride()
     strides = q_position, q_sample, q_group, q_head, *_positions_first(k_steps), *_positions_first(v_steps)
-    return _run(ready, heads, [q, k, v], strides, q.shape[0], q.shape[3], None)
+    return _run(ready, heads, [q, k, v], strides, q.shape[0], q.shape[3], None, later)
 
 
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
@@ -260,6 +264,7 @@ def _run(
     samples: int,
     positions: int,
     bias: torch.Tensor | None,
+    later: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Allocate, and launch on tensors that can be read where they lie."""
     first, features = sources[0], heads.features
@@ -279,7 +284,8 @@ def _run(
     tensors += [out] if sums is None else [out, sums]
     vector = ready.vector
     steps = [step // vector for step in (out.stride(sequence), out.stride(batch), *strides)]
-    ready.kernel(tuple(tensors), samples * positions, 1, samples, tuple(steps))
+    launch = ready.kernel if later is None else functools.partial(ready.kernel.leave_sums, later)
+    launch(tuple(tensors), samples * positions, 1, samples, tuple(steps))
     return out, sums
 
 

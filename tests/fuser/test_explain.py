@@ -246,3 +246,14 @@ def test_the_launches_that_add_up_column_sums_are_told() -> None:
     assert "column sums" not in str(model.explain(x, device="cpu"))
     model.requires_grad_(False)
     assert "column sums" not in str(model.explain(x, device="h200"))
+
+
+def test_the_sums_of_packed_heads_are_told_too() -> None:
+    model = te_fuser.Sequential(ops.Bias(384), ops.DotProductAttention(2, 64, mask="causal")).to("meta", torch.bfloat16)
+    x = torch.empty(1024, 4, 384, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    (step,) = model.plan(x, device="h200").backward
+    # Attention's kernel and the packing.
+    assert (step.name, step.cost.launches) == ("attention_cuda_cudnn", 2)
+    assert "column sums are added up by at most 1 launch more" in " ".join(str(model.explain(x, device="h200")).split())
+    model.requires_grad_(False)
+    assert "column sums" not in str(model.explain(x, device="h200"))

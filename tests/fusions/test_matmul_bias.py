@@ -96,10 +96,17 @@ def test_on_a_gpu_the_product_is_cublaslts():
 
 
 def test_the_gradient_of_a_bias_that_no_kernel_makes_on_its_way():
-    p = plan(ops.SiLU(), ops.Linear(4096, 4096))
+    p = plan(ops.SiLU(), ops.Linear(256, 256), features=256, rows=16)
     assert [s.name for s in p.backward] == ["matmul_bias_backward", "silu_bwd", "matmul_bias_backward"]
     made = {name for s in p.backward for name, _ in s.outputs if s.name == "matmul_bias_backward"}
     assert made == {"input", "0.weight", "1.bias"}
+
+
+def test_of_many_rows_a_generated_kernel_adds_up_faster_than_the_librarys():
+    p = plan(ops.SiLU(), ops.Linear(4096, 4096))
+    assert [s.name for s in p.backward] == ["bias_bwd", "matmul_backward", "silu_bwd", "matmul_backward"]
+    (why,) = {r.reason for r in p.refusals if r.name == "matmul_bias_backward"}
+    assert "us more than" in why
 
 
 def test_beside_an_activation_its_kernel_makes_it():

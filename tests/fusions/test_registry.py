@@ -381,6 +381,11 @@ DECLARED_WRONG = {
     ),
     "emits_in_backward": ({"backward": [ops.GELU], "emits": ["0.output"]}, "a backward fusion has no emits"),
     "saves_in_forward": ({"forward": [ops.GELU], "saves": ["a"]}, "a forward fusion has no saves; that is for joint"),
+    "sums_in_forward": ({"forward": [ops.GELU], "sums": ["0.bias"]}, "a forward fusion has no sums; that is"),
+    "sums_of_plain_function": (
+        {"backward": [ops.Bias], "takes": ["dy"], "sums": ["0.bias"]},
+        r"sums are left by m.later, which a plain function of tensors \(takes, gradients\) has not",
+    ),
     "emits_a_word": ({"forward": [ops.GELU], "emits": ["mean"]}, "emits names values inside the match, .*got 'mean'"),
     "emits_beyond_its_pattern": (
         {"forward": [ops.MatMul, fusions.Optional(ops.Bias), fusions.OneOf(ops.GELU, ops.ReLU)], "emits": ["3.output"]},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, ops
+from te_fuser.fuser import fuser
 from te_fuser.fuser.plan import Plan
 from tests.twins import randomize
 
@@ -124,7 +126,7 @@ def launched(run: Callable[[], object], folder: Path) -> list[str]:
 @pytest.mark.parametrize("packing", ["interleaved", "blocked"])
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
 def test_nothing_is_copied(layout: str, packing: str, tmp_path: Path) -> None:
-    """Forward is rotation and attention; backward attention's own kernels, and one pass with its sums."""
+    """Forward is rotation and attention; backward attention's own kernels, one pass, and what adds up its sums."""
     model = Sequential(*projected(8, 8, 64, layout=layout, packing=packing)).to("cuda", torch.bfloat16)
     x = torch.randn(128, 128, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y = model(x)
@@ -134,8 +136,95 @@ def test_nothing_is_copied(layout: str, packing: str, tmp_path: Path) -> None:
     assert len(forward) == 2 and "packed_heads" in forward[0], forward
     again = lambda: torch.autograd.grad(y, [x, *model.parameters()], dy, retain_graph=True)  # noqa: E731
     backward = launched(again, tmp_path)
-    assert [n for n in backward if "packed_heads" in n] == backward[-2:], backward
+    assert [n for n in backward if "packed_heads" in n] == backward[-2:-1] and backward[-1] == "column_sums", backward
     assert not [n for n in backward if "elementwise" in n or "CatArray" in n or "reduce" in n], backward
+
+
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """The same call gives the same bits, attention's gradients included; and fresh memory is full of NaN.
+
+    PyTorch's own products are refused in here, and its attention repeats itself only where such things are.
+    """
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3, device="cuda").isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def layer(kind: str) -> Sequential:
+    """A norm, a projection with its bias, and what is named: the kernels of two have sums, which all wait."""
+    bias, rotation, attention = projected(4, 4, 64)
+    after = {"attention": [attention], "rotation and attention": [rotation, attention], "rotation": [rotation]}[kind]
+    return randomize(Sequential(ops.LayerNorm(256), ops.MatMul(256, 768), bias, *after))
+
+
+def batch(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What enters such a layer, and the gradient of what leaves it."""
+    widths = 256, 768 if kind == "rotation" else 256
+    x, dy = (torch.randn(150, 3, width, device="cuda", dtype=dtype) for width in widths)
+    return x, dy
+
+
+def at_once(model: Sequential, patch: pytest.MonkeyPatch) -> Sequential:
+    """The same ops in a model whose kernels all add up their own sums."""
+    patch.setattr(fuser, "load_column_sums", lambda target, device: None)
+    return Sequential(*model)
+
+
+KINDS = ("attention", "rotation and attention", "rotation")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_that_wait_are_those_added_up_at_once(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, and right in float64."""
+    model = layer(kind).to("cuda", dtype)
+    x, dy = batch(kind, dtype)
+    with repeatable():
+        waited, again = gradients(model, x, dy), gradients(model, x, dy)
+        found = gradients(at_once(model, monkeypatch), x, dy)
+    assert all(torch.equal(a, b) for a, b in zip(waited, again, strict=True)), "a call does not repeat itself"
+    assert all(torch.equal(a, b) for a, b in zip(waited, found, strict=True))
+    plain = gradients(model, x, dy, reference=True)
+    exact = gradients(model.double(), x.double(), dy, reference=True)
+    for one, usual, want in zip(waited, plain, exact, strict=True):
+        error, scale = (one.double() - want).abs().max(), want.abs().max()
+        units = 16 if dtype == torch.float32 else 4
+        assert error <= 2 * (usual.double() - want).abs().max() + units * torch.finfo(dtype).eps * scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_that_wait_spare_a_launch(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layer(kind).to("cuda", torch.bfloat16)
+    x, dy = batch(kind, torch.bfloat16)
+
+    def kernels_of(one: Sequential) -> list[str]:
+        gradients(one, x, dy)
+        return launched(lambda: gradients(one, x, dy), tmp_path)
+
+    waited, found = kernels_of(model), kernels_of(at_once(model, monkeypatch))
+    assert waited.count("column_sums") == 1 and "column_sums" not in found
+    assert "packed_heads_finish" not in waited and found.count("packed_heads_finish") == 1
+    assert len(waited) == len(found) - 1, (waited, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_layer_leaves_the_same_sums(kind: str) -> None:
+    model = layer(kind).to("cuda", torch.bfloat16)
+    x, dy = batch(kind, torch.bfloat16)
+    with repeatable():
+        replayed = te_fuser.cuda_graph(model, x.clone().requires_grad_())
+        wanted = gradients(model, x, dy)[1:]
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        # A graph writes its gradients to the same memory again.
+        found = [t.clone() for t in torch.autograd.grad(replayed(leaf), [leaf, *model.parameters()], dy)]
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_dropout_is_unbiased() -> None:

@@ -164,6 +164,92 @@ def test_what_the_driver_refuses_is_said(driver: FakeDriver) -> None:
         _native.ColumnSums(b"nowhere:-").load(7)
 
 
+# ---- in programs, by steps in Python ----------------------------------------------------------------------------
+
+
+def python_steps(*steps: Any) -> tuple[_native.Program, list[Any]]:
+    """A program of steps all of whose sums may wait; slot 0 is what they read, slot 1 has their totals."""
+    made = _native.Program([(s, []) for s in steps], _native.ColumnSums(b"nowhere:-"), range(len(steps)))
+    return made, [torch.zeros(64, 4), torch.zeros(WIDTH)]
+
+
+def test_a_step_in_python_leaves_its_sums(driver: FakeDriver) -> None:
+    kernel, seen = nothing(WIDTH, 1), []
+
+    def step(slots: list[Any], later: object) -> None:
+        kernel.leave_sums(later, tuple(slots), 64, 1, 1, ())
+        seen.append((driver.launches, driver.last_symbol))
+
+    made, slots = python_steps(step, step)
+    made.run(slots)
+    assert seen == [(1, b"rows"), (2, b"rows")]
+    assert (driver.launches, driver.last_symbol, driver.last_blocks) == (3, b"column_sums", 4)
+
+
+def test_only_who_is_told_leaves_sums(driver: FakeDriver) -> None:
+    """Another call in such a step, or a program in it, adds up before it returns."""
+    kernel, seen = nothing(WIDTH, 1), []
+    inner, inner_slots = program(1, WIDTH, 1)
+
+    def step(slots: list[Any], later: object) -> None:
+        kernel(tuple(slots), 64, 1, 1, ())
+        seen.append((driver.launches, driver.last_symbol))
+        kernel.leave_sums(later, tuple(slots), 64, 1, 1, ())
+        inner.run(inner_slots)
+        seen.append((driver.launches, driver.last_symbol, driver.last_blocks))
+
+    made, slots = python_steps(step)
+    made.run(slots)
+    assert seen == [(2, b"finish"), (5, b"column_sums", 2)]
+    assert (driver.launches, driver.last_symbol, driver.last_blocks) == (6, b"column_sums", 2)
+
+
+def test_a_step_whose_sums_may_not_wait_is_given_nothing(driver: FakeDriver) -> None:
+    given: list[tuple[Any, ...]] = []
+    made = _native.Program([(lambda *a: given.append(a), [])], _native.ColumnSums(b"nowhere:-"), ())
+    made.run([])
+    made = _native.Program([(lambda *a: given.append(a), [])], None, (0,))
+    made.run([])
+    assert given == [([],), ([],)]
+
+
+def test_what_was_lent_is_good_for_its_step_alone(driver: FakeDriver) -> None:
+    kernel, kept = nothing(WIDTH, 1), []
+
+    def second(slots: list[Any], later: object) -> None:
+        kernel.leave_sums(kept[0], tuple(slots), 64, 1, 1, ())
+
+    made, slots = python_steps(lambda slots, later: kept.append(later), second)
+    with pytest.raises(RuntimeError, match="kernel 'nothing': the step to which a program lent its sums is over"):
+        made.run(slots)
+    with pytest.raises(RuntimeError, match="is over"):
+        kernel.leave_sums(kept[0], tuple(slots), 64, 1, 1, ())
+    for wrong in (None, slots, driver):
+        with pytest.raises(TypeError, match=f"what a program lends to a step, got {type(wrong).__name__}"):
+            kernel.leave_sums(wrong, tuple(slots), 64, 1, 1, ())
+    with pytest.raises(TypeError, match="got NoneType"):
+        kernel.leave_sums()  # type: ignore[call-arg]
+    assert driver.launches == 0
+
+
+def test_an_exception_drops_what_waited(driver: FakeDriver) -> None:
+    kernel = nothing(WIDTH, 1)
+    fails = True
+
+    def step(slots: list[Any], later: object) -> None:
+        kernel.leave_sums(later, tuple(slots), 64, 1, 1, ())
+        if fails:
+            raise KeyError("enough")
+
+    made, slots = python_steps(step)
+    with pytest.raises(KeyError, match="enough"):
+        made.run(slots)
+    assert (driver.launches, driver.last_symbol) == (1, b"rows")
+    fails = False
+    made.run(slots)
+    assert (driver.launches, driver.last_symbol, driver.last_blocks) == (3, b"column_sums", 2)
+
+
 # ---- the text ---------------------------------------------------------------------------------------------------
 
 

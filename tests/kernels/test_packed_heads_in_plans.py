@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,7 @@ def attention() -> ops.DotProductAttention:
 LISTS: dict[str, tuple[list[FusableOperation], int, int]] = {
     "rotation": ([ops.SiLU(), rotary()], 2, 2),
     "bias and rotation": ([ops.Bias(FEATURES), rotary()], 2, 2),
-    "bias and attention": ([ops.Bias(FEATURES), attention()], 1, 0),
+    "bias and attention": ([ops.Bias(FEATURES), attention()], 1, 1),
     "bias, rotation and attention": ([ops.Bias(FEATURES), rotary(), attention()], 2, 2),
     "rotation and attention": ([ops.SiLU(), rotary(), attention()], 2, 2),
     "attention alone": ([ops.SiLU(), attention()], 0, 0),
@@ -131,8 +131,23 @@ def test_equal_kernels_are_made_once(driver: FakeDriver, compiled: list[str]) ->
     assert compiled.count("packed_heads") == 2 and driver.loads == loads
 
 
-def test_what_adds_up_column_sums_is_made_beside_them(compiled: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("last", "names"),
+    [
+        (ops.SiLU, ["column_sums"]),
+        (attention, ["column_sums", "packed_heads"]),
+        (rotary, ["column_sums", "packed_heads", "packed_heads"]),
+    ],
+)
+def test_what_adds_up_column_sums_is_made_beside_them(
+    last: Callable[[], FusableOperation], names: list[str], compiled: list[str]
+) -> None:
+    """Also where the kernel over packed heads alone has sums; and not for a frozen bias."""
+    bias = ops.Bias(FEATURES)
     with fusions.only(*IN_FORCE):
-        Fuser([ops.Bias(FEATURES), ops.SiLU()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
-    assert [kernel.name for kernel, _ in cuda_loader._written] == ["column_sums"]
-    assert compiled.count("column_sums") == 1
+        Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
+        assert [kernel.name for kernel, _ in cuda_loader._written] == names
+        assert compiled.count("column_sums") == 1
+        bias.requires_grad_(False)
+        prepared = Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
+    assert "column_sums" not in [kernel.name for kernel in written_kernels(prepared.plan)]

@@ -1,0 +1,102 @@
+"""Attention by cuDNN: forward as PyTorch calls it, backward by NVIDIA's front end, which packs the gradient itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from te_fuser.kernels import cudnn_frontend
+from te_fuser.kernels.attention_conditions import NO_MASK, capability, needs
+from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
+from te_fuser.kernels.attention_problem import AttentionProblem
+from te_fuser.kernels.attention_views import Gradients, Views, lead
+from te_fuser.kernels.cudnn_frontend import AttentionBackward, BackwardGraph, Form
+from te_fuser.ops.dot_product_attention import LAYOUTS, AttentionSettings
+
+_GRAPHS_KEPT = 512
+
+
+def _one_stride(p: AttentionProblem) -> bool:
+    """Whether the query heads of the packed gradient have one stride; see `attention_views.lead`."""
+    heads = p.settings.heads
+    grouped = 1 < heads.kv_heads < heads.heads
+    return not grouped or heads.packing == "blocked" or heads.layout == "sequence_first" or p.samples == 1
+
+
+class CudaCudnnFrontend(CudnnProvider):
+    """cuDNN's attention, whose backward stores the gradients of queries, keys and values where they lie packed."""
+
+    name = "cuda_cudnn_frontend"
+    packs = True
+    conditions = (
+        *CudnnProvider.conditions,
+        lambda p: cudnn_frontend.missing(),
+        NO_MASK,
+        capability(9),
+        needs(
+            _one_stride,
+            lambda p: (
+                "query heads of several groups have no common stride in packing='interleaved' with "
+                "layout='batch_first', so their gradient cannot be stored there: use another of the two"
+            ),
+        ),
+    )
+
+    def reason_not(self, problem: AttentionProblem) -> str | None:
+        """Why not; cuDNN itself is asked of a GPU at hand that is to run the backward."""
+        reason = super().reason_not(problem)
+        if reason is not None or problem.backward_on is None or not problem.samples * problem.positions:
+            return reason
+        reason = cudnn_frontend.unusable(problem.cudnn)
+        if reason is not None:
+            return reason
+        graph = _graph(problem.settings, problem.samples, problem.positions, problem.dtype, problem.backward_on)
+        return graph if isinstance(graph, str) else None
+
+    def backward(
+        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the packed input, in one pass.
+
+        Raises:
+            RuntimeError: when cuDNN takes no such problem, or fails.
+        """
+        x, y, *saved = (tensors[name] for name in ("input", "output", *self.emits))
+        assert x is not None and y is not None
+        if not x.numel():
+            return torch.zeros_like(x, memory_format=torch.contiguous_format)
+        graph = _graph(settings, *settings.heads.lengths(x.shape), x.dtype, x.device.index)
+        if isinstance(graph, str):
+            raise RuntimeError(f"{graph}; te_fuser.fusions.disabled('attention_{self.name}') plans without it")
+        x, y, dy = (self._readable(tensor.contiguous()) for tensor in (x, y, dy))
+        return graph.run(x, y, dy, tuple(tensor for tensor in saved if tensor is not None))
+
+    def gradients(
+        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
+    ) -> Gradients:
+        """Views of the packed gradient."""
+        return settings.heads.split(self.backward(settings, tensors, dy))
+
+
+@functools.lru_cache(maxsize=_GRAPHS_KEPT)
+def _graph(
+    settings: AttentionSettings, samples: int, positions: int, dtype: torch.dtype, device: int
+) -> BackwardGraph | str:
+    """The graph of a problem, made once; or why there is none."""
+    forms = _forms(settings, samples, positions)
+    choices = settings.causal, settings.dropout, settings.scale
+    return cudnn_frontend.graph_for(AttentionBackward(*forms, dtype, *choices, device))
+
+
+def _forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[Form, Form, Form, Form]:
+    """Where queries, keys and values lie in the packed tensor, and heads in the output."""
+    heads = settings.heads
+    rows = (positions, samples) if LAYOUTS[heads.layout][0] == 0 else (samples, positions)
+    packed = torch.empty(*rows, heads.features, device="meta")
+    b, h, g = lead(settings, samples)
+    parts = (part.view(b, n, positions, heads.head_dim) for part, n in zip(heads.split(packed), (h, g, g), strict=True))
+    out = Views(settings, samples, positions).split_output(packed[..., : heads.heads * heads.head_dim])
+    q, k, v, y = ((tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (*parts, out))
+    return q, k, v, y

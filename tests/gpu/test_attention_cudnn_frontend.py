@@ -1,0 +1,153 @@
+"""Attention whose backward is by cuDNN's front end, on a GPU: values, gradients, dropout, captures, launches."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import Sequential, fusions, ops
+from te_fuser.kernels import cudnn_frontend
+from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
+from te_fuser.ops.base import Spec
+from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
+from tests.twins import randomize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason=f"needs {cudnn_frontend.PACKAGE}"),
+]
+PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_cudnn_frontend")
+NAME = f"attention_{PROVIDER.name}"
+OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_efficient")
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version(cudnn_frontend.PACKAGE)
+    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: version)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Of the GPU's providers only this one."""
+    with fusions.disabled(*OTHERS):
+        yield
+
+
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_and_gradients(layout: str, packing: str, dtype: torch.dtype) -> None:
+    options = {"layout": layout, "packing": packing}
+    for rope, kv_heads, (dim, positions) in itertools.product((True, False), (4, 2, 1), ((64, 136), (128, 1000))):
+        if (layout, packing, kv_heads) == ("batch_first", "interleaved", 2):
+            continue  # there are no strides for its gradient
+        with alone():
+            plan = check(projected(4, kv_heads, dim, rope, **options), 3, positions, dtype, layout)
+        assert names(plan)[1][NAME] == (1 + rope, 2 + rope)
+
+
+def test_without_a_mask() -> None:
+    for dim, positions, packing in itertools.product((64, 128), (33, 136, 520), ("interleaved", "blocked")):
+        op = ops.DotProductAttention(4, dim, layout="batch_first", packing=packing)
+        with alone():
+            plan = check([ops.Bias(op.packed.features), op], 2, positions, torch.bfloat16, "batch_first")
+        assert NAME in names(plan)[1]
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to the order in which cuDNN adds, which is another one in each call."""
+    return bool((one.double() - other.double()).abs().max() <= 2.0**-6 * other.double().abs().max())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+def test_it_agrees_with_pytorchs_backward(dropout: float, layout: str, packing: str) -> None:
+    """The same kernel of cuDNN in both, from the same draws."""
+    for kv_heads, mask, dtype in itertools.product((4, 1), ("none", "causal"), (torch.bfloat16, torch.float16)):
+        common = {"kv_heads": kv_heads, "layout": layout, "packing": packing}
+        op = ops.DotProductAttention(4, 64, mask=mask, dropout=dropout, **common)
+        model = randomize(Sequential(ops.Bias(op.packed.features), op)).to("cuda", dtype)
+        x, dy = (torch.randn(136, 3, n, device="cuda", dtype=dtype) for n in (op.packed.features, 256))
+        found = []
+        for off in (OTHERS, (NAME, *OTHERS[1:])):
+            with fusions.disabled(*off):
+                assert (NAME in names(model.plan(x.clone().requires_grad_()))[1]) == (NAME not in off)
+                torch.manual_seed(3)
+                found.append(gradients(model, x, dy))
+        assert torch.equal(found[0][0], found[1][0])
+        assert all(close(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_captures(dropout: float) -> None:
+    op = ops.DotProductAttention(4, 64, mask="causal", dropout=dropout, layout="batch_first")
+    model = randomize(Sequential(ops.Linear(64, op.packed.features), op)).to("cuda", torch.bfloat16)
+    x, dy = (torch.randn(2, 136, n, device="cuda", dtype=torch.bfloat16) for n in (64, 256))
+    with alone():
+        replayed = te_fuser.cuda_graph(model, x.clone().requires_grad_())
+        want, seen = gradients(model, x, dy), []
+        for _ in range(2):
+            leaf = x.clone().requires_grad_()
+            y = replayed(leaf)
+            dx, *_ = torch.autograd.grad(y, [leaf, *model.parameters()], dy)
+            seen.append((y.detach().clone(), dx.clone()))
+    if dropout:
+        assert not torch.equal(seen[0][0], seen[1][0]) and all(t.isfinite().all() for pair in seen for t in pair)
+    else:
+        assert all(torch.equal(y, want[0]) and close(dx, want[1]) for y, dx in seen)
+
+
+def one_backward(positions: int) -> tuple[dict[str, torch.Tensor], ops.DotProductAttention, torch.Tensor]:
+    op = ops.DotProductAttention(4, 64, mask="causal")
+    x = torch.randn(positions, 2, op.packed.features, device="cuda", dtype=torch.bfloat16)
+    y, saved = PROVIDER.forward(op.settings(), x)
+    return {"input": x, "output": y, **saved}, op, torch.randn_like(y)
+
+
+def test_a_capture_without_its_graph_is_refused() -> None:
+    tensors, op, dy = one_backward(152)
+    with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        PROVIDER.backward(op.settings(), tensors, dy)
+
+
+def test_a_thread_of_its_own() -> None:
+    tensors, op, dy = one_backward(168)
+    want, found = PROVIDER.backward(op.settings(), tensors, dy), []
+    thread = threading.Thread(target=lambda: found.append(PROVIDER.backward(op.settings(), tensors, dy)))
+    thread.start()
+    thread.join()
+    assert close(found[0], want)
+
+
+def test_another_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = ops.DotProductAttention(4, 64)
+    x = Spec((128, 2, op.packed.features), torch.bfloat16, torch.device("cuda", 0))
+    problem = AttentionProblem.of(op.settings(), x, needs_grad=True)
+    assert PROVIDER.reason_not(problem) is None
+    monkeypatch.setattr(cudnn_frontend._package(), "backend_version", lambda: 90000)
+    assert "has loaded cuDNN 90000" in (PROVIDER.reason_not(problem) or "")
+
+
+@pytest.mark.parametrize("packing", ["interleaved", "blocked"])
+def test_nothing_is_packed(packing: str, tmp_path: Path) -> None:
+    """Backward is cuDNN's own kernels, and the sums for the bias."""
+    with alone():
+        model = Sequential(*projected(8, 8, 64, rope=False, packing=packing)).to("cuda", torch.bfloat16)
+        x = torch.randn(256, 64, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = model(x)
+    dy = torch.randn_like(y)
+    again = lambda: torch.autograd.grad(y, [x, *model.parameters()], dy, retain_graph=True)  # noqa: E731
+    again()
+    found = launched(again, tmp_path)
+    assert not [n for n in found if "packed_heads" in n or "CatArray" in n or "elementwise" in n], found

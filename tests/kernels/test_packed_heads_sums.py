@@ -1,0 +1,246 @@
+"""The sums of the kernel over packed heads wait for the end of the program, with those of the generated kernels."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import Fuser, fusions, ops
+from te_fuser.fuser import fuser
+from te_fuser.fusions import rotary_embedding
+from te_fuser.fusions.dot_product_attention import declare
+from te_fuser.fusions.registry import Fusion
+from te_fuser.kernels import packed_heads
+from te_fuser.kernels.attention_cpu_flash import CpuFlash
+from te_fuser.verify import steps as verify_steps
+from tests.fake_cuda import CXX, Emulation, FakeDriver
+from tests.twins import randomize
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+HEADS, DIM = 2, 16
+WIDTH, FEATURES = HEADS * DIM, 3 * HEADS * DIM
+POSITIONS, SAMPLES = 60, 3
+
+
+class OnFakeGpu(CpuFlash):
+    """PyTorch's attention, whose gradients are packed by the kernel."""
+
+    name = "sums_on_fake_gpu"
+    on_cuda = True
+
+
+class ReadsSums(OnFakeGpu):
+    """Adds up columns by the same kernel, and reads them before it returns."""
+
+    name = "reads_sums_on_fake_gpu"
+
+    def gradients(self, settings: Any, tensors: Any, dy: torch.Tensor) -> Any:
+        parts = super().gradients(settings, tensors, dy)
+        dx, sums = packed_heads.pack(settings.heads, parts, sums=dy.dtype)
+        torch.testing.assert_close(sums, dx.flatten(0, 1).sum(0), rtol=1e-4, atol=1e-4)
+        return parts
+
+
+ATTENTION = declare(OnFakeGpu(), registered=False)
+READS_SUMS = declare(ReadsSums(), registered=False)
+
+
+@pytest.fixture(autouse=True)
+def plans(driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans run emulated kernels, those over packed heads included."""
+    monkeypatch.setattr(packed_heads, "_kernel", lambda p, arch, cache: emulation.packed_heads(p))
+    monkeypatch.setattr(packed_heads, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
+    packed_heads._ready.cache_clear()
+    with emulation.in_plans():
+        yield
+    packed_heads._ready.cache_clear()
+
+
+def only(attention: Fusion = ATTENTION) -> Any:
+    return fusions.only("stretch", "rotary_embedding_forward", "rotary_embedding_backward", attention)
+
+
+def rotary() -> ops.RotaryEmbedding:
+    return ops.RotaryEmbedding(DIM, heads=HEADS)
+
+
+def attention() -> ops.DotProductAttention:
+    return ops.DotProductAttention(HEADS, DIM, mask="causal")
+
+
+# What comes after a norm and a product, and the fusion that makes the bias's gradient.
+LISTS: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "bias and attention": (lambda: [ops.Bias(FEATURES), attention()], ATTENTION.name),
+    "bias, rotation and attention": (lambda: [ops.Bias(FEATURES), rotary(), attention()], ATTENTION.name),
+    "bias and rotation": (lambda: [ops.Bias(FEATURES), rotary()], "rotary_embedding_backward"),
+}
+
+
+def layer(name: str, **options: Any) -> te_fuser.Sequential:
+    parts = [ops.LayerNorm(WIDTH), ops.MatMul(WIDTH, FEATURES), *LISTS[name][0]()]
+    return randomize(te_fuser.Sequential(*parts, **options)).float()
+
+
+def source() -> torch.Tensor:
+    return torch.randn(POSITIONS, SAMPLES, WIDTH, requires_grad=True)
+
+
+def gradients(model: te_fuser.Sequential, x: torch.Tensor, reference: bool = False) -> list[torch.Tensor]:
+    y = model.reference(x) if reference else model(x)
+    dy = torch.linspace(-1, 1, y.numel()).to(y.dtype).view(y.shape)
+    return [*torch.autograd.grad(y, [x, *model.parameters()], dy)]
+
+
+def launched(driver: FakeDriver, model: te_fuser.Sequential, x: torch.Tensor) -> tuple[list[torch.Tensor], int, bytes]:
+    """The gradients, how many kernels that took, and the last one's name; plans are made before."""
+    gradients(model, x)
+    driver.launches = 0
+    found = gradients(model, x)
+    return found, driver.launches, driver.last_symbol
+
+
+def assert_exact(found: list[torch.Tensor], model: te_fuser.Sequential, x: torch.Tensor) -> None:
+    exact = gradients(model.double(), x.detach().double().requires_grad_(), reference=True)
+    model.float()
+    for got, want in zip(found, exact, strict=True):
+        # Sums of both signs: PyTorch errs as much in float32.
+        assert (got.double() - want).abs().max() <= 5e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_one_launch_adds_up_all(
+    name: str, driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm's kernel has sums, and that over packed heads: two launches become one, and no bit changes."""
+    model, x = layer(name), source()
+    with only():
+        (step,) = (s for s in model.plan(x).backward if s.name == LISTS[name][1])
+        assert [k for k, _ in step.outputs] == ["input", "0.bias"] and step.sums() == [step.outputs[1][1]]
+        together, launches, last = launched(driver, model, x)
+        monkeypatch.setattr(emulation, "column_sums", lambda: None)
+        apart, more, other = launched(driver, te_fuser.Sequential(*model), x)
+    assert last == b"column_sums" and other.endswith(b"_finish")
+    assert more == launches + 1
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+    assert_exact(together, model, x)
+
+
+def test_they_wait_where_no_generated_kernel_has_sums(driver: FakeDriver) -> None:
+    model, x = randomize(te_fuser.Sequential(ops.Bias(FEATURES), attention())).float(), torch.randn(40, 2, FEATURES)
+    x.requires_grad_()
+    with only():
+        found, launches, last = launched(driver, model, x)
+    # The bias in forward; the packing and its sums in backward.
+    assert (launches, last) == (3, b"column_sums")
+    assert_exact(found, model, x)
+
+
+def test_sums_that_a_step_reads_do_not_wait(driver: FakeDriver) -> None:
+    """The gradient of a bias in two places is the sum of two, which is made within the program."""
+    shared = ops.Bias(FEATURES)
+    model = te_fuser.Sequential(shared, attention(), ops.MatMul(WIDTH, FEATURES), shared, attention())
+    x = torch.randn(POSITIONS, SAMPLES, FEATURES, requires_grad=True)
+    randomize(model).float()
+    with only():
+        found, _, last = launched(driver, model, x)
+    assert last == b"packed_heads_finish"
+    assert_exact(found, model, x)
+
+
+def test_who_reads_sums_in_a_step_whose_own_wait_finds_them(driver: FakeDriver) -> None:
+    model, x = layer("bias and attention"), source()
+    with only():
+        _, launches, _ = launched(driver, model, x)
+    with only(READS_SUMS):
+        found, more, last = launched(driver, te_fuser.Sequential(*model), x)
+    assert last == b"column_sums" and more == launches + 2
+    assert_exact(found, model, x)
+
+
+def test_a_program_within_a_program_adds_up_its_own(driver: FakeDriver) -> None:
+    """A model that runs in the backward of an opaque op has its gradients when its own backward returns."""
+    inner, inner_x = layer("bias and attention"), source()
+    copies: list[torch.Tensor] = []
+
+    class RunsAnother(OnFakeGpu):
+        name = "runs_another_on_fake_gpu"
+
+        def gradients(self, settings: Any, tensors: Any, dy: torch.Tensor) -> Any:
+            if not copies:
+                with only(), torch.enable_grad():
+                    copies.extend(t.clone() for t in gradients(inner, inner_x))
+            return super().gradients(settings, tensors, dy)
+
+    model, x = layer("bias and attention"), source()
+    with only(declare(RunsAnother(), registered=False)):
+        found = gradients(model, x)
+    assert driver.last_symbol == b"column_sums"
+    assert_exact(found, model, x)
+    assert_exact(copies, inner, inner_x)
+
+
+def test_a_step_that_fails_leaves_nothing_behind(driver: FakeDriver) -> None:
+    model, x = layer("bias and attention"), source()
+    with only():
+        wanted = gradients(model, x)
+        y = model(x)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="enough"):
+            pack = packed_heads.pack
+
+            def fails(*arguments: Any, **options: Any) -> Any:
+                pack(*arguments, **options)
+                raise RuntimeError("enough")
+
+            patch.setattr(packed_heads, "pack", fails)
+            torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))
+        assert driver.last_symbol == b"packed_heads"
+        found = gradients(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_totals_live_until_they_are_added_up(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the body of a fusion gives something else than what the kernel is going to write."""
+    died: list[bytes] = []
+    pack = packed_heads.pack
+
+    def gives_another(*arguments: Any, **options: Any) -> Any:
+        dx, sums = pack(*arguments, **options)
+        weakref.finalize(sums, lambda: died.append(driver.last_symbol))
+        return dx, torch.zeros_like(sums)
+
+    monkeypatch.setattr(packed_heads, "pack", gives_another)
+    model, x = layer("bias and attention"), source()
+    with only():
+        gradients(model, x)
+    assert died == [b"column_sums"]
+
+
+def test_verified_steps_add_up_at_once(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks at a step's results after it has run finds them there."""
+    monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
+    names = []
+    pack = packed_heads.pack
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        made = pack(*arguments, **options)
+        names.append((options["later"], driver.last_symbol))
+        return made
+
+    monkeypatch.setattr(packed_heads, "pack", watched)
+    model, x = layer("bias and attention", verify=True), source()
+    with only():
+        assert_exact(gradients(model, x), model, x)
+    assert names == [(None, b"packed_heads_finish")]
+
+
+def test_nothing_waits_where_one_block_has_it_all(driver: FakeDriver) -> None:
+    model, x = Fuser([ops.Bias(FEATURES), attention()]), torch.randn(2, 1, FEATURES, requires_grad=True)
+    with only():
+        model(x).sum().backward()
+    assert driver.last_symbol == b"packed_heads"
