@@ -210,16 +210,16 @@ def test_algorithms() -> None:
 def test_products_of_a_program_share_a_workspace() -> None:
     """With the algorithms that take the most of it, of different sizes: the results are those of calls apart."""
     x, w, dy = normal(16, 4096), normal(512, 4096, seed=1) / 64, normal(16, 512, seed=2)
-    makes, taken = [], []
+    makes, sizes = [], []
     for kind, a, b in (("forward", x, w), ("dgrad", dy, w), ("wgrad", dy, x)):
         product = _native.CudaMatmul(kind, "bfloat16", **matmul.KINDS[kind])  # no other test meets its choice
-        out = product.make(a, b)
+        product.make(a, b)
         (problem,) = product.problems()
         algorithm, size, _ = max(product.algorithms(problem, 64), key=lambda found: found[1])
         product.choose(problem, algorithm)
         makes.append((product.make, a, b))
-        taken.append((size, out))
-    if not any(size for size, _ in taken):
+        sizes.append(size)
+    if not any(sizes):
         pytest.skip("no algorithm of these takes a workspace")
     alone = [make(a, b) for make, a, b in makes]
     steps = [
