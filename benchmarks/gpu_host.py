@@ -97,7 +97,8 @@ def single_calls(rounds: int) -> Iterator[Line]:
     for direction, _, d in kernel_steps(prepared.plan):
         yield from native_call(d, direction, rounds)
     segment = prepared.segments[0]
-    entering = (x.detach(), *(b.get().detach() for b in segment.parameters))
+    parameters = prepared.plan.graph.parameters
+    entering = (x.detach(), *(parameters[p].get().detach() for p in segment.parameters))
     yield Line(
         "the same as a plan's step", host_us(lambda: segment.run_forward(entering), rounds), "us", "with its outputs"
     )

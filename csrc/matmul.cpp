@@ -32,12 +32,12 @@ bool run_empty(const CudaMatmul& product, PyObject* const* tensors, size_t count
   return static_cast<bool>(Reference::steal(PyObject_Vectorcall(product.on_empty.get(), tensors, count, nullptr)));
 }
 
-bool run(CudaMatmul& product, PyObject* const* tensors, size_t count) {
+bool run(CudaMatmul& product, PyObject* const* tensors, size_t count, Workspace& workspace) {
   MatmulReading reading;
   if (!read_call(product, tensors, count, reading)) return false;
   const MatmulSizes& sizes = reading.sizes;
   if (sizes.m == 0 || sizes.n == 0 || sizes.k == 0) return run_empty(product, tensors, count);
-  return without_gil(nullptr, [&](Failure& failure) { return product.matmul.run(reading.call, failure); });
+  return without_gil(nullptr, [&](Failure& failure) { return product.matmul.run(reading.call, workspace, failure); });
 }
 
 // The items of the one tuple that a call takes; nullptr with a Python error set.
@@ -59,18 +59,15 @@ PyObject* vectorcall(PyObject* self, PyObject* const* values, size_t flags, PyOb
   }
   size_t count = 0;
   PyObject* const* tensors = items_of(product, values[0], &count);
-  if (tensors == nullptr || !run(product, tensors, count)) return nullptr;
+  Workspace workspace;
+  if (tensors == nullptr || !run(product, tensors, count, workspace)) return nullptr;
   Py_RETURN_NONE;
 }
 
 // make(*inputs): what is written is made here, in the order of the tensors; returned alone or as a tuple.
 PyObject* make(PyObject* self, PyObject* const* inputs, Py_ssize_t given) {
-  CudaMatmul& product = product_of(self);
-  MatmulTensors tensors;
-  if (!make_outputs(product, inputs, given, tensors) || !run(product, tensors.all.data(), tensors.count)) {
-    return nullptr;
-  }
-  return take_outputs(tensors);
+  Workspace workspace;
+  return make_product(product_of(self), inputs, given, workspace);
 }
 
 // ---- problems and algorithms -----------------------------------------------------------------------------------
@@ -203,22 +200,29 @@ PyDoc_STRVAR(documentation,
 }  // namespace
 
 PyObject* make_cuda_matmul_type() {
-  if (!init_matmul_calls() || !init_matmul_outputs()) return nullptr;
+  if (!init_matmul_calls()) return nullptr;
   PyObject* type = make_callable_type<CudaMatmul, build_matmul, vectorcall>(
       {"te_fuser._native.CudaMatmul", documentation, describe, methods, properties});
   matmul_type = reinterpret_cast<PyTypeObject*>(type);
   return type;
 }
 
-bool run_matmul(PyObject* matmul, PyObject* const* tensors, size_t count) {
+CudaMatmul* product_made_by(PyObject* function) {
+  if (!PyCFunction_CheckExact(function)) return nullptr;
+  PyObject* self = PyCFunction_GET_SELF(function);
+  const bool makes = self != nullptr && Py_TYPE(self) == matmul_type &&
+                     PyCFunction_GET_FUNCTION(function) == reinterpret_cast<PyCFunction>(guarded_make);
+  return makes ? &product_of(self) : nullptr;
+}
+
+PyObject* make_product(CudaMatmul& product, PyObject* const* inputs, Py_ssize_t given, Workspace& workspace) {
   try {
-    if (Py_TYPE(matmul) == matmul_type) return run(product_of(matmul), tensors, count);
+    MatmulTensors tensors;
+    if (!make_outputs(product, inputs, given, tensors)) return nullptr;
+    return run(product, tensors.all.data(), tensors.count, workspace) ? take_outputs(tensors) : nullptr;
   } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-    return false;
+    return PyErr_NoMemory();
   }
-  PyErr_Format(PyExc_TypeError, "a product is a CudaMatmul, got %s", Py_TYPE(matmul)->tp_name);
-  return false;
 }
 
 }  // namespace te

@@ -3,15 +3,20 @@
 
 #include <Python.h>
 
-#include <cstddef>
+#include "workspace.h"
 
 namespace te {
+
+struct CudaMatmul;
 
 // The type, ready to be put into the module; nullptr with a Python error set.
 PyObject* make_cuda_matmul_type();
 
-// What a call of the Python object does, for native code: tensors in the order that the type documents. Needs the
-// interpreter lock; returns false with a Python error set.
-bool run_matmul(PyObject* matmul, PyObject* const* tensors, size_t count);
+// The product whose bound method `make` a function is, or nullptr; it lives as long as the function.
+CudaMatmul* product_made_by(PyObject* function);
+
+// What that method does, with a workspace that several products may share. Needs the interpreter lock; a new reference,
+// or nullptr with a Python error set.
+PyObject* make_product(CudaMatmul& product, PyObject* const* inputs, Py_ssize_t given, Workspace& workspace);
 
 }  // namespace te

@@ -4,30 +4,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "new_tensor.h"
 #include "tensor.h"
 
 namespace te {
 namespace {
 
 using Role = MatmulArgument::Role;
-
-// Set once while the module is imported.
-PyObject* new_empty = nullptr;
-PyObject* dtype_keyword = nullptr;  // the names of new_empty's keywords: ('dtype',)
-
-// like.new_empty(*sizes): sizes as arguments of their own, which takes half the time of torch.empty(sizes, ...).
-PyObject* make_tensor(const std::vector<int64_t>& sizes, PyObject* dtype, PyObject* like) {
-  std::vector<Reference> numbers;
-  std::vector<PyObject*> arguments{like};
-  for (const int64_t size : sizes) {
-    numbers.push_back(Reference::steal(PyLong_FromLongLong(size)));
-    if (!numbers.back()) return nullptr;
-    arguments.push_back(numbers.back().get());
-  }
-  const size_t count = arguments.size();
-  if (dtype != nullptr) arguments.push_back(dtype);
-  return PyObject_VectorcallMethod(new_empty, arguments.data(), count, dtype != nullptr ? dtype_keyword : nullptr);
-}
 
 // The last two sizes of a factor's view as a matrix.
 bool view_factor(const CudaMatmul& product, PyObject* tensor, size_t index, TensorView* view) {
@@ -86,12 +69,6 @@ bool check_inputs(const CudaMatmul& product, Py_ssize_t given) {
 
 }  // namespace
 
-bool init_matmul_outputs() {
-  new_empty = PyUnicode_InternFromString("new_empty");
-  dtype_keyword = Py_BuildValue("(s)", "dtype");
-  return new_empty && dtype_keyword;
-}
-
 bool make_outputs(const CudaMatmul& product, PyObject* const* inputs, Py_ssize_t given, MatmulTensors& tensors) {
   std::vector<int64_t> out;
   if (!check_inputs(product, given) || !output_sizes(product, inputs, out)) return false;
@@ -103,7 +80,8 @@ bool make_outputs(const CudaMatmul& product, PyObject* const* inputs, Py_ssize_t
     }
     const bool alike = argument.dtype->name == product.arguments[0].dtype->name;  // names are of one table
     PyObject* dtype = alike ? nullptr : argument.torch_dtype.get();
-    PyObject* made = make_tensor(sizes_of(product, argument.role, out), dtype, inputs[0]);
+    const std::vector<int64_t> sizes = sizes_of(product, argument.role, out);
+    PyObject* made = new_tensor(inputs[0], sizes.data(), sizes.size(), dtype);
     if (made == nullptr) return false;
     tensors.made[tensors.made_count++] = Reference::steal(made);
     tensors.all[tensors.count++] = made;

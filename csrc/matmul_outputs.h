@@ -11,9 +11,6 @@
 
 namespace te {
 
-// Looks up what making tensors needs of Python; false with a Python error set.
-bool init_matmul_outputs();
-
 // The tensors of one call, in the order of the product's arguments; those that were made are owned.
 struct MatmulTensors {
   std::array<PyObject*, most_matmul_tensors> all{};

@@ -194,20 +194,19 @@ Lt::Status MatmulProblem::choose(const Lt::Algorithm& algorithm) {
   return status;
 }
 
-bool MatmulProblem::run(const MatmulForm& form, const MatmulCall& call, Failure& failure) {
+bool MatmulProblem::run(const MatmulForm& form, const MatmulCall& call, Workspace& workspace, Failure& failure) {
   const float alpha = 1.0f, beta = form.addend == Addend::none ? 0.0f : 1.0f;
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Goes back to PyTorch's allocator at the end, which gives it only to later work of the same stream.
-  DeviceMemory workspace;
-  if (workspace_ > 0 && !workspace.allocate(call.device, static_cast<int64_t>(workspace_), failure.text)) {
+  char* scratch = workspace.take(static_cast<int64_t>(workspace_), call.device, call.stream, failure.text);
+  if (workspace_ > 0 && scratch == nullptr) {
     failure.kind = Failure::Kind::memory;
     return false;
   }
   Lt::Status status = set_pointers(form, call);
   if (status == Lt::success) {
     status = on_.library->matmul(on_.handle, description_, &alpha, call.b.data, a_, call.a.data, b_, &beta,
-                                 addend_of(form, call).data, c_, call.out.data, out_, &algorithm_, workspace.data(),
-                                 workspace_, call.stream);
+                                 addend_of(form, call).data, c_, call.out.data, out_, &algorithm_, scratch, workspace_,
+                                 call.stream);
   }
   if (status != Lt::success) {
     failure.text = "cuBLASLt did not run it (perhaps for what an earlier kernel did): " +
@@ -344,11 +343,11 @@ std::shared_ptr<MatmulProblem> Matmul::problem(const MatmulCall& call, bool for_
   return problems_.emplace(key, found).first->second;
 }
 
-bool Matmul::run(const MatmulCall& call, Failure& failure) {
+bool Matmul::run(const MatmulCall& call, Workspace& workspace, Failure& failure) {
   const std::shared_ptr<MatmulProblem> found = problem(call, true, failure);
   if (found == nullptr) return false;
   const CurrentContext current(*found->on().driver, found->on().context);
-  return found->run(form, call, failure) || refuse(call, std::string(failure.text), failure);
+  return found->run(form, call, workspace, failure) || refuse(call, std::string(failure.text), failure);
 }
 
 bool Matmul::meet(const MatmulCall& call, MatmulKey& key, Failure& failure) {

@@ -18,6 +18,7 @@
 #include "cublaslt.h"
 #include "cuda_launch.h"
 #include "tensor.h"
+#include "workspace.h"
 
 namespace te {
 
@@ -89,7 +90,7 @@ class MatmulProblem {
   CublasLt::Status describe(const MatmulForm& form, const MatmulKey& key, const MatmulCall& call);
   CublasLt::Status list(const MatmulKey& key, int most, std::vector<CublasLt::Candidate>& found);
   CublasLt::Status choose(const CublasLt::Algorithm& algorithm);
-  bool run(const MatmulForm& form, const MatmulCall& call, Failure& failure);
+  bool run(const MatmulForm& form, const MatmulCall& call, Workspace& workspace, Failure& failure);
   uint64_t runs() const { return runs_; }
   const CublasLtDevice& on() const { return on_; }
 
@@ -123,7 +124,7 @@ class Matmul {
 
   // The sizes of a call, or false when its tensors do not fit together.
   bool sizes(const MatmulCall& call, MatmulSizes& sizes, Failure& failure) const;
-  bool run(const MatmulCall& call, Failure& failure);
+  bool run(const MatmulCall& call, Workspace& workspace, Failure& failure);
   // The problem of a call, prepared but not run.
   bool meet(const MatmulCall& call, MatmulKey& key, Failure& failure);
   // Every problem that was met, and how often it ran.

@@ -21,7 +21,8 @@ namespace {
 
 using Slots = std::vector<Py_ssize_t>;
 // slot, alike, rule, width, fixed sizes, dtype
-using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, py::object, py::object>;
+using FixedSizes = std::optional<std::vector<int64_t>>;
+using Output = std::tuple<Py_ssize_t, Py_ssize_t, int, int64_t, FixedSizes, py::object>;
 
 Reference hold(const py::object& object) { return Reference::borrow(object.ptr()); }
 
@@ -32,7 +33,7 @@ SizeRule size_rule(int number) {
 
 OutputSpec output_spec(const Output& given) {
   const auto& [slot, alike, rule, width, fixed, dtype] = given;
-  return {slot, alike, size_rule(rule), width, hold(fixed), hold(dtype)};
+  return {slot, alike, size_rule(rule), width, fixed.value_or(std::vector<int64_t>()), hold(dtype)};
 }
 
 std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::object& kernel, Slots inputs,
@@ -70,6 +71,7 @@ std::unique_ptr<FunctionStep> make_function_step(const std::string& name, const 
   auto step = std::make_unique<FunctionStep>();
   step->name = name;
   step->function = hold(function);
+  step->product = product_made_by(function.ptr());
   step->inputs = std::move(inputs);
   step->outputs = std::move(outputs);
   return step;
@@ -99,7 +101,8 @@ void run_program(Program& program, const py::list& slots) {
 }
 
 void run_step(Step& step, const py::list& slots) {
-  if (!step.run(slots.ptr(), nullptr)) throw py::error_already_set();
+  Shared alone;
+  if (!step.run(slots.ptr(), alone, false)) throw py::error_already_set();
 }
 
 // The program behind a Python object; nullptr while it is being made.

@@ -2,25 +2,18 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 
 #include "cuda_kernel.h"
 #include "gil.h"
 #include "kernel_call.h"
+#include "new_tensor.h"
 #include "tensor.h"
 
 namespace te {
 namespace {
 
 // Set once while the module is imported.
-struct TorchFunctions {
-  PyObject* empty = nullptr;
-  PyObject* empty_like = nullptr;
-  PyObject* contiguous = nullptr;  // names
-  PyObject* device = nullptr;
-  PyObject* dtype_and_device = nullptr;  // names of empty's keywords
-};
-TorchFunctions torch_functions;
+PyObject* contiguous = nullptr;  // the method's name
 
 constexpr size_t most_dimensions = 64;  // torch's own limit
 
@@ -36,20 +29,6 @@ PyObject* read_slot(PyObject* slots, Py_ssize_t index, const char* name) {
 
 // Puts a new reference into a slot.
 bool fill_slot(PyObject* slots, Py_ssize_t index, PyObject* item) { return PyList_SetItem(slots, index, item) == 0; }
-
-PyObject* integer_tuple(const int64_t* values, size_t count) {
-  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
-  if (tuple == nullptr) return nullptr;
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* value = PyLong_FromLongLong(values[i]);
-    if (value == nullptr) {
-      Py_DECREF(tuple);
-      return nullptr;
-    }
-    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), value);
-  }
-  return tuple;
-}
 
 }  // namespace
 
@@ -109,7 +88,7 @@ bool KernelStep::take_inputs(PyObject* slots, PyObject* tensors, const Sizes& si
     if (view.is_row_major) {
       Py_INCREF(tensor);
     } else {
-      tensor = PyObject_CallMethodNoArgs(tensor, torch_functions.contiguous);
+      tensor = PyObject_CallMethodNoArgs(tensor, contiguous);
       if (tensor == nullptr) return false;
     }
     PyTuple_SET_ITEM(tensors, static_cast<Py_ssize_t>(i), tensor);
@@ -118,15 +97,12 @@ bool KernelStep::take_inputs(PyObject* slots, PyObject* tensors, const Sizes& si
 }
 
 PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const {
-  if (spec.alike >= 0) {  // half the time of making one from sizes
-    PyObject* model = PyTuple_GET_ITEM(tensors, spec.alike);
-    return PyObject_Vectorcall(torch_functions.empty_like, &model, 1, nullptr);
-  }
+  if (spec.alike >= 0) return new_tensor_like(PyTuple_GET_ITEM(tensors, spec.alike));
   std::array<int64_t, most_dimensions + 1> shape;
+  const int64_t* found = shape.data();
   size_t count = 0;
-  Reference made;
   switch (spec.rule) {
-    case SizeRule::fixed: made = spec.fixed; break;
+    case SizeRule::fixed: found = spec.fixed.data(), count = spec.fixed.size(); break;
     case SizeRule::rows:
       std::copy_n(sizes.outer.begin(), sizes.dimensions, shape.begin());
       shape[sizes.dimensions] = spec.width;
@@ -135,12 +111,7 @@ PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, con
     case SizeRule::samples: shape[0] = sizes.call.batch_size, count = 1; break;
     case SizeRule::sample_rows: shape[0] = sizes.call.batch_size, shape[1] = spec.width, count = 2; break;
   }
-  if (!made) made = Reference::steal(integer_tuple(shape.data(), count));
-  if (!made) return nullptr;
-  const Reference device = Reference::steal(PyObject_GetAttr(sizes.lead, torch_functions.device));
-  if (!device) return nullptr;
-  PyObject* arguments[] = {made.get(), spec.dtype.get(), device.get()};
-  return PyObject_Vectorcall(torch_functions.empty, arguments, 1, torch_functions.dtype_and_device);
+  return new_tensor(sizes.lead, found, count, spec.dtype.get());
 }
 
 bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const {
@@ -175,8 +146,8 @@ bool KernelStep::launch(PyObject* slots, PendingSums* later) {
          call(tensors.get(), sizes.call, later);
 }
 
-bool KernelStep::run(PyObject* slots, PendingSums* later) {
-  if (kernel.get() != Py_None && !launch(slots, later)) return false;
+bool KernelStep::run(PyObject* slots, Shared& shared, bool may_wait) {
+  if (kernel.get() != Py_None && !launch(slots, shared.sums_of(may_wait))) return false;
   for (const auto& [alias, original] : aliases) {
     PyObject* tensor = read_slot(slots, original, name.c_str());
     if (tensor == nullptr) return false;
@@ -201,10 +172,18 @@ bool FunctionStep::unpack(PyObject* made, PyObject* slots) const {
   return true;
 }
 
-bool FunctionStep::run(PyObject* slots, PendingSums*) {
+Reference FunctionStep::call(PyObject* const* arguments, Shared& shared) const {
+  if (product != nullptr) {
+    const auto count = static_cast<Py_ssize_t>(inputs.size());
+    return Reference::steal(make_product(*product, arguments, count, shared.workspace));
+  }
+  return Reference::steal(PyObject_Vectorcall(function.get(), arguments, inputs.size(), nullptr));
+}
+
+bool FunctionStep::run(PyObject* slots, Shared& shared, bool) {
   Array<PyObject*> arguments(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) arguments[i] = PyList_GET_ITEM(slots, inputs[i]);
-  Reference made = Reference::steal(PyObject_Vectorcall(function.get(), arguments.data(), inputs.size(), nullptr));
+  Reference made = call(arguments.data(), shared);
   if (!made) return false;
   if (outputs.size() != 1) return unpack(made.get(), slots);
   if (is_tensor(made.get())) return fill_slot(slots, outputs[0], made.release());
@@ -225,23 +204,23 @@ bool call_step(PyObject* callable, PyObject* slots, ProgramSums* later) {
 
 }  // namespace
 
-bool Program::run(const Entry& entry, PyObject* slots, ProgramSums* later) const {
-  if (!entry.sums_may_wait) later = nullptr;
-  return entry.native != nullptr ? entry.native->run(slots, later) : call_step(entry.callable.get(), slots, later);
+bool Program::run(const Entry& entry, PyObject* slots, Shared& shared) const {
+  if (entry.native != nullptr) return entry.native->run(slots, shared, entry.sums_may_wait);
+  return call_step(entry.callable.get(), slots, shared.sums_of(entry.sums_may_wait));
 }
 
 bool Program::run(PyObject* slots) {
-  std::optional<ProgramSums> later;
-  if (column_sums != nullptr) later.emplace(*column_sums);
+  Shared shared;
+  if (column_sums != nullptr) shared.sums.emplace(*column_sums);
   for (const Entry& entry : entries) {
-    if (!run(entry, slots, later ? &*later : nullptr)) return false;
+    if (!run(entry, slots, shared)) return false;
     for (const Py_ssize_t slot : entry.dead) {
       Py_INCREF(Py_None);
       if (!fill_slot(slots, slot, Py_None)) return false;
     }
   }
-  if (!later || later->empty()) return true;
-  return without_gil("column_sums", [&](Failure& failure) { return later->add_up(failure); });
+  if (!shared.sums || shared.sums->empty()) return true;
+  return without_gil("column_sums", [&](Failure& failure) { return shared.sums->add_up(failure); });
 }
 
 int Program::visit(visitproc visit, void* argument) const {
@@ -253,16 +232,8 @@ int Program::visit(visitproc visit, void* argument) const {
 }
 
 bool init_steps() {
-  const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
-  if (!torch) return false;
-  torch_functions.empty = PyObject_GetAttrString(torch.get(), "empty");
-  torch_functions.empty_like = PyObject_GetAttrString(torch.get(), "empty_like");
-  torch_functions.contiguous = PyUnicode_InternFromString("contiguous");
-  torch_functions.device = PyUnicode_InternFromString("device");
-  torch_functions.dtype_and_device = Py_BuildValue("(ss)", "dtype", "device");
-  return torch_functions.empty != nullptr && torch_functions.empty_like != nullptr &&
-         torch_functions.contiguous != nullptr && torch_functions.device != nullptr &&
-         torch_functions.dtype_and_device != nullptr;
+  contiguous = PyUnicode_InternFromString("contiguous");
+  return contiguous != nullptr && init_new_tensors();
 }
 
 }  // namespace te

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,19 +15,30 @@
 #include "column_sums.h"
 #include "cuda_launch.h"
 #include "lent_sums.h"
+#include "matmul.h"
 #include "reference.h"
+#include "workspace.h"
 
 namespace te {
 
-// One step. Partial sums that can wait go to `later`, if that is not nullptr. `run` returns false with a Python error
-// set; it needs the interpreter lock.
+// What the steps of one run share.
+struct Shared {
+  std::optional<ProgramSums> sums;  // those that can wait; without it each kernel adds up its own
+  Workspace workspace;
+
+  // Where a step's sums go, or nullptr where it adds them up itself.
+  ProgramSums* sums_of(bool may_wait) { return may_wait && sums ? &*sums : nullptr; }
+};
+
+// One step. Its partial sums go to the shared ones where they `may_wait`. `run` returns false with a Python error set;
+// it needs the interpreter lock.
 class Step {
  public:
   Step() = default;
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
   virtual ~Step() = default;
-  virtual bool run(PyObject* slots, PendingSums* later) = 0;
+  virtual bool run(PyObject* slots, Shared& shared, bool may_wait) = 0;
 };
 
 // How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width].
@@ -37,7 +49,7 @@ struct OutputSpec {
   Py_ssize_t alike;  // the tensor of the call, inputs first, that has the same sizes and dtype; -1: none
   SizeRule rule;
   int64_t width;
-  Reference fixed;  // tuple of int
+  std::vector<int64_t> fixed;
   Reference dtype;  // torch.dtype
 };
 
@@ -64,7 +76,7 @@ class KernelStep : public Step {
   int64_t many_rows = 0;  // from so many rows on, outputs are shown to `large`
   Reference large;
 
-  bool run(PyObject* slots, PendingSums* later) override;
+  bool run(PyObject* slots, Shared& shared, bool may_wait) override;
 
  private:
   struct Sizes;
@@ -80,13 +92,15 @@ class KernelStep : public Step {
 class FunctionStep : public Step {
  public:
   Reference function;
+  CudaMatmul* product = nullptr;  // whose bound method `function` is, where it is CudaMatmul.make
   std::string name;
   std::vector<Py_ssize_t> inputs;
   std::vector<Py_ssize_t> outputs;  // -1 for a result that nobody reads
 
-  bool run(PyObject* slots, PendingSums* later) override;
+  bool run(PyObject* slots, Shared& shared, bool may_wait) override;
 
  private:
+  Reference call(PyObject* const* arguments, Shared& shared) const;
   bool unpack(PyObject* made, PyObject* slots) const;
 };
 
@@ -112,7 +126,7 @@ class Program {
   void clear() { entries.clear(); }
 
  private:
-  bool run(const Entry& entry, PyObject* slots, ProgramSums* later) const;
+  bool run(const Entry& entry, PyObject* slots, Shared& shared) const;
 };
 
 // Looks up what steps ask torch for; false with a Python error set.

@@ -202,10 +202,10 @@ class Sequential(torch.nn.Sequential):
         return self._parts
 
     def _unchanged(self) -> bool:
-        containers, members, hooks, lengths, ops, revisions, options = self._token
+        containers, members, hooks, no_hooks, ops, revisions, options = self._token
         if [m for c in containers for m in c._modules.values()] != members:
             return False
-        if [len(h) for h in hooks] != lengths or [op.revision for op in ops] != revisions:
+        if any(no_hooks) or not all(hooks) or [op.revision for op in ops] != revisions:
             return False
         return options == (self.memory, self.kernels, self.fallback)
 
@@ -213,14 +213,15 @@ class Sequential(torch.nn.Sequential):
         containers = [m for m in self.modules() if isinstance(m, Sequential)]
         members = [m for c in containers for m in c._modules.values()]
         watched = [m for c in containers for m in c._modules.values() if m is not None]
-        hooks = [h for m in watched for h in _hook_dicts(m)]
+        given = [h for m in watched for h in _hook_dicts(m)]
+        hooks, no_hooks = [h for h in given if h], [h for h in given if not h]
         ops = [m for m in watched if isinstance(m, FusableOperation)]
         revisions = [op.revision for op in ops]
         items = _Flattener().run(self)
         _check_closed(items)
         self._parts = list(self._grouped(items))
         options = (self.memory, self.kernels, self.fallback)
-        self._token = (containers, members, hooks, [len(h) for h in hooks], ops, revisions, options)
+        self._token = (containers, members, hooks, no_hooks, ops, revisions, options)
 
     def _grouped(self, items: list[ListedOp | Border]) -> Iterable[Border | Group]:
         run: list[ListedOp] = []

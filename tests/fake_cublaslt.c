@@ -3,6 +3,7 @@
  * Matrices are column-major, as the library's; sums are taken in double. Refuses what `fake.refused` (an epilogue) and
  * `fake.refused_algorithm` say. There are three algorithms, numbered from 1, which compute the same.
  */
+#include <malloc.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,6 +12,7 @@
 struct fake_state {
   int heuristics, products, refused, refused_algorithm, last_epilogue, last_compute, by_algorithm[4];
   long long last_workspace;
+  void* last_workspace_at;
 };
 struct fake_state fake;
 
@@ -110,7 +112,8 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
   int relu = (d->epilogue & 2) && d->epilogue < 256, back_relu = (d->epilogue & ~16) == 136;
   int back_gelu = (d->epilogue & ~16) == 192, sums = d->epilogue & 16 && d->epilogue < 256;
   double* column = calloc((size_t)(m > n ? m : n), sizeof(double));
-  if (bytes != algorithm->data[0] * 1024 || (bytes && !workspace) || lo->type == 2) return free(column), 7;
+  int fits = bytes == algorithm->data[0] * 1024 && (!bytes || (workspace && malloc_usable_size(workspace) >= bytes));
+  if (!fits || lo->type == 2) return free(column), 7;
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t i = 0; i < m; ++i) {
       double sum = 0;
@@ -142,5 +145,6 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
   __atomic_add_fetch(&fake.products, 1, __ATOMIC_RELAXED);
   if (algorithm->data[0] < 4) __atomic_add_fetch(&fake.by_algorithm[algorithm->data[0]], 1, __ATOMIC_RELAXED);
   fake.last_epilogue = d->epilogue, fake.last_compute = d->compute, fake.last_workspace = (long long)bytes;
+  fake.last_workspace_at = workspace;
   return 0;
 }

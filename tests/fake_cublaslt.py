@@ -22,6 +22,7 @@ class FakeCublasLt(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("last_epilogue", "last_compute")),
         ("by_algorithm", ctypes.c_int * 4),
         ("last_workspace", ctypes.c_longlong),
+        ("last_workspace_at", ctypes.c_void_p),
     ]
 
 

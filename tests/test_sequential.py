@@ -410,6 +410,20 @@ def test_a_hook_that_changes_the_value_is_heard_and_a_removed_one_is_not():
     assert len(model.plans(X)) == 1
 
 
+def test_a_second_hook_is_heard_and_the_last_one_gone_makes_it_whole_again():
+    model = sequential(ops.Bias(8), ops.GELU(), ops.Bias(8))
+    y, heard = model(X), []
+    first, second = (model[1].register_forward_hook(lambda *_, k=k: heard.append(k)) for k in (1, 2))
+    torch.testing.assert_close(model(X), y)
+    assert heard == [1, 2]
+    first.remove()
+    model(X)
+    assert heard == [1, 2, 2] and len(model.plans(X)) == 2
+    second.remove()
+    model(X)
+    assert heard[3:] == [2] and len(model.plans(X)) == 1  # plans() runs what stands between them, too
+
+
 def test_names_and_outputs_cross_hooks():
     inner = te_fuser.Sequential(ops.Output("o"), ops.Add("outer"), ops.Add("call"), te_fuser.Residual(ops.Output("p")))
     model = sequential(ops.Fork("outer"), ops.Linear(8, 8), inner, ops.Fork("after"), ops.Add("after"))

@@ -127,27 +127,53 @@ class Fuser:
         if type(x) not in _PLAIN or x.is_meta or x.is_neg() or torch._C._are_functorch_transforms_active():
             check_input(x)
         inputs = named_tensors(inputs) if inputs else inputs
-        return execute(self.prepare(x, inputs, outputs), x, inputs)
+        parameters = self._parameters()
+        return execute(self._cached(x, inputs, outputs, parameters), x, inputs, parameters)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
-        signature = self._signature(x, inputs, outputs)
+        return self._cached(x, inputs, outputs, self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """The ops' parameters as they are now, in the order of the graph's."""
+        if self._watched and self._revision() != self._revisions:
+            self._relist()
+        if self._computed:
+            return [b.get() for b in self._bindings]
+        return [parameters[name] for parameters, name in self._slots]  # type: ignore[misc]
+
+    def _cached(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        parameters: Sequence[torch.Tensor],
+    ) -> Prepared:
+        signature = self._signature(x, inputs, outputs, parameters)
         last, found = self._last  # comparing takes half the time of a look-up
         if signature != last:
             found = self._by_shape.get(signature) or self._find(signature, x, inputs, outputs)
             self._last = signature, found
         return found
 
-    def _signature(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
+    def _signature(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        parameters: Sequence[torch.Tensor],
+    ) -> Any:
         """The shapes of a call, and everything else that its plan depends on."""
-        if self._watched and self._revision() != self._revisions:
-            self._relist()
         grad = torch.is_grad_enabled()
         kind = x.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        named = sorted(inputs.items()) if inputs else ()
-        parameters = [b.get() for b in self._bindings] if self._computed else [d[n] for d, n in self._slots]
-        return (x.shape, *[t.shape for _, t in named]), (
+        shapes: tuple[torch.Size, ...] = (x.shape,)
+        named: tuple[Any, ...] = ()
+        if inputs:
+            given = sorted(inputs.items())
+            shapes += tuple([t.shape for _, t in given])
+            named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
+        return shapes, (
             x.dtype,
             x.layout,
             x.device,
@@ -155,12 +181,12 @@ class Fuser:
             grad,
             autocast,
             outputs,
-            tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in named]),
+            named,
             registry.state(),
             self._revisions,
             tuple([op.training for op in self._ops]),
             tuple([state() for state in self._states]),
-            tuple([(p.__class__, p.dtype, p.device, p.requires_grad) for p in parameters]),  # type: ignore[union-attr]
+            tuple([(p.__class__, p.dtype, p.device, p.requires_grad) for p in parameters]),
         )
 
     def _find(
@@ -271,33 +297,43 @@ def prepare(plan: Plan, outputs: tuple[str, ...], instead: Mapping[str, KernelFu
     )
 
 
-def execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
-    """Run a prepared plan."""
+def execute(
+    prepared: Prepared,
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    parameters: Sequence[torch.Tensor] | None = None,
+) -> Any:
+    """Run a prepared plan.
+
+    Args:
+        parameters: those of the plan's graph, in its order, where the caller has them already.
+    """
+    if parameters is None:
+        parameters = [b.get() for b in prepared.plan.graph.parameters]
     if not prepared.autocast:
-        return _execute(prepared, x, inputs)
+        return _execute(prepared, x, inputs, parameters)
     # The plan has the casts; what runs inside must not cast again.
     with torch.autocast(x.device.type, enabled=False):
-        return _execute(prepared, x, inputs)
+        return _execute(prepared, x, inputs, parameters)
 
 
-def _execute(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
+def _execute(
+    prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> Any:
     values: dict[int, torch.Tensor] = {0: x}
     for name, index in prepared.named:
         values[index] = inputs[name]
     seed = draw_seed(x.device) if prepared.draws else None
     for segment in prepared.segments:
         tensors = [values[v] for v in segment.values_in]
-        for b in segment.parameters:
-            found = b.owner._parameters.get(b.name)
-            tensors.append(b.get() if found is None else found)
+        tensors += [parameters[p] for p in segment.parameters]
         if segment.uses_seed:
             tensors.append(seed)  # type: ignore[arg-type]
         if segment.backward is not None:
             made = _apply(segment, *tensors)
         else:
-            made = segment.results(segment.run_forward(tuple(tensors)))
-        for index, tensor in zip(segment.values_out, made, strict=True):
-            values[index] = tensor
+            made = segment.results(segment.run_forward(tensors))
+        values.update(zip(segment.values_out, made, strict=True))
     if not prepared.extras:
         return values[prepared.result]
     return (values[prepared.result], *(values[v] for v in prepared.extras))

@@ -21,7 +21,6 @@ from te_fuser.fuser.refs import (
     parameter_ref,
     value_ref,
 )
-from te_fuser.ops.base import Binding
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
 _CREATED_HERE = ("gradient", "parameter gradient", "recomputed", "term")
@@ -33,7 +32,7 @@ class Segment:
 
     Attributes:
         values_in, values_out: values of the graph that enter and leave, in the order of tensors and results.
-        parameters: parameters that it reads, in the order after the values.
+        parameters: the graph's parameters that it reads, in the order after the values.
         uses_seed: whether the last tensor handed in is the seed.
         forward, backward: the programs; backward is None where nobody needs a gradient.
         kept: forward slots that are saved; in backward they come after the gradients.
@@ -46,7 +45,7 @@ class Segment:
 
     values_in: tuple[int, ...]
     values_out: tuple[int, ...]
-    parameters: tuple[Binding, ...]
+    parameters: tuple[int, ...]
     uses_seed: bool
     forward: Program
     backward: Program | None
@@ -187,7 +186,7 @@ def _build(plan: Plan, start: int, stop: int, build: Callable[..., tuple[Program
     return Segment(
         tuple(values_in),
         tuple(values_out),
-        tuple(graph.parameters[p] for p in parameters),
+        tuple(parameters),
         uses_seed,
         forward,
         backward,

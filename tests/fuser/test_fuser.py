@@ -556,6 +556,22 @@ def test_computed_parameters(name, place):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def test_a_computed_parameter_is_computed_once_a_call():
+    calls = []
+
+    class Counted(nn.Module):
+        def forward(self, weight):
+            calls.append(weight)
+            return 2.0 * weight
+
+    model = our_mlp()
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Counted())
+    model(X)
+    calls.clear()
+    model(X).sum().backward()
+    assert len(calls) == 1
+
+
 def test_a_parameter_that_the_formula_does_not_read_gets_no_gradient():
     class Odd(ops.Scale):
         def __init__(self):

@@ -207,6 +207,32 @@ def test_algorithms() -> None:
     product.choose(problem, found[0][0])
 
 
+def test_products_of_a_program_share_a_workspace() -> None:
+    """With the algorithms that take the most of it, of different sizes: the results are those of calls apart."""
+    x, w, dy = normal(16, 4096), normal(512, 4096, seed=1) / 64, normal(16, 512, seed=2)
+    makes, sizes = [], []
+    for kind, a, b in (("forward", x, w), ("dgrad", dy, w), ("wgrad", dy, x)):
+        product = _native.CudaMatmul(kind, "bfloat16", **matmul.KINDS[kind])  # no other test meets its choice
+        product.make(a, b)
+        (problem,) = product.problems()
+        algorithm, size, _ = max(product.algorithms(problem, 64), key=lambda found: found[1])
+        product.choose(problem, algorithm)
+        makes.append((product.make, a, b))
+        sizes.append(size)
+    if not any(sizes):
+        pytest.skip("no algorithm of these takes a workspace")
+    alone = [make(a, b) for make, a, b in makes]
+    steps = [
+        _native.FunctionStep("product", make, [3 * k, 3 * k + 1], [3 * k + 2]) for k, (make, _, _) in enumerate(makes)
+    ]
+    program = _native.Program([(step, []) for step in steps])
+    for _ in range(50):
+        slots = [t for _, a, b in makes for t in (a, b, None)]
+        program.run(slots)
+        for got, want in zip(slots[2::3], alone, strict=True):
+            torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
+
+
 def test_in_a_graph_and_on_another_stream() -> None:
     x, w, b = inputs("x w b", (64,), 128, 256, torch.bfloat16)
     want = matmul.linear_bias_gelu_aux(x, w, b)

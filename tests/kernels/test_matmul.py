@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,6 +226,29 @@ def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
         product.algorithms((0, ROWS + 1, *problem[2:]))
     with pytest.raises(TypeError, match="a problem as problems"):
         product.choose(call, found[0][0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kibibytes", [1, 3])
+def test_products_of_a_program_share_their_workspace(library: FakeCublasLt, kibibytes: int) -> None:
+    """The second takes the first one's where that is large enough; the library refuses too small ones."""
+    forward, dgrad = (matmul.configured(kind, torch.float32, torch.float32) for kind in ("forward", "dgrad"))
+    x, w, places, held = values(ROWS, IN), values(OUT, IN), [], []
+    problem = dgrad.problem((forward.make(x, w), w, torch.empty(ROWS, IN)))
+    dgrad.choose(problem, dgrad.algorithms(problem)[kibibytes - 1][0])
+
+    def look(slots: list[Any]) -> None:
+        places.append(library.last_workspace_at)
+        held.append([torch.empty(1024 * k, dtype=torch.uint8) for k in (1, 1, 3, 3)])  # where it was, if it went back
+
+    def product(kind: Any, *slots: int) -> _native.FunctionStep:
+        return _native.FunctionStep("product", kind.make, slots[:2], slots[2:])
+
+    steps = [product(forward, 0, 1, 2), look, product(dgrad, 2, 1, 3), look, product(forward, 3, 1, 4), look]
+    slots = [x, w, None, None, None]
+    _native.Program([(step, []) for step in steps]).run(slots)
+    close(slots[3], x.double() @ w.double().t() @ w.double())
+    close(slots[4], slots[3].double() @ w.double().t())
+    assert places[1] == places[2] and (kibibytes == 3 or places[0] == places[1])
 
 
 def test_what_the_library_refuses_is_known_before(library: FakeCublasLt) -> None:
