@@ -40,14 +40,15 @@ class Package(types.ModuleType):
     ):
         self._begin("forward", q=q, k=k, v=v, out=out)
         assert return_lse and not q.requires_grad
-        queries, keys, values = (heads.transpose(1, 2) for heads in (q, k, v))
+        queries, keys, values = (heads.transpose(1, 2).double() for heads in (q, k, v))
         repeats = queries.shape[1] // keys.shape[1]
         keys, values = (heads.repeat_interleave(repeats, 1) for heads in (keys, values))
         scores = queries @ keys.mT * softmax_scale
         if causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
         out.copy_((scores.softmax(-1) @ values).transpose(1, 2))
-        return out, scores.logsumexp(-1), None, None, None
+        exact = q.dtype == torch.float64  # of float64 in tests
+        return out, scores.logsumexp(-1).to(torch.float64 if exact else torch.float32), None, None, None
 
     def _flash_attn_bwd(
         self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False, dq=None, dk=None, dv=None
