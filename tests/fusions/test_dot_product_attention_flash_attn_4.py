@@ -1,4 +1,4 @@
-"""Attention by FlashAttention-4 in plans: taken where it was measured to be faster, else why not; and it is right."""
+"""Attention by FlashAttention-4 in plans: left to tune, else why not; and where it is taken it is right."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def installed(monkeypatch):
     monkeypatch.setattr(flash_attn_4, "unusable", lambda: None)
 
 
+@pytest.fixture
+def fast(installed, monkeypatch):
+    """The same, measured to be faster than all others."""
+    monkeypatch.setattr(CudaFlashAttn4, "speed", Speed.constant(0.99, 0.99))
+
+
 def plan(*parts: Any, device: str = "h200", training: bool = True) -> Plan:
     with torch.device("meta"):
         model = Sequential(*parts).to(torch.bfloat16).train(training)
@@ -56,7 +62,7 @@ def reasons(p: Plan) -> set[str]:
     return {r.reason for r in p.refusals if r.name == NAME}
 
 
-def test_the_seed_layer_takes_it_and_nothing_is_left_to_pack(installed) -> None:
+def test_where_it_is_taken_nothing_is_left_to_pack(fast) -> None:
     p = plan(*seed_layer())
     assert taken(p) == [NAME, NAME] and not any(isinstance(kernel, PackedPass) for kernel in written_kernels(p))
     (step,) = (s for s in p.backward if s.name == NAME)
@@ -66,40 +72,26 @@ def test_the_seed_layer_takes_it_and_nothing_is_left_to_pack(installed) -> None:
         assert taken(plan(*seed_layer())) == [CUDNN, CUDNN]
 
 
-def test_its_times_are_those_that_were_measured(installed) -> None:
-    """Beside cuDNN's own: 0.248 to 0.258 ms forward, 0.717 to 0.821 ms backward."""
+def test_it_is_left_to_tune(installed) -> None:
     p = plan(*seed_layer())
-    with fusions.disabled(NAME):
-        other = plan(*seed_layer())
-    for steps, others, ratio in (
-        (p.forward, other.forward, 0.248 / 0.258),
-        (p.backward, other.backward, 0.717 / 0.821),
-    ):
-        ours, theirs = (next(s.cost for s in ss if s.name.startswith("attention")) for ss in (steps, others))
-        assert ours.flops == theirs.flops
-        assert theirs.efficiency / ours.efficiency == pytest.approx(ratio, rel=1e-3)
+    assert taken(p) == [CUDNN, CUDNN]
+    (reason,) = reasons(p)
+    assert reason.startswith("predicted") and f"more than {CUDNN}" in reason
 
 
-def test_with_dropout_it_is_not_taken(installed) -> None:
+def test_with_dropout_it_is_not_taken(fast) -> None:
     p = plan(*seed_layer(dropout=0.1))
     assert taken(p) == [CUDNN, CUDNN]
     assert reasons(p) == {"it has no dropout, and 0.1 of the probabilities are to be dropped"}
     assert taken(plan(*seed_layer(dropout=0.1), training=False)) == [NAME, NAME]
 
 
-def test_beside_the_front_end_the_cheaper_one_is_taken(installed, monkeypatch) -> None:
+def test_beside_the_front_end_the_cheaper_one_is_taken(fast, monkeypatch) -> None:
     monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: "1.32.0")
     assert taken(plan(*seed_layer())) == [NAME, NAME]
     with fusions.disabled(NAME):
         assert taken(plan(*seed_layer())) == [FRONT_END, FRONT_END]
     assert taken(plan(*seed_layer(dropout=0.1))) == [FRONT_END, FRONT_END]
-
-
-def test_heads_that_were_not_measured_are_left_to_others(installed) -> None:
-    p = plan(attention(dim=64))
-    assert taken(p) == [CUDNN, CUDNN]
-    (reason,) = reasons(p)
-    assert reason.startswith("predicted") and f"more than {CUDNN}" in reason
 
 
 def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
@@ -108,7 +100,7 @@ def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
     assert "no common stride in packing='interleaved'" in reason
     for device in ("b200", "a100"):
         (reason,) = reasons(plan(attention(), device=device))
-        assert "it was measured on compute capability 9 alone" in reason
+        assert "it is meant for compute capability 9 alone" in reason
     monkeypatch.setattr(flash_attn_4, "installed_version", lambda: None)
     assert reasons(plan(attention())) == {'flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36"'}
 

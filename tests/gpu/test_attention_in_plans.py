@@ -158,7 +158,10 @@ def layer(kind: str) -> Sequential:
     """A norm, a projection with its bias, and what is named: the kernels of two have sums, which all wait."""
     bias, rotation, attention = projected(4, 4, 64)
     after = {"attention": [attention], "rotation and attention": [rotation, attention], "rotation": [rotation]}[kind]
-    return randomize(Sequential(ops.LayerNorm(256), ops.MatMul(256, 768), bias, *after))
+    model = randomize(Sequential(ops.LayerNorm(256), ops.MatMul(256, 768), bias, *after))
+    with torch.no_grad():
+        model[1].weight.mul_(1 / 16)  # scores of some hundreds would make float16's own errors a tenth of the gradients
+    return model
 
 
 def batch(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
