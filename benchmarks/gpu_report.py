@@ -359,7 +359,8 @@ def plot(record: Data, path: Path = PLOT) -> None:
     axes.set_xlim(left=1)
     axes.margins(x=0.1)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(f"time over the floor (products and attention alone), forward + backward, {record['gpu']}")
+    what = "time over the floor (products and attention alone)"
+    figure.supxlabel(f"{what}, forward + backward, {record['gpu']}", fontsize="medium")  # the labels are wide
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
