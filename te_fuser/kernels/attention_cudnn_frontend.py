@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Mapping
 
@@ -75,6 +76,9 @@ def _graph(
     forms = _forms(settings, samples, positions)
     choices = settings.causal, settings.dropout, settings.scale
     return cudnn_frontend.graph_for(AttentionBackward(*forms, dtype, *choices, device))
+
+
+atexit.register(_graph.cache_clear)  # the front end's bindings print what outlives the interpreter, line by line
 
 
 def _forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[Form, Form, Form, Form]:

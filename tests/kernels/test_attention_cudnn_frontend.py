@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -222,3 +224,24 @@ def test_threads_run_one_after_the_other(front_end):
     for thread in threads:
         thread.join()
     assert len(results) == 4 and all(torch.equal(result, want) for result in results)
+
+
+_AT_EXIT = """
+import sys
+from te_fuser.kernels import attention_cudnn_frontend, cudnn_frontend
+from te_fuser.ops.dot_product_attention import DotProductAttention
+import torch
+
+class Graph:
+    def __del__(self):
+        print("too late" if sys.is_finalizing() else "in time")
+
+cudnn_frontend.graph_for = lambda problem: Graph()
+attention_cudnn_frontend._graph(DotProductAttention(2, 8).settings(), 1, 4, torch.bfloat16, 0)
+"""
+
+
+def test_no_graph_outlives_the_interpreter() -> None:
+    """The front end's bindings print a line to the terminal for each object that does."""
+    ended = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, check=True)
+    assert ended.stdout == "in time\n"
