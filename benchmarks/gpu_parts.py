@@ -626,7 +626,8 @@ def _of_size(bench: Bench, tokens: int, hidden: int) -> Entry:
     steps: dict[str, Step] = {"floor": floor.run, **{n: r.forward_and_backward for n, r in found.items()}}
     effort = no_longer(bench.effort, Effort(3, 0.5, 0.5))
     entry = compared(f"seed layer, {tokens} x {hidden}", contest(steps, effort, bench.card))
-    attempt(entry, "memory", lambda: _add_memory(entry, found, bench.card))
+    entry["floor_products"] = floor.taken
+    _add_details(entry, steps, found, bench.card)
     return entry
 
 
@@ -756,7 +757,7 @@ PARTS: dict[str, Part] = {
     "llama": Part("a Llama layer: RMSNorm, RoPE, 32 query and 8 key/value heads, SwiGLU", llama, 75),
     "stack": Part(f"{STACKED} seed layers in one Sequential and apart", stack, 70),
     "glue": Part("what stands between products, in GB/s and share of a copy", glue, 150),
-    "growth": Part("time and memory with the tokens and with the hidden size", growth, 120),
+    "growth": Part("time and memory with the tokens and with the hidden size", growth, 130),
     "first-call": Part("the first call in a new process, empty and warm kernel cache", first_call, 30),
     "train": Part("a GPT of 100 M parameters beside its twin in eager PyTorch", train, 190),
     "train-exact": Part("the same without dropout: both losses, and what another seed changes", train_exact, 130),
