@@ -5,10 +5,13 @@
 #   COMMIT=<hash> DONE="..." bash benchmarks/slots.sh 2      layer, mlp, llama, glue
 #   COMMIT=<hash> DONE="..." bash benchmarks/slots.sh 3      train, train-exact, layer-fp16, stack, growth, kernels
 #   COMMIT=<hash> bash benchmarks/slots.sh parts layer glue  only these
+#   COMMIT=<hash> bash benchmarks/slots.sh gpus "layer mlp" "tests glue"
+#                                                            these on the first GPU, those beside them on the second
 #
 # A slot that has time left goes on with parts of the others; what does not fit is skipped and named. The last line of the
 # output is the next command. DONE: parts that need not run again. TRAIN_STEPS: 500. BUDGET: seconds of a slot, 580.
-# FOLDER (build/slots) gets summary.txt, log.txt, logs.tar.gz, bench.json, tests.json and gpu-kernels-*.json. Then
+# FOLDER (build/slots) gets summary.txt, log.txt, logs.tar.gz, bench.json, tests.json and gpu-kernels-*.json; of several
+# GPUs each has a folder of its own in there. Then
 #   python benchmarks/gpu.py --take-in build/slots/bench.json build/slots/tests.json && make gpu-docs
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -119,6 +122,20 @@ part() {
   keep "$name"
 }
 
+side_by_side() { # parts of each GPU: the processors are shared out, so that one's host work is not in the other's way
+  local number=0 cores=$(($(nproc) / $#)) parts
+  install || exit 1
+  for parts in "$@"; do
+    # shellcheck disable=SC2086
+    CUDA_VISIBLE_DEVICES=$number FOLDER=$FOLDER/gpu-$number BUDGET=$((BUDGET - SECONDS)) \
+      taskset -c $((number * cores))-$(((number + 1) * cores - 1)) bash benchmarks/slots.sh parts $parts \
+      >"$LOGS/gpu-$number.out" 2>&1 </dev/null &
+    number=$((number + 1))
+  done
+  wait
+  tail -n 30 "$FOLDER"/gpu-*/summary.txt
+}
+
 first=(tests sanitizer first-call host)
 second=(layer mlp llama glue)
 third=(train layer-fp16 train-exact stack growth kernels)
@@ -127,7 +144,8 @@ case ${1:-} in
   2) queue=("${second[@]}" "${first[@]:1}" "${third[@]}") ;;
   3) queue=("${third[@]}" "${first[@]:1}" "${second[@]}") ;;
   parts) shift; queue=("$@") ;;
-  *) sed -n 2,14p "${BASH_SOURCE[0]}"; exit 2 ;;
+  gpus) shift; side_by_side "$@"; exit ;;
+  *) sed -n 2,15p "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 
 say "step ${1:-} of commit $COMMIT, $(date -u +%FT%TZ)"
