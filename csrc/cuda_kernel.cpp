@@ -124,10 +124,11 @@ PyObject* leave_sums(PyObject* self, PyObject* const* values, Py_ssize_t count) 
   if (later == nullptr) return nullptr;
   Reference done = Reference::steal(bind_and_call(program, values + 1, static_cast<size_t>(count - 1), nullptr, 1, later));
   if (!done) return nullptr;
-  PyObject* tensors = values[1];  // the last of them are the totals
-  const Py_ssize_t given = PyTuple_GET_SIZE(tensors);
-  for (size_t i = program.partial_widths.size(); i > 0; --i) {
-    later->totals.push_back(Reference::borrow(PyTuple_GET_ITEM(tensors, given - static_cast<Py_ssize_t>(i))));
+  const CudaLaunch& last = program.launches.back();
+  if (std::holds_alternative<RowGrid>(last.grid)) return done.release();
+  for (const LaunchArgument& argument : last.arguments) {
+    if (argument.source != Source::tensor) continue;
+    later->totals.push_back(Reference::borrow(PyTuple_GET_ITEM(values[1], static_cast<Py_ssize_t>(argument.index))));
   }
   return done.release();
 }
@@ -264,14 +265,30 @@ bool read_launch(CudaProgram& program, PyObject* item) {
   return true;
 }
 
+bool takes_all_sums(const CudaProgram& program, const CudaLaunch& launch) {
+  const auto count = [&launch](Source source) {
+    return static_cast<size_t>(std::count_if(launch.arguments.begin(), launch.arguments.end(),
+                                             [source](const LaunchArgument& a) { return a.source == source; }));
+  };
+  const size_t sums = program.partial_widths.size();
+  return count(Source::partial) == sums && count(Source::tensor) == sums;
+}
+
 bool read_launches(CudaProgram& program, PyObject* items) {
   const Py_ssize_t count = PyTuple_GET_SIZE(items);
   if (count < 1 || count > static_cast<Py_ssize_t>(most_launches)) return refuse(program, "it has 1 to 4 launches");
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!read_launch(program, PyTuple_GET_ITEM(items, i))) return false;
   }
-  if (std::holds_alternative<RowGrid>(program.launches[0].grid)) return true;
-  return refuse(program, "its first launch must be one over rows");
+  if (!std::holds_alternative<RowGrid>(program.launches[0].grid)) {
+    return refuse(program, "its first launch must be one over rows");
+  }
+  for (const CudaLaunch& launch : program.launches) {
+    if (std::holds_alternative<SumGrid>(launch.grid) && !takes_all_sums(program, launch)) {
+      return refuse(program, "a launch that adds up partial sums takes all of them, and as many tensors");
+    }
+  }
+  return true;
 }
 
 bool read_program(CudaProgram& program, PyObject* args, PyObject* keywords) {

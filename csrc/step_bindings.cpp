@@ -33,6 +33,7 @@ SizeRule size_rule(int number) {
 
 OutputSpec output_spec(const Output& given) {
   const auto& [slot, alike, rule, width, fixed, dtype] = given;
+  if (size_rule(rule) == SizeRule::fixed && !fixed) throw py::value_error("an output of fixed sizes has none");
   return {slot, alike, size_rule(rule), width, fixed.value_or(std::vector<int64_t>()), hold(dtype)};
 }
 

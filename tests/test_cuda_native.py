@@ -184,6 +184,11 @@ def changed_launch(**changes: Any) -> tuple[Any, ...]:
         ({"launches": ()}, ValueError, "1 to 4 launches"),
         ({"launches": (LAUNCHES[0],) * 5}, ValueError, "1 to 4 launches"),
         ({"launches": (LAUNCHES[1],)}, ValueError, "first launch must be one over rows"),
+        (
+            {"launches": (LAUNCHES[0], ("finish", 1024, 0, FINISH, (("partial", 0), ("groups", 0))))},
+            ValueError,
+            "all of",
+        ),
         ({"launches": (("rows", 1),)}, ValueError, "a launch is "),
         ({"launches": changed_launch(threads=1025)}, ValueError, "1 to 1024 threads"),
         ({"launches": changed_launch(threads=0)}, ValueError, "1 to 1024 threads"),

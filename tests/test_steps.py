@@ -51,6 +51,11 @@ def test_a_kernel_step_makes_inputs_contiguous_and_outputs_by_every_rule() -> No
     assert all(a is b for a, b in zip(tensors[1:], slots[1:6], strict=True)) and slots[6] is slots[1]
 
 
+def test_an_output_of_fixed_sizes_has_some() -> None:
+    with pytest.raises(ValueError, match="an output of fixed sizes has none"):
+        kernel_step(lambda *a: None, [(1, -1, 1, 0, None, torch.float32)])
+
+
 @pytest.mark.parametrize(
     ("size", "shape", "words"),
     [

@@ -147,13 +147,17 @@ class Fuser:
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
-        parameters: Sequence[torch.Tensor],
+        parameters: list[torch.Tensor],
     ) -> Prepared:
         signature = self._signature(x, inputs, outputs, parameters)
         last, found = self._last  # comparing takes half the time of a look-up
-        if signature != last:
-            found = self._by_shape.get(signature) or self._find(signature, x, inputs, outputs)
-            self._last = signature, found
+        if signature == last:
+            return found
+        known = self._by_shape.get(signature)
+        found = known or self._find(signature, x, inputs, outputs)
+        if known is None and self._computed:
+            parameters[:] = self._parameters()  # planning computed them too: what the first ones keep may have changed
+        self._last = signature, found
         return found
 
     def _signature(

@@ -139,4 +139,4 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     return ahead, Cost(2 * x + 2 * y, 2 * x, products, 2, efficiency=backward, apart=2.0 * x)
 
 
-FUSIONS = tuple(declare(p) for p in PROVIDERS)
+FUSIONS = tuple(declare(p) for p in PROVIDERS if p.in_plans)

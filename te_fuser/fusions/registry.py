@@ -348,6 +348,10 @@ def fusion(
         raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
     if sums and (gradients or (takes and direction == "backward")):
         raise ValueError("sums are left by m.later, which a plain function of tensors (takes, gradients) has not")
+    if any(not re.fullmatch(r"\d+\.\w+", s) for s in sums):
+        raise ValueError(
+            f"sums are gradients of the match's parameters, as in '0.bias'; got {', '.join(map(repr, sums))}"
+        )
     by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
     made = tuple(gives) or (by_default if takes else ())
 

@@ -24,6 +24,8 @@ class CudaCudnnFrontend(CudnnProvider):
 
     name = "cuda_cudnn_frontend"
     packs = True
+    # Backward beside PyTorch's call of the same kernels on an H200: 0.903 to 0.911 ms, with dropout 1.077 to 1.109.
+    speed = CudnnProvider.speed.times(1.0, 0.98)
     conditions = (
         *CudnnProvider.conditions,
         lambda p: cudnn_frontend.missing(),

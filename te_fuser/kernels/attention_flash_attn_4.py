@@ -19,8 +19,9 @@ from te_fuser.kernels.attention_conditions import (
     takes,
 )
 from te_fuser.kernels.attention_cuda import CudaProvider
+from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
 from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_provider import Saved, Speed
+from te_fuser.kernels.attention_provider import Saved
 from te_fuser.kernels.attention_views import Call, Gradients, Views
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
@@ -28,17 +29,19 @@ from te_fuser.ops.dot_product_attention import AttentionSettings
 class CudaFlashAttn4(CudaProvider):
     """FlashAttention-4, which stores the gradients of queries, keys and values where they lie packed.
 
-    It is priced so that only `tune`, which measures it in its place, takes it: these calls were written by the
-    package's sources (4.0.0b36) and have not run on a GPU. The package's own kernels were measured there to take 0.96
-    of cuDNN's time forward and 0.87 backward (0.248 and 0.717 ms on an H200 for bfloat16, batch 4, 32 heads of 128
-    features, S 2048, causal, no dropout). It has forward for compute capability 8 to 12, backward for 9 to 12, heads of
-    up to 256 features on 9, and a flag for backward to repeat its bits: none of that was measured, and it says no.
+    No plan has it unasked: these calls were written by the package's sources (4.0.0b36) and have not run on a GPU.
+    `fusions.dot_product_attention.declare(CudaFlashAttn4())` lets plans have it. What it is priced by is its time over
+    that of cuDNN, 0.248 to 0.258 ms forward and 0.717 to 0.821 ms backward on an H200 (bfloat16, batch 4, 32 heads of
+    128 features, S 2048, causal, no dropout), the only attention that was measured. The package has forward for
+    compute capability 8 to 12, backward for 9 to 12, heads of up to 256 features on 9, and a flag for backward to
+    repeat its bits: none of that was measured, and it says no.
     """
 
     name = "cuda_flash_attn_4"
     packs = True
     emits = ("flash4_logsumexp",)
-    speed = Speed.constant(0.1, 0.1)
+    in_plans = False
+    speed = CudnnProvider.speed.times(0.248 / 0.258, 0.717 / 0.821)
     conditions = (
         runs_on("cuda"),
         lambda p: flash_attn_4.missing(),

@@ -40,6 +40,17 @@ class Speed:
         every = {(wide, drops): (1.0 / forward, 1.0 / backward) for wide in (False, True) for drops in (False, True)}
         return cls(every, {False: (0.0, 0.0), True: (0.0, 0.0)})
 
+    def times(self, forward: float, backward: float) -> Speed:
+        """That of a kernel which takes so many times as long."""
+
+        def longer(pair: tuple[float, float]) -> tuple[float, float]:
+            return pair[0] * forward, pair[1] * backward
+
+        return Speed(
+            {key: longer(pair) for key, pair in self.slowness.items()},
+            {key: longer(pair) for key, pair in self.warm_up.items()},
+        )
+
     def shares(self, settings: AttentionSettings, positions: int) -> tuple[float, float]:
         """Of forward and of backward."""
         slowness = self.slowness[settings.heads.head_dim > 64, settings.dropout > 0.0]
@@ -61,6 +72,7 @@ class Provider:
     conditions: ClassVar[tuple[Condition, ...]]
     speed: ClassVar[Speed]
     on_cuda: ClassVar[bool] = False
+    in_plans: ClassVar[bool] = True  # else only where somebody declares it as a fusion
     packs: ClassVar[bool] = False  # backward itself stores the packed gradient: no pass over it is left to do
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 

@@ -50,13 +50,21 @@ def missing() -> str | None:
 
 def unusable(cudnn_version: int) -> str | None:
     """Why the front end cannot work on the cuDNN that PyTorch has loaded, of that version; None when it can."""
-    try:
-        found = _package().backend_version()
-    except Exception as error:  # whatever an import of it may raise
-        return f"{PACKAGE} does not load: {error}"
+    found = _version_in_use()
+    if isinstance(found, str):
+        return found
     if found != cudnn_version:
         return f"{PACKAGE} has loaded cuDNN {found}, PyTorch {cudnn_version}: both must use one (see LD_LIBRARY_PATH)"
     return None
+
+
+@functools.cache
+def _version_in_use() -> int | str:
+    """The cuDNN that the front end has loaded, or why there is none; asked once, since a failed import is repeated."""
+    try:
+        return int(_package().backend_version())
+    except Exception as error:  # whatever an import of it may raise
+        return f"{PACKAGE} does not load: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,10 @@ class BackwardGraph:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> RuntimeError:
-        return RuntimeError(f"cuDNN's backward of attention failed for {self._problem}: {error}")
+        return RuntimeError(
+            f"cuDNN's backward of attention failed for {self._problem}: {error}; "
+            "te_fuser.fusions.disabled('attention_cuda_cudnn_frontend') plans without it"
+        )
 
 
 def _lying(tensor: torch.Tensor, form: Form) -> torch.Tensor:
@@ -157,8 +168,8 @@ def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
         with _lock:
             try:
                 return BackwardGraph(problem)
-            except (_package().cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
-                return f"cuDNN has no backward for it: {error}"
+            except Exception as error:  # a refusal, or a front end that is called in another way by now
+                return f"cuDNN has no backward for it: {type(error).__name__}: {error}"
 
 
 def _refuse_capture() -> None:

@@ -35,19 +35,21 @@ def run_verified(
     """
     prepared = fuser.prepare(x, inputs, outputs)
     plan = prepared.plan
-    watch = _Watch(plan, {0: x, **{index: inputs[name] for name, index in prepared.named}})
+    parameters = [b.get() for b in plan.graph.parameters]  # once: computed ones may be others the next time
+    watch = _Watch(plan, {0: x, **{index: inputs[name] for name, index in prepared.named}}, parameters)
     kernels = load_kernels(list(descriptions([*plan.forward, *plan.backward]).values()), plan.kernels, x.device)
     # Segments of this call's own: what backward is checked against is what this forward saw.
     segments = build_segments(plan, kernels, watch.wrap)
-    return execute(dataclasses.replace(prepared, segments=segments), x, inputs)
+    return execute(dataclasses.replace(prepared, segments=segments), x, inputs, parameters)
 
 
 class _Watch:
     """What one call has computed so far, and the checks of its steps."""
 
-    def __init__(self, plan: Plan, entering: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, plan: Plan, entering: Mapping[int, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         self.graph = plan.graph
         self.values = {value: t.detach() for value, t in entering.items()}
+        self.parameters = [p.detach() for p in parameters]
         self.seed = torch.zeros(2, dtype=torch.int64)
         self.forward_steps = {id(step) for step in plan.forward}
         self.coarsest = max(torch.finfo(v.spec.dtype).eps for v in plan.graph.values if v.spec.dtype.is_floating_point)
@@ -75,7 +77,7 @@ class _Watch:
         nodes = list(nodes)
         found = {f"{_VALUE}{v}": self.value(v) for v in self.entering(nodes)}
         numbers = {p for node in nodes for p in node.parameters.values()}
-        return found | {f"{_PARAMETER}{p}": self.graph.parameters[p].get().detach() for p in sorted(numbers)}
+        return found | {f"{_PARAMETER}{p}": self.parameters[p] for p in sorted(numbers)}
 
     def value(self, index: int) -> torch.Tensor:
         """A value as it was in forward; where no step made it, since it is another one, from the ops that would."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -54,8 +55,9 @@ def test_it_is_taken_for_the_pass_that_it_saves(installed) -> None:
     assert [s.name for s in p.forward if s.name.startswith("attention")] == [NAME]
     with fusions.disabled(NAME):
         (other,) = (s for s in plan(ops.SiLU(), attention()).backward if s.name == TWIN)
-    # The packing is what is saved: as many bytes read as written, at the rate of an H200's memory.
-    assert other.seconds - step.seconds == pytest.approx(2 * x / 4.2e12, rel=0.2)
+    # The packing is what is saved: as many bytes read as written, at the rate of an H200's memory; and a launch.
+    same = 0.02 * step.seconds  # what the same kernels take less when they are called so
+    assert other.seconds - step.seconds == pytest.approx(2 * x / 4.2e12 + 4e-6 + same, rel=0.1)
     assert other.cost.flops == step.cost.flops
 
 
@@ -66,11 +68,11 @@ def test_the_bias_before_it_gets_its_gradient_elsewhere(installed) -> None:
 
 
 def test_a_rotation_before_it_turns_back_in_a_pass_of_its_own(installed) -> None:
-    """That pass moves as much as the one that packs and turns back at once: either is as good."""
+    """That pass moves as much as the one that packs and turns back at once."""
     p = plan(ops.Bias(FEATURES), ops.RotaryEmbedding(DIM, heads=HEADS), attention())
     assert covered(p) == {NAME: (2, 3), "rotary_embedding_backward": (0, 2)}
     (reason,) = {r.reason for r in p.refusals if r.name == TWIN and (r.start, r.stop) == (0, 3)}
-    assert reason == f"no gain over rotary_embedding_backward + {NAME}"
+    assert re.fullmatch(rf"predicted \d\.\d us more than rotary_embedding_backward \+ {NAME}, with .*", reason)
 
 
 def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:

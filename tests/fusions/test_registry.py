@@ -386,6 +386,10 @@ DECLARED_WRONG = {
         {"backward": [ops.Bias], "takes": ["dy"], "sums": ["0.bias"]},
         r"sums are left by m.later, which a plain function of tensors \(takes, gradients\) has not",
     ),
+    "sums_from_the_end": (
+        {"backward": [ops.Bias], "sums": ["-1.bias"]},
+        "sums are gradients of the match's parameters, as in '0.bias'; got '-1.bias'",
+    ),
     "emits_a_word": ({"forward": [ops.GELU], "emits": ["mean"]}, "emits names values inside the match, .*got 'mean'"),
     "emits_beyond_its_pattern": (
         {"forward": [ops.MatMul, fusions.Optional(ops.Bias), fusions.OneOf(ops.GELU, ops.ReLU)], "emits": ["3.output"]},

@@ -14,6 +14,7 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, fusions, ops
+from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import flash_attn_4
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
 from te_fuser.ops.base import Spec
@@ -38,8 +39,11 @@ OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_effici
 
 
 @pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(flash_attn_4, "installed_version", version)
+    fusion = declare(PROVIDER)
+    yield
+    fusions.unregister(fusion)
 
 
 @contextlib.contextmanager

@@ -190,5 +190,6 @@ def in_place(patch):
 
 def forget():
     """Drop what was kept of another front end."""
-    for kept in (cudnn_frontend._package, cudnn_frontend._handle, attention_cudnn_frontend._graph):
+    asked = (cudnn_frontend._package, cudnn_frontend._version_in_use, cudnn_frontend._handle)
+    for kept in (*asked, attention_cudnn_frontend._graph):
         kept.cache_clear()

@@ -141,10 +141,13 @@ def test_backward_takes_the_graph_that_planning_built(front_end):
     assert len(front_end.graphs) == 1
 
 
-@pytest.mark.parametrize("error", [fake_cudnn.GraphNotSupported("no engine"), RuntimeError("no engine")])
+@pytest.mark.parametrize(
+    "error", [fake_cudnn.GraphNotSupported("no engine"), RuntimeError("no engine"), TypeError("no engine")]
+)
 def test_what_cudnn_refuses_is_a_reason(error, front_end):
     front_end.refuses = error
-    assert PROVIDER.reason_not(at_hand()) == "cuDNN has no backward for it: no engine"
+    reason = f"cuDNN has no backward for it: {type(error).__name__}: no engine"
+    assert PROVIDER.reason_not(at_hand()) == reason
     assert PROVIDER.reason_not(at_hand()) is not None and len(front_end.graphs) == 1
     op, x, dy = make()
     with pytest.raises(RuntimeError, match=r"no engine; te_fuser\.fusions\.disabled\('attention_cuda_cudnn_frontend'"):
@@ -163,7 +166,7 @@ def test_a_front_end_that_does_not_load_is_a_reason(front_end, monkeypatch):
 
     monkeypatch.setattr(cudnn_frontend.importlib, "import_module", broken)
     assert PROVIDER.reason_not(at_hand()) == (
-        "nvidia-cudnn-frontend does not load: libcudnn.so.9: cannot open shared object file"
+        "nvidia-cudnn-frontend does not load: ImportError: libcudnn.so.9: cannot open shared object file"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,24 @@ def test_a_step_in_python_leaves_its_sums(driver: FakeDriver) -> None:
     made.run(slots)
     assert seen == [(1, b"rows"), (2, b"rows")]
     assert (driver.launches, driver.last_symbol, driver.last_blocks) == (3, b"column_sums", 4)
+
+
+def test_totals_live_wherever_a_kernel_takes_them(driver: FakeDriver) -> None:
+    """A step may drop them: what is yet to be written is not given back before."""
+    rows = ("rows", 32, 0, (1, 1, 2, False, True), (("tensor", 0), ("tensor", 2), ("partial", 0)))
+    finish = ("finish", 1024, 0, (1, 0), (("partial", 0), ("tensor", 1), ("groups", 0)))
+    dtypes = ("float32",) * 3
+    kernel = _native.CudaKernel("nothing", b"nowhere:-", dtypes, (4,) * 3, 1, (rows, finish), (WIDTH,), 0, 0)
+    died: list[bytes] = []
+
+    def step(slots: list[Any], later: object) -> None:
+        total = torch.zeros(WIDTH)
+        kernel.leave_sums(later, (slots[0], total, torch.zeros(64, 4)), 64, 1, 1, ())
+        weakref.finalize(total, lambda: died.append(driver.last_symbol))
+
+    made, slots = python_steps(step)
+    made.run(slots)
+    assert died == [b"column_sums"]
 
 
 def test_only_who_is_told_leaves_sums(driver: FakeDriver) -> None:

@@ -40,6 +40,14 @@ def test_right_steps_pass(name: str, cut: bool) -> None:
     torch.testing.assert_close(y, model.reference(x))
 
 
+def test_computed_parameters_are_those_of_the_call() -> None:
+    """Power iteration goes on each time that the weight is computed: what is checked is what ran."""
+    model, x = sequential(ops.Linear(8, 8), ops.GELU(), verify=True), tensor(5, 8)
+    torch.nn.utils.parametrizations.spectral_norm(model[0], "weight")
+    for _ in range(3):
+        model(x).square().sum().backward()
+
+
 def first_bias_is_wrong(m: Any, dy: torch.Tensor) -> Any:
     """Backward of two biases; the second's gradient is right."""
     right = dy.reshape(-1, dy.shape[-1]).sum(0)
