@@ -1,4 +1,6 @@
-"""Attention by PyTorch's own kernels, called below autograd: each provider is one of them, forward and backward.
+"""Attention by kernels of libraries, called below autograd: each provider is a way to run it forward and backward.
+
+Most are PyTorch's own; cuDNN's front end and FlashAttention-4 take part where they are installed.
 
 The kernels take heads [batch, heads, positions, head_dim] by strides, so packed queries, keys and values are read where
 they lie. A provider says what it can do (`conditions`) and which operators it calls (`schemas`, as it was written for
