@@ -35,7 +35,7 @@ class Device:
         return "cpu" if self.capability is None else "cuda"
 
     def seconds(self, cost: Cost, dtype: str) -> float:
-        """The predicted time: the larger of bytes over bandwidth and operations over rate, plus launches and bytes apart."""
+        """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart."""
         if cost.seconds is not None:
             return cost.seconds
         limits = self.limits(cost, dtype)
