@@ -116,7 +116,12 @@ def tune(
             if reason:
                 trials.append(Trial(place, choice, None, False, reason))
                 continue
-            ratio = contest(call_of(best), call_of(plan), effort)
+            candidate = call_of(plan)
+            reason = _failure(candidate)
+            if reason:
+                trials.append(Trial(place, choice, None, False, reason))
+                continue
+            ratio = contest(call_of(best), candidate, effort)
             taken = ratio < 1 - effort.margin
             trials.append(Trial(place, choice, ratio, taken))
             if taken:
@@ -184,13 +189,22 @@ def _unfit(plan: Plan, best: Plan, memory: str | int) -> str:
     return ""
 
 
+def _failure(call: Callable[[], None]) -> str:
+    """Why a plan cannot run, where the fusion that it tries fails; empty when it can."""
+    try:
+        call()
+    except Exception as error:  # of a fusion that no plan has run yet: whatever it may raise
+        return f"fails: {type(error).__name__}: {error}"
+    return ""
+
+
 def _call(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Callable[[], None]:
     """One forward and, where there is one, backward; gradients that tensors hold are left alone."""
     parameters = [b.get() for b in prepared.plan.graph.parameters]
     wanted = [t for t in (x, *inputs.values(), *parameters) if t.requires_grad]
 
     def run() -> None:
-        result = execute(prepared, x, inputs)
+        result = execute(prepared, x, inputs, parameters)
         if prepared.with_grad:
             made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
             torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)

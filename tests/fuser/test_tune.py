@@ -81,6 +81,22 @@ def test_a_slower_choice_is_not_taken(monkeypatch: pytest.MonkeyPatch, slow_gelu
     assert names(model, x) == before
 
 
+def test_a_choice_that_fails_is_said_and_the_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    @fusion(forward=[ops.GELU], name="broken_gelu", cost=lambda m: Cost(seconds=1.0))
+    def broken_gelu(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("not on this device")
+
+    model, x = Sequential(ops.GELU(), ops.Linear(64, 32)), torch.randn(128, 64)
+    clock(monkeypatch, lambda: 0.9)
+    try:
+        report = model.tune(x)
+    finally:
+        fusions.unregister("broken_gelu")
+    found = {t.place: (t.ratio, t.taken, t.reason) for t in report.trials}
+    assert found["broken_gelu 64>64"] == (None, False, "fails: NotImplementedError: not on this device")
+    assert found["matmul_bias 64>32"][:2] == (0.9, True)
+
+
 def test_a_taken_fusion_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Sequential(ops.Linear(64, 32), ops.GELU()), torch.randn(128, 64)
     assert "matmul_bias" in names(model, x)
