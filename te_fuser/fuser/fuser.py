@@ -127,12 +127,12 @@ class Fuser:
         if type(x) not in _PLAIN or x.is_meta or x.is_neg() or torch._C._are_functorch_transforms_active():
             check_input(x)
         inputs = named_tensors(inputs) if inputs else inputs
-        parameters = self._parameters()
-        return execute(self._cached(x, inputs, outputs, parameters), x, inputs, parameters)
+        prepared, parameters = self._cached(x, inputs, outputs)
+        return execute(prepared, x, inputs, parameters)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
-        return self._cached(x, inputs, outputs, self._parameters())
+        return self._cached(x, inputs, outputs)[0]
 
     def _parameters(self) -> list[torch.Tensor]:
         """The ops' parameters as they are now, in the order of the graph's."""
@@ -143,22 +143,20 @@ class Fuser:
         return [parameters[name] for parameters, name in self._slots]  # type: ignore[misc]
 
     def _cached(
-        self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        parameters: list[torch.Tensor],
-    ) -> Prepared:
+        self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> tuple[Prepared, list[torch.Tensor]]:
+        """The prepared plan, and the parameters of this call."""
+        parameters = self._parameters()
         signature = self._signature(x, inputs, outputs, parameters)
         last, found = self._last  # comparing takes half the time of a look-up
         if signature == last:
-            return found
+            return found, parameters
         known = self._by_shape.get(signature)
         found = known or self._find(signature, x, inputs, outputs)
         if known is None and self._computed:
-            parameters[:] = self._parameters()  # planning computed them too: what the first ones keep may have changed
+            parameters = self._parameters()  # planning computed them too: what the first ones keep may have changed
         self._last = signature, found
-        return found
+        return found, parameters
 
     def _signature(
         self,

@@ -22,7 +22,7 @@ from te_fuser.kernels.attention_cuda import CudaProvider
 from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
 from te_fuser.kernels.attention_problem import AttentionProblem
 from te_fuser.kernels.attention_provider import Saved
-from te_fuser.kernels.attention_views import Call, Gradients, Views
+from te_fuser.kernels.attention_views import Call, Views
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 
@@ -84,12 +84,6 @@ class CudaFlashAttn4(CudaProvider):
         made, causal, scale = (dq, dk, dv), settings.causal, settings.scale
         flash_attn_4.backward(q, k, v, out, dout, logsumexp.contiguous(), made, causal=causal, scale=scale)
         return dx
-
-    def gradients(
-        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
-    ) -> Gradients:
-        """Views of the packed gradient."""
-        return settings.heads.split(self.backward(settings, tensors, dy))
 
     def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
         settings, (b, h) = call.settings, call.q.shape[:2]

@@ -73,7 +73,7 @@ class Provider:
     speed: ClassVar[Speed]
     on_cuda: ClassVar[bool] = False
     in_plans: ClassVar[bool] = True  # else only where somebody declares it as a fusion
-    packs: ClassVar[bool] = False  # backward itself stores the packed gradient: no pass over it is left to do
+    packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 
     def __init__(self) -> None:
@@ -135,8 +135,10 @@ class Provider:
     ) -> Gradients:
         """The same before it is packed: queries [B, G, R, S, D], keys and values [B, G, S, D], as the kernel left them.
 
-        They may have another dtype than the input.
+        They may have another dtype than the input. Of a provider that packs them itself they are views.
         """
+        if self.packs:
+            return settings.heads.split(self.backward(settings, tensors, dy))
         qkv, out, mask = tensors["input"], tensors["output"], tensors.get("attention_mask")
         assert qkv is not None and out is not None
         if not qkv.numel():

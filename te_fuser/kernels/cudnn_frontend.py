@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
-from te_fuser.kernels.gpu_threads import give_context
+from te_fuser.kernels.optional_packages import give_context, refuse_capture, version_of, why_missing
 
 PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = "1.32"
-_INSTALL = f'pip install "{PACKAGE}>={_OLDEST}"'
+_UNMADE = "a graph of cuDNN for attention's backward that is not built yet"  # in a capture
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()
 
@@ -29,23 +27,14 @@ _lock = threading.RLock()
 Form = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
-@functools.cache
 def installed_version() -> str | None:
     """The version of the front end that is installed, if any."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return version_of(PACKAGE)
 
 
 def missing() -> str | None:
     """Why there is no front end to use, found without importing it; None where there is one."""
-    version = installed_version()
-    if version is None:
-        return f"{PACKAGE} is not installed: {_INSTALL}"
-    if TorchVersion(version) < _OLDEST:
-        return f"it needs {PACKAGE} {_OLDEST}, found {version}: {_INSTALL}"
-    return None
+    return why_missing(PACKAGE, _OLDEST, installed_version())
 
 
 def unusable(cudnn_version: int) -> str | None:
@@ -125,7 +114,7 @@ class BackwardGraph:
     def _load(self) -> None:
         if self._workspace is not None:
             return
-        _refuse_capture()
+        refuse_capture(_UNMADE)
         try:
             with _lock:
                 if self._workspace is None:
@@ -163,21 +152,13 @@ def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
         RuntimeError: when the current stream is being captured.
     """
     with torch.cuda.device(problem.device):
-        _refuse_capture()
+        refuse_capture(_UNMADE)
         give_context(problem.device)
         with _lock:
             try:
                 return BackwardGraph(problem)
             except Exception as error:  # a refusal, or a front end that is called in another way by now
                 return f"cuDNN has no backward for it: {type(error).__name__}: {error}"
-
-
-def _refuse_capture() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "this call needs a graph of cuDNN for attention's backward that is not built yet, and its stream is being "
-            "captured into a CUDA graph: run the model once with inputs like these before the capture"
-        )
 
 
 def _described(cudnn: Any, p: AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:

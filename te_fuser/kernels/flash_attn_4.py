@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
-from te_fuser.kernels.gpu_threads import give_context
+from te_fuser.kernels.optional_packages import give_context, refuse_capture, version_of, why_missing
 
 PACKAGE = "flash-attn-4"
 _OLDEST = "4.0.0b36"
-_INSTALL = f'pip install "{PACKAGE}>={_OLDEST}"'
+_UNMADE = f"kernels of {PACKAGE} that are compiled at their first run"  # in a capture
 _MODULE = "flash_attn.cute.interface"
 # The package's functions below autograd, with the arguments that they are given here.
 _TAKEN = {
@@ -34,23 +32,14 @@ _lock = threading.RLock()
 _run_before: set[tuple[Any, ...]] = set()
 
 
-@functools.cache
 def installed_version() -> str | None:
     """The version of the package that is installed, if any."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return version_of(PACKAGE)
 
 
 def missing() -> str | None:
     """Why there is no package to use, found without importing it; None where there is one."""
-    version = installed_version()
-    if version is None:
-        return f"{PACKAGE} is not installed: {_INSTALL}"
-    if TorchVersion(version) < _OLDEST:
-        return f"it needs {PACKAGE} {_OLDEST}, found {version}: {_INSTALL}"
-    return None
+    return why_missing(PACKAGE, _OLDEST, installed_version())
 
 
 @functools.cache
@@ -124,7 +113,7 @@ def _run(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, call: 
     form = (direction, q.dtype, q.device, causal, *((t.shape, t.stride()) for t in tensors))
     with torch.cuda.device(q.device.index):
         if form not in _run_before:
-            _refuse_capture()
+            refuse_capture(_UNMADE)
         give_context(q.device.index)
         try:
             return call() if form in _run_before else _first(form, call)
@@ -141,14 +130,6 @@ def _first(form: tuple[Any, ...], call: Callable[[], Any]) -> Any:
             _run_before.clear()
         _run_before.add(form)
     return made
-
-
-def _refuse_capture() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"this call needs kernels of {PACKAGE} that are compiled at their first run, and its stream is being "
-            "captured into a CUDA graph: run the model once with inputs like these before the capture"
-        )
 
 
 def _failure(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, error: Exception) -> RuntimeError:
