@@ -265,6 +265,28 @@ bool read_launch(CudaProgram& program, PyObject* item) {
   return true;
 }
 
+// Pairs (written, read) of tensors: each at most once, of the same dtype.
+bool read_overwrites(CudaProgram& program, PyObject* pairs) {
+  std::vector<bool> seen(program.tensors.size());
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); ++i) {
+    PyObject* pair = PyTuple_GET_ITEM(pairs, i);
+    Py_ssize_t written = 0, read = 0;
+    if (!PyTuple_Check(pair)) return refuse(program, "what overwrites is (written, read)");
+    if (!PyArg_ParseTuple(pair, "nn;what overwrites is (written, read)", &written, &read)) return false;
+    const auto out = static_cast<size_t>(written), in = static_cast<size_t>(read);
+    if (out < program.inputs || out >= seen.size() || in >= program.inputs) {
+      return refuse(program, "what overwrites is a tensor that is written, over one that is read");
+    }
+    if (seen[out] || seen[in]) return refuse(program, "a tensor overwrites one other, and is overwritten once");
+    if (std::string(program.tensors[out].dtype.name) != program.tensors[in].dtype.name) {
+      return refuse(program, "a tensor overwrites another of its own dtype");
+    }
+    seen[out] = seen[in] = true;
+    program.overwrites.emplace_back(out, in);
+  }
+  return true;
+}
+
 bool takes_all_sums(const CudaProgram& program, const CudaLaunch& launch) {
   const auto count = [&launch](Source source) {
     return static_cast<size_t>(std::count_if(launch.arguments.begin(), launch.arguments.end(),
@@ -293,14 +315,16 @@ bool read_launches(CudaProgram& program, PyObject* items) {
 
 bool read_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   static const char* names[] = {"name",     "cubin",          "dtypes",     "alignments", "inputs",
-                                "launches", "partial_widths", "row_values", "integers",   "waits",  nullptr};
+                                "launches", "partial_widths", "row_values", "integers",   "waits",  "overwrites", nullptr};
   const char *name = nullptr, *cubin = nullptr;
   Py_ssize_t cubin_size = 0, inputs = 0, row_values = 0, integers = 0;
   PyObject *dtype_names = nullptr, *alignments = nullptr, *launches = nullptr, *widths = nullptr;
+  PyObject* overwrites = nullptr;
   int waits = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn|p:CudaKernel", const_cast<char**>(names), &name, &cubin,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn|pO!:CudaKernel", const_cast<char**>(names), &name, &cubin,
                                    &cubin_size, &PyTuple_Type, &dtype_names, &PyTuple_Type, &alignments, &inputs,
-                                   &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers, &waits)) {
+                                   &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers, &waits,
+                                   &PyTuple_Type, &overwrites)) {
     return false;
   }
   program.module.name = name;
@@ -316,6 +340,7 @@ bool read_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   program.row_values = static_cast<size_t>(row_values);
   program.integers = static_cast<size_t>(integers);
   if (!read_widths(program, widths) || !read_launches(program, launches)) return false;
+  if (overwrites != nullptr && !read_overwrites(program, overwrites)) return false;
   const bool has_seed = inputs > 0 && std::string(dtypes[program.inputs - 1].name) == "int64";
   return !program.draws || has_seed || refuse(program, "it draws, and its last input is no seed (int64)");
 }
@@ -348,8 +373,8 @@ PyMethodDef methods[] = {
 };
 
 PyDoc_STRVAR(documentation,
-             "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers, waits=False)"
-             "\n--\n\n"
+             "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers, waits=False, "
+             "overwrites=())\n--\n\n"
              "A generated CUDA kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
 
 }  // namespace

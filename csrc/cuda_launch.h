@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -97,6 +98,7 @@ class CudaProgram {
   CudaModule module;
   std::vector<TensorParameter> tensors;
   size_t inputs = 0;  // so many of the tensors are read, the others are written
+  std::vector<std::pair<size_t, size_t>> overwrites;  // a written and a read tensor that may have the same memory
   std::vector<CudaLaunch> launches;
   std::vector<int64_t> partial_widths;  // partial sums: float32 [groups, width] each
   size_t row_values = 0;                // float32 [rows] each, from one launch to the next

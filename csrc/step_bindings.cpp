@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,12 +38,24 @@ OutputSpec output_spec(const Output& given) {
   return {slot, alike, size_rule(rule), width, fixed.value_or(std::vector<int64_t>()), hold(dtype)};
 }
 
+// Which outputs may have the memory of `dying` input slots: what the kernel's text allows of it.
+void let_overwrite(KernelStep& step, const Slots& dying) {
+  if (step.cuda == nullptr) return;
+  for (const auto& [written, read] : step.cuda->overwrites) {
+    const size_t output = written - step.inputs.size();
+    if (read >= step.inputs.size() || output >= step.outputs.size()) continue;
+    const bool dies = std::count(dying.begin(), dying.end(), step.inputs[read]) > 0;
+    if (dies && step.outputs[output].rule == SizeRule::rows) step.outputs[output].over = static_cast<Py_ssize_t>(read);
+  }
+}
+
 std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::object& kernel, Slots inputs,
                                              Py_ssize_t lead, std::optional<int64_t> batch_dim,
                                              const std::vector<Output>& outputs, const py::tuple& streams,
                                              std::vector<std::pair<Py_ssize_t, Py_ssize_t>> aliases, int64_t many_rows,
                                              const py::object& large,
-                                             const std::vector<std::pair<int, int64_t>>& input_sizes) {
+                                             const std::vector<std::pair<int, int64_t>>& input_sizes,
+                                             const Slots& dying) {
   auto step = std::make_unique<KernelStep>();
   step->name = name;
   step->kernel = hold(kernel);
@@ -64,6 +77,7 @@ std::unique_ptr<KernelStep> make_kernel_step(const std::string& name, const py::
   step->aliases = std::move(aliases);
   step->many_rows = many_rows;
   step->large = hold(large);
+  let_overwrite(*step, dying);
   return step;
 }
 
@@ -97,12 +111,13 @@ void load_sums(ColumnSums& sums, int32_t device) {
   }
 }
 
-void run_program(Program& program, const py::list& slots) {
-  if (!program.run(slots.ptr())) throw py::error_already_set();
+void run_program(Program& program, const py::list& slots, bool may_overwrite) {
+  if (!program.run(slots.ptr(), may_overwrite)) throw py::error_already_set();
 }
 
 void run_step(Step& step, const py::list& slots) {
   Shared alone;
+  alone.may_overwrite = false;  // who runs a step alone may look at what it has read
   if (!step.run(slots.ptr(), alone, false)) throw py::error_already_set();
 }
 
@@ -141,14 +156,14 @@ void bind_steps(py::module_& module) {
   py::class_<KernelStep, Step>(module, "KernelStep", "A kernel between slots: step(slots).")
       .def(py::init(&make_kernel_step), py::arg("name"), py::arg("kernel"), py::arg("inputs"), py::arg("lead"),
            py::arg("batch_dim"), py::arg("outputs"), py::arg("streams"), py::arg("aliases"), py::arg("many_rows"),
-           py::arg("large"), py::arg("input_sizes") = std::vector<std::pair<int, int64_t>>{});
+           py::arg("large"), py::arg("input_sizes") = std::vector<std::pair<int, int64_t>>{}, py::arg("dying") = Slots{});
   py::class_<FunctionStep, Step>(module, "FunctionStep", "slots[outputs] = function(*slots[inputs]).")
       .def(py::init(&make_function_step), py::arg("name"), py::arg("function"), py::arg("inputs"), py::arg("outputs"));
   py::class_<Program>(module, "Program", "Steps in order, and after each the slots that nobody reads any more.",
                       py::custom_type_setup(collect_programs))
       .def(py::init(&make_program), py::arg("steps"), py::arg("sums") = py::none(),
            py::arg("sums_may_wait") = std::vector<size_t>{})
-      .def("run", &run_program, py::arg("slots"));
+      .def("run", &run_program, py::arg("slots"), py::arg("may_overwrite") = true);
 }
 
 }  // namespace te

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 
 #include "cuda_kernel.h"
 #include "gil.h"
 #include "kernel_call.h"
 #include "new_tensor.h"
+#include "sole_owner.h"
 #include "tensor.h"
 
 namespace te {
@@ -114,13 +116,33 @@ PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, con
   return new_tensor(sizes.lead, found, count, spec.dtype.get());
 }
 
-bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const {
+// Nobody reads that input later. It is stored over if it lies as the output would, and none but the slot and `tensors`
+// hold it. False with or without a Python error set.
+bool KernelStep::can_overwrite(PyObject* slots, const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const {
+  const auto input = static_cast<size_t>(spec.over);
+  PyObject* tensor = PyTuple_GET_ITEM(tensors, spec.over);
+  if (tensor != PyList_GET_ITEM(slots, inputs[input])) return false;  // a contiguous copy of it
+  TensorView view;
+  if (!view_tensor(tensor, {name.c_str(), spec.over}, &view)) return false;
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(cuda->tensors[input].alignment) != 0) return false;
+  if (view.dimensions != static_cast<int32_t>(sizes.dimensions) + 1 || view.shape[sizes.dimensions] != spec.width ||
+      !std::equal(view.shape, view.shape + sizes.dimensions, sizes.outer.begin())) {
+    return false;
+  }
+  return is_sole_owner(tensor, 2);
+}
+
+bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes, bool may_overwrite) const {
   auto place = static_cast<Py_ssize_t>(inputs.size());
   for (const OutputSpec& spec : outputs) {
-    PyObject* tensor = make_output(spec, tensors, sizes);
+    const bool over = may_overwrite && spec.over >= 0 && can_overwrite(slots, spec, tensors, sizes);
+    if (!over && PyErr_Occurred() != nullptr) return false;
+    PyObject* tensor = over ? PyTuple_GET_ITEM(tensors, spec.over) : make_output(spec, tensors, sizes);
     if (tensor == nullptr) return false;
+    if (over) Py_INCREF(tensor);
     PyTuple_SET_ITEM(tensors, place++, tensor);
-    if (sizes.call.rows >= many_rows && !Reference::steal(PyObject_CallOneArg(large.get(), tensor))) return false;
+    const bool shown = !over && sizes.call.rows >= many_rows;
+    if (shown && !Reference::steal(PyObject_CallOneArg(large.get(), tensor))) return false;
     Py_INCREF(tensor);
     if (!fill_slot(slots, spec.slot, tensor)) return false;
   }
@@ -137,17 +159,18 @@ bool KernelStep::call(PyObject* tensors, const CallSizes& sizes, PendingSums* la
   return static_cast<bool>(Reference::steal(PyObject_Vectorcall(kernel.get(), arguments, 5, nullptr)));
 }
 
-bool KernelStep::launch(PyObject* slots, PendingSums* later) {
+bool KernelStep::launch(PyObject* slots, Shared& shared, bool may_wait) {
   Sizes sizes;
   PyObject* lead_tensor = read_slot(slots, lead, name.c_str());
   if (lead_tensor == nullptr || !read_sizes(lead_tensor, sizes)) return false;
   const Reference tensors = Reference::steal(PyTuple_New(static_cast<Py_ssize_t>(inputs.size() + outputs.size())));
-  return tensors && take_inputs(slots, tensors.get(), sizes) && make_outputs(slots, tensors.get(), sizes) &&
-         call(tensors.get(), sizes.call, later);
+  return tensors && take_inputs(slots, tensors.get(), sizes) &&
+         make_outputs(slots, tensors.get(), sizes, shared.may_overwrite) &&
+         call(tensors.get(), sizes.call, shared.sums_of(may_wait));
 }
 
 bool KernelStep::run(PyObject* slots, Shared& shared, bool may_wait) {
-  if (kernel.get() != Py_None && !launch(slots, shared.sums_of(may_wait))) return false;
+  if (kernel.get() != Py_None && !launch(slots, shared, may_wait)) return false;
   for (const auto& [alias, original] : aliases) {
     PyObject* tensor = read_slot(slots, original, name.c_str());
     if (tensor == nullptr) return false;
@@ -209,8 +232,9 @@ bool Program::run(const Entry& entry, PyObject* slots, Shared& shared) const {
   return call_step(entry.callable.get(), slots, shared.sums_of(entry.sums_may_wait));
 }
 
-bool Program::run(PyObject* slots) {
+bool Program::run(PyObject* slots, bool may_overwrite) {
   Shared shared;
+  shared.may_overwrite = may_overwrite;
   if (column_sums != nullptr) shared.sums.emplace(*column_sums);
   for (const Entry& entry : entries) {
     if (!run(entry, slots, shared)) return false;
@@ -233,7 +257,7 @@ int Program::visit(visitproc visit, void* argument) const {
 
 bool init_steps() {
   contiguous = PyUnicode_InternFromString("contiguous");
-  return contiguous != nullptr && init_new_tensors();
+  return contiguous != nullptr && init_new_tensors() && init_sole_owner();
 }
 
 }  // namespace te

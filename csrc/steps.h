@@ -25,6 +25,7 @@ namespace te {
 struct Shared {
   std::optional<ProgramSums> sums;  // those that can wait; without it each kernel adds up its own
   Workspace workspace;
+  bool may_overwrite = true;  // whether outputs may be stored over what the steps read last
 
   // Where a step's sums go, or nullptr where it adds them up itself.
   ProgramSums* sums_of(bool may_wait) { return may_wait && sums ? &*sums : nullptr; }
@@ -50,7 +51,8 @@ struct OutputSpec {
   SizeRule rule;
   int64_t width;
   std::vector<int64_t> fixed;
-  Reference dtype;  // torch.dtype
+  Reference dtype;       // torch.dtype
+  Py_ssize_t over = -1;  // the input whose memory it may have, where nobody else holds that; -1: none
 };
 
 // How many elements an input has: `width` for each row or sample, or once (SizeRule::fixed); -1: whatever it has.
@@ -59,7 +61,8 @@ struct InputSize {
   int64_t width;
 };
 
-// A kernel(tensors, rows, batch_inner, batch_size, integers), its inputs made contiguous, its outputs allocated.
+// A kernel(tensors, rows, batch_inner, batch_size, integers), its inputs made contiguous, its outputs allocated or stored
+// over inputs.
 class KernelStep : public Step {
  public:
   std::string name;
@@ -81,10 +84,11 @@ class KernelStep : public Step {
  private:
   struct Sizes;
   bool read_sizes(PyObject* lead_tensor, Sizes& sizes) const;
-  bool launch(PyObject* slots, PendingSums* later);
+  bool launch(PyObject* slots, Shared& shared, bool may_wait);
   bool call(PyObject* tensors, const CallSizes& sizes, PendingSums* later) const;
   bool take_inputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
-  bool make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes) const;
+  bool make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes, bool may_overwrite) const;
+  bool can_overwrite(PyObject* slots, const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;
   PyObject* make_output(const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const;
 };
 
@@ -119,7 +123,7 @@ class Program {
   Reference sums;                      // what holds `column_sums`
   ColumnSums* column_sums = nullptr;   // adds up all that may wait at the end; nullptr: every step adds up its own
 
-  bool run(PyObject* slots);
+  bool run(PyObject* slots, bool may_overwrite);
 
   // For the garbage collector: steps may hold the ops whose plan this is.
   int visit(visitproc visit, void* argument) const;

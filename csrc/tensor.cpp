@@ -312,7 +312,8 @@ bool view_tensor(PyObject* object, const ArgumentSite& site, TensorView* view) {
   dlpack::Tensor tensor;
   if (!borrow(object, site, &tensor)) return false;
   int64_t count = 0;
-  *view = {tensor.shape, tensor.ndim, is_row_major(tensor, &count), tensor.device_type == dlpack::cpu};
+  const void* data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  *view = {data, tensor.shape, tensor.ndim, is_row_major(tensor, &count), tensor.device_type == dlpack::cpu};
   return true;
 }
 

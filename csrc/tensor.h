@@ -36,6 +36,7 @@ bool is_tensor(PyObject* object);
 
 // What is known of a tensor without looking at its elements; borrowed: it is valid while the tensor lives.
 struct TensorView {
+  const void* data;
   const int64_t* shape;
   int32_t dimensions;
   bool is_row_major;

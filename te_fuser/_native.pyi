@@ -60,6 +60,7 @@ class CudaKernel:
         row_values: int,
         integers: int,
         waits: bool = False,
+        overwrites: tuple[tuple[int, int], ...] = (),
     ) -> CudaKernel:
         """Prepare a kernel; neither a driver nor a device is needed yet.
 
@@ -76,6 +77,8 @@ class CudaKernel:
             integers: number of integers of a call.
             waits: whether every kernel begins with `te::wait_for_earlier`; from compute capability 9.0 on the GPU then
                 starts it while the kernels before it in the stream end.
+            overwrites: pairs of tensors, by their numbers in a call, the first of which is written and may have the
+                memory of the second, which is read.
 
         Raises ValueError for an unknown dtype or kind, an index without anything behind it, an impossible size.
         """
@@ -257,6 +260,7 @@ class KernelStep(Step):
         many_rows: int,
         large: Callable[[torch.Tensor], None],
         input_sizes: Sequence[tuple[int, int]] = (),
+        dying: Sequence[int] = (),
     ) -> None:
         """Prepare a step.
 
@@ -272,6 +276,8 @@ class KernelStep(Step):
             many_rows: from so many rows on, each output is shown to `large` before anything is written.
             input_sizes: (rule, width) of each input: how many elements it must have, or ValueError; a width of -1
                 takes any number. Nothing is checked where there are none.
+            dying: slots among the inputs that nobody reads after this step. In a program, outputs that `kernel` may
+                store over one get its tensor where nobody else holds that and it has their sizes.
         """
 
 class FunctionStep(Step):
@@ -305,5 +311,5 @@ class Program:
                 Python one among them is called with (slots, later): `CudaKernel.leave_sums` takes that `later`.
         """
 
-    def run(self, slots: list[Any]) -> None:
-        """Run every step on these slots."""
+    def run(self, slots: list[Any], may_overwrite: bool = True) -> None:
+        """Run every step on these slots; `may_overwrite`: outputs may be stored over what dies at their step."""

@@ -6,6 +6,7 @@ in a fixed order. Rows that are too long for sums and stores together get a thir
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,8 @@ class Partial:
 class CudaKernel:
     """The text of a description, its launches in order, and the scratch between them.
 
-    Every tensor must start at a multiple of `alignment` bytes.
+    Every tensor must start at a multiple of `alignment` bytes. `overwrites` are the pairs (store, load) that may have
+    the same memory: the description's, or none where the kernel is cut in two.
     """
 
     name: str
@@ -104,6 +106,7 @@ class CudaKernel:
     row_values: tuple[str, ...]
     alignment: int
     schedules: tuple[Schedule, ...]
+    overwrites: tuple[tuple[str, str], ...] = ()
 
     def sizes(self, rows: int, samples: int, multiprocessors: int) -> Sizes:
         """Grid and scratch sizes for one call; launches with no blocks are left out by the caller."""
@@ -205,6 +208,8 @@ def _assemble(
     description: KernelDescription, kernels: Sequence[tuple[KernelDescription, Schedule]], alignment: int
 ) -> CudaKernel:
     launches, bodies = [], []
+    if len(kernels) > 1:
+        description = dataclasses.replace(description, overwrites=())
     space = "te::precise" if is_precise(description) else "te::fast"
     for d, s in kernels:
         writer = (ColumnText if s.kind == Kind.COLUMNS else RowText)(_symbol(d.name), d, s, space)
@@ -226,7 +231,9 @@ def _assemble(
     values = [p.name for launch in launches[:1] for p in launch.parameters if p.kind == "row_value"]
     source = f'{head}#include "te_cuda.cuh"\n\n' + "\n\n".join(bodies) + "\n"
     schedules = tuple(s for _, s in kernels)
-    return CudaKernel(description.name, source, tuple(launches), partials, tuple(values), alignment, schedules)
+    return CudaKernel(
+        description.name, source, tuple(launches), partials, tuple(values), alignment, schedules, description.overwrites
+    )
 
 
 # Rounds of blocks that are more than any rows need, and less than a grid may have.

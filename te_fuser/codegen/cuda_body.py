@@ -65,16 +65,18 @@ class KernelText:
 
     def _parameters(self) -> Iterator[Parameter]:
         d = self.d
+        # What may be the same memory must not be said to be another's: nothing is read by `ld.global.nc` then.
+        over, under = {store for store, _ in d.overwrites}, {load for _, load in d.overwrites}
         for t in d.loads:
             kind = "row_value" if t.name.startswith(plan.ROW_VALUE) else "load"
-            yield Parameter(kind, t.name, f"const {CTYPES[t.dtype]}* __restrict__")
+            yield Parameter(kind, t.name, f"const {CTYPES[t.dtype]}*{'' if t.name in under else _RESTRICT}")
         if d.streams:
             yield Parameter("seed", "seed", "const long long* __restrict__")
             yield Parameter("seed_value", "seed_value", "long long")
             yield Parameter("seed_offset", "seed_offset", "long long")
         for s in d.stores:
             kind = "row_value" if s.name.startswith(plan.ROW_VALUE) else "store"
-            yield Parameter(kind, s.name, f"{CTYPES[s.dtype]}* __restrict__")
+            yield Parameter(kind, s.name, f"{CTYPES[s.dtype]}*{'' if s.name in over else _RESTRICT}")
         for total in d.sums:
             yield Parameter("partial", total.name, "float* __restrict__")
         for total in d.sums:
@@ -310,5 +312,6 @@ class KernelText:
 
 
 _CONSTANTS = "constants;"
+_RESTRICT = " __restrict__"
 _PLAIN = ("seed", "seed_value", "seed_offset", "rows", "batch_inner", "batch_size")
 SUFFIX = {"partial": "_partial", "stream": "_stream"}

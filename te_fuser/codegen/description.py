@@ -66,7 +66,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class KernelDescription:
-    """A kernel, free of schedule. `width` is the feature count of one part: every full-size node has this width."""
+    """A kernel, free of schedule. `width` is the feature count of one part: every full-size node has this width.
+
+    `overwrites` are pairs (store, load): a call may give both the same memory; see `codegen.overwriting`.
+    """
 
     name: str
     width: int
@@ -74,6 +77,7 @@ class KernelDescription:
     stores: tuple[Store, ...]
     sums: tuple[Sum, ...]
     streams: tuple[str, ...]  # names of the random streams; their numbers are run-time integers, in this order
+    overwrites: tuple[tuple[str, str], ...] = ()
 
     @functools.cached_property
     def outputs(self) -> tuple[Store | Sum, ...]:
@@ -104,6 +108,7 @@ class KernelDescription:
         for item in self.outputs:
             text += f"\n{type(item).__name__} {item.name} {int(item.axes)} {item.width} {item.dtype} "
             text += ",".join(p.digest for p in item.parts)
+        text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
     def counts(self) -> Counts:
@@ -132,6 +137,7 @@ class KernelDescription:
             body = ", ".join(next(rest) for _ in item.parts)
             kind = type(item).__name__.lower()
             lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {item.dtype} = {body}")
+        lines += [f"  {store} may be stored over {load}" for store, load in self.overwrites]
         return "\n".join(lines)
 
 

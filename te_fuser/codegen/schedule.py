@@ -250,8 +250,10 @@ ROW_VALUE = "row value "  # begins the names of numbers that go from one kernel 
 def split(description: KernelDescription) -> tuple[KernelDescription, KernelDescription]:
     """The stores and the column sums as kernels of their own.
 
-    What the sums need of a row's reductions goes through memory: one number a row for each, float32.
+    What the sums need of a row's reductions goes through memory: one number a row for each, float32. The second one
+    reads the tensors again, so that the first overwrites none.
     """
+    description = dataclasses.replace(description, overwrites=())
     parts = [p for s in description.sums for p in s.parts]
     needed = _unique(_row_values(parts))
     names = {id(n): f"{ROW_VALUE}{k}" for k, n in enumerate(needed)}

@@ -68,13 +68,15 @@ def variants(description: KernelDescription, device: Device, most: int) -> list[
     """What is worth measuring, the picked one first: one schedule, or two for stores and column sums apart."""
     found = [(s,) for s in candidates(description, device)[:most]]
     apart: tuple[Schedule | None, ...] = ()
-    if description.sums and description.reductions:
+    if description.sums and description.reductions and not description.overwrites:
         apart = tuple(pick(part, device) for part in split(description))
     return [*found, *([tuple(s for s in apart if s)] if apart and all(apart) else [])]
 
 
 def misfit(description: KernelDescription, schedules: Sequence[Schedule], device: Device) -> str:
     """Why a kernel cannot have these schedules; empty when it can."""
+    if len(schedules) == 2 and description.overwrites:
+        return "two kernels would read again what the first of them has overwritten"
     parts = (description,) if len(schedules) == 1 else split(description) if description.sums else ()
     if len(parts) != len(schedules):
         return f"{len(schedules)} schedules, where {'one or two are' if description.sums else 'one is'} possible"

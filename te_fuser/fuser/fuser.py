@@ -21,6 +21,7 @@ from te_fuser.fuser.kernels import (
     target_on_gpu,
     written_kernels,
 )
+from te_fuser.fuser.overwriting import with_overwriting
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
 from te_fuser.fuser.program import KernelFunction, descriptions
@@ -251,7 +252,7 @@ class Fuser:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
 
     def _planned(self, graph: Graph, options: Options) -> Plan:
-        plan = Planner(graph, replace(options, memory=self.memory)).plan()
+        plan = with_overwriting(Planner(graph, replace(options, memory=self.memory)).plan())
         if options.tuned:
             listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
             plan = replace(plan, notes=(*plan.notes, f"measured choices of tune(): {listed}"))

@@ -56,8 +56,8 @@ _ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(4)
 _ANY_SIZE = (_FIXED, -1)
 
 
-def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap) -> Runner:
-    """A generated kernel as a native step: inputs made contiguous, outputs allocated, launched."""
+def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap, dying: Container[int]) -> Runner:
+    """A generated kernel as a native step: inputs made contiguous, outputs allocated, or those that die, launched."""
     description = plan.description
     refs = list(plan.inputs) + ([SEED] if description.streams else [])
     widest = max((o.width * DTYPES[o.dtype].itemsize for o in plan.outputs if o.axes & Axes.OUTER), default=0)
@@ -77,6 +77,7 @@ def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap
         memory.LARGE // widest if widest else sys.maxsize,
         memory.prefer_huge_pages,
         [_input_size(load) for load in description.loads] + [_ANY_SIZE] * (len(refs) - len(plan.inputs)),
+        [slots[r] for r in plan.overwritten() if slots[r] in dying],
     )
 
 
@@ -285,10 +286,11 @@ def _cast_step(step: Step, task: CastTask, slots: SlotMap) -> Runner:
 class Program:
     """Steps in order, and after each the slots nobody reads any more.
 
-    Slots are the inputs in their order, then what the steps make, and a last one that stays empty.
+    Slots are the inputs in their order, then what the steps make, and a last one that stays empty. `run` takes them, and
+    whether outputs may be stored over what dies (by default they may).
     """
 
-    run: Callable[[Slots], None]
+    run: Callable[..., None]
     size: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -316,9 +318,6 @@ def build_program(
     slots = SlotMap()
     # Two inputs may be one tensor under two names; nobody reads the second.
     numbers_in = tuple(slots[("again", k) if r in slots else r] for k, r in enumerate(inputs))
-    runners = [_runner(s, slots, kernels) for s in steps]
-    if wrap is not None:
-        runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
     numbers_out = tuple(slots[r] for r in outputs)
     last: dict[int, int] = {}
     for k, step in enumerate(steps):
@@ -329,6 +328,10 @@ def build_program(
     for slot, k in last.items():
         if slot not in held:
             dead.setdefault(k, []).append(slot)
+    # What stands in a step's place may run it again, or look at what it has read.
+    runners = [_runner(s, slots, kernels, () if wrap else dead.get(k, ())) for k, s in enumerate(steps)]
+    if wrap is not None:
+        runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
     may_wait = [] if wrap else [k for k, s in enumerate(steps) if _sums_may_wait(s, k, slots, last, held)]
     native = _native.Program(
         [(r, dead.get(k, [])) for k, r in enumerate(runners)], sums if may_wait else None, may_wait
@@ -343,11 +346,11 @@ def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, i
     return bool(places) and all(p in held and last[p] == number for p in places)
 
 
-def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction]) -> Runner:
+def _runner(step: Step, slots: SlotMap, kernels: Mapping[str, KernelFunction], dying: Container[int]) -> Runner:
     task = step.task
     if isinstance(task, KernelPlan):
         computes = bool(task.description.stores or task.description.sums)
-        return _kernel_step(task, kernels[task.description.key] if computes else None, slots)
+        return _kernel_step(task, kernels[task.description.key] if computes else None, slots, dying)
     if isinstance(task, (OpForward, OpGradient)):
         return _op_step(step, task, slots)
     if isinstance(task, FusionTask):

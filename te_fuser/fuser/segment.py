@@ -21,6 +21,7 @@ from te_fuser.fuser.refs import (
     parameter_ref,
     value_ref,
 )
+from te_fuser.fuser.stretch import KernelPlan
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
 _CREATED_HERE = ("gradient", "parameter gradient", "recomputed", "term")
@@ -40,6 +41,7 @@ class Segment:
         gradients_in: the slots of the results' gradients; None for a result that takes none.
         gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
         results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
+        overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
     """
 
@@ -56,6 +58,7 @@ class Segment:
     results_at: tuple[int, ...]
     aliased: tuple[bool, ...]
     device: str
+    overwrites: bool
     take_kept: Picker
     take_gradients: Picker
 
@@ -84,6 +87,8 @@ class SegmentFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if segment.notes:
             ctx.notes = [slots[k] for k, _ in segment.notes]
+        if segment.overwrites:  # hooks may keep memory that no count of references shows
+            ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         outs = segment.results(slots)
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
@@ -104,8 +109,10 @@ class SegmentFunction(torch.autograd.Function):
         if grads[0] is None and all(g is None for g in grads):
             return (None,) * (1 + len(segment.gradients_out))
         saved = ctx.saved_tensors
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not stays:
             ctx.maybe_clear_saved_tensors()
+        may_overwrite = segment.overwrites and not stays and not ctx.hooked
         # From here on the slots alone hold the tensors, so that each is freed after its last use.
         slots = program.slots((*_arrived(ctx, segment, grads), *saved))
         del saved, grads
@@ -114,9 +121,9 @@ class SegmentFunction(torch.autograd.Function):
         kind = segment.device
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
-                program.run(slots)
+                program.run(slots, may_overwrite)
         else:
-            program.run(slots)
+            program.run(slots, may_overwrite)
         return (None, *segment.take_gradients(slots))
 
 
@@ -152,7 +159,7 @@ def _build(plan: Plan, start: int, stop: int, build: Callable[..., tuple[Program
     graph = plan.graph
     forward_steps = [s for s in plan.forward if start <= s.start < stop]
     backward_steps = [s for s in plan.backward if start <= s.start < stop]
-    values_in, values_out = _crossing(plan, start, stop)
+    values_in, values_out = crossing(plan, start, stop)
     reads = _reads(forward_steps, backward_steps)
     # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
     made = {r for s in backward_steps for r in s.writes()}
@@ -160,7 +167,7 @@ def _build(plan: Plan, start: int, stop: int, build: Callable[..., tuple[Program
         {r[1] for r in reads if r[0] == "parameter"} | {r[1] for r in made if r[0] == "parameter gradient"}
     )
     uses_seed = SEED in reads
-    kept = _kept_refs(backward_steps)
+    kept = kept_refs(backward_steps)
     inputs: list[Ref] = [value_ref(graph.root(v)) for v in values_in]
     inputs += [parameter_ref(p) for p in parameters]
     inputs += [SEED] if uses_seed else []
@@ -197,6 +204,7 @@ def _build(plan: Plan, start: int, stop: int, build: Callable[..., tuple[Program
         tuple(forward_slots[r] for r in outputs),
         _aliased(inputs, outputs, forward_steps),
         graph.values[0].spec.device.type,
+        any(isinstance(s.task, KernelPlan) and s.task.description.overwrites for s in backward_steps),
         _picker(kept_at),
         _picker(gradients_out),
     )
@@ -209,7 +217,8 @@ def _picker(places: tuple[int, ...]) -> Picker:
     return lambda items: tuple(items[k] for k in places)
 
 
-def _crossing(plan: Plan, start: int, stop: int) -> tuple[list[int], list[int]]:
+def crossing(plan: Plan, start: int, stop: int) -> tuple[list[int], list[int]]:
+    """The values that enter the segment start..stop-1 and those that leave it."""
     graph = plan.graph
     values_in: dict[int, None] = {}
     values_out: dict[int, None] = {}
@@ -228,7 +237,8 @@ def _reads(*groups: list[Step]) -> set[Ref]:
     return {r for steps in groups for s in steps for r in s.reads()}
 
 
-def _kept_refs(backward_steps: list[Step]) -> list[Ref]:
+def kept_refs(backward_steps: list[Step]) -> list[Ref]:
+    """What the backward steps of a segment read and none of them makes, gradients apart."""
     made: set[Ref] = set()
     kept: dict[Ref, None] = {}
     for step in backward_steps:

@@ -59,6 +59,11 @@ class KernelPlan:
         """Every ref it makes."""
         return {o.ref for o in self.outputs} | {new for new, _ in self.aliases}
 
+    def overwritten(self) -> list[Ref]:
+        """The inputs whose memory outputs may be stored in."""
+        names = {load for _, load in self.description.overwrites}
+        return [ref for ref, load in zip(self.inputs, self.description.loads, strict=True) if load.name in names]
+
 
 @dataclass
 class _Leaf:

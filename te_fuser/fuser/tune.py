@@ -18,6 +18,7 @@ import torch
 
 from te_fuser.fuser.fuser import Fuser, Prepared, execute, prepare
 from te_fuser.fuser.graph import Graph
+from te_fuser.fuser.overwriting import with_overwriting
 from te_fuser.fuser.plan import FusionTask, Plan, size_text
 from te_fuser.fuser.planner import Planner
 from te_fuser.fuser.problem import Options, find_matches, match_at
@@ -101,7 +102,7 @@ def tune(
     options = dataclasses.replace(options, memory=fuser.memory, tuned={})
 
     def plan_with(choices: Choices) -> Plan:
-        return Planner(graph, dataclasses.replace(options, tuned=choices)).plan()
+        return with_overwriting(Planner(graph, dataclasses.replace(options, tuned=choices)).plan())
 
     def call_of(plan: Plan) -> Callable[[], None]:
         return _call(prepare(plan, outputs), x, inputs)

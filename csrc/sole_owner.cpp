@@ -1,0 +1,79 @@
+#include "sole_owner.h"
+
+#include <optional>
+
+#include "reference.h"
+
+namespace te {
+namespace {
+
+// Set once while the module is imported.
+struct Names {
+  PyObject* use_count = nullptr;          // of a tensor: its object counts as one
+  PyObject* untyped_storage = nullptr;    // of a tensor: an object of its own
+  PyObject* address = nullptr;            // of such an object
+  PyObject* storage_use_count = nullptr;  // the function of that address; nullptr: this torch does not tell
+};
+Names names;
+
+// How often a tensor and its storage are held, the objects that tell so included.
+struct Counts {
+  long tensor = 0;
+  Py_ssize_t storage_object = 0;
+  long storage = 0;
+
+  bool operator==(const Counts& other) const {
+    return tensor == other.tensor && storage_object == other.storage_object && storage == other.storage;
+  }
+};
+Counts alone;  // of a tensor that nobody else holds: what torch's own objects hold of each other is its business
+
+// Nothing, with a Python error set, where one of torch's functions fails.
+std::optional<Counts> counts_of(PyObject* tensor) {
+  const Reference uses = Reference::steal(PyObject_CallMethodNoArgs(tensor, names.use_count));
+  const Reference storage = uses ? Reference::steal(PyObject_CallMethodNoArgs(tensor, names.untyped_storage)) : Reference();
+  if (!storage) return std::nullopt;
+  const Reference address = Reference::steal(PyObject_GetAttr(storage.get(), names.address));
+  if (!address) return std::nullopt;
+  const Reference found = Reference::steal(PyObject_CallOneArg(names.storage_use_count, address.get()));
+  if (!found) return std::nullopt;
+  const Counts counts{PyLong_AsLong(uses.get()), Py_REFCNT(storage.get()), PyLong_AsLong(found.get())};
+  if (PyErr_Occurred() != nullptr) return std::nullopt;
+  return counts;
+}
+
+bool find_storage_use_count(PyObject* torch) {
+  const Reference core = Reference::steal(PyObject_GetAttrString(torch, "_C"));
+  if (!core) return false;
+  names.storage_use_count = PyObject_GetAttrString(core.get(), "_storage_Use_Count");
+  return names.storage_use_count != nullptr;
+}
+
+}  // namespace
+
+bool init_sole_owner() {
+  names.use_count = PyUnicode_InternFromString("_use_count");
+  names.untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  names.address = PyUnicode_InternFromString("_cdata");
+  if (names.use_count == nullptr || names.untyped_storage == nullptr || names.address == nullptr) return false;
+  const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
+  if (!torch) return false;
+  const Reference fresh = Reference::steal(PyObject_CallMethod(torch.get(), "empty", "i", 1));
+  if (!fresh) return false;
+  const std::optional<Counts> found = find_storage_use_count(torch.get()) ? counts_of(fresh.get()) : std::nullopt;
+  if (found) {
+    alone = *found;
+  } else {
+    PyErr_Clear();
+    Py_CLEAR(names.storage_use_count);
+  }
+  return true;
+}
+
+bool is_sole_owner(PyObject* tensor, Py_ssize_t references) {
+  if (names.storage_use_count == nullptr || Py_REFCNT(tensor) != references) return false;
+  const std::optional<Counts> counts = counts_of(tensor);
+  return counts && *counts == alone;
+}
+
+}  // namespace te

@@ -1,0 +1,17 @@
+// Whether a tensor's memory is anybody else's business.
+#pragma once
+
+#include <Python.h>
+
+namespace te {
+
+// Looks up what torch offers to count references; without it no tensor counts as one's own. False with a Python error
+// set.
+bool init_sole_owner();
+
+// Whether nobody but the caller can see this tensor's memory: so many references to the object are all there are, no
+// C++ code holds the tensor (a saved variable, a DLPack capsule), and no other tensor or storage object its storage.
+// False with or without a Python error set.
+bool is_sole_owner(PyObject* tensor, Py_ssize_t references);
+
+}  // namespace te

@@ -1,0 +1,153 @@
+"""Which inputs the generated kernels of a plan may store outputs over: those that die at that step.
+
+An input qualifies when
+
+- it is large: below LEAST_BYTES a call goes as it always did;
+- no later step of its program reads it, nor any other name of it, and it is no result and not kept;
+- it is memory of our own: a generated kernel, a matrix product of cuBLASLt or a sum of gradients made it, in this
+  program or, for what is kept, in forward. What comes from outside (the call's inputs, parameters, gradients that
+  autograd hands in) and what other code makes or reads (ops and fusions with functions of their own, which may hold a
+  view or read it on another stream) does not;
+- it has the shape of the output;
+- the kernel allows it (`codegen.overwriting`).
+
+At run time an output is stored over it only where nobody else holds it by then (`csrc/sole_owner.h`), and in backward
+only if the graph is not kept and no hooks for saved tensors were active in forward. Otherwise it is a new tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from te_fuser import _native
+from te_fuser.codegen import overwriting
+from te_fuser.codegen.description import item_size
+from te_fuser.codegen.nvrtc import arch_of
+from te_fuser.fuser.plan import AddTask, FusionTask, Plan, Step
+from te_fuser.fuser.refs import Ref, gradient_ref, value_ref
+from te_fuser.fuser.segment import crossing, kept_refs
+from te_fuser.fuser.stretch import KernelPlan
+
+LEAST_BYTES = 2**20
+_OF_A_VALUE = ("value", "gradient", "recomputed")
+
+
+def with_overwriting(plan: Plan) -> Plan:
+    """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
+    if plan.kernels != "cuda":
+        return plan
+    changed: dict[int, Step] = {}
+    for start, stop in plan.segments:
+        forward = [s for s in plan.forward if start <= s.start < stop]
+        backward = [s for s in plan.backward if start <= s.start < stop]
+        values_in, values_out = crossing(plan, start, stop)
+        kept = kept_refs(backward)
+        results = {value_ref(plan.graph.root(v)) for v in values_out}
+        lives = _Lives.of(forward, {*results, *kept})
+        ours = {r for r in kept if r not in results and lives.is_ours(r) and len(lives.names(r)) == 1}
+        returned = {r for s in backward for r in s.writes() if r[0] == "parameter gradient"}
+        returned |= {gradient_ref(v) for v in values_in}
+        for steps, life in ((forward, lives), (backward, _Lives.of(backward, returned, ours))):
+            changed |= {id(s): _overwriting(plan, s, k, life) for k, s in enumerate(steps)}
+    return replace(
+        plan,
+        forward=tuple(changed.get(id(s), s) for s in plan.forward),
+        backward=tuple(changed.get(id(s), s) for s in plan.backward),
+    )
+
+
+def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
+    """The step, number so and so of its program, with what its kernel may overwrite."""
+    task = step.task
+    if not isinstance(task, KernelPlan):
+        return step
+    d = task.description
+    dying = {
+        load.name
+        for ref, load in zip(task.inputs, d.loads, strict=True)
+        if task.inputs.count(ref) == 1
+        and lives.dies(ref, number)
+        and (shape := shape_of(plan, ref)) is not None
+        and shape[:-1] == (shape_of(plan, task.lead) or ())[:-1]
+        and plan.x.rows * load.width * item_size(load.dtype) >= LEAST_BYTES
+    }
+    pairs = overwriting.pairs(d, dying) if dying else ()
+    if not pairs or overwriting.is_cut(d, arch_of(plan.device.capability or (8, 0))):
+        return step
+    return replace(step, task=replace(task, description=replace(d, overwrites=pairs)))
+
+
+def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:
+    """The sizes of a value, or of its gradient; None for anything else."""
+    if ref[0] == "term":
+        return shape_of(plan, ref[1])
+    return plan.graph.values[ref[1]].spec.shape if ref[0] in _OF_A_VALUE else None
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """What becomes of the tensors of one program.
+
+    Attributes:
+        last: the last step that reads or makes a ref.
+        same: refs that a step gives another name to -> all names of that tensor.
+        foreign: refs that other code than kernels and products makes or reads.
+        own: refs whose memory is our own, as far as their maker is concerned.
+        held: what the program gives.
+    """
+
+    last: dict[Ref, int]
+    same: dict[Ref, frozenset[Ref]]
+    foreign: frozenset[Ref]
+    own: frozenset[Ref]
+    held: frozenset[Ref]
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], held: Iterable[Ref], given: Iterable[Ref] = ()) -> _Lives:
+        """The lives in these steps, of which `held` outlive them; `given` is memory of our own from before."""
+        last: dict[Ref, int] = {}
+        same: dict[Ref, frozenset[Ref]] = {}
+        foreign: set[Ref] = set()
+        own = set(given)
+        for k, step in enumerate(steps):
+            touched = [*step.reads(), *step.writes()]
+            last |= dict.fromkeys(touched, k)
+            if not _is_plain(step):
+                foreign.update(touched)
+                continue
+            aliases = step.task.aliases if isinstance(step.task, KernelPlan) else ()
+            own.update(set(step.writes()) - {new for new, _ in aliases})
+            for new, old in aliases:
+                names = same.get(new, frozenset([new])) | same.get(old, frozenset([old]))
+                same |= dict.fromkeys(names, names)
+        return cls(last, same, frozenset(foreign), frozenset(own), frozenset(held))
+
+    def names(self, ref: Ref) -> frozenset[Ref]:
+        """The ref, and every other name of its tensor."""
+        return self.same.get(ref, frozenset([ref]))
+
+    def is_ours(self, ref: Ref) -> bool:
+        """Whether our own steps made the tensor, and only they read it."""
+        names = self.names(ref)
+        return bool(names & self.own) and not names & self.foreign
+
+    def dies(self, ref: Ref, number: int) -> bool:
+        """Whether a step is the last that needs a tensor of our own, under any name."""
+        others = self.names(ref) - {ref}
+        return (
+            self.is_ours(ref)
+            and not self.names(ref) & self.held
+            and self.last[ref] == number
+            and all(self.last[r] < number for r in others)
+        )
+
+
+def _is_plain(step: Step) -> bool:
+    """Whether a step makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone."""
+    if isinstance(step.task, FusionTask):
+        return isinstance(getattr(step.task.body, "__self__", None), _native.CudaMatmul)
+    return isinstance(step.task, (KernelPlan, AddTask))
+
+
+__all__ = ["LEAST_BYTES", "shape_of", "with_overwriting"]
