@@ -42,6 +42,7 @@ class StepRow:
         share: least time for that resource over the time it takes (measured, else predicted); None if stated.
         keeps: what it makes that is kept for backward.
         again: what it computes again in backward.
+        over: which outputs may be stored over which inputs, in the names of the kernel.
         algorithm: what a product of cuBLASLt runs by; empty for other steps and for a GPU that is not at hand.
     """
 
@@ -59,6 +60,7 @@ class StepRow:
     keeps: tuple[str, ...]
     again: tuple[str, ...]
     algorithm: str = ""
+    over: tuple[str, ...] = ()
 
 
 def step_rows(plan: Plan, direction: str, measured: Measured | None = None) -> list[StepRow]:
@@ -88,7 +90,13 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
         _keeps([kept[r] for r in step.writes() if r in kept]),
         tuple(plan.graph.values[r[1]].name for r in step.writes() if r[0] == "recomputed"),
         _algorithm(plan, step),
+        _over(step),
     )
+
+
+def _over(step: Step) -> tuple[str, ...]:
+    pairs = step.task.description.overwrites if isinstance(step.task, KernelPlan) else ()
+    return tuple(f"{store} over {load}" for store, load in pairs)
 
 
 def _place(node: Node) -> str:
@@ -274,7 +282,8 @@ def _table(direction: str, rows: list[StepRow]) -> Group:
 def _step_text(row: StepRow) -> Group:
     lines: list[Any] = [Text(f"{row.what} {row.name}", overflow="fold")]
     algorithm = (row.algorithm,) if row.algorithm else ()
-    for verb, names in (("computes again", row.again), ("keeps", row.keeps), ("algorithm:", algorithm)):
+    lists = (("computes again", row.again), ("keeps", row.keeps), ("may store", row.over), ("algorithm:", algorithm))
+    for verb, names in lists:
         if names:
             lines.append(Padding(Text(f"{verb} {', '.join(names)}"), (0, 0, 0, 2)))
     return Group(*lines)
@@ -290,7 +299,7 @@ class _Again:
 
 def _folded(rows: list[StepRow]) -> Iterable[StepRow | _Again]:
     """The rows, with runs of equal blocks (the layers of a model) shown once."""
-    keys = [(r.name, r.read, r.written, r.seconds, r.again, r.keeps, r.algorithm) for r in rows]
+    keys = [(r.name, r.read, r.written, r.seconds, r.again, r.keeps, r.algorithm, r.over) for r in rows]
     at = 0
     while at < len(rows):
         period, times = _repetition(keys, at)

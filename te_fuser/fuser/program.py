@@ -286,8 +286,8 @@ def _cast_step(step: Step, task: CastTask, slots: SlotMap) -> Runner:
 class Program:
     """Steps in order, and after each the slots nobody reads any more.
 
-    Slots are the inputs in their order, then what the steps make, and a last one that stays empty. `run` takes them, and
-    whether outputs may be stored over what dies (by default they may).
+    Slots are the inputs in their order, then what the steps make, and a last one that stays empty. `run` takes
+    them, and whether outputs may be stored over what dies (by default they may).
     """
 
     run: Callable[..., None]

@@ -1,4 +1,4 @@
-"""Outputs stored over inputs: which pairs may be, the same bits by every schedule, and what the text then may not say."""
+"""Outputs stored over inputs: which pairs may be, the same bits by every schedule, and the text."""
 
 from __future__ import annotations
 
@@ -246,7 +246,10 @@ def test_the_native_kernel_refuses_what_cannot_be(
     pairs: tuple[object, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, dy = (expr.leaf(n, Axes.FULL, 8) for n in ("x", "dy"))
-    targets = [Target(n, e, Axes.FULL, 8, t) for n, e, t in (("a", x + dy, "float32"), ("b", x * dy, "float32"), ("c", x, "float16"))]
+    targets = [
+        Target(n, e, Axes.FULL, 8, t)
+        for n, e, t in (("a", x + dy, "float32"), ("b", x * dy, "float32"), ("c", x, "float16"))
+    ]
     d = describe("three", targets, (), dict.fromkeys(("x", "dy"), (Axes.FULL, 8, "float32")))
     monkeypatch.setattr(cuda_loader, "_overwrites", lambda description, text: pairs)
     with pytest.raises(ValueError, match=re.escape(why)):
