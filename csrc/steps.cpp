@@ -15,7 +15,9 @@ namespace te {
 namespace {
 
 // Set once while the module is imported.
-PyObject* contiguous = nullptr;  // the method's name
+PyObject* contiguous = nullptr;  // names of methods and of an attribute
+PyObject* detach = nullptr;
+PyObject* requires_grad = nullptr;
 
 constexpr size_t most_dimensions = 64;  // torch's own limit
 
@@ -116,6 +118,19 @@ PyObject* KernelStep::make_output(const OutputSpec& spec, PyObject* tensors, con
   return new_tensor(sizes.lead, found, count, spec.dtype.get());
 }
 
+namespace {
+
+// The tensor, or one over its memory that autograd knows nothing of: what one segment keeps may be another one's result.
+PyObject* detached(PyObject* tensor) {
+  const Reference needs = Reference::steal(PyObject_GetAttr(tensor, requires_grad));
+  if (!needs) return nullptr;
+  if (needs.get() == Py_True) return PyObject_CallMethodNoArgs(tensor, detach);
+  Py_INCREF(tensor);
+  return tensor;
+}
+
+}  // namespace
+
 // Nobody reads that input later. It is stored over if it lies as the output would, and none but the slot and `tensors`
 // hold it. False with or without a Python error set.
 bool KernelStep::can_overwrite(PyObject* slots, const OutputSpec& spec, PyObject* tensors, const Sizes& sizes) const {
@@ -137,9 +152,8 @@ bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& s
   for (const OutputSpec& spec : outputs) {
     const bool over = may_overwrite && spec.over >= 0 && can_overwrite(slots, spec, tensors, sizes);
     if (!over && PyErr_Occurred() != nullptr) return false;
-    PyObject* tensor = over ? PyTuple_GET_ITEM(tensors, spec.over) : make_output(spec, tensors, sizes);
+    PyObject* tensor = over ? detached(PyTuple_GET_ITEM(tensors, spec.over)) : make_output(spec, tensors, sizes);
     if (tensor == nullptr) return false;
-    if (over) Py_INCREF(tensor);
     PyTuple_SET_ITEM(tensors, place++, tensor);
     const bool shown = !over && sizes.call.rows >= many_rows;
     if (shown && !Reference::steal(PyObject_CallOneArg(large.get(), tensor))) return false;
@@ -257,7 +271,9 @@ int Program::visit(visitproc visit, void* argument) const {
 
 bool init_steps() {
   contiguous = PyUnicode_InternFromString("contiguous");
-  return contiguous != nullptr && init_new_tensors() && init_sole_owner();
+  detach = PyUnicode_InternFromString("detach");
+  requires_grad = PyUnicode_InternFromString("requires_grad");
+  return contiguous != nullptr && detach != nullptr && requires_grad != nullptr && init_new_tensors() && init_sole_owner();
 }
 
 }  // namespace te

@@ -5,9 +5,9 @@ An input qualifies when
 - it is large: below LEAST_BYTES a call goes as it always did;
 - no later step of its program reads it, nor any other name of it, and it is no result and not kept;
 - it is memory of our own: a generated kernel, a matrix product of cuBLASLt or a sum of gradients made it, in this
-  program or, for what is kept, in forward. What comes from outside (the call's inputs, parameters, gradients that
-  autograd hands in) and what other code makes or reads (ops and fusions with functions of their own, which may hold a
-  view or read it on another stream) does not;
+  program or, for what one segment alone keeps, in forward. What comes from outside (the call's inputs, parameters,
+  gradients that autograd hands in) and what other code makes or reads (ops and fusions with functions of their own,
+  which may hold a view or read it on another stream) does not;
 - it has the shape of the output;
 - the kernel allows it (`codegen.overwriting`).
 
@@ -17,6 +17,7 @@ only if the graph is not kept and no hooks for saved tensors were active in forw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,23 +39,37 @@ def with_overwriting(plan: Plan) -> Plan:
     if plan.kernels != "cuda":
         return plan
     changed: dict[int, Step] = {}
+    ours = _kept_of_our_own(plan)
     for start, stop in plan.segments:
-        forward = [s for s in plan.forward if start <= s.start < stop]
-        backward = [s for s in plan.backward if start <= s.start < stop]
+        forward, backward = _of_segment(plan.forward, start, stop), _of_segment(plan.backward, start, stop)
         values_in, values_out = crossing(plan, start, stop)
-        kept = kept_refs(backward)
-        results = {value_ref(plan.graph.root(v)) for v in values_out}
-        lives = _Lives.of(forward, {*results, *kept})
-        ours = {r for r in kept if r not in results and lives.is_ours(r) and len(lives.names(r)) == 1}
+        stays = {*kept_refs(backward), *(value_ref(plan.graph.root(v)) for v in values_out)}
         returned = {r for s in backward for r in s.writes() if r[0] == "parameter gradient"}
         returned |= {gradient_ref(v) for v in values_in}
-        for steps, life in ((forward, lives), (backward, _Lives.of(backward, returned, ours))):
-            changed |= {id(s): _overwriting(plan, s, k, life) for k, s in enumerate(steps)}
+        for steps, lives in ((forward, _Lives.of(forward, stays)), (backward, _Lives.of(backward, returned, ours))):
+            changed |= {id(s): _overwriting(plan, s, k, lives) for k, s in enumerate(steps)}
     return replace(
         plan,
         forward=tuple(changed.get(id(s), s) for s in plan.forward),
         backward=tuple(changed.get(id(s), s) for s in plan.backward),
     )
+
+
+def _of_segment(steps: Iterable[Step], start: int, stop: int) -> list[Step]:
+    return [s for s in steps if start <= s.start < stop]
+
+
+def _kept_of_our_own(plan: Plan) -> set[Ref]:
+    """What forward makes and one segment alone keeps, and neither the caller nor other code ever sees."""
+    graph = plan.graph
+    seen = Counter(r for start, stop in plan.segments for r in kept_refs(_of_segment(plan.backward, start, stop)))
+    given = {value_ref(graph.root(v.index)) for v in graph.values if graph.leaves(v.index)}
+    everywhere = _Lives.of([*plan.forward, *plan.backward], given)
+    made = {r for s in plan.forward for r in s.writes()}
+    return {
+        r for r, times in seen.items()
+        if times == 1 and r in made and r not in given and everywhere.is_ours(r) and len(everywhere.names(r)) == 1
+    }  # fmt: skip
 
 
 def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:

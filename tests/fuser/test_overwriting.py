@@ -97,6 +97,17 @@ def made_in(work: Callable[[], object]) -> int:
     return memory.count
 
 
+def spared(model: Sequential) -> int:
+    """How many tensors fewer backward makes where the graph is not kept."""
+    x = x_of()
+
+    def count(**options: Any) -> int:
+        y = model(x)
+        return made_in(lambda: torch.autograd.grad(y, [x, *model.parameters()], dy_of(y), **options))
+
+    return count(retain_graph=True) - count()
+
+
 # ------------------------------------------------------------------------------------------------- what plans say
 
 
@@ -240,13 +251,7 @@ def test_values_and_gradients(name: str, memory: str, ours: None, monkeypatch: p
 
 def test_fewer_tensors_are_made(ours: None) -> None:
     model = mlp(ops.LayerNorm(WIDTH))
-    x, over = x_of(), sum(map(len, pairs(model.plan(x_of()).backward).values()))
-
-    def count(**options: Any) -> int:
-        y = model(x)
-        return made_in(lambda: torch.autograd.grad(y, [x, *model.parameters()], dy_of(y), **options))
-
-    assert over >= 3 and count(retain_graph=True) - count() == over
+    assert spared(model) == sum(map(len, pairs(model.plan(x_of()).backward).values())) >= 3
 
 
 # ------------------------------------------------------------------------------------------- who else may look
@@ -360,15 +365,47 @@ def test_hooks_on_parameters(ours: None) -> None:
 
 
 def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes from one node to the next is autograd's."""
-    parts = [ops.LayerNorm(WIDTH), ops.Linear(WIDTH, HIDDEN), ops.GELU(), ops.Linear(HIDDEN, WIDTH)]
+    """What one segment makes and the next alone keeps is overwritten; what both keep, or a caller gets, is not."""
+    gated = ops.Linear(WIDTH, 2 * HIDDEN, bias=False)
+    parts = [gated, ops.SwiGLU(), ops.Linear(HIDDEN, WIDTH, bias=False), ops.LayerNorm(WIDTH)]
     model = mlp(*parts)
     whole = run(model)
-    monkeypatch.setattr(finish, "SEGMENT_BYTES", WIDTH * HIDDEN * 4)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     cut = mlp(*parts)
     cut.load_state_dict(model.state_dict())
-    assert len(cut.plan(x_of()).segments) > 1 and pairs(cut.plan(x_of()).backward)
+    plan, x = cut.plan(x_of()), x_of()
+    assert len(plan.segments) > 2
+    first = next(s for s in plan.backward if "swiglu" in s.name)
+    start = next(start for start, stop in plan.segments if start <= first.start < stop)
+    kept = {ref for _, ref in first.inputs if ref[0] == "value"}
+    makers = [s for s in plan.forward if kept & set(s.writes())]
+    assert [s.start < start for s in makers] == [True]
+    assert ("d_x", "x") in pairs(plan.backward)[first.name]
     assert same(run(cut), whole)
+    assert spared(cut) == sum(map(len, pairs(plan.backward).values()))
+    for keep in (True, False):
+        y = cut(x) if keep else y
+        grads = torch.autograd.grad(y, [x, *cut.parameters()], dy_of(y), retain_graph=keep)
+        assert same([y.detach(), *grads], whole) and not any(g.requires_grad for g in grads)
+
+
+def test_what_two_segments_keep_is_not_overwritten(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of a product read the value between them."""
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    parts = [
+        ops.Fork("a"),
+        ops.GELU("tanh"),
+        ops.Linear(WIDTH, WIDTH),
+        ops.GELU("tanh"),
+        ops.Add("a"),
+        ops.GELU("tanh"),
+    ]
+    model = mlp(*parts)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 2**30)
+    whole = mlp(*parts)
+    whole.load_state_dict(model.state_dict())
+    assert len(whole.plan(x_of()).segments) == 1
+    assert same(run(model), run(whole))
 
 
 def test_steps_that_are_checked_or_measured_find_their_inputs_as_they_were(
