@@ -150,8 +150,11 @@ bool KernelStep::can_overwrite(PyObject* slots, const OutputSpec& spec, PyObject
 bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& sizes, bool may_overwrite) const {
   auto place = static_cast<Py_ssize_t>(inputs.size());
   for (const OutputSpec& spec : outputs) {
-    const bool over = may_overwrite && spec.over >= 0 && can_overwrite(slots, spec, tensors, sizes);
-    if (!over && PyErr_Occurred() != nullptr) return false;
+    bool over = false;
+    if (may_overwrite && spec.over >= 0) {
+      over = can_overwrite(slots, spec, tensors, sizes);
+      if (!over && PyErr_Occurred() != nullptr) return false;
+    }
     PyObject* tensor = over ? detached(PyTuple_GET_ITEM(tensors, spec.over)) : make_output(spec, tensors, sizes);
     if (tensor == nullptr) return false;
     PyTuple_SET_ITEM(tensors, place++, tensor);

@@ -140,10 +140,10 @@ def test_what_other_code_makes_or_reads_is_left_alone(emulated: None) -> None:
 
 
 class Holds(UnfusedOperation):
-    """Hands its input through as a view."""
+    """Hands its input through, and its gradient."""
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape) * 1
+        return x
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         return (Gradient(("input",), (), "input_gradient"),)
@@ -336,6 +336,16 @@ def test_checkpoint(reentrant: bool, ours: None) -> None:
     assert same([y.detach(), x.grad, *(p.grad for p in model.parameters())], once)  # type: ignore[list-item]
 
 
+def test_autocast(ours: None) -> None:
+    model, x = mlp(ops.LayerNorm(WIDTH)), x_of()
+    found = []
+    for keep in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        found.append([y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy_of(y), retain_graph=keep)])
+    assert same(*found)
+
+
 def test_what_comes_from_outside_is_left_as_it_was(ours: None) -> None:
     """The input, the gradient that is handed in, the parameters, and gradients that hooks of autograd saw."""
     model, x = mlp(ops.GELU("tanh")), x_of()
@@ -383,8 +393,8 @@ def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("d_x", "x") in pairs(plan.backward)[first.name]
     assert same(run(cut), whole)
     assert spared(cut) == sum(map(len, pairs(plan.backward).values()))
+    y = cut(x)
     for keep in (True, False):
-        y = cut(x) if keep else y
         grads = torch.autograd.grad(y, [x, *cut.parameters()], dy_of(y), retain_graph=keep)
         assert same([y.detach(), *grads], whole) and not any(g.requires_grad for g in grads)
 
