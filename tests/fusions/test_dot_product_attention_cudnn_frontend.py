@@ -17,7 +17,7 @@ from te_fuser.kernels.attention import AttentionProblem, Speed
 from te_fuser.kernels.attention_cudnn_frontend import CudaCudnnFrontend
 from te_fuser.kernels.packed_heads import PackedPass
 from tests.kernels import fake_cudnn
-from tests.kernels.test_attention_cuda import Played
+from tests.kernels.played import Played
 from tests.twins import assert_as_meant, sequential, tensor
 
 NAME, TWIN = "attention_cuda_cudnn_frontend", "attention_cuda_cudnn"
