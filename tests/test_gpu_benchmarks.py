@@ -23,6 +23,7 @@ import te_fuser
 from te_fuser.fuser import fuser, measure
 from tests import fake_cuda
 from tests.kernels.packed_cases import CASES
+from tests.needs import needs_compiler
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -173,7 +174,7 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: Bench, tmp_pa
         assert {e["grows"] for e in entries} == {"tokens", "hidden"} and "floor" in entries[0]["contenders"]
 
 
-@pytest.mark.skipif(fake_cuda.CXX is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("name", ["layer", "mlp", "llama", "glue", "host"])
 def test_parts_run_cuda_kernels(name: str, gpu_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their emulation on the CPU; where nothing is drawn, the part itself compares results with eager's."""
