@@ -15,8 +15,9 @@ from te_fuser.kernels import cudnn_frontend, flash_attn_4
 from te_fuser.kernels.attention import Speed
 from te_fuser.kernels.attention_flash_attn_4 import CudaFlashAttn4
 from te_fuser.kernels.packed_heads import PackedPass
+from tests.fusions.attention_models import projected
 from tests.kernels import fake_flash_attn
-from tests.twins import assert_as_meant, sequential, tensor
+from tests.twins import assert_as_meant
 
 NAME, CUDNN, FRONT_END = "attention_cuda_flash_attn_4", "attention_cuda_cudnn", "attention_cuda_cudnn_frontend"
 HEADS, DIM = 32, 128
@@ -128,13 +129,8 @@ class OnCpu(CudaFlashAttn4):
 def test_values_and_gradients(layout: str, packing: str, rope: bool, monkeypatch) -> None:
     package = fake_flash_attn.in_place(monkeypatch)
     one = declare(OnCpu(), registered=False)
-    for mask, kv_heads in (("causal", 4), ("causal", 2), ("causal", 1), ("none", 4), ("none", 2)):
-        common = {"heads": 4, "kv_heads": kv_heads, "layout": layout, "packing": packing}
-        if (layout, packing, kv_heads) == ("batch_first", "interleaved", 2):
-            continue  # no strides
-        op = ops.DotProductAttention(head_dim=8, mask=mask, **common)
-        rotation = [ops.RotaryEmbedding(8, **common)] if rope else []
-        model, x = sequential(ops.Linear(6, op.packed.features), *rotation, op, ops.Linear(32, 6)), tensor(5, 3, 6)
+    kinds = (("causal", 4), ("causal", 2), ("causal", 1), ("none", 4), ("none", 2))
+    for model, x in projected(layout, packing, rope, kinds):
         with fusions.only(one, "stretch"):
             assert taken(model.plan(x.requires_grad_())) == [NAME, NAME]
             assert_as_meant(model, x, tolerance=1e-10)
