@@ -151,7 +151,7 @@ def _run(what: str, tensors: tuple[torch.Tensor, ...], options: tuple[bool, ...]
             "te_fuser.fusions.disabled('matmul_bias_gelu_quack', 'bias_gelu_matmul_quack') plans without it"
         )
 
-    return runs.run(first.device.index or 0, form, call, failed)
+    return runs.run(first.device.index, form, call, failed)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

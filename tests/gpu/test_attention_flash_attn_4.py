@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import te_fuser
-from te_fuser import Sequential, fusions, ops
-from te_fuser.fusions.dot_product_attention import declare
+from te_fuser import Sequential, ops
 from te_fuser.kernels import flash_attn_4
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
 from te_fuser.ops.base import Spec
@@ -40,11 +38,10 @@ NAME = f"attention_{PROVIDER.name}"
 
 
 @pytest.fixture(autouse=True)
-def _in_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of small attention."""
     monkeypatch.setattr(flash_attn_4, "installed_version", lambda: VERSION)
-    fusion = declare(PROVIDER)
-    yield
-    fusions.unregister(fusion)
+    monkeypatch.setattr(type(PROVIDER), "launches", 1)
 
 
 def test_it_can_be_used() -> None:
@@ -139,7 +136,7 @@ def test_a_thread_of_its_own() -> None:
 def test_the_first_run_in_a_thread_of_its_own() -> None:
     """There it is compiled, as in a backward pass."""
     tensors, op, dy = one_backward(PROVIDER, 128, 184)
-    flash_attn_4._run_before.clear()
+    flash_attn_4.runs.forget()
     found = in_a_thread_of_its_own(PROVIDER, op, tensors, dy)
     assert close(found, PROVIDER.backward(op.settings(), tensors, dy))
 

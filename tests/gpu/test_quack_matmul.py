@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.metadata
 import itertools
 import threading
 from collections.abc import Iterator
@@ -16,17 +15,11 @@ import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fusions import Cost
 from te_fuser.kernels import quack_matmul as products
+from tests.gpu.packing_providers import installed_version
 from tests.twins import randomize
 
-
-def version() -> str | None:
-    try:
-        return importlib.metadata.version(products.PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(version() is None, reason=f"needs {products.PACKAGE}")]
+VERSION = installed_version(products.PACKAGE)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")]
 NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_aux_quack", "bias_gelu_matmul_quack")
 GPU = torch.device("cuda", 0)
 EPS = 2.0**-8
@@ -34,7 +27,7 @@ EPS = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "installed_version", version)
+    monkeypatch.setattr(products, "installed_version", lambda: VERSION)
 
 
 def tensors(rows: tuple[int, ...], inner: int, outer: int) -> list[torch.Tensor]:

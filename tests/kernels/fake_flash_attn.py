@@ -78,4 +78,4 @@ def forget():
     """Drop what was kept of another package."""
     flash_attn_4._module.cache_clear()
     flash_attn_4.unusable.cache_clear()
-    flash_attn_4._run_before.clear()
+    flash_attn_4.runs.forget()

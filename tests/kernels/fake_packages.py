@@ -6,6 +6,8 @@ import contextlib
 
 import torch
 
+from te_fuser.kernels import optional_packages
+
 
 def in_place(patch, module, name, package, version):
     """A package as installed, and imported under that name by te_fuser's module for it, on a CPU in place of a GPU.
@@ -14,7 +16,8 @@ def in_place(patch, module, name, package, version):
     """
     patch.setattr(module, "installed_version", lambda: version)
     patch.setattr(module.importlib, "import_module", {name: package}.__getitem__)
-    patch.setattr(module, "give_context", lambda device: None)
+    for place in (module, optional_packages):
+        patch.setattr(place, "give_context", lambda device: None, raising=place is optional_packages)
     patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
