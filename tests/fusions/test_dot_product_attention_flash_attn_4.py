@@ -115,7 +115,7 @@ def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
 class OnCpu(CudaFlashAttn4):
     """The provider with what it needs of a GPU left out, and so fast that it is taken."""
 
-    conditions = ()
+    conditions, launches = (), 1
     speed = Speed.constant(forward=1e3, backward=1e3)
 
 
