@@ -17,6 +17,16 @@ from models import Builder, Rival, copy_parameters
 
 import te_fuser
 
+# Fusions that take part where a package is installed that te_fuser does not ask for.
+OPTIONAL = (
+    "attention_cuda_cudnn_frontend",
+    "attention_cuda_flash_attn_4",
+    "bias_gelu_matmul_quack",
+    "matmul_bias_gelu_aux_quack",
+    "matmul_bias_gelu_quack",
+)
+WITHOUT = f"{OURS} without optional packages"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -25,7 +35,6 @@ class Case:
     Attributes:
         goals: what is to be reached.
         memories: which memory= beside "balanced".
-        without: fusions; beside the plan with one of them there is one that has to do without it.
         library: under which name gpu_rivals knows it.
     """
 
@@ -37,7 +46,6 @@ class Case:
     dtype: torch.dtype
     goals: tuple[Goal, ...] = ()
     memories: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
     library: str = ""
     dropout: float = 0.0
     with_plan: bool = False
@@ -70,8 +78,8 @@ def _model_rivals(bench: Bench, case: Case) -> Entrants:
         entrants.add(f"{OURS} {memory}", lambda memory=memory: _ours(bench, case, entrants.eager, memory=memory))  # type: ignore[misc]
     ours = entrants.ours
     plan = ours.model.plan(ours.x, **ours.named)
-    for name in {step.name for step in (*plan.forward, *plan.backward)}.intersection(case.without):
-        entrants.add(f"{OURS} without {name}", lambda name=name: ours.like(_Without(ours.model, name)))  # type: ignore[misc]
+    if {step.name for step in (*plan.forward, *plan.backward)}.intersection(OPTIONAL):
+        entrants.add(WITHOUT, lambda: ours.like(_Without(ours.model)))
     entrants.add_libraries(case.library, case.hidden, case.dropout)
     if bench.tune:
         tuned = _ours(bench, case, entrants.eager)
@@ -81,14 +89,14 @@ def _model_rivals(bench: Bench, case: Case) -> Entrants:
 
 
 class _Without(torch.nn.Module):
-    """A model that is planned without a fusion."""
+    """A model that is planned without what optional packages bring."""
 
-    def __init__(self, model: torch.nn.Module, fusion: str) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.model, self.fusion = model, fusion
+        self.model = model
 
     def forward(self, x: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        with te_fuser.fusions.disabled(self.fusion):
+        with te_fuser.fusions.disabled(*OPTIONAL):
             return self.model(x, **named)
 
 

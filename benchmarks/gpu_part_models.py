@@ -37,12 +37,9 @@ def _seed_case(bench: Bench, dtype: torch.dtype, dropout: float, **options: Any)
     )
 
 
-_PACKS = "attention_cuda_cudnn_frontend"  # takes part where NVIDIA's front end of cuDNN is installed
-
-
 def layer(bench: Bench) -> Iterator[Entry]:
     """The seed layer in bfloat16."""
-    options: dict[str, Any] = {"goals": gpu_goals.SEED_LAYER, "without": (_PACKS,)}
+    options: dict[str, Any] = {"goals": gpu_goals.SEED_LAYER}
     more: dict[str, Any] = {"memories": ("fast", "lean"), "with_plan": True}
     yield measure_case(bench, _seed_case(bench, torch.bfloat16, 0.1, **options, **more))
     yield measure_case(bench, _seed_case(bench, torch.bfloat16, 0.0, **options))

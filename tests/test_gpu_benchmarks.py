@@ -36,7 +36,6 @@ import gpu_floor  # noqa: E402
 import gpu_goals  # noqa: E402
 import gpu_measure  # noqa: E402
 import gpu_part_glue  # noqa: E402
-import gpu_part_models  # noqa: E402
 import gpu_part_train  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_report  # noqa: E402
@@ -186,15 +185,16 @@ def test_parts_run_cuda_kernels(name: str, gpu_bench: Bench, tmp_path: Path, mon
 
 
 def test_what_a_plan_has_competes_with_the_plan_without_it(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_part_models, "_PACKS", "matmul_bias")
+    assert all(name in te_fuser.fusions.names() for name in gpu_cases.OPTIONAL)
+    monkeypatch.setattr(gpu_cases, "OPTIONAL", ("matmul_bias",))
     entry = next(gpu_parts.PARTS["layer"].run(gpu_bench))
     ours = [name for name in entry["contenders"] if name.startswith("te_fuser")]
-    assert ours == ["te_fuser", "te_fuser fast", "te_fuser lean", "te_fuser without matmul_bias"]
+    assert ours == ["te_fuser", "te_fuser fast", "te_fuser lean", gpu_cases.WITHOUT]
     model, x = te_fuser.Sequential(te_fuser.ops.Linear(8, 8)), torch.randn(4, 8)
     planned: list[list[str]] = []
     monkeypatch.setattr(model, "forward", lambda x: planned.append([s.name for s in model.plan(x).forward]))
     model(x)
-    gpu_cases._Without(model, "matmul_bias")(x)
+    gpu_cases._Without(model)(x)
     assert ["matmul_bias" in names for names in planned] == [True, False]
 
 
