@@ -22,8 +22,9 @@ from typing import Any
 
 import gpu_report
 import torch
+from gpu_bench import TOY, Bench, Scale
 from gpu_measure import FULL, QUICK, TRIAL, Card, Effort
-from gpu_parts import PARTS, TOY, Bench, Scale
+from gpu_parts import PARTS
 from rich.console import Console
 
 import te_fuser

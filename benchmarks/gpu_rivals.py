@@ -79,7 +79,8 @@ def versions() -> dict[str, str]:
     from importlib import metadata
 
     found = {}
-    for package in ("transformer_engine", "liger_kernel", "quack-kernels", "triton", "nvidia-cudnn-frontend"):
+    ours = ("triton", "nvidia-cudnn-frontend", "flash-attn-4", "nvidia-cutlass-dsl")
+    for package in ("transformer_engine", "liger_kernel", "quack-kernels", *ours):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -8,7 +8,7 @@ import torch
 
 from te_fuser.config import config
 from te_fuser.fuser import fuser, tuned
-from te_fuser.kernels import cudnn_frontend, flash_attn_4
+from te_fuser.kernels import cudnn_frontend, flash_attn_4, quack_matmul
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 
 # Test processes share the cores, and two pools on one core wait for each other.
@@ -40,6 +40,7 @@ def _no_optional_packages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cudnn_frontend, "installed_version", lambda: None)
         patch.setattr(flash_attn_4, "installed_version", lambda: None)
+        patch.setattr(quack_matmul, "installed_version", lambda: None)
         yield
 
 

@@ -28,10 +28,10 @@ from tests.codegen import corpus
 from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
 from tests.fake_cuda import CXX, REAL_DRIVER, Emulation, FakeDriver, in_place
 from tests.formula.test_row_ops import OPS
+from tests.needs import needs_compiler
 from tests.twins import randomize, results_and_gradients, tensor
 
 CORPUS = corpus.descriptions()
-needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
 
 
 # A kernel that does nothing: x, y and the sums of y, in launches as the generator plans them.

@@ -23,23 +23,31 @@ import te_fuser
 from te_fuser.fuser import fuser, measure
 from tests import fake_cuda
 from tests.kernels.packed_cases import CASES
+from tests.needs import needs_compiler
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu  # noqa: E402
+import gpu_cases  # noqa: E402
+import gpu_child  # noqa: E402
+import gpu_entries  # noqa: E402
 import gpu_floor  # noqa: E402
 import gpu_goals  # noqa: E402
 import gpu_measure  # noqa: E402
+import gpu_part_glue  # noqa: E402
+import gpu_part_train  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_rivals  # noqa: E402
 import gpu_tests  # noqa: E402
 import models  # noqa: E402
+from gpu_bench import TOY as TOY_SCALE  # noqa: E402
+from gpu_bench import Bench  # noqa: E402
 from gpu_goals import Goal  # noqa: E402
 
 CPU = gpu_measure.Card(torch.device("cpu"))
-TOY = gpu_parts.Bench(CPU, gpu_parts.TOY, gpu_measure.TRIAL, with_compile=False)
+TOY = Bench(CPU, TOY_SCALE, gpu_measure.TRIAL, with_compile=False)
 
 
 # ---------------------------------------------------------------------------------------------------- parts
@@ -115,7 +123,7 @@ class PretendedProfile:
 
 
 @pytest.fixture
-def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> gpu_parts.Bench:
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench on the CPU that takes every path of a GPU's."""
     matmul, stream = gpu_floor.matmul, PretendedStream()
     for owner, name, value in (
@@ -132,16 +140,16 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> gpu_parts.Bench:
         (torch.cuda, "max_memory_allocated", lambda device: 7 << 20),
         (torch.profiler, "profile", PretendedProfile),
         (torch, "compile", lambda model: model),
-        (gpu_parts.te_fuser, "cuda_graph", lambda model, x: model),
+        (te_fuser, "cuda_graph", lambda model, x: model),
         (matmul, "problem", lambda: None),
         *((matmul, kind, gpu_floor._TORCH[kind]) for kind in gpu_floor._TORCH),
     ):
         monkeypatch.setattr(owner, name, value)
-    return gpu_parts.Bench(PretendedGpu(), gpu_parts.TOY, gpu_measure.TRIAL)
+    return Bench(PretendedGpu(), TOY_SCALE, gpu_measure.TRIAL)
 
 
 @pytest.mark.parametrize("name", [name for name in gpu_parts.PARTS if name not in SLOW])
-def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: gpu_parts.Bench, tmp_path: Path) -> None:
+def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     writer = gpu.Writer(path, name, ABOUT, gpu.parse(["--toy"]), gpu_bench)
     assert gpu.run_part(writer, Console(quiet=True))
@@ -165,11 +173,9 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: gpu_parts.Ben
         assert {e["grows"] for e in entries} == {"tokens", "hidden"} and "floor" in entries[0]["contenders"]
 
 
-@pytest.mark.skipif(fake_cuda.CXX is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("name", ["layer", "mlp", "llama", "glue", "host"])
-def test_parts_run_cuda_kernels(
-    name: str, gpu_bench: gpu_parts.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_run_cuda_kernels(name: str, gpu_bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their emulation on the CPU; where nothing is drawn, the part itself compares results with eager's."""
     emulation = fake_cuda.Emulation(tmp_path)
     with fake_cuda.in_place(fake_cuda.compile_driver(tmp_path)) as driver, emulation.in_plans():
@@ -178,22 +184,21 @@ def test_parts_run_cuda_kernels(
         assert driver.launches > 50
 
 
-def test_what_a_plan_has_competes_with_the_plan_without_it(
-    gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_parts, "_PACKS", "matmul_bias")
+def test_what_a_plan_has_competes_with_the_plan_without_it(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(name in te_fuser.fusions.names() for name in gpu_cases.OPTIONAL)
+    monkeypatch.setattr(gpu_cases, "OPTIONAL", ("matmul_bias",))
     entry = next(gpu_parts.PARTS["layer"].run(gpu_bench))
     ours = [name for name in entry["contenders"] if name.startswith("te_fuser")]
-    assert ours == ["te_fuser", "te_fuser fast", "te_fuser lean", "te_fuser without matmul_bias"]
+    assert ours == ["te_fuser", "te_fuser fast", "te_fuser lean", gpu_cases.WITHOUT]
     model, x = te_fuser.Sequential(te_fuser.ops.Linear(8, 8)), torch.randn(4, 8)
     planned: list[list[str]] = []
     monkeypatch.setattr(model, "forward", lambda x: planned.append([s.name for s in model.plan(x).forward]))
     model(x)
-    gpu_parts._Without(model, "matmul_bias")(x)
+    gpu_cases._Without(model)(x)
     assert ["matmul_bias" in names for names in planned] == [True, False]
 
 
-def test_a_rival_that_fails_is_left_out(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rival_that_fails_is_left_out(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(model: torch.nn.Module) -> torch.nn.Module:
         raise RuntimeError("no\n compiler")
 
@@ -204,20 +209,19 @@ def test_a_rival_that_fails_is_left_out(gpu_bench: gpu_parts.Bench, monkeypatch:
         assert "torch.compile" not in entry["contenders"] and "te_fuser" in entry["contenders"]
 
 
-def test_times_stay_where_the_profiler_fails(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_stay_where_the_profiler_fails(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: object) -> None:
         raise RuntimeError("the profiler saw no kernel")
 
-    monkeypatch.setattr(gpu_parts, "traced", fails)
+    for module in (gpu_entries, gpu_part_glue):
+        monkeypatch.setattr(module, "traced", fails)
     for name in ("llama", "glue", "stack"):
         entry = next(gpu_parts.PARTS[name].run(gpu_bench))
         assert entry["left_out"] == {"kernels": "RuntimeError: the profiler saw no kernel"}
         assert entry["contenders"]["te_fuser"]["ms"] > 0 and "kernels" not in entry["contenders"]["te_fuser"]
 
 
-def test_what_cannot_be_recorded_as_a_graph_is_left_out(
-    gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_recorded_as_a_graph_is_left_out(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.requires_grad and not torch.is_grad_enabled():
@@ -229,7 +233,7 @@ def test_what_cannot_be_recorded_as_a_graph_is_left_out(
     assert "not permitted" in forward["left_out"]["torch.compile"] and "left_out" not in both
 
 
-def test_a_tuned_model_takes_part(gpu_bench: gpu_parts.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_model_takes_part(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def tune(model: te_fuser.Sequential, x: torch.Tensor, **options: Any) -> str:
@@ -244,9 +248,9 @@ def test_a_tuned_model_takes_part(gpu_bench: gpu_parts.Bench, monkeypatch: pytes
 
 
 def entries_then(outcome: Exception | None, count: int = 2) -> gpu_parts.Part:
-    def run(bench: gpu_parts.Bench) -> Iterator[gpu_parts.Entry]:
+    def run(bench: Bench) -> Iterator[gpu_entries.Entry]:
         for k in range(count):
-            yield gpu_parts.compared(f"case {k}", {"eager": result(1.0), "te_fuser": result(0.5)})
+            yield gpu_entries.compared(f"case {k}", {"eager": result(1.0), "te_fuser": result(0.5)})
         if outcome is not None:
             raise outcome
 
@@ -290,7 +294,7 @@ def test_parts_on_a_gpu_begin_with_empty_folders(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(te_fuser.config, "cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", "elsewhere")
     folders = []
-    for name in gpu.in_turn(("a", "b"), gpu_parts.Bench(PretendedGpu(), gpu_parts.TOY, gpu_measure.TRIAL)):
+    for name in gpu.in_turn(("a", "b"), Bench(PretendedGpu(), TOY_SCALE, gpu_measure.TRIAL)):
         folders.append(te_fuser.config.cache_dir)
         assert name in "ab" and not list(te_fuser.config.cache_dir.iterdir())
         assert os.environ["XDG_CACHE_HOME"] == str(te_fuser.config.cache_dir)
@@ -299,20 +303,20 @@ def test_parts_on_a_gpu_begin_with_empty_folders(monkeypatch: pytest.MonkeyPatch
 
 def test_a_child_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="failed:\nbefore"):
-        gpu_parts._output_of(["-c", "print('before'); raise SystemExit(3)"])
-    monkeypatch.setattr(gpu_parts, "CHILD_LIMIT", 0.5)
+        gpu_child.output_of(["-c", "print('before'); raise SystemExit(3)"])
+    monkeypatch.setattr(gpu_child, "CHILD_LIMIT", 0.5)
     with pytest.raises(RuntimeError, match="did not end within"):
-        gpu_parts._output_of(["-c", "import time; time.sleep(30)"])
+        gpu_child.output_of(["-c", "import time; time.sleep(30)"])
 
 
 def test_losses_are_compared_beside_noise() -> None:
     names = ("te_fuser", "torch.nn", "torch.nn, another seed")
     rows = [{f"{n} training loss": str(2.0 + d) for n, d in zip(names, (0.01, 0.0, 0.1), strict=True)}] * 30
-    assert gpu_parts._largest_difference(rows, "te_fuser") == pytest.approx(0.01)
-    assert gpu_parts._largest_difference(rows, "torch.nn, another seed") == pytest.approx(0.1)
+    assert gpu_part_train._largest_difference(rows, "te_fuser") == pytest.approx(0.01)
+    assert gpu_part_train._largest_difference(rows, "torch.nn, another seed") == pytest.approx(0.1)
     rows[5] = {**rows[5], "te_fuser training loss": "3.0"}
-    assert gpu_parts._largest_difference(rows, "te_fuser") == pytest.approx((19 * 0.01 + 1.0) / 20)
-    assert gpu_parts._largest_difference(rows, "te_fuser", smoothed=1) == pytest.approx(1.0)
+    assert gpu_part_train._largest_difference(rows, "te_fuser") == pytest.approx((19 * 0.01 + 1.0) / 20)
+    assert gpu_part_train._largest_difference(rows, "te_fuser", smoothed=1) == pytest.approx(1.0)
 
 
 def test_the_note_on_training_says_how_far_the_losses_lie_apart() -> None:
@@ -386,12 +390,12 @@ def test_ratios_are_of_rounds() -> None:
 def test_entries_know_the_best_rival_measured_or_earlier() -> None:
     case = "seed layer bf16 dropout 0.1"
     results = {"floor": result(1.0), "eager": result(1.3), "torch.compile": result(1.2), "te_fuser": result(1.1)}
-    entry = gpu_parts.compared(case, results)
+    entry = gpu_entries.compared(case, results)
     earlier = 17.90 / 15.95
     assert entry["best_rival"] == gpu_rivals.TE and entry["earlier"]["over_floor"][gpu_rivals.TE] == earlier
     assert entry["contenders"]["te_fuser"]["over_best_rival"] == pytest.approx(1.1 / earlier)
     results[gpu_rivals.TE] = result(1.25)  # it is here: what it reached earlier does not count
-    entry = gpu_parts.compared(case, results)
+    entry = gpu_entries.compared(case, results)
     assert entry["best_rival"] == "torch.compile" and "earlier" not in entry
     assert "over_best_rival" not in entry["contenders"]["eager"]
 
@@ -493,7 +497,7 @@ ABOUT = {
 
 def layer_record() -> dict[str, Any]:
     results = {"floor": result(1.0), "eager": result(1.3), "te_fuser": result(1.1)}
-    entry = gpu_parts.compared("seed layer bf16 dropout 0.1", results)
+    entry = gpu_entries.compared("seed layer bf16 dropout 0.1", results)
     spent = {"products_ms": 8.0, "attention_ms": 1.0, "rest_ms": 0.5, "idle_ms": 0.25}
     entry["contenders"]["te_fuser"] |= spent
     row = {"direction": "forward", "step": "mat_mul", "ops": "MatMul", "moved_mib": 1.0, "predicted_ms": 1.0}

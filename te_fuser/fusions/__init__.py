@@ -20,6 +20,7 @@ from te_fuser.fusions.registry import (
 # The built-in fusions register themselves.
 from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     bias_gelu_matmul,
+    bias_gelu_matmul_quack,
     bias_relu_matmul,
     dot_product_attention,
     gelu_matmul,
@@ -27,6 +28,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     matmul_add,
     matmul_bias,
     matmul_bias_gelu,
+    matmul_bias_gelu_quack,
     matmul_bias_relu,
     matmul_main_grad,
     relu_matmul,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention_provider import Provider
+from te_fuser.kernels.attention_provider import Provider, Saved
 from te_fuser.kernels.attention_views import Views
 from te_fuser.ops.dot_product_attention import hidden_positions
 
@@ -39,6 +39,12 @@ class CudaProvider(Provider):
         bias = qkv.new_zeros((*hidden.shape[:-1], padded))[..., : views.positions]
         return bias.masked_fill_(hidden, _MASKED_SCORE), False
 
+    def _saved(self, logsumexp: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> Saved:
+        """What an operator returned for backward; an empty tensor for nothing, so that there is one to keep."""
+        returned = (logsumexp, seed, offset)
+        kept = (logsumexp.new_empty(0) if tensor is None else tensor for tensor in returned)
+        return dict(zip(self.emits, kept, strict=True))
+
     def _blind(self, views: Views, mask: torch.Tensor) -> torch.Tensor | None:
         heads = views.settings.heads
         blind = _hidden(views, mask).all(-1).expand(views.samples, heads.heads, views.positions)
@@ -50,8 +56,3 @@ def _hidden(views: Views, mask: torch.Tensor) -> torch.Tensor:
     hidden = hidden_positions(views.settings.causal, mask, views.positions, mask.device)
     assert hidden is not None
     return hidden
-
-
-def defined(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """What an operator returned, or an empty tensor for nothing, so that there is one to keep."""
-    return like.new_empty(0) if tensor is None else tensor

@@ -17,7 +17,7 @@ from te_fuser.kernels.attention_conditions import (
     switched_on,
     takes,
 )
-from te_fuser.kernels.attention_cuda import CudaProvider, defined
+from te_fuser.kernels.attention_cuda import CudaProvider
 from te_fuser.kernels.attention_provider import Saved, Speed
 from te_fuser.kernels.attention_views import Call
 
@@ -68,5 +68,4 @@ class CudnnProvider(CudaProvider):
             call.q, call.k, call.v, call.bias, True, settings.dropout, call.causal, False, scale=settings.scale
         )
         out, logsumexp, _, _, _, _, seed, offset, _ = result
-        kept = (defined(tensor, logsumexp) for tensor in (logsumexp, seed, offset))
-        return out, dict(zip(self.emits, kept, strict=True))
+        return out, self._saved(logsumexp, seed, offset)

@@ -14,7 +14,7 @@ from te_fuser.kernels.attention_conditions import (
     switched_on,
     takes,
 )
-from te_fuser.kernels.attention_cuda import CudaProvider, defined
+from te_fuser.kernels.attention_cuda import CudaProvider
 from te_fuser.kernels.attention_provider import Saved, Speed
 from te_fuser.kernels.attention_views import Call, Gradients
 
@@ -61,8 +61,7 @@ class CudaEfficient(CudaProvider):
         out, logsumexp, seed, offset = self._forward(
             call.q, *self._repeated(call), self._whole(call), True, settings.dropout, call.causal, scale=settings.scale
         )
-        kept = (defined(tensor, logsumexp) for tensor in (logsumexp, seed, offset))
-        return out, dict(zip(self.emits, kept, strict=True))
+        return out, self._saved(logsumexp, seed, offset)
 
     def _run_backward(self, call: Call, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         settings = call.settings

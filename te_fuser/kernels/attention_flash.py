@@ -15,7 +15,7 @@ from te_fuser.kernels.attention_conditions import (
     switched_on,
     takes,
 )
-from te_fuser.kernels.attention_cuda import CudaProvider, defined
+from te_fuser.kernels.attention_cuda import CudaProvider
 from te_fuser.kernels.attention_provider import Saved, Speed
 from te_fuser.kernels.attention_views import Call, Gradients
 
@@ -67,8 +67,7 @@ class CudaFlash(CudaProvider):
         settings = call.settings
         result = self._forward(call.q, call.k, call.v, settings.dropout, call.causal, False, scale=settings.scale)
         out, logsumexp, _, _, _, _, seed, offset, _ = result
-        kept = (defined(tensor, logsumexp) for tensor in (logsumexp, seed, offset))
-        return out, dict(zip(self.emits, kept, strict=True))
+        return out, self._saved(logsumexp, seed, offset)
 
     def _run_backward(self, call: Call, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         settings, length = call.settings, call.positions

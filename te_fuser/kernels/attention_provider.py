@@ -72,7 +72,7 @@ class Provider:
     conditions: ClassVar[tuple[Condition, ...]]
     speed: ClassVar[Speed]
     on_cuda: ClassVar[bool] = False
-    in_plans: ClassVar[bool] = True  # else only where somebody declares it as a fusion
+    launches: ClassVar[int] = 1  # of kernels, that calling it takes as long as; for each direction
     packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from te_fuser.kernels.optional_packages import give_context, refuse_capture, version_of, why_missing
+from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing
 
 PACKAGE = "flash-attn-4"
 _OLDEST = "4.0.0b36"
-_UNMADE = f"kernels of {PACKAGE} that are compiled at their first run"  # in a capture
 _MODULE = "flash_attn.cute.interface"
 # The package's functions below autograd, with the arguments that they are given here.
 _TAKEN = {
     "_flash_attn_fwd": ("q", "k", "v", "softmax_scale", "causal", "out", "return_lse"),
     "_flash_attn_bwd": ("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "dq", "dk", "dv"),
 }
-_FORMS_KEPT = 4096
-_lock = threading.RLock()
-_run_before: set[tuple[Any, ...]] = set()
+runs = FirstRuns(PACKAGE)
 
 
 def installed_version() -> str | None:
@@ -47,21 +42,12 @@ def unusable() -> str | None:
     """Why the package that is installed cannot be called; None when it can."""
     try:
         module = _module()
-        gone = [words for name, taken in _TAKEN.items() if (words := _changed(module, name, taken))]
+        gone = [words for name, taken in _TAKEN.items() if (words := why_changed(module, name, taken))]
     except Exception as error:  # whatever an import of it may raise
         return f"{PACKAGE} does not load: {type(error).__name__}: {error}"
     if gone:
         return f"{PACKAGE} {installed_version()} is not as it was in {_OLDEST}: {'; '.join(gone)}"
     return None
-
-
-def _changed(module: Any, name: str, taken: tuple[str, ...]) -> str | None:
-    function = getattr(module, name, None)
-    if function is None:
-        return f"it has no {name}"
-    parameters = inspect.signature(function).parameters
-    lost = [argument for argument in taken if argument not in parameters]
-    return f"{name} takes no {', '.join(lost)}" if lost else None
 
 
 def forward(
@@ -104,32 +90,14 @@ def backward(
 
 
 def _run(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, call: Callable[[], Any]) -> Any:
-    """Call the package; a form that did not run yet alone, as it is compiled.
+    """Call the package.
 
     Raises:
-        RuntimeError: when the package fails, or such a form meets a stream that is being captured.
+        RuntimeError: when it fails, or a form that did not run yet meets a stream that is being captured.
     """
     q = tensors[0]
     form = (direction, q.dtype, q.device, causal, *((t.shape, t.stride()) for t in tensors))
-    with torch.cuda.device(q.device.index):
-        if form not in _run_before:
-            refuse_capture(_UNMADE)
-        give_context(q.device.index)
-        try:
-            return call() if form in _run_before else _first(form, call)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise _failure(direction, tensors, causal, error) from error
-
-
-def _first(form: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-    with _lock:
-        made = call()
-        if len(_run_before) >= _FORMS_KEPT:
-            _run_before.clear()
-        _run_before.add(form)
-    return made
+    return runs.run(q.device.index, form, call, lambda error: _failure(direction, tensors, causal, error))
 
 
 def _failure(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, error: Exception) -> RuntimeError:
@@ -146,4 +114,4 @@ def _module() -> Any:
     return importlib.import_module(_MODULE)
 
 
-__all__ = ["PACKAGE", "backward", "forward", "installed_version", "missing", "unusable"]
+__all__ = ["PACKAGE", "backward", "forward", "installed_version", "missing", "runs", "unusable"]

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
 import threading
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.torch_version import TorchVersion
 
+_FORMS_KEPT = 4096
 _thread = threading.local()
+Made = TypeVar("Made")
 
 
 @functools.cache
@@ -34,6 +39,16 @@ def why_missing(package: str, oldest: str, version: str | None) -> str | None:
     return None
 
 
+def why_changed(owner: Any, name: str, taken: Iterable[str]) -> str | None:
+    """Why a function (or a class) of a package is no more what was written for; None if it takes these arguments."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return f"it has no {name}"
+    parameters = inspect.signature(function).parameters
+    lost = [argument for argument in taken if argument not in parameters]
+    return f"{name} takes no {', '.join(lost)}" if lost else None
+
+
 def give_context(device: int) -> None:
     """Let the CUDA runtime give this thread the device's context: threads of backward passes begin without one."""
     known = _thread.__dict__.setdefault("devices", set())
@@ -53,3 +68,54 @@ def refuse_capture(needed: str) -> None:
             f"this call needs {needed}, and its stream is being captured into a CUDA graph: run the model once with "
             "inputs like these before the capture"
         )
+
+
+class FirstRuns:
+    """The calls of a package that compiles its kernels when a form of a call first runs.
+
+    Such a run is made by one thread at a time, and never while a stream is captured.
+
+    Args:
+        package: its name.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._unmade = f"kernels of {package} that are compiled at their first run"
+        self._lock = threading.RLock()
+        self._forms: set[Hashable] = set()
+
+    def run(
+        self, device: int, form: Hashable, call: Callable[[], Made], failed: Callable[[Exception], Exception]
+    ) -> Made:
+        """call(), which is of that form, on a device.
+
+        Raises:
+            RuntimeError: when a form that did not run yet meets a stream that is being captured.
+            Exception: what `failed` makes of an error of the package's; running out of memory stays what it is.
+        """
+        with torch.cuda.device(device):
+            known = form in self._forms
+            if not known:
+                refuse_capture(self._unmade)
+            give_context(device)
+            try:
+                return call() if known else self._first(form, call)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise failed(error) from error
+
+    def forget(self) -> None:
+        """Take every form for one that did not run."""
+        self._forms.clear()
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def _first(self, form: Hashable, call: Callable[[], Made]) -> Made:
+        with self._lock:
+            made = call()
+            if len(self._forms) >= _FORMS_KEPT:
+                self._forms.clear()
+            self._forms.add(form)
+        return made

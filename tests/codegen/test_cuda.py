@@ -28,24 +28,13 @@ from tests.codegen import corpus, ptx
 from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
 from tests.codegen.cuda_calls import complaints
 from tests.codegen.cuda_on_cpu import Emulated, build
+from tests.needs import needs_compiler, needs_nvrtc
 
 ROOT = Path(__file__).parents[2]
 CORPUS = descriptions()
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 H200 = plan.device_of("sm_90a")
 BF16 = ("bfloat16", "bfloat16")
-
-
-def has_nvrtc() -> bool:
-    try:
-        nvrtc.compiler_version()
-    except nvrtc.CompilerMissing:
-        return False
-    return True
-
-
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="session")

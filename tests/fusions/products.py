@@ -13,6 +13,7 @@ from te_fuser import Sequential
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions import Cost, Fusion
 from te_fuser.kernels import matmul as products
+from te_fuser.ops import GELU, Linear
 from te_fuser.ops.base import FusableOperation
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
@@ -35,6 +36,19 @@ def plan(
     for p in model.parameters():
         p.requires_grad_(grad)
     return model.plan(x, device=device)
+
+
+def gelu_mlp(gelu: str = "tanh", inner: int = 16384) -> tuple[FusableOperation, ...]:
+    """The two products around a GELU, 4096 -> inner -> 4096."""
+    return Linear(4096, inner), GELU(gelu), Linear(inner, 4096)
+
+
+# (approximation of GELU, inner features, dtype, why its slope cannot be in an epilogue)
+GELU_SLOPE_REFUSED = [
+    ("none", 16384, torch.bfloat16, "the epilogue's GELU is the tanh form, and this one is exact (erf)"),
+    ("tanh", 1004, torch.bfloat16, "in rows of a multiple of 8, and this one has 1004"),
+    ("tanh", 16384, torch.float32, "the epilogue's tanh errs by 1e-5, too much for float32"),
+]
 
 
 def covered(steps: Sequence[object]) -> list[tuple[str, int, int]]:

@@ -16,9 +16,10 @@ from te_fuser.kernels import cudnn_frontend
 from te_fuser.kernels.attention import AttentionProblem, Speed
 from te_fuser.kernels.attention_cudnn_frontend import CudaCudnnFrontend
 from te_fuser.kernels.packed_heads import PackedPass
+from tests.fusions.attention_models import projected
 from tests.kernels import fake_cudnn
-from tests.kernels.test_attention_cuda import Played
-from tests.twins import assert_as_meant, sequential, tensor
+from tests.kernels.played import Played
+from tests.twins import assert_as_meant
 
 NAME, TWIN = "attention_cuda_cudnn_frontend", "attention_cuda_cudnn"
 HEADS, DIM = 8, 128
@@ -28,7 +29,7 @@ FEATURES = 3 * HEADS * DIM
 @pytest.fixture
 def installed(monkeypatch):
     """The package as if it were there, for plans of a GPU that is not."""
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: "1.32.0")
+    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: fake_cudnn.VERSION)
 
 
 def plan(*parts: Any) -> Plan:
@@ -115,13 +116,7 @@ def test_values_and_gradients(layout: str, packing: str, rope: bool, monkeypatch
     provider = OnCpu()
     monkeypatch.setattr(provider, "_forward", Played(provider, 0))
     one = declare(provider, registered=False)
-    for kv_heads in (4, 2, 1):
-        common = {"heads": 4, "kv_heads": kv_heads, "layout": layout, "packing": packing}
-        if (layout, packing, kv_heads) == ("batch_first", "interleaved", 2):
-            continue  # no strides
-        op = ops.DotProductAttention(head_dim=8, mask="causal", **common)
-        rotation = [ops.RotaryEmbedding(8, **common)] if rope else []
-        model, x = sequential(ops.Linear(6, op.packed.features), *rotation, op, ops.Linear(32, 6)), tensor(5, 3, 6)
+    for model, x in projected(layout, packing, rope, [("causal", kv_heads) for kv_heads in (4, 2, 1)]):
         with fusions.only(one, "stretch"):
             assert NAME in covered(model.plan(x.requires_grad_()))
             assert_as_meant(model, x, tolerance=1e-10)

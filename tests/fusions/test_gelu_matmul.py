@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from te_fuser import ops
 from te_fuser.fusions import matmul
-from tests.fusions.products import plan, reasons
+from tests.fusions.products import GELU_SLOPE_REFUSED, gelu_mlp, plan, reasons
 
 
 @pytest.fixture
@@ -21,12 +20,8 @@ def free() -> Iterator[None]:
     matmul._EFFICIENCY.update(before)
 
 
-def mlp(gelu: str = "tanh", inner: int = 16384) -> tuple[ops.FusableOperation, ...]:
-    return ops.Linear(4096, inner), ops.GELU(gelu), ops.Linear(inner, 4096)
-
-
 def test_it_reads_the_value_before_gelu_and_keeps_its_output(free: None) -> None:
-    p = plan(*mlp(), memory="fast")
+    p = plan(*gelu_mlp(), memory="fast")
     dgrad, wgrad = (s for s in p.backward if s.name == "gelu_matmul_backward")
     assert [n for n, _ in dgrad.inputs] == ["dy", "1.weight", "input"] and dgrad.chain
     assert [n for n, _ in wgrad.inputs] == ["dy", "0.output"] and not wgrad.chain
@@ -34,24 +29,17 @@ def test_it_reads_the_value_before_gelu_and_keeps_its_output(free: None) -> None
 
 
 def test_where_memory_counts_the_kernel_that_computes_gelu_again_wins(free: None) -> None:
-    p = plan(*mlp(), memory="lean")
+    p = plan(*gelu_mlp(), memory="lean")
     assert "gelu_matmul_backward" not in {s.name for s in p.backward}
     assert "gelu.output" not in {k.name for k in p.kept}
 
 
 def test_measured_it_loses_to_the_generated_kernel() -> None:
-    p = plan(*mlp(), memory="fast")
+    p = plan(*gelu_mlp(), memory="fast")
     assert any("us more than" in r for r in reasons(p, "gelu_matmul_backward"))
 
 
-@pytest.mark.parametrize(
-    ("gelu", "inner", "dtype", "reason"),
-    [
-        ("none", 16384, torch.bfloat16, "the epilogue's GELU is the tanh form, and this one is exact (erf)"),
-        ("tanh", 1004, torch.bfloat16, "in rows of a multiple of 8, and this one has 1004"),
-        ("tanh", 16384, torch.float32, "the epilogue's tanh errs by 1e-5, too much for float32"),
-    ],
-)
+@pytest.mark.parametrize(("gelu", "inner", "dtype", "reason"), GELU_SLOPE_REFUSED)
 def test_reasons(gelu: str, inner: int, dtype: torch.dtype, reason: str) -> None:
-    (why,) = reasons(plan(*mlp(gelu, inner), dtype=dtype), "gelu_matmul_backward")
+    (why,) = reasons(plan(*gelu_mlp(gelu, inner), dtype=dtype), "gelu_matmul_backward")
     assert reason in why

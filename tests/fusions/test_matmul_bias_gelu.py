@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from te_fuser import ops
-from tests.fusions.products import covered, plan, reasons
-
-
-def mlp(gelu: str = "tanh", inner: int = 16384) -> tuple[ops.FusableOperation, ...]:
-    return ops.Linear(4096, inner), ops.GELU(gelu), ops.Linear(inner, 4096)
+from tests.fusions.products import covered, gelu_mlp, plan, reasons
 
 
 def test_backward_reads_the_value_before() -> None:
-    p = plan(*mlp())
+    p = plan(*gelu_mlp())
     assert covered(p.forward)[0] == ("matmul_bias_gelu_aux", 0, 3)
     assert [n for n, _ in p.forward[0].outputs] == ["output", "1.output"]
     assert "bias.output" in {k.name for k in p.kept}
@@ -23,7 +19,7 @@ def test_backward_reads_the_value_before() -> None:
 
 
 def test_without_a_backward_it_is_not_written() -> None:
-    p = plan(*mlp(), grad=False)
+    p = plan(*gelu_mlp(), grad=False)
     assert covered(p.forward)[0] == ("matmul_bias_gelu", 0, 3) and len(p.forward) == 2
 
 
@@ -42,7 +38,7 @@ def test_without_a_backward_it_is_not_written() -> None:
     ],
 )
 def test_reasons(options: dict[str, object], gelu: str, inner: int, reason: str) -> None:
-    p = plan(*mlp(gelu, inner), **options)  # type: ignore[arg-type]
+    p = plan(*gelu_mlp(gelu, inner), **options)  # type: ignore[arg-type]
     assert reasons(p, "matmul_bias_gelu_aux") == {reason}
 
 

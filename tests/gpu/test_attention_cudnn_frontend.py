@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import importlib.util
 import itertools
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,29 +13,30 @@ from te_fuser import Sequential, fusions, ops
 from te_fuser.kernels import cudnn_frontend
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
 from te_fuser.ops.base import Spec
+from tests.gpu.packing_providers import (
+    OTHERS,
+    alone,
+    check_a_thread_of_its_own,
+    check_refused_in_a_capture,
+    close,
+    installed_version,
+    replays,
+)
 from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
 from tests.twins import randomize
 
+VERSION = installed_version(cudnn_frontend.PACKAGE)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason=f"needs {cudnn_frontend.PACKAGE}"),
+    pytest.mark.skipif(VERSION is None, reason=f"needs {cudnn_frontend.PACKAGE}"),
 ]
 PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_cudnn_frontend")
 NAME = f"attention_{PROVIDER.name}"
-OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_efficient")
 
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = importlib.metadata.version(cudnn_frontend.PACKAGE)
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: version)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Of the GPU's providers only this one."""
-    with fusions.disabled(*OTHERS):
-        yield
+    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: VERSION)
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -62,11 +58,6 @@ def test_without_a_mask() -> None:
         with alone():
             plan = check([ops.Bias(op.packed.features), op], 2, positions, torch.bfloat16, "batch_first")
         assert NAME in names(plan)[1]
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Up to the order in which cuDNN adds, which is another one in each call."""
-    return bool((one.double() - other.double()).abs().max() <= 2.0**-6 * other.double().abs().max())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -96,38 +87,20 @@ def test_captures(dropout: float) -> None:
     x, dy = (torch.randn(2, 136, n, device="cuda", dtype=torch.bfloat16) for n in (64, 256))
     with alone():
         replayed = te_fuser.cuda_graph(model, x.clone().requires_grad_())
-        want, seen = gradients(model, x, dy), []
-        for _ in range(2):
-            leaf = x.clone().requires_grad_()
-            y = replayed(leaf)
-            dx, *_ = torch.autograd.grad(y, [leaf, *model.parameters()], dy)
-            seen.append((y.detach().clone(), dx.clone()))
+        want = gradients(model, x, dy)
+        seen = replays(replayed, model, x, dy)
     if dropout:
         assert not torch.equal(seen[0][0], seen[1][0]) and all(t.isfinite().all() for pair in seen for t in pair)
     else:
         assert all(torch.equal(y, want[0]) and close(dx, want[1]) for y, dx in seen)
 
 
-def one_backward(positions: int) -> tuple[dict[str, torch.Tensor], ops.DotProductAttention, torch.Tensor]:
-    op = ops.DotProductAttention(4, 64, mask="causal")
-    x = torch.randn(positions, 2, op.packed.features, device="cuda", dtype=torch.bfloat16)
-    y, saved = PROVIDER.forward(op.settings(), x)
-    return {"input": x, "output": y, **saved}, op, torch.randn_like(y)
-
-
 def test_a_capture_without_its_graph_is_refused() -> None:
-    tensors, op, dy = one_backward(152)
-    with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        PROVIDER.backward(op.settings(), tensors, dy)
+    check_refused_in_a_capture(PROVIDER, 64)
 
 
 def test_a_thread_of_its_own() -> None:
-    tensors, op, dy = one_backward(168)
-    want, found = PROVIDER.backward(op.settings(), tensors, dy), []
-    thread = threading.Thread(target=lambda: found.append(PROVIDER.backward(op.settings(), tensors, dy)))
-    thread.start()
-    thread.join()
-    assert close(found[0], want)
+    check_a_thread_of_its_own(PROVIDER, 64)
 
 
 def test_another_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +108,7 @@ def test_another_cudnn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = Spec((128, 2, op.packed.features), torch.bfloat16, torch.device("cuda", 0))
     problem = AttentionProblem.of(op.settings(), x, needs_grad=True)
     assert PROVIDER.reason_not(problem) is None
-    monkeypatch.setattr(cudnn_frontend._package(), "backend_version", lambda: 90000)
+    monkeypatch.setattr(cudnn_frontend, "_version_in_use", lambda: 90000)  # asked once, and kept
     assert "has loaded cuDNN 90000" in (PROVIDER.reason_not(problem) or "")
 
 

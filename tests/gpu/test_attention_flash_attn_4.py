@@ -2,60 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import itertools
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import te_fuser
-from te_fuser import Sequential, fusions, ops
-from te_fuser.fusions.dot_product_attention import declare
+from te_fuser import Sequential, ops
 from te_fuser.kernels import flash_attn_4
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
 from te_fuser.ops.base import Spec
+from tests.gpu.packing_providers import (
+    alone,
+    check_a_thread_of_its_own,
+    check_refused_in_a_capture,
+    close,
+    in_a_thread_of_its_own,
+    installed_version,
+    one_backward,
+    ran_forward,
+    replays,
+)
 from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
+from tests.kernels.attention_cases import by_provider
 from tests.twins import randomize
 
-
-def version() -> str | None:
-    try:
-        return importlib.metadata.version(flash_attn_4.PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
+VERSION = installed_version(flash_attn_4.PACKAGE)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(version() is None, reason=f"needs {flash_attn_4.PACKAGE}"),
+    pytest.mark.skipif(VERSION is None, reason=f"needs {flash_attn_4.PACKAGE}"),
 ]
 PROVIDER = next(p for p in PROVIDERS if p.name == "cuda_flash_attn_4")
 NAME = f"attention_{PROVIDER.name}"
-OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_efficient")
 
 
 @pytest.fixture(autouse=True)
-def _in_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flash_attn_4, "installed_version", version)
-    fusion = declare(PROVIDER)
-    yield
-    fusions.unregister(fusion)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Of the GPU's providers only this one."""
-    with fusions.disabled(*OTHERS):
-        yield
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Up to the order in which gradients are added up, which is another one in each call."""
-    return bool((one.double() - other.double()).abs().max() <= 2.0**-6 * other.double().abs().max())
+def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of small attention."""
+    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: VERSION)
+    monkeypatch.setattr(type(PROVIDER), "launches", 1)
 
 
 def test_it_can_be_used() -> None:
@@ -95,8 +81,7 @@ def test_it_agrees_with_the_meaning(layout: str, packing: str, mask: str) -> Non
         rows = (positions, samples) if layout == "sequence_first" else (samples, positions)
         x, dy = (torch.randn(*rows, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 4 * dim))
         with torch.no_grad():
-            y, saved = PROVIDER.forward(op.settings(), x)
-            dx = PROVIDER.backward(op.settings(), {"input": x, "output": y, **saved}, dy)
+            y, dx = by_provider(PROVIDER, op, x, dy)
         want = gradients(Sequential(op).double(), x.double(), dy, reference=True)
         sizes = (dim, positions, samples, kv_heads)
         assert all(close(one, other) for one, other in zip((y, dx), want, strict=True)), sizes
@@ -107,8 +92,7 @@ def test_one_position() -> None:
     op = ops.DotProductAttention(4, 128, mask="causal")
     x, dy = (torch.randn(1, 3, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 512))
     with torch.no_grad():
-        y, saved = PROVIDER.forward(op.settings(), x)
-        dx = PROVIDER.backward(op.settings(), {"input": x, "output": y, **saved}, dy)
+        y, dx = by_provider(PROVIDER, op, x, dy)
     _, _, v = op.packed.split(x)
     assert torch.equal(y, op.packed.merge_output(v.unsqueeze(2)))
     dq, dk, dv = op.packed.split(dx)
@@ -123,30 +107,16 @@ def test_captures() -> None:
         assert NAME in names(model.plan(x.clone().requires_grad_()))[1]
         want = gradients(model, x, dy)
         replayed = te_fuser.cuda_graph(model, x.clone().requires_grad_())
-        for _ in range(2):
-            leaf = x.clone().requires_grad_()
-            y = replayed(leaf)
-            dx, *_ = torch.autograd.grad(y, [leaf, *model.parameters()], dy)
-            assert torch.equal(y, want[0]) and close(dx, want[1])
-
-
-def one_backward(positions: int) -> tuple[dict[str, torch.Tensor], ops.DotProductAttention, torch.Tensor]:
-    op = ops.DotProductAttention(4, 128, mask="causal")
-    x = torch.randn(positions, 2, op.packed.features, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        y, saved = PROVIDER.forward(op.settings(), x)
-    return {"input": x, "output": y, **saved}, op, torch.randn_like(y)
+        assert all(torch.equal(y, want[0]) and close(dx, want[1]) for y, dx in replays(replayed, model, x, dy))
 
 
 def test_a_capture_of_a_form_that_did_not_run_is_refused() -> None:
-    tensors, op, dy = one_backward(152)
-    with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        PROVIDER.backward(op.settings(), tensors, dy)
+    check_refused_in_a_capture(PROVIDER, 128)
 
 
 def test_another_stream() -> None:
     """Its kernels wait for what is on PyTorch's current stream."""
-    tensors, op, dy = one_backward(2048)
+    tensors, op, dy = one_backward(PROVIDER, 128, 2048)
     want = PROVIDER.backward(op.settings(), tensors, dy)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -160,23 +130,15 @@ def test_another_stream() -> None:
 
 
 def test_a_thread_of_its_own() -> None:
-    tensors, op, dy = one_backward(168)
-    want, found = PROVIDER.backward(op.settings(), tensors, dy), []
-    thread = threading.Thread(target=lambda: found.append(PROVIDER.backward(op.settings(), tensors, dy)))
-    thread.start()
-    thread.join()
-    assert close(found[0], want)
+    check_a_thread_of_its_own(PROVIDER, 128)
 
 
 def test_the_first_run_in_a_thread_of_its_own() -> None:
     """There it is compiled, as in a backward pass."""
-    tensors, op, dy = one_backward(184)
-    flash_attn_4._run_before.clear()
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(PROVIDER.backward(op.settings(), tensors, dy)))
-    thread.start()
-    thread.join()
-    assert close(found[0], PROVIDER.backward(op.settings(), tensors, dy))
+    tensors, op, dy = one_backward(PROVIDER, 128, 184)
+    flash_attn_4.runs.forget()
+    found = in_a_thread_of_its_own(PROVIDER, op, tensors, dy)
+    assert close(found, PROVIDER.backward(op.settings(), tensors, dy))
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
@@ -186,9 +148,8 @@ def test_nothing_is_copied_or_packed(layout: str, packing: str, tmp_path: Path) 
     op = ops.DotProductAttention(8, 128, mask="causal", layout=layout, packing=packing)
     rows = (256, 8) if layout == "sequence_first" else (8, 256)
     x, dy = (torch.randn(*rows, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 1024))
+    _, tensors = ran_forward(PROVIDER, op, x)
     with torch.no_grad():
-        y, saved = PROVIDER.forward(op.settings(), x)
-        tensors = {"input": x, "output": y, **saved}
         PROVIDER.backward(op.settings(), tensors, dy)
         forward = launched(lambda: PROVIDER.forward(op.settings(), x), tmp_path)
         backward = launched(lambda: PROVIDER.backward(op.settings(), tensors, dy), tmp_path)

@@ -17,6 +17,7 @@ from te_fuser.ops.base import RowOp
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Subject, example_call
 from tests.formula.test_row_ops import OPS
+from tests.gpu.captures import captured
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu
@@ -367,20 +368,6 @@ def test_a_thread_without_a_context() -> None:
     torch.cuda.synchronize()
     assert all(isinstance(f, list) and len(f) == len(want) for f in found), found
     assert all(torch.allclose(a, b, atol=1e-5) for f in found for a, b in zip(f, want, strict=True))
-
-
-def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of what `run` does, after it ran as PyTorch asks for."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = run()
-    return graph, made
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])

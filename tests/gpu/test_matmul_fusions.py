@@ -11,6 +11,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
+from tests.gpu.captures import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -119,15 +120,7 @@ def test_forward_and_backward_in_a_graph() -> None:
     def run() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(model(x), parameters, dy)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = run()
+    graph, made = captured(run)
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
     graph.replay()

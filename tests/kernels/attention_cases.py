@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import torch
 
@@ -66,6 +67,33 @@ def assert_matches(provider, op, x, dy, mask=None, tolerance=1e-12):
     for ours, want in zip(by_provider(provider, op, x, dy, mask), by_op(op, x, dy, mask), strict=True):
         assert ours.dtype == x.dtype and ours.isfinite().all()
         torch.testing.assert_close(ours, want, rtol=0, atol=tolerance)
+
+
+def strided(t):
+    """The same numbers [..., n] in other places: features apart, rows of an odd length, behind another tensor's."""
+    behind = torch.stack((torch.zeros_like(t), t))[1]
+    return t.mT.contiguous().mT, torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]], behind
+
+
+def assert_gradients_are_views_of_the_packed_one(provider):
+    """Those of queries, keys and values before packing."""
+    op, x, dy = make(kv_heads=2, packing="blocked")
+    with torch.no_grad():
+        y, saved = provider.forward(op.settings(), x)
+        tensors = {"input": x, "output": y, **saved}
+        parts = provider.gradients(op.settings(), tensors, dy)
+        packed = provider.backward(op.settings(), tensors, dy)
+    for part, want in zip(parts, op.packed.split(packed), strict=True):
+        assert torch.equal(part, want)
+
+
+def in_threads(runs):
+    """Run them all at once, each in a thread of its own."""
+    threads = [threading.Thread(target=run) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def problem(base=H200, **changes):

@@ -5,15 +5,16 @@ A test puts it in place with `in_place`. Dropout is recorded and not computed.
 
 from __future__ import annotations
 
-import contextlib
 import types
 
 import torch
 
 from te_fuser.kernels import attention_cudnn_frontend, cudnn_frontend
+from tests.kernels import fake_packages
 
 NAMES = ("BFLOAT16", "HALF", "FLOAT", "DOUBLE", "INT64")
 DTYPES = dict(zip(NAMES, (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64), strict=True))
+VERSION = "1.32.0"
 STREAM = 5
 
 
@@ -115,7 +116,7 @@ class Graph:
         for described in (*self.read.values(), *self.made):
             self._check(given[described.uid], described)
         self.package.last = {name: given[t.uid] for name, t in self.read.items()}
-        made = attention_backward(self.package.last, *self.node)
+        made = fake_packages.attention_backward(self.package.last, *self.node)
         for described, gradient in zip(self.made, made, strict=True):
             given[described.uid].copy_(gradient)
 
@@ -126,20 +127,6 @@ class Graph:
             assert tensor.shape == described.dim and tensor.stride() == described.stride and tensor.stride(-1) == 1
         exact = tensor.dtype == DTYPES[described.data_type]
         assert exact or (described.data_type == "FLOAT" and tensor.dtype == torch.float64)  # of float64 in tests
-
-
-def attention_backward(read, scale, causal):
-    """dq, dk, dv of heads [b, h, S, D] and [b, g, S, D], from what forward gave."""
-    q, k, v, o, dout = (read[name].double() for name in ("q", "k", "v", "o", "dO"))
-    repeats, (b, g, length, dim) = q.shape[1] // k.shape[1], k.shape
-    k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
-    scores = q @ k.mT * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
-    p = (scores - read["stats"].double().view(*q.shape[:3], 1)).exp()
-    ds = p * (dout @ v.mT - (dout * o).sum(-1, keepdim=True)) * scale
-    dk, dv = (t.view(b, g, repeats, length, dim).sum(2) for t in (ds.mT @ q, p.mT @ dout))
-    return ds @ k, dk, dv
 
 
 class Package(types.ModuleType):
@@ -178,12 +165,8 @@ def in_place(patch):
     """The front end as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
     package = Package()
     forget()
-    patch.setattr(cudnn_frontend, "installed_version", lambda: "1.32.0")
-    patch.setattr(cudnn_frontend.importlib, "import_module", {"cudnn": package}.__getitem__)
-    patch.setattr(cudnn_frontend, "give_context", lambda device: None)
+    fake_packages.in_place(patch, cudnn_frontend, "cudnn", package, VERSION)
     patch.setitem(cudnn_frontend._IO_TYPES, torch.float64, "DOUBLE")
-    patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=STREAM))
     return package
 

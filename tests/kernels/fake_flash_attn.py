@@ -5,13 +5,12 @@ A test puts it in place with `in_place`.
 
 from __future__ import annotations
 
-import contextlib
 import types
 
 import torch
 
 from te_fuser.kernels import flash_attn_4
-from tests.kernels.fake_cudnn import attention_backward
+from tests.kernels import fake_packages
 
 VERSION = "4.0.0b36"
 
@@ -40,15 +39,11 @@ class Package(types.ModuleType):
     ):
         self._begin("forward", q=q, k=k, v=v, out=out)
         assert return_lse and not q.requires_grad
-        queries, keys, values = (heads.transpose(1, 2).double() for heads in (q, k, v))
-        repeats = queries.shape[1] // keys.shape[1]
-        keys, values = (heads.repeat_interleave(repeats, 1) for heads in (keys, values))
-        scores = queries @ keys.mT * softmax_scale
-        if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        out.copy_((scores.softmax(-1) @ values).transpose(1, 2))
+        heads = (part.transpose(1, 2) for part in (q, k, v))
+        made, logsumexp = fake_packages.attention_forward(*heads, softmax_scale, causal)
+        out.copy_(made.transpose(1, 2))
         exact = q.dtype == torch.float64  # of float64 in tests
-        return out, scores.logsumexp(-1).to(torch.float64 if exact else torch.float32), None, None, None
+        return out, logsumexp.to(torch.float64 if exact else torch.float32), None, None, None
 
     def _flash_attn_bwd(
         self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False, dq=None, dk=None, dv=None
@@ -57,7 +52,8 @@ class Package(types.ModuleType):
         assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and not deterministic
         names = {"q": q, "k": k, "v": v, "o": out, "dO": dout}
         read = {name: heads.transpose(1, 2) for name, heads in names.items()} | {"stats": lse}
-        for made, gradient in zip((dq, dk, dv), attention_backward(read, softmax_scale, causal), strict=True):
+        gradients = fake_packages.attention_backward(read, softmax_scale, causal)
+        for made, gradient in zip((dq, dk, dv), gradients, strict=True):
             made.copy_(gradient.transpose(1, 2))
         return dq, dk, dv
 
@@ -74,11 +70,7 @@ def in_place(patch):
     """The package as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
     package = Package()
     forget()
-    patch.setattr(flash_attn_4, "installed_version", lambda: VERSION)
-    patch.setattr(flash_attn_4.importlib, "import_module", {flash_attn_4._MODULE: package}.__getitem__)
-    patch.setattr(flash_attn_4, "give_context", lambda device: None)
-    patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    fake_packages.in_place(patch, flash_attn_4, flash_attn_4._MODULE, package, VERSION)
     return package
 
 
@@ -86,4 +78,4 @@ def forget():
     """Drop what was kept of another package."""
     flash_attn_4._module.cache_clear()
     flash_attn_4.unusable.cache_clear()
-    flash_attn_4._run_before.clear()
+    flash_attn_4.runs.forget()

@@ -16,8 +16,19 @@ from te_fuser.kernels.attention_cudnn_frontend import _graph
 from te_fuser.ops.base import Spec
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from tests.kernels import fake_cudnn
-from tests.kernels.attention_cases import BY_NAME, LAYOUTS, PACKINGS, assert_matches, by_provider, make, problem
-from tests.kernels.test_attention_cuda import Played
+from tests.kernels.attention_cases import (
+    BY_NAME,
+    LAYOUTS,
+    PACKINGS,
+    assert_gradients_are_views_of_the_packed_one,
+    assert_matches,
+    by_provider,
+    in_threads,
+    make,
+    problem,
+    strided,
+)
+from tests.kernels.played import Played
 
 PROVIDER = BY_NAME["cuda_cudnn_frontend"]
 
@@ -52,22 +63,15 @@ def test_gradients_are_stored_where_they_lie_packed(layout, packing, front_end):
 
 def test_inputs_of_other_strides(front_end):
     op, x, dy = make(layout="batch_first", mask="causal")
-    transposed, odd = x.mT.contiguous().mT, torch.cat((x, x[..., :1]), -1)[..., : x.shape[-1]]
-    behind, dy_behind = torch.stack((dy.new_zeros(x.shape), x))[1], torch.stack((dy.new_zeros(dy.shape), dy))[1]
-    for strided in (transposed, odd, behind):
-        assert_matches(PROVIDER, op, strided, dy)
-    for gradient in (dy_behind, dy[..., :1].expand(dy.shape)):
+    for other in strided(x):
+        assert_matches(PROVIDER, op, other, dy)
+    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape)):
         assert_matches(PROVIDER, op, x, gradient)
     assert len(front_end.graphs) == 1  # they are copied, and need no graph of their own
 
 
 def test_gradients_before_packing_are_views_of_the_packed_one(front_end):
-    op, x, dy = make(kv_heads=2, packing="blocked")
-    y, saved = PROVIDER.forward(op.settings(), x)
-    tensors = {"input": x, "output": y, **saved}
-    parts = PROVIDER.gradients(op.settings(), tensors, dy)
-    for part, want in zip(parts, op.packed.split(PROVIDER.backward(op.settings(), tensors, dy)), strict=True):
-        assert torch.equal(part, want)
+    assert_gradients_are_views_of_the_packed_one(PROVIDER)
 
 
 def test_heads_without_a_common_stride_are_refused():
@@ -82,7 +86,7 @@ def test_heads_without_a_common_stride_are_refused():
     ):
         settings = DotProductAttention(head_dim=64, **options).settings()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cudnn_frontend, "installed_version", lambda: "1.32.0")
+            patch.setattr(cudnn_frontend, "installed_version", lambda: fake_cudnn.VERSION)
             reason = PROVIDER.reason_not(problem(settings=settings, samples=samples))
         assert (reason is None) == taken
         assert taken or "no common stride in packing='interleaved' with layout='batch_first'" in reason
@@ -221,11 +225,7 @@ def test_threads_run_one_after_the_other(front_end):
         running.clear()
 
     front_end.graphs[0].execute = watched
-    threads = [threading.Thread(target=lambda: results.append(by_provider(PROVIDER, op, x, dy)[1])) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([lambda: results.append(by_provider(PROVIDER, op, x, dy)[1])] * 4)
     assert len(results) == 4 and all(torch.equal(result, want) for result in results)
 
 

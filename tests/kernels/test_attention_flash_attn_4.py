@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -10,10 +11,21 @@ import threading
 import pytest
 import torch
 
-from te_fuser.kernels import flash_attn_4
+from te_fuser.kernels import flash_attn_4, optional_packages
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from tests.kernels import fake_flash_attn
-from tests.kernels.attention_cases import BY_NAME, LAYOUTS, PACKINGS, assert_matches, by_provider, make, problem
+from tests.kernels.attention_cases import (
+    BY_NAME,
+    LAYOUTS,
+    PACKINGS,
+    assert_gradients_are_views_of_the_packed_one,
+    assert_matches,
+    by_provider,
+    in_threads,
+    make,
+    problem,
+    strided,
+)
 
 PROVIDER = BY_NAME["cuda_flash_attn_4"]
 
@@ -58,25 +70,15 @@ def test_the_scale_and_the_mask_are_passed(package):
 
 def test_inputs_of_other_strides(package):
     op, x, dy = make(layout="batch_first", mask="causal")
-    transposed, odd = x.mT.contiguous().mT, torch.cat((x, x[..., :1]), -1)[..., : x.shape[-1]]
-    behind, dy_behind = torch.stack((dy.new_zeros(x.shape), x))[1], torch.stack((dy.new_zeros(dy.shape), dy))[1]
-    off = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
-    for strided in (transposed, odd, behind, off):
-        assert_matches(PROVIDER, op, strided, dy)
-    dy_off = torch.cat((dy.new_zeros(1), dy.flatten()))[1:].view(dy.shape)
-    for gradient in (dy_behind, dy[..., :1].expand(dy.shape), dy_off):
+    off, dy_off = (torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in (x, dy))
+    for other in (*strided(x), off):
+        assert_matches(PROVIDER, op, other, dy)
+    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape), dy_off):
         assert_matches(PROVIDER, op, x, gradient)
 
 
 def test_gradients_before_packing_are_views_of_the_packed_one(package):
-    op, x, dy = make(kv_heads=2, packing="blocked")
-    with torch.no_grad():
-        y, saved = PROVIDER.forward(op.settings(), x)
-        tensors = {"input": x, "output": y, **saved}
-        parts = PROVIDER.gradients(op.settings(), tensors, dy)
-        packed = PROVIDER.backward(op.settings(), tensors, dy)
-    for part, want in zip(parts, op.packed.split(packed), strict=True):
-        assert torch.equal(part, want)
+    assert_gradients_are_views_of_the_packed_one(PROVIDER)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +205,15 @@ def test_a_form_that_failed_did_not_run(package):
     package.fails = RuntimeError("no ptxas")
     with pytest.raises(RuntimeError, match="no ptxas"), torch.no_grad():
         PROVIDER.forward(op.settings(), x)
-    assert not flash_attn_4._run_before
+    assert not len(flash_attn_4.runs)
 
 
 def test_what_ran_is_not_remembered_without_end(package, monkeypatch):
-    monkeypatch.setattr(flash_attn_4, "_FORMS_KEPT", 3)
+    monkeypatch.setattr(optional_packages, "_FORMS_KEPT", 3)
     for positions in range(2, 9):
         op, x, dy = make(positions=positions)
         assert_matches(PROVIDER, op, x, dy)
-        assert 1 <= len(flash_attn_4._run_before) <= 3
+        assert 1 <= len(flash_attn_4.runs) <= 3
 
 
 def test_one_thread_at_a_time_compiles(package, monkeypatch):
@@ -233,11 +235,7 @@ def test_one_thread_at_a_time_compiles(package, monkeypatch):
         with torch.no_grad():
             results.append(PROVIDER.forward(op.settings(), x))
 
-    threads = [threading.Thread(target=one, args=(positions,)) for positions in (3, 4, 5, 6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([functools.partial(one, positions) for positions in (3, 4, 5, 6)])
     assert len(results) == 4 and most == [1, 1, 1, 1]
 
 

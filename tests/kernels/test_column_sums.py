@@ -16,11 +16,10 @@ from te_fuser.fuser import fuser
 from te_fuser.kernels import column_sums
 from te_fuser.verify import steps as verify_steps
 from tests.codegen import ptx
-from tests.codegen.test_cuda import needs_nvrtc
-from tests.fake_cuda import CXX, Emulation, FakeDriver
+from tests.fake_cuda import Emulation, FakeDriver
+from tests.needs import needs_compiler, needs_nvrtc
 from tests.twins import randomize, tensor
 
-needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
 WIDTH = 40
 
 

@@ -21,6 +21,7 @@ from te_fuser.kernels.tuned_products import Form, Problem
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import CXX, FakeDriver
+from tests.needs import needs_compiler
 from tests.twins import tensor
 
 
@@ -403,7 +404,7 @@ def test_without_a_gpu_tensors_are_refused() -> None:
             matmul.linear(tensor(2, 8, dtype=torch.float32).detach(), values(8, 8))
 
 
-@pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+@needs_compiler
 def test_the_declarations_are_the_librarys(tmp_path: Path) -> None:
     """The hand-written numbers and argument lists are those of NVIDIA's own header."""
     toolkit = [Path(CUDA_HOME) / "include"] if CUDA_HOME else []

@@ -16,18 +16,8 @@ from te_fuser.ops.dot_product_attention import PackedHeads
 from tests.codegen import cuda_on_cpu, ptx
 from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
+from tests.needs import needs_compiler, needs_nvrtc
 
-
-def has_nvrtc() -> bool:
-    try:
-        nvrtc.compiler_version()
-    except nvrtc.CompilerMissing:
-        return False
-    return True
-
-
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
-needs_compiler = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
 BY_NAME = {case.name: case for case in CASES}
 
 

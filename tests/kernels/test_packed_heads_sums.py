@@ -18,10 +18,11 @@ from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention_cpu_flash import CpuFlash
 from te_fuser.verify import steps as verify_steps
-from tests.fake_cuda import CXX, Emulation, FakeDriver
+from tests.fake_cuda import Emulation, FakeDriver
+from tests.needs import needs_compiler
 from tests.twins import randomize
 
-pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 HEADS, DIM = 2, 16
 WIDTH, FEATURES = HEADS * DIM, 3 * HEADS * DIM
 POSITIONS, SAMPLES = 60, 3

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from te_fuser.formula import random
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.dot_product_attention import MASKS, DotProductAttention, PackedHeads
+from tests.kernels.attention_cases import LAYOUTS, PACKINGS, boolean_mask
 
-LAYOUTS = ("sequence_first", "batch_first")
-PACKINGS = ("interleaved", "blocked")
 SAMPLES, POSITIONS = 2, 7
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)
 
@@ -39,21 +38,6 @@ def separate(heads, kv_heads, dim, dtype=torch.float64, seed=0, samples=SAMPLES,
     rng = torch.Generator().manual_seed(seed)
     shapes = [(samples, n, positions, dim) for n in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def boolean_mask(kind, samples=SAMPLES, heads=4, positions=POSITIONS):
-    """Masks of several ranks; "some" has a row that sees nothing."""
-    rng = torch.Generator().manual_seed(1)
-    shape = {
-        "padding": (samples, 1, 1, positions),
-        "some": (samples, heads, positions, positions),
-        "square": (positions, positions),
-        "column": (samples, 1, positions, 1),
-    }[kind]
-    mask = torch.rand(shape, generator=rng) < 0.4
-    if kind == "some":
-        mask[0, 1, 2] = True
-    return mask
 
 
 def plain(q, k, v, scale, causal, mask, factors=None):

@@ -1,0 +1,57 @@
+"""Backward of Bias + GELU + MatMul by quack-kernels, where that is installed: three results of one product.
+
+dh = (dy W) * gelu'(h), the bias's gradient and gelu(h) come from one kernel; dW = dy^T gelu(h) follows at once, so that
+nothing but h is kept for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.matmul import cost_of, why_no_product
+from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quack
+from te_fuser.fusions.registry import fusion
+from te_fuser.kernels import matmul, quack_matmul
+from te_fuser.ops.bias import Bias
+from te_fuser.ops.gelu import GELU
+from te_fuser.ops.main_grad import gradient_added, main_grad_of
+from te_fuser.ops.matmul import MatMul
+
+# As the forward's: 10.008 ms with it, 10.032 without, and the pass over dh for the sum is spared.
+_SHARE = 1.01
+
+
+def _weight_kind(m: Match) -> str:
+    return "wgrad_onto" if m[2].op.accumulate_into_main_grad else "wgrad"
+
+
+def _cost(m: Match) -> Cost:
+    product = cost_of_product(m, "dgrad_dgelu", _SHARE, at=2)
+    made_again = Cost(written=float(m.y.rows * m.x.features * m.dtype.itemsize), launches=0, efficiency=_SHARE)
+    return product + made_again + cost_of(m, _weight_kind(m), at=2)
+
+
+@fusion(
+    backward=[Bias, GELU, MatMul],
+    reads=("0.output", "2.weight"),
+    when=lambda m: why_no_quack(m, 2, 1, 0) or why_no_product(m, _weight_kind(m), at=2) or True,
+    cost=_cost,
+)
+def bias_gelu_matmul_quack(m: FusionCall, dy: torch.Tensor) -> Any:
+    """The gradients of what enters the bias, of the bias, and of the weight."""
+    dh, y, total = quack_matmul.input_gradient_dgelu_sum(dy, m["2.weight"], m["0.output"])
+    made = {"0.bias": total.to(dh.dtype)} if m.needs("0.bias") else {}
+    if m.needs("2.weight"):
+        made["2.weight"] = _weight_gradient(m, dy, y)
+    return dh, made
+
+
+def _weight_gradient(m: FusionCall, dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if not m[2].op.accumulate_into_main_grad:
+        return matmul.weight_gradient(dy, y)
+    held, over = main_grad_of(m["2.weight"])
+    matmul.put_weight_gradient(dy, y, held, add=not over)
+    return gradient_added(m["2.weight"])

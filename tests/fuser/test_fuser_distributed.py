@@ -1,0 +1,76 @@
+"""Models in PyTorch's distributed wrappers, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from te_fuser import ops
+from tests.fuser.models import our_mlp
+from tests.twins import assert_same_gradients, sequential, tensor
+
+X = tensor(6, 8)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp(one_process):
+    model, twin = our_mlp(), our_mlp()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):
+        for m in (parallel, twin):
+            m.zero_grad()
+            m(X).square().sum().backward()
+            X.grad = None
+        got = {n.removeprefix("module."): p.grad for n, p in parallel.named_parameters()}
+        assert_same_gradients(got, {n: p.grad for n, p in twin.named_parameters()})
+
+
+@pytest.mark.parametrize("parts", [(), (0, 1, 3), (1,)])
+def test_fsdp2(one_process, parts, planned):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    model, twin = our_mlp(), our_mlp()
+    for k in parts:
+        fully_shard(model[k], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    for round in range(3):
+        if round == 1:
+            plans = len(planned)
+        for m, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(X).square().sum().backward()
+            X.grad = None
+        got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        assert_same_gradients(got, {n: p.grad for n, p in twin.named_parameters()})
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model(X), twin(X))
+    assert len(planned) == plans, "unsharding must not plan again"
+
+
+def test_sharded_parameters_outside_of_fsdp_are_refused(one_process):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    model = our_mlp()
+    model(X)
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(TypeError, match=r"op 1 .*parameter weight is a DTensor; .*to_local\(\)"):
+        model(X)
+    with pytest.raises(TypeError, match=r"te_fuser runs plain tensors, got DTensor; .*to_local\(\)"):
+        our_mlp()(DTensor.from_local(X.detach(), mesh, [Replicate()]))
+    with pytest.raises(TypeError, match="input 'c' is a DTensor"):
+        sequential(ops.Add("c"))(X, c=DTensor.from_local(X.detach(), mesh, [Replicate()]))

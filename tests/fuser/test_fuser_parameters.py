@@ -1,0 +1,206 @@
+"""Parameters that are replaced, computed, loaded or trained: models stay right whatever changes around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.utils.prune
+from torch import nn
+
+import te_fuser
+from te_fuser import ops
+from tests.fuser.models import our_mlp, torch_mlp
+from tests.twins import assert_as_meant, sequential, tensor
+
+X = tensor(6, 8)
+
+
+def test_replaced_parameters_get_the_gradients():
+    model = our_mlp()
+    model(X).sum().backward()
+    old, new = model[1].weight, nn.Parameter(torch.ones(16, 8, dtype=torch.float64))
+    old.grad = None
+    model[1].weight = new
+    assert_as_meant(model, X)
+    model(X).sum().backward()
+    assert old.grad is None and new.grad is not None
+    X.grad = None
+
+
+def test_a_parameter_of_another_shape_is_refused():
+    model = our_mlp()
+    model(X)
+    model[1].weight = nn.Parameter(torch.ones(24, 8, dtype=torch.float64))
+    with pytest.raises(
+        ValueError, match=r"op 1 \(MatMul '1.matmul'\): parameter weight has shape \[24, 8\], .* \[16, 8\]"
+    ):
+        model(X)
+    model = our_mlp()
+    model[1].bias = nn.Parameter(torch.ones(24, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"op 2 \(Bias '1.bias'\): .* widths 16 and 24"):
+        model(X)
+
+
+def test_a_bias_that_comes_and_goes():
+    model = our_mlp()
+    full = model(X)
+    bias = model[1].bias
+    model[1].bias = None
+    assert_as_meant(model, X)
+    model[1].bias = bias
+    torch.testing.assert_close(model(X), full)
+
+
+def halved(op):
+    class Half(nn.Module):
+        def forward(self, weight):
+            return 0.5 * weight
+
+    nn.utils.parametrize.register_parametrization(op, "weight", Half())
+
+
+def as_a_tensor(op):
+    """The weight is no parameter any more."""
+    weight = op.weight.detach() * 2.0
+    del op.weight
+    op.weight = weight
+
+
+# what makes a weight something that is computed from a parameter
+COMPUTED = {
+    "parametrized": halved,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "pruned": lambda op: nn.utils.prune.l1_unstructured(op, "weight", 0.5),
+    "no_parameter": as_a_tensor,
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computed_parameters(name, place):
+    model, twin = our_mlp(), torch_mlp()
+    model(X)
+    if name == "weight_norm" and place == 0:
+        pytest.skip("it needs two dimensions")
+    for m in (model, twin):
+        COMPUTED[name](m[place])
+    for alone in (model, model[:2]):
+        torch.testing.assert_close(alone(X), twin[: len(alone)](X))
+    got, want = (
+        torch.autograd.grad(m(X).square().sum(), [p for p in m.parameters() if p.requires_grad]) for m in (model, twin)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_a_computed_parameter_is_computed_once_a_call():
+    calls = []
+
+    class Counted(nn.Module):
+        def forward(self, weight):
+            calls.append(weight)
+            return 2.0 * weight
+
+    model = our_mlp()
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Counted())
+    model(X)
+    calls.clear()
+    model(X).sum().backward()
+    assert len(calls) == 1
+
+
+def test_a_parametrization_that_changes_its_buffer_runs_while_planning_too():
+    """Planning computes the parameter as well; backward uses what was computed last, as torch.nn's does."""
+
+    class RunningScale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+        def forward(self, weight):
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(0.1 * weight.norm())
+            return weight / self.scale
+
+    model = our_mlp()
+    nn.utils.parametrize.register_parametrization(model[1], "weight", RunningScale())
+    original = model[1].parametrizations.weight.original
+    for rows in (6, 6, 7, 6):  # a first call, one with its plan, a new shape, and back
+        model(torch.randn(rows, X.shape[-1], dtype=X.dtype)).square().sum().backward()
+        assert original.grad is not None and original.grad.abs().sum() > 0
+        original.grad = None
+
+
+def test_a_parameter_that_the_formula_does_not_read_gets_no_gradient():
+    class Odd(ops.Scale):
+        def __init__(self):
+            super().__init__(8)
+            self.unused = nn.Parameter(torch.ones(3))
+
+    model = sequential(Odd(), ops.GELU())
+    assert_as_meant(model, X)
+    model(X).sum().backward()
+    assert model[0].unused.grad is None and model[0].weight.grad is not None
+    X.grad = None
+
+
+def test_buffers_are_arguments_of_a_formula():
+    class Shift(ops.RowOp):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("by", torch.arange(8.0))
+
+        def compute(self, x, by):
+            return x + by
+
+    model = sequential(ops.Linear(8, 8), Shift(), ops.GELU())
+    torch.testing.assert_close(model(X), ops.GELU()(model[0](X) + torch.arange(8.0)))
+    assert_as_meant(model, X)
+    model[1].by += 1.0
+    assert_as_meant(model, X)
+    assert "1.by" in model.state_dict()
+
+
+def test_functional_call():
+    model = our_mlp()
+    model(X)
+    others = {name: (2.0 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    y = torch.func.functional_call(model, others, (X,))
+    twin = torch_mlp()
+    twin.load_state_dict(others)
+    torch.testing.assert_close(y, twin(X))
+    got = torch.autograd.grad(y.sum(), list(others.values()))
+    torch.testing.assert_close(got, torch.autograd.grad(twin(X).sum(), list(twin.parameters())), rtol=1e-10, atol=1e-10)
+
+
+def test_meta_device_first():
+    model = te_fuser.Sequential(
+        ops.LayerNorm(8, device="meta"),
+        ops.Linear(8, 16, device="meta"),
+        ops.GELU(),
+        ops.Linear(16, 8, device="meta"),
+        kernels="reference",
+    )
+    x = tensor(6, 8, dtype=torch.float32)
+    with pytest.raises(ValueError, match="op 0 .*parameter weight is on meta, its input on cpu; move one with"):
+        model(x)
+    model.to_empty(device="cpu")
+    for op in model.operations():
+        if hasattr(op, "reset_parameters"):
+            op.reset_parameters()
+    twin = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU("tanh"), nn.Linear(16, 8))
+    twin.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(x), twin(x))
+    assert_as_meant(model.double(), X)
+
+
+def test_training_with_an_optimizer():
+    """Ten steps of AdamW are those of torch.nn, whatever is cached."""
+    ours, theirs = our_mlp(), torch_mlp()
+    for model in (ours, theirs):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for k in range(10):
+            optimizer.zero_grad()
+            (model(tensor(6, 8, seed=k, grad=False)) - 1.0).square().mean().backward()
+            optimizer.step()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")

@@ -1,0 +1,95 @@
+"""What providers whose backward stores its gradient packed are tested by on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser import Sequential, fusions, ops
+from te_fuser.kernels.attention import Provider
+
+# The fusions of PyTorch's own operators for attention on a GPU.
+OTHERS = ("attention_cuda_cudnn", "attention_cuda_flash", "attention_cuda_efficient")
+
+
+def installed_version(package: str) -> str | None:
+    """That of a package, whatever other tests are told."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """None of PyTorch's own operators takes part in plans."""
+    with fusions.disabled(*OTHERS):
+        yield
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to the order in which gradients are added up, which is another one in each call."""
+    return bool((one.double() - other.double()).abs().max() <= 2.0**-6 * other.double().abs().max())
+
+
+def ran_forward(
+    provider: Provider, op: ops.DotProductAttention, x: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The output, and the tensors that backward may read."""
+    with torch.no_grad():
+        y, saved = provider.forward(op.settings(), x)
+    return y, {"input": x, "output": y, **saved}
+
+
+def one_backward(
+    provider: Provider, dim: int, positions: int
+) -> tuple[dict[str, torch.Tensor], ops.DotProductAttention, torch.Tensor]:
+    """The tensors, the op and dy of a backward of causal attention, [positions, 2, 4 * dim]."""
+    op = ops.DotProductAttention(4, dim, mask="causal")
+    x = torch.randn(positions, 2, op.packed.features, device="cuda", dtype=torch.bfloat16)
+    y, tensors = ran_forward(provider, op, x)
+    return tensors, op, torch.randn_like(y)
+
+
+def check_refused_in_a_capture(provider: Provider, dim: int) -> None:
+    """A backward of a size that did not run before."""
+    tensors, op, dy = one_backward(provider, dim, 152)
+    with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        provider.backward(op.settings(), tensors, dy)
+
+
+def in_a_thread_of_its_own(
+    provider: Provider, op: ops.DotProductAttention, tensors: dict[str, torch.Tensor], dy: torch.Tensor
+) -> torch.Tensor:
+    """The gradient that a backward in a new thread makes."""
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(provider.backward(op.settings(), tensors, dy)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def check_a_thread_of_its_own(provider: Provider, dim: int) -> None:
+    """A backward that ran here runs in a new thread too."""
+    tensors, op, dy = one_backward(provider, dim, 168)
+    want = provider.backward(op.settings(), tensors, dy)
+    assert close(in_a_thread_of_its_own(provider, op, tensors, dy), want)
+
+
+def replays(
+    replayed: Any, model: Sequential, x: torch.Tensor, dy: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The output and the gradient of x in two replays; a graph writes them to the same memory again."""
+    found = []
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        y = replayed(leaf)
+        dx, *_ = torch.autograd.grad(y, [leaf, *model.parameters()], dy)
+        found.append((y.detach().clone(), dx.clone()))
+    return found

@@ -1,0 +1,194 @@
+"""Products of quack-kernels on a GPU: values, repeated bits, strides, captures, threads; and plans that have them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import Sequential, fusions, ops
+from te_fuser.fusions import Cost
+from te_fuser.kernels import quack_matmul as products
+from tests.gpu.packing_providers import installed_version
+from tests.twins import randomize
+
+VERSION = installed_version(products.PACKAGE)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")]
+NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_aux_quack", "bias_gelu_matmul_quack")
+GPU = torch.device("cuda", 0)
+EPS = 2.0**-8
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "installed_version", lambda: VERSION)
+
+
+def tensors(rows: tuple[int, ...], inner: int, outer: int) -> list[torch.Tensor]:
+    """x, W, b, dy, and h: of both signs, some far out in GELU's negative tail."""
+    rng = torch.Generator().manual_seed(3)
+    shapes = ((*rows, inner), (outer, inner), (outer,), (*rows, outer), (*rows, inner))
+    x, w, b, dy, h = (torch.randn(*shape, generator=rng) for shape in shapes)
+    return [t.to(GPU, torch.bfloat16) for t in (x, w * inner**-0.5, b, dy, 3 * h)]
+
+
+def gelu(h: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(h, approximate="tanh")
+
+
+def slope(h: torch.Tensor) -> torch.Tensor:
+    h = h.detach().requires_grad_()
+    return torch.autograd.grad(gelu(h).sum(), h)[0]
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> bool:
+    """At most twice the error of plain PyTorch, and one unit of bfloat16 at the largest value."""
+    error, usual = ((t.double() - exact).abs().max() for t in (found, plain))
+    return bool(error <= 2 * usual + EPS * exact.abs().max()) and found.shape == exact.shape
+
+
+SIZES = (((1,), 64, 64), ((3, 7), 136, 72), ((200,), 1000, 264), ((129, 2), 512, 2048), ((0, 4), 64, 128))
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_forward(rows: tuple[int, ...], inner: int, outer: int) -> None:
+    x, w, b, *_ = tensors(rows, inner, outer)
+    y, h = products.linear_bias_gelu_aux(x, w, b)
+    again = products.linear_bias_gelu_aux(x, w, b)
+    assert torch.equal(y, again[0]) and torch.equal(h, again[1])
+    assert torch.equal(y, products.linear_bias_gelu(x, w, b))
+    if not y.numel():
+        assert y.shape == h.shape == (*rows, outer)
+        return
+    exact = x.double() @ w.double().t() + b.double()
+    plain = torch.nn.functional.linear(x, w, b)
+    assert close(h, exact, plain) and close(y, gelu(exact), gelu(plain))
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_backward(rows: tuple[int, ...], inner: int, outer: int) -> None:
+    _, w, _, dy, h = tensors(rows, inner, outer)
+    made, again = (products.input_gradient_dgelu_sum(dy, w, h) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
+    dh, y, total = made
+    assert total.shape == (inner,) and total.dtype == torch.float32
+    if not dh.numel():
+        assert dh.shape == y.shape == h.shape and not total.any()
+        return
+    exact = (dy.double() @ w.double()) * slope(h.double())
+    plain = (dy @ w) * slope(h)
+    assert close(dh, exact, plain) and close(y, gelu(h.double()), gelu(h))
+    rough = plain.flatten(0, -2).sum(0)
+    assert close(total, exact.flatten(0, -2).sum(0), rough)
+
+
+def test_strides_and_offsets() -> None:
+    """What its loads cannot read is copied; what they can is not changed."""
+    x, w, b, dy, h = tensors((48, 3), 136, 72)
+    want = products.linear_bias_gelu_aux(x, w, b), products.input_gradient_dgelu_sum(dy, w, h)
+
+    def wider(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat((t, t), -1)[..., : t.shape[-1]]
+
+    def behind(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        return t.mT.contiguous().mT if t.dim() > 1 else t
+
+    for change in (wider, behind, turned):
+        x_, w_, b_, dy_, h_ = (change(t) for t in (x, w, b, dy, h))
+        kept = [t.clone() for t in (x_, w_, b_, dy_, h_)]
+        found = products.linear_bias_gelu_aux(x_, w_, b_), products.input_gradient_dgelu_sum(dy_, w_, h_)
+        for ours, theirs in zip((*found[0], *found[1]), (*want[0], *want[1]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+        assert all(torch.equal(a, c) for a, c in zip((x_, w_, b_, dy_, h_), kept, strict=True))
+
+
+@pytest.fixture
+def cheap() -> Iterator[tuple[object, ...]]:
+    """Its fusions at no cost, in the place of cuBLASLt's with GELU and of generated kernels."""
+    yield tuple(dataclasses.replace(fusions.get(name), cost=lambda m: Cost(seconds=0.0)) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_verified(name: str) -> None:
+    report = te_fuser.verify(name, dtypes=(torch.bfloat16,), device=GPU)
+    assert report.passed and len(report.rows) > 2
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+def test_in_a_model(cheap: tuple[fusions.Fusion, ...], memory: str) -> None:
+    model = Sequential(ops.LayerNorm(72), ops.Linear(72, 264), ops.GELU(), ops.Linear(264, 72), memory=memory)
+    model = randomize(model).to(GPU, torch.bfloat16)
+    x = torch.randn(65, 3, 72, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    with fusions.only(*cheap, "stretch", "matmul", "matmul_backward", "matmul_bias"):
+        plan = model.plan(x)
+        assert NAMES[1] in {s.name for s in plan.forward} and NAMES[2] in {s.name for s in plan.backward}
+        assert "gelu.output" not in {k.name for k in plan.kept}
+        te_fuser.verify(model, x)
+        results = [torch.autograd.grad(model(x), [x, *model.parameters()], dy) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        with torch.no_grad():
+            assert {s.name for s in model.plan(x).forward} & set(NAMES[:2])  # at no cost either will do
+            torch.testing.assert_close(model(x), model.reference(x), rtol=0.05, atol=0.05)
+
+
+def gradients_in_float64(model: Sequential, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    twin = copy.deepcopy(model).double()
+    names = [next(n for n, p in model.named_parameters() if p is parameter) for parameter in parameters]
+    exact = x.detach().double().requires_grad_()
+    return torch.autograd.grad(twin.reference(exact).sum(), [exact, *(twin.get_parameter(n) for n in names)])
+
+
+def test_main_grad_and_frozen_parameters(cheap: tuple[fusions.Fusion, ...]) -> None:
+    last = ops.Linear(264, 72, accumulate_into_main_grad=True)
+    model = randomize(Sequential(ops.Linear(72, 264), ops.GELU(), last)).to(GPU, torch.bfloat16)
+    x = torch.randn(33, 72, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = last.weight, model[0].bias
+    weight.main_grad = torch.ones(weight.shape, device=GPU)
+    plain = torch.autograd.grad(model.reference(x).float().sum(), [x, weight, bias])
+    exact = gradients_in_float64(model, x, weight, bias)
+    with fusions.only(*cheap, "stretch", "matmul", "matmul_backward", "matmul_bias", "matmul_main_grad"):
+        model(x).float().sum().backward()
+        assert close(weight.main_grad - 1, exact[1], plain[1]) and close(bias.grad, exact[2], plain[2])
+        bias.requires_grad_(False)
+        x.grad = None
+        model(x).float().sum().backward()
+        assert close(x.grad, exact[0], plain[0])
+
+
+def test_captures_streams_threads() -> None:
+    x, w, b, dy, h = tensors((96,), 264, 136)
+    products.runs.forget()
+    with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        products.linear_bias_gelu(x, w, b)
+    found: list[tuple[torch.Tensor, ...]] = []
+    thread = threading.Thread(target=lambda: found.append(products.input_gradient_dgelu_sum(dy, w, h)))
+    thread.start()
+    thread.join()
+    want = products.input_gradient_dgelu_sum(dy, w, h), products.linear_bias_gelu_aux(x, w, b)
+    assert all(torch.equal(a, c) for a, c in zip(found[0], want[0], strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = products.input_gradient_dgelu_sum(dy, w, h), products.linear_bias_gelu_aux(x, w, b)
+    for t in itertools.chain(*made):
+        t.fill_(torch.nan)
+    graph.replay()
+    assert all(torch.equal(a, c) for a, c in zip(itertools.chain(*made), itertools.chain(*want), strict=True))
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late = torch.zeros_like(dy)
+        late.copy_(dy)
+        other = products.input_gradient_dgelu_sum(late, w, h)
+    side.synchronize()
+    assert all(torch.equal(a, c) for a, c in zip(other, want[0], strict=True))
