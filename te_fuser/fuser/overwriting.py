@@ -17,6 +17,7 @@ only if the graph is not kept and no hooks for saved tensors were active in forw
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
         and lives.dies(ref, number)
         and (shape := shape_of(plan, ref)) is not None
         and shape[:-1] == (shape_of(plan, task.lead) or ())[:-1]
-        and plan.x.rows * load.width * item_size(load.dtype) >= LEAST_BYTES
+        and math.prod(shape) * item_size(load.dtype) >= LEAST_BYTES
     }
     pairs = overwriting.pairs(d, dying) if dying else ()
     if not pairs or overwriting.is_cut(d, arch_of(plan.device.capability or (8, 0))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,10 +23,9 @@ from te_fuser.formula.expr import Axes
 from tests.codegen import corpus, ptx
 from tests.codegen.corpus import Kit, inputs, outputs
 from tests.codegen.cuda_on_cpu import Emulated, build
-from tests.codegen.test_cuda import CORPUS, H200, VARIED, needs_nvrtc, variants
-
-COMPILER = shutil.which("g++") or shutil.which("clang++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+from tests.codegen.test_cuda import CORPUS, H200, VARIED, variants
+from tests.fake_cuda import CXX
+from tests.needs import needs_compiler, needs_nvrtc
 
 
 def over(d: KernelDescription) -> KernelDescription:
@@ -133,7 +131,7 @@ def test_every_schedule_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     schedules = [s for s in variants(CORPUS[name]) if len(s) == 1]
     kernels = [cuda.generate(d, schedules=s) for s in schedules]
     assert all(k.overwrites == d.overwrites for k in kernels)
-    for kernel in build(str(COMPILER), kernels, tmp_path):
+    for kernel in build(str(CXX), kernels, tmp_path):
         # Fewer rows than a block does at once: the last one is computed several times.
         for rows, batch, processors in ((13, (1, 1), 3), (24, (2, 3), 1)):
             both(kernel, d, rows, batch, processors)
@@ -144,7 +142,7 @@ def test_all_kernels_give_the_same_bits(tmp_path: Path) -> None:
     found = {name: d for name, d in OVER.items() if d.overwrites}
     assert len(found) > len(CORPUS) / 2
     found = {name: d for name, d in found.items() if d.width < 1024}
-    kernels = build(str(COMPILER), [cuda.generate(d) for d in found.values()], tmp_path)
+    kernels = build(str(CXX), [cuda.generate(d) for d in found.values()], tmp_path)
     for kernel, d in zip(kernels, found.values(), strict=True):
         both(kernel, d, 13, (1, 1), 1)
 

@@ -23,11 +23,12 @@ from te_fuser.fuser.refs import gradient_ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
 from te_fuser.verify import steps
-from tests.fake_cuda import CXX, Emulation, FakeDriver
+from tests.fake_cuda import Emulation, FakeDriver
 from tests.fuser.test_segment_out_of_memory import Memory
+from tests.needs import needs_compiler
 from tests.twins import randomize, results_and_gradients, tensor
 
-pytestmark = pytest.mark.skipif(CXX is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
 WIDTH, HIDDEN, ROWS = 24, 40, 32
 
 
