@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "te_column_sums.h"
+
 namespace te {
 namespace {
 
@@ -11,16 +13,7 @@ constexpr unsigned threads = 1024;
 constexpr int64_t columns_of_a_block = 32;
 // What may lie around waiting; an activation of a large model is larger.
 constexpr int64_t most_bytes = int64_t{64} << 20;
-
-// The kernel's parameter, as column_sums.cu has it.
-struct Sum {
-  const float* partial;
-  void* total;
-  int32_t groups, width, first_block, kind;
-};
-struct SumList {
-  Sum sums[ColumnSums::most];
-};
+constexpr size_t most_sums = ColumnSumList::most;
 
 int32_t kind_of(const DType& dtype) {
   if (std::strcmp(dtype.name, "float32") == 0) return 0;
@@ -42,7 +35,7 @@ bool ColumnSums::run(int32_t device, CudaDriver::Stream stream, const PendingSum
                      Failure& failure) {
   const CudaModule::Loaded* loaded = module_.on(device, stream, failure);
   if (loaded == nullptr) return false;
-  SumList list{};
+  ColumnSumList list{};
   int64_t blocks = 0;
   for (size_t i = 0; i < count; ++i) {
     const PendingSum& sum = sums[i];
@@ -70,8 +63,8 @@ bool PendingSums::take(const Place& place, const std::vector<PendingSum>& sums, 
 }
 
 bool PendingSums::add_up(Failure& failure) {
-  for (size_t first = 0; first < sums_.size(); first += ColumnSums::most) {
-    const size_t count = std::min(ColumnSums::most, sums_.size() - first);
+  for (size_t first = 0; first < sums_.size(); first += most_sums) {
+    const size_t count = std::min(most_sums, sums_.size() - first);
     if (!kernel_.run(place_.device, place_.stream, sums_.data() + first, count, failure)) return false;
   }
   sums_.clear();

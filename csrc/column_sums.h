@@ -26,8 +26,6 @@ struct PendingSum {
 // The kernel that adds up a list of sums: te_fuser/kernels/column_sums.cu.
 class ColumnSums {
  public:
-  static constexpr size_t most = 64;
-
   explicit ColumnSums(std::string cubin);
 
   bool load(int32_t device, Failure& failure) { return module_.load(device, failure); }

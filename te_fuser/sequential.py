@@ -349,8 +349,9 @@ class Sequential(torch.nn.Sequential):
 
         Every fusion that fits somewhere is tried where it was not taken and left out where it was, forward and
         backward together, in alternating rounds; on a GPU then other schedules of generated kernels and other
-        algorithms of products. What is found is kept on disk, fusions for this list of ops, device and number of rows
-        (by power of two), and holds for later processes too.
+        algorithms of products. What gives other outputs or gradients than the default is refused, with the reason in
+        the report. What is found is kept on disk, fusions for this list of ops, device and number of rows (by power of
+        two), and holds for later processes too.
 
         Args:
             x: an input like those of the calls to come; gradients are measured for what requires one.

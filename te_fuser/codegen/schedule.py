@@ -178,19 +178,7 @@ def is_full(e: Expr) -> bool:
 def above(roots: Iterable[Expr], known: Iterable[int]) -> list[Expr]:
     """The nodes below `roots` that those with the ids `known` leave to be computed, arguments first."""
     have = set(known)
-    order: list[Expr] = []
-
-    def visit(node: Expr) -> None:
-        if id(node) in have:
-            return
-        have.add(id(node))
-        for a in node.args:
-            visit(a)
-        order.append(node)
-
-    for r in roots:
-        visit(r)
-    return order
+    return topological(roots, lambda e: id(e) in have)
 
 
 _NEVER_WAIT = {"keep", "lt", "le", "gt", "ge"}
@@ -255,7 +243,7 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
     """
     description = dataclasses.replace(description, overwrites=())
     parts = [p for s in description.sums for p in s.parts]
-    needed = _unique(_row_values(parts))
+    needed = list(_row_values(parts))
     names = {id(n): f"{ROW_VALUE}{k}" for k, n in enumerate(needed)}
     replaced = substitute(parts, lambda n: leaf(names[id(n)], Axes.ROWS) if id(n) in names else None)
     remaining = iter(replaced)
@@ -271,11 +259,15 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
 
 def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:
     """The highest nodes that depend on row reductions and have no features."""
-    for node in parts:
-        if not node.depth:
+    seen: set[int] = set()
+    stack = list(parts)[::-1]
+    while stack:
+        node = stack.pop()
+        if not node.depth or id(node) in seen:
             continue
+        seen.add(id(node))
         if node.axes & Axes.FEATURE:
-            yield from _row_values(node.args)
+            stack.extend(reversed(node.args))
         else:
             yield node
 

@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 
 class Axes(enum.IntFlag):
@@ -351,29 +351,36 @@ def tile(e: Expr, pieces: int) -> tuple[Expr, ...]:
 
 def part(e: Expr, index: int, pieces: int) -> Expr:
     """Part `index` of `pieces` of `e`, pushed down to the leaves, where it is an offset."""
-    return _part(e, index, pieces, {})
+    return _deep(_part(e, index, pieces, {}))
 
 
-def _part(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> Expr:
+def _part(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> _Deep[Expr]:
     if pieces == 1 or not e.axes & Axes.FEATURE:
         return e
     key = (id(e), index, pieces)
     if key not in done:
-        done[key] = _cut(e, index, pieces, done)
+        done[key] = yield _cut(e, index, pieces, done)
     return done[key]
 
 
-def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> Expr:
+def _parts(of: Iterable[tuple[Expr, int]], pieces: int, done: dict[tuple[int, int, int], Expr]) -> _Deep[list[Expr]]:
+    found = []
+    for e, index in of:
+        found.append((yield _part(e, index, pieces, done)))
+    return found
+
+
+def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> _Deep[Expr]:
     if e.width % pieces:
         raise ValueError(f"cannot split {e.width} features into {pieces} equal parts")
     width = e.width // pieces
     if e.op in ("input", "keep", "value"):
         *head, offset, full = e.attrs
         attrs = (*head, offset + index * width, full)
-        inner = tuple(_part(a, index, pieces, done) for a in e.args)
-        return make(e.op, inner, attrs, e.axes, width)
+        inner = yield _parts([(a, index) for a in e.args], pieces, done)
+        return make(e.op, tuple(inner), attrs, e.axes, width)
     if e.op == "broadcast":
-        return broadcast(_part(e.args[0], index, pieces, done), e.axes, width)
+        return broadcast((yield _part(e.args[0], index, pieces, done)), e.axes, width)
     if e.op == "concat":
         count = len(e.args)
         if count % pieces == 0:
@@ -381,11 +388,12 @@ def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr
             return concat(e.args[index * each : (index + 1) * each], width)
         if pieces % count == 0:
             each = pieces // count
-            return _part(e.args[index // each], index % each, each, done)
+            return (yield _part(e.args[index // each], index % each, each, done))
         finer = math.lcm(count, pieces)
         each = finer // pieces
-        return concat([_part(e, k, finer, done) for k in range(index * each, (index + 1) * each)], width)
-    return rebuild(e.op, tuple(_part(a, index, pieces, done) for a in e.args), e.attrs)
+        return concat((yield _parts([(e, k) for k in range(index * each, (index + 1) * each)], finer, done)), width)
+    args = yield _parts([(a, index) for a in e.args], pieces, done)
+    return rebuild(e.op, tuple(args), e.attrs)
 
 
 # --------------------------------------------------------------------------------------- row reductions
@@ -401,44 +409,67 @@ def sum_features(e: Expr, width: int) -> Expr:
 
     Factors without features are pulled out; a sum is distributed only if that removes a stage or a reduction.
     """
+    return _deep(_sum_once(e, width, {}))
+
+
+def _sum_once(e: Expr, width: int, done: dict[tuple[Expr, int], Expr]) -> _Deep[Expr]:
+    key = (e, width)
+    if key not in done:
+        done[key] = yield _sum(e, width, done)
+    return done[key]
+
+
+def _sum(e: Expr, width: int, done: dict[tuple[Expr, int], Expr]) -> _Deep[Expr]:
     if not e.axes & Axes.FEATURE:
         return mul(const(width), e)
     if e.op == "broadcast":
-        return sum_features(e.args[0], width)
+        return (yield _sum_once(e.args[0], width, done))
     if e.op == "concat":
         total = ZERO
         for p in e.args:
-            total = add(total, sum_features(p, width // len(e.args)))
+            total = add(total, (yield _sum_once(p, width // len(e.args), done)))
         return total
-    outer, inner = _separate(e)
+    outer, inner = yield _separate(e, {})
     if outer is not ONE:
-        return mul(outer, sum_features(inner, width))
+        return mul(outer, (yield _sum_once(inner, width, done)))
     plain = make("row_sum", (e,), (), e.axes & ~Axes.FEATURE, 1)
     if e.op in ("add", "sub"):
         combine = add if e.op == "add" else sub
-        spread = combine(sum_features(e.args[0], width), sum_features(e.args[1], width))
+        left, right = (yield _sum_once(e.args[0], width, done)), (yield _sum_once(e.args[1], width, done))
+        spread = combine(left, right)
         if _reduction_cost(spread) < _reduction_cost(plain):
             return spread
     return plain
 
 
-def _separate(e: Expr) -> tuple[Expr, Expr]:
+def _separate(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> _Deep[tuple[Expr, Expr]]:
     """`e` as (factor without features) * (rest)."""
+    if id(e) not in done:
+        done[id(e)] = (yield _factor_out(e, done)) if e.op in ("mul", "div") else _as_it_is(e)
+    return done[id(e)]
+
+
+def _as_it_is(e: Expr) -> tuple[Expr, Expr]:
+    return (ONE, e) if e.axes & Axes.FEATURE else (e, ONE)
+
+
+def _factor_out(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> _Deep[tuple[Expr, Expr]]:
     if not e.axes & Axes.FEATURE:
         return e, ONE
     if e.op == "mul":
-        (oa, ia), (ob, ib) = _separate(e.args[0]), _separate(e.args[1])
+        (oa, ia), (ob, ib) = (yield _separate(e.args[0], done)), (yield _separate(e.args[1], done))
         if oa is ONE and ob is ONE:
             return ONE, e
         return mul(oa, ob), mul(ia, ib)
-    if e.op == "div" and not e.args[1].axes & Axes.FEATURE:
-        outer, inner = _separate(e.args[0])
+    if not e.args[1].axes & Axes.FEATURE:
+        outer, inner = yield _separate(e.args[0], done)
         return div(outer, e.args[1]), inner
     return ONE, e
 
 
 def _reduction_cost(e: Expr) -> tuple[int, int]:
-    return e.depth, sum(n.op in ("row_sum", "row_max") for n in topological([e]))
+    nodes = topological([e], lambda n: not n.depth)  # where the depth is 0 there is no reduction below
+    return e.depth, sum(n.op in ("row_sum", "row_max") for n in nodes)
 
 
 def row_max(e: Expr) -> Expr:
@@ -472,8 +503,12 @@ def rebuild(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...]) -> Expr:
     return pointwise(op, *args, attrs=attrs)
 
 
-def topological(roots: Iterable[Expr]) -> list[Expr]:
-    """Every node below `roots`, arguments first, in an order that depends on structure alone."""
+def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
+    """Every node below `roots`, arguments first, in an order that depends on structure alone.
+
+    Args:
+        stop: which nodes are left out, and with them what only they lead to.
+    """
     order: list[Expr] = []
     seen: set[int] = set()
     stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(list(roots))]
@@ -483,26 +518,49 @@ def topological(roots: Iterable[Expr]) -> list[Expr]:
             order.append(node)
         elif id(node) not in seen:
             seen.add(id(node))
+            if stop(node):
+                continue
             stack.append((node, True))
             stack.extend((a, False) for a in reversed(node.args) if id(a) not in seen)
-    unique: dict[int, Expr] = {id(n): n for n in order}
-    return list(unique.values())
+    return order
+
+
+# A walk that would call itself hands what it would call to `_deep`, by `yield`, and gets the result from there: so
+# formulas may be deeper than Python's own stack.
+Found = TypeVar("Found")
+_Deep = Generator[Any, Any, Found]
+
+
+def _deep(walk: _Deep[Found]) -> Found:
+    """What a walk returns."""
+    waiting: list[_Deep[Any]] = [walk]
+    found: Any = None
+    while waiting:
+        try:
+            further = waiting[-1].send(found)
+        except StopIteration as end:
+            found = end.value
+            waiting.pop()
+        else:
+            found = None
+            waiting.append(further)
+    return found  # type: ignore[no-any-return]
 
 
 def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) -> list[Expr]:
     """Rebuild `roots` with every node for which `replace` gives another; its arguments are then not visited."""
+    roots = list(roots)
     done: dict[int, Expr] = {}
 
-    def visit(node: Expr) -> Expr:
-        found = done.get(id(node))
-        if found is None:
-            found = replace(node)
-            if found is None:
-                found = over(node, tuple(visit(a) for a in node.args))
+    def is_replaced(node: Expr) -> bool:
+        found = replace(node)
+        if found is not None:
             done[id(node)] = found
-        return found
+        return found is not None
 
-    return [visit(r) for r in roots]
+    for node in topological(roots, is_replaced):
+        done[id(node)] = over(node, tuple(done[id(a)] for a in node.args))
+    return [done[id(r)] for r in roots]
 
 
 def over(node: Expr, args: tuple[Expr, ...]) -> Expr:

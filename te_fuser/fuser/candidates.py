@@ -27,7 +27,8 @@ NO_TENSOR = "its last op makes no tensor of its own"
 class Edge:
     """A candidate: steps for the ops start..stop-1, and its cost including what it makes kept.
 
-    `whole` is where the match of a fusion is, of which it covers start..stop-1.
+    `whole` is where the match of a fusion is, of which it covers start..stop-1. `ahead` are the ticks of forward that
+    a candidate for backward stands for, where covers are to be compared by both directions.
     """
 
     start: int
@@ -39,6 +40,12 @@ class Edge:
     whole: tuple[int, int] | None = None
     recomputes: tuple[int, ...] = ()
     choices: tuple[Choice, ...] = ()
+    ahead: int = 0
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it is one direction of a joint fusion."""
+        return self.fusion is not None and self.fusion.direction == "joint"
 
     @property
     def seconds(self) -> float:
@@ -49,6 +56,11 @@ class Edge:
     def length(self) -> int:
         """The weight in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
         return max(10 * round(self.weight / (10 * TICK)) + (0 if self.fusion else 1), 0)
+
+    @property
+    def compared(self) -> int:
+        """What covers are compared by, in ticks: the length, with forward's share."""
+        return max(self.length + self.ahead, 0)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Covers: the cheapest steps for the whole list in each direction, as shortest paths, and how the two meet.
 
-Backward first: its cover says which values it reads. Then the forward cover, which must emit them. If a forward
+Backward first: its cover says which values it reads, and with joint fusions among its candidates it is the cheapest
+by what both directions take (`both_ways`). Then the forward cover, which must emit them. If a forward
 fusion was refused only because backward reads what it does not give, a second round lets forward choose freely and
 plans backward around it; the cheaper total wins.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from te_fuser.fuser.backward_candidates import BackwardCandidates
+from te_fuser.fuser.both_ways import BothWays
 from te_fuser.fuser.candidates import TICK, Edge, Ledger, Limits
 from te_fuser.fuser.forward_candidates import ForwardCandidates
 from te_fuser.fuser.keeping import Keeping
@@ -39,20 +41,22 @@ class Covers:
         return sum(e.length for e in (*self.forward, *self.backward))
 
 
-def cover(problem: Problem, prices: Prices, keeping: Keeping) -> Covers:
+def cover(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers:
     """The cheapest covers that fit together."""
     ledger = Ledger()
-    first = _round(problem, prices, keeping, Limits(), ledger)
+    first = _round(problem, prices, both, keeping, Limits(), ledger)
     assert first is not None  # every op has an edge of its own, and nothing is forbidden
     if not ledger.demand_unmet:
         return first
-    second = _second_round(problem, prices, keeping)
+    second = _second_round(problem, prices, both, keeping)
     return first if second is None or first.length <= second.length else second
 
 
-def _round(problem: Problem, prices: Prices, keeping: Keeping, limits: Limits, ledger: Ledger) -> Covers | None:
+def _round(
+    problem: Problem, prices: Prices, both: BothWays, keeping: Keeping, limits: Limits, ledger: Ledger
+) -> Covers | None:
     """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
-    edges = BackwardCandidates(problem, prices, keeping, limits, ledger).edges()
+    edges = both.counted(BackwardCandidates(problem, prices, keeping, limits, ledger).edges())
     while True:
         tried = Ledger()
         backward = shortest(problem, "backward", edges, keeping, tried)
@@ -74,8 +78,8 @@ def _forced(backward: list[Edge]) -> list[Edge]:
     """The joint fusions of a backward cover, over what their forward covers."""
     found = []
     for edge in backward:
-        if edge.fusion is not None and edge.fusion.direction == "joint":
-            assert edge.whole is not None
+        if edge.is_joint:
+            assert edge.fusion is not None and edge.whole is not None
             start, stop = edge.fusion.covers("forward", *edge.whole)
             found.append(replace(edge, start=start, stop=stop))
     return found
@@ -93,12 +97,12 @@ def _why_impossible(edge: Edge, joint: list[Edge]) -> str:
     return "other steps of backward read what its forward does not give"
 
 
-def _second_round(problem: Problem, prices: Prices, keeping: Keeping) -> Covers | None:
+def _second_round(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers | None:
     """Forward as if nobody demanded anything, then a round within what it gives."""
     unheard = Ledger()
     edges = ForwardCandidates(problem, prices, set(), [], unheard).edges()
     free = shortest(problem, "forward", edges, keeping, unheard)
-    return None if free is None else _round(problem, prices, keeping, _limits_of(problem, free), Ledger())
+    return None if free is None else _round(problem, prices, both, keeping, _limits_of(problem, free), Ledger())
 
 
 def _limits_of(problem: Problem, forward: list[Edge]) -> Limits:
@@ -136,14 +140,14 @@ def shortest(
     """The cheapest way from the first op to the last; None when there is none. Fusions that lost are noted."""
     best: dict[tuple[int, int], Edge] = {}
     if problem.preferred:  # measured faster, whatever their price
-        edges = [replace(e, weight=0.0) if _is_preferred(problem, e) else e for e in edges]
+        edges = [replace(e, weight=0.0, ahead=0) if _is_preferred(problem, e) else e for e in edges]
     for edge in edges:
         key = (edge.start, edge.stop)
-        if key not in best or edge.length < best[key].length:
+        if key not in best or edge.compared < best[key].compared:
             best[key] = edge
     graph = nx.DiGraph()
     graph.add_nodes_from((0, len(problem.nodes)))
-    graph.add_weighted_edges_from((start, stop, edge.length) for (start, stop), edge in best.items())
+    graph.add_weighted_edges_from((start, stop, edge.compared) for (start, stop), edge in best.items())
     try:
         path = nx.shortest_path(graph, 0, len(problem.nodes), weight="weight")
     except nx.NetworkXNoPath:
@@ -174,11 +178,12 @@ def _why_they_lost(
         if edge.start not in before or edge.stop not in after:
             yield edge, f"no other steps fit around it; {names} is taken"
             continue
-        more = (before[edge.start] + edge.length + after[edge.stop] - before[end]) * TICK
+        more = (before[edge.start] + edge.compared + after[edge.stop] - before[end]) * TICK
         if more < _TIE:
             yield edge, f"no gain over {names}"
             continue
         note = ", with what is kept for backward weighed in" if weighed else ""
+        note += ", both directions together" if any(e.is_joint for e in (edge, *rivals)) else ""
         yield edge, f"predicted {more * 1e6:.1f} us more than {names}{note}"
 
 

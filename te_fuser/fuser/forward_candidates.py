@@ -42,6 +42,12 @@ class ForwardCandidates:
                 found += [edge] if edge is not None else []
         return [e for e in found if not any(_breaks(e, j) for j in self.joint)]
 
+    def forward_of(self, backward: Edge) -> Edge | None:
+        """The forward of a joint fusion that would run backward so; None where it cannot run."""
+        assert backward.fusion is not None and backward.whole is not None
+        start, stop = backward.fusion.covers("forward", *backward.whole)
+        return self._fusion(backward.fusion, start, stop, backward.whole, True)
+
     def _matches(self) -> Iterable[tuple[Fusion, tuple[int, int]]]:
         """A match for each fusion and the ops that its forward covers: a forced one, else the first."""
         found: dict[tuple[Fusion, int, int], tuple[int, int]] = {}

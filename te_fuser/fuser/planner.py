@@ -6,6 +6,7 @@ which module does what.
 
 from __future__ import annotations
 
+from te_fuser.fuser.both_ways import BothWays
 from te_fuser.fuser.covers import cover
 from te_fuser.fuser.finish import finish
 from te_fuser.fuser.graph import Graph
@@ -21,13 +22,14 @@ class Planner:
     def __init__(self, graph: Graph, options: Options) -> None:
         self.problem = Problem(graph, options)
         self.prices = Prices(self.problem)
+        self.both = BothWays(self.problem, self.prices)
 
     def plan(self) -> Plan:
         """Both plans, for the memory that was asked for."""
         return plan_for_memory(self.problem.options.memory, self._weighed)
 
     def _weighed(self, keeping: Keeping) -> Plan:
-        return finish(self.problem, self.prices, cover(self.problem, self.prices, keeping))
+        return finish(self.problem, self.prices, cover(self.problem, self.prices, self.both, keeping))
 
 
 __all__ = ["LAMBDA", "Options", "Planner", "find_matches"]

@@ -2,7 +2,8 @@
 
 A fusion that was not taken is tried, one that was taken is left out: one place after the other, each against the best
 so far in alternating rounds, forward and backward together. Alone a kernel may win and in a model lose: the card's
-power and caches are shared. Then, on a GPU, the schedules of generated kernels and the algorithms of products.
+power and caches are shared. Then, on a GPU, the schedules of generated kernels and the algorithms of products. Whatever
+is tried must first compute what the plan by prices alone does (`tune_check`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from te_fuser.fuser.plan import FusionTask, Plan, size_text
 from te_fuser.fuser.planner import Planner
 from te_fuser.fuser.problem import Options, find_matches, match_at
 from te_fuser.fuser.program import KernelFunction
+from te_fuser.fuser.tune_check import Check
 from te_fuser.fuser.tune_products import tune_products
 from te_fuser.fuser.tune_schedules import tune_schedules
 from te_fuser.fuser.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
@@ -73,13 +75,18 @@ class TuneReport:
     def __str__(self) -> str:
         width = max([len("place"), *(len(t.place) for t in self.trials)])
         lines = [
-            f"{t.place:{width}} {t.choice:4} {'' if t.ratio is None else f'{t.ratio:.4f}':8} "
-            f"{'taken' if t.taken else t.reason or 'no gain'}"
+            f"{t.place:{width}} {t.choice:4} {'' if t.ratio is None else f'{t.ratio:.4f}':8} {_outcome(t)}"
             for t in self.trials
         ]
         head = f"{'place':{width}} {'':4} {'ratio':8}"
         found = ", ".join(f"{ratio:.4f}" for ratio in self.ratios)
         return "\n".join([head, *lines, f"time over that of the plan by prices alone: {found}"])
+
+
+def _outcome(trial: Trial) -> str:
+    if not trial.taken:
+        return trial.reason or "no gain"
+    return f"taken; {trial.reason}" if trial.reason else "taken"
 
 
 # contest(first, second, effort) -> seconds of the second over seconds of the first
@@ -111,20 +118,21 @@ def tune(
     choices: dict[str, str] = {}
     trials: list[Trial] = []
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+        check = Check(prepare(first, outputs), x, inputs)
         for place, choice in _candidates(first, options):
             plan = plan_with({**choices, place: choice})
             reason = _unfit(plan, best, fuser.memory)
             if reason:
                 trials.append(Trial(place, choice, None, False, reason))
                 continue
-            candidate = call_of(plan)
-            reason = _failure(candidate)
+            candidate = prepare(plan, outputs)
+            reason = check.reason(candidate)
             if reason:
                 trials.append(Trial(place, choice, None, False, reason))
                 continue
-            ratio = contest(call_of(best), candidate, effort)
+            ratio = contest(call_of(best), _call(candidate, x, inputs), effort)
             taken = ratio < 1 - effort.margin
-            trials.append(Trial(place, choice, ratio, taken))
+            trials.append(Trial(place, choice, ratio, taken, check.note(candidate) if taken else ""))
             if taken:
                 choices[place], best = choice, plan
         total = contest(call_of(first), call_of(best), effort) if choices else 1.0
@@ -134,10 +142,13 @@ def tune(
                 for t in trials
             ]
             choices, best, total = {}, first, 1.0
+        found = prepare(best, outputs)
+        if check.note(found):  # what follows draws as the best plan does
+            check = Check(found, x, inputs)
         if best.kernels == "cuda":
-            trials += _schedule_trials(best, outputs, x, inputs, effort, contest)
+            trials += _schedule_trials(best, outputs, x, inputs, effort, contest, check)
         if products:
-            trials += _product_trials(call_of(best), effort, contest)
+            trials += _product_trials(prepare(best, outputs), x, inputs, effort, contest, check)
         result = execute(prepare(best, outputs), x, inputs)
     _keep(graph, fuser, x.device, choices, total)
     return TuneReport(tuple(trials), (total,)), result
@@ -150,21 +161,35 @@ def _schedule_trials(
     inputs: Mapping[str, torch.Tensor],
     effort: Effort,
     contest: Contest,
+    check: Check,
 ) -> Iterator[Trial]:
     """Other schedules of the plan's generated kernels."""
+
+    def reason_not(kernels: Mapping[str, KernelFunction]) -> str:
+        return check.reason(prepare(plan, outputs, kernels))
 
     def compare(before: Mapping[str, KernelFunction], after: Mapping[str, KernelFunction]) -> float:
         first, second = (_call(prepare(plan, outputs, kernels), x, inputs) for kernels in (before, after))
         return contest(first, second, effort)
 
-    for name, ratio, taken in tune_schedules(plan, compare):
-        reason = "" if ratio is not None else "no schedule is faster alone"
+    for name, ratio, taken, reason in tune_schedules(plan, compare, reason_not):
         yield Trial(f"{name} schedule", "new", ratio, taken, reason)
 
 
-def _product_trials(call: Callable[[], None], effort: Effort, contest: Contest) -> Iterator[Trial]:
+def _product_trials(
+    prepared: Prepared,
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    effort: Effort,
+    contest: Contest,
+    check: Check,
+) -> Iterator[Trial]:
     """Other algorithms of the model's products."""
-    for t in tune_products(call, lambda first, second: contest(first, second, effort), effort.margin):
+
+    def compare(first: Callable[[], None], second: Callable[[], None]) -> float:
+        return contest(first, second, effort)
+
+    for t in tune_products(_call(prepared, x, inputs), compare, effort.margin, lambda: check.reason(prepared)):
         yield Trial(t.place, f"#{t.candidate}" if t.candidate else "all", t.ratio, t.taken, t.reason)
 
 
@@ -187,15 +212,6 @@ def _unfit(plan: Plan, best: Plan, memory: str | int) -> str:
         return "gives the same plan"
     if memory != "fast" and plan.kept_bytes() > _MORE_MEMORY * best.kept_bytes():
         return f"keeps {size_text(plan.kept_bytes() - best.kept_bytes())} more for backward"
-    return ""
-
-
-def _failure(call: Callable[[], None]) -> str:
-    """Why a plan cannot run, where the fusion that it tries fails; empty when it can."""
-    try:
-        call()
-    except Exception as error:  # of a fusion that no plan has run yet: whatever it may raise
-        return f"fails: {type(error).__name__}: {error}"
     return ""
 
 

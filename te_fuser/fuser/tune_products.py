@@ -59,19 +59,22 @@ class Tried:
 Choice = Mapping[Place, int]
 
 
-def tune_products(call: Call, contest: Contest, margin: float) -> list[Tried]:
+def tune_products(
+    call: Call, contest: Contest, margin: float, reason_not: Callable[[], str] = lambda: ""
+) -> list[Tried]:
     """Tune every product that a call runs; what is taken runs from now on, and stays on disk.
 
     Args:
         call: the model as it is to be fast.
         margin: the share of the model's time that a choice must gain.
+        reason_not: why the model cannot run by the algorithms in force; empty when it can.
     """
     places = places_of(call)
     first = dict.fromkeys(places, 0)
     chosen, tried = dict(first), list[Tried]()
     try:
         for place in places:
-            tried += _tune_place(place, chosen, call, contest, margin)
+            tried += _tune_place(place, chosen, call, contest, margin, reason_not)
         if chosen != first:
             total = contest(_with(first, call), _with(chosen, call))
             if total >= 1:  # what each gained was noise
@@ -100,15 +103,30 @@ def places_of(call: Call) -> list[Place]:
     return sorted(work, key=lambda place: -work[place])
 
 
-def _tune_place(place: Place, chosen: dict[Place, int], call: Call, contest: Contest, margin: float) -> Iterator[Tried]:
+def _tune_place(
+    place: Place,
+    chosen: dict[Place, int],
+    call: Call,
+    contest: Contest,
+    margin: float,
+    reason_not: Callable[[], str],
+) -> Iterator[Tried]:
     """Try the candidates of one place against the best choices so far, which take in what gains."""
     ratios: dict[int, float] = {}
+    wrong: dict[int, str] = {}
     for candidate in _fast_alone(place):
+        _take({**chosen, place: candidate})
+        reason = reason_not()
+        if reason:
+            wrong[candidate] = reason
+            continue
         ratios[candidate] = contest(_with(chosen, call), _with({**chosen, place: candidate}, call))
         if ratios[candidate] < 1 - margin:
             chosen[place], place.gain = candidate, ratios[candidate]
-    if not ratios:
+    if not ratios and not wrong:
         yield Tried(str(place), 1, None, False, "no other algorithm keeps up alone")
+    for candidate, reason in wrong.items():
+        yield Tried(str(place), candidate + 1, None, False, reason)
     for candidate, ratio in ratios.items():
         taken = candidate == chosen[place]
         reason = "another one is faster still" if ratio < 1 - margin and not taken else ""

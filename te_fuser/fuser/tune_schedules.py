@@ -26,25 +26,33 @@ _SOLO_GAIN = 0.97  # what a variant must reach alone, over the kernel that is in
 
 # compare(before, after), kernels by description key -> the model's time with the latter over that with the former
 Compare = Callable[[Mapping[str, KernelFunction], Mapping[str, KernelFunction]], float]
+# reason_not(kernels) -> why the model cannot run by them; empty when it can
+ReasonNot = Callable[[Mapping[str, KernelFunction]], str]
 
 
-def tune_schedules(plan: Plan, compare: Compare) -> Iterator[tuple[str, float | None, bool]]:
-    """(kernel, ratio in the model or None, taken) for each generated kernel of a plan; what is taken stays on disk."""
+def tune_schedules(
+    plan: Plan, compare: Compare, reason_not: ReasonNot
+) -> Iterator[tuple[str, float | None, bool, str]]:
+    """(kernel, ratio in the model or None, taken, why not) for each generated kernel; what is taken stays on disk."""
     device = plan.x.device
     taken: dict[str, KernelFunction] = {}
     for description, sizes in _kernels(plan):
         found = _fastest_alone(description, sizes, device)
         if found is None:
-            yield description.name, None, False
+            yield description.name, None, False, "no schedule is faster alone"
             continue
         schedules, kernel, alone = found
         after: dict[str, KernelFunction] = {**taken, description.key: kernel.run}
+        reason = reason_not(after)
+        if reason:
+            yield description.name, None, False, reason
+            continue
         ratio = compare(taken, after)
         if ratio < 1:
             taken = after
             store = store_for(torch.cuda.get_device_name(device), config.cache_dir or default_cache_dir())
             store.put(description.key, schedules, sizes[0], alone=alone, in_model=ratio)
-        yield description.name, ratio, ratio < 1
+        yield description.name, ratio, ratio < 1, ""
 
 
 def _kernels(plan: Plan) -> Iterator[tuple[KernelDescription, tuple[int, int, int]]]:

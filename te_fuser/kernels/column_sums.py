@@ -10,6 +10,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen import nvrtc
+from te_fuser.codegen.written import MadeOnce
 from te_fuser.config import config
 
 
@@ -34,7 +35,7 @@ class ColumnSumsKernel:
 
     def compile(self, arch: str, cache: Path | None) -> _native.ColumnSums:
         """The kernel for an architecture; made once in a process."""
-        return _kernel(arch, cache)
+        return _kernel(self, arch, cache)
 
 
 @functools.cache
@@ -43,6 +44,6 @@ def text() -> str:
     return Path(__file__).with_suffix(".cu").read_text()
 
 
-@functools.cache
-def _kernel(arch: str, cache: Path | None) -> _native.ColumnSums:
-    return _native.ColumnSums(nvrtc.compile_source(text(), arch, name="column_sums", cache=cache).cubin)
+@MadeOnce
+def _kernel(kernel: ColumnSumsKernel, arch: str, cache: Path | None) -> _native.ColumnSums:
+    return _native.ColumnSums(nvrtc.compile_source(text(), arch, name=kernel.name, cache=cache).cubin)

@@ -20,6 +20,7 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.written import MadeOnce
 from te_fuser.config import config
 from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads
 from te_fuser.ops.rotary_embedding import rotation_table
@@ -331,7 +332,7 @@ def _arch(device: torch.device) -> str:
     return nvrtc.arch_of(torch.cuda.get_device_capability(device))
 
 
-@functools.cache
+@MadeOnce
 def _kernel(p: PackedPass, arch: str, cache: Path | None) -> _native.CudaKernel:
     compiled = nvrtc.compile_source(p.text(), arch, name=p.name, cache=cache)
     return native_kernel(p, compiled.cubin)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from te_fuser import _native
 from te_fuser.fuser.fuser import Fuser, execute
 from te_fuser.fuser.graph import Node
-from te_fuser.fuser.kernels import load_kernels
+from te_fuser.fuser.kernels import load_column_sums, load_kernels
 from te_fuser.fuser.plan import AddTask, CastTask, Plan, Step
 from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions
 from te_fuser.fuser.reference import run_nodes
@@ -36,7 +37,10 @@ def run_verified(
     prepared = fuser.prepare(x, inputs, outputs)
     plan = prepared.plan
     parameters = [b.get() for b in plan.graph.parameters]  # once: computed ones may be others the next time
-    watch = _Watch(plan, {0: x, **{index: inputs[name] for name, index in prepared.named}}, parameters)
+    entering = {0: x, **{index: inputs[name] for name, index in prepared.named}}
+    with_sums = any(s.sums() for s in (*plan.forward, *plan.backward))
+    sums = load_column_sums(plan.kernels, x.device) if with_sums else None
+    watch = _Watch(plan, entering, parameters, sums)
     kernels = load_kernels(list(descriptions([*plan.forward, *plan.backward]).values()), plan.kernels, x.device)
     # Segments of this call's own: what backward is checked against is what this forward saw.
     segments = build_segments(plan, kernels, watch.wrap)
@@ -46,8 +50,15 @@ def run_verified(
 class _Watch:
     """What one call has computed so far, and the checks of its steps."""
 
-    def __init__(self, plan: Plan, entering: Mapping[int, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
-        self.graph = plan.graph
+    def __init__(
+        self,
+        plan: Plan,
+        entering: Mapping[int, torch.Tensor],
+        parameters: Iterable[torch.Tensor],
+        sums: _native.ColumnSums | None,
+    ) -> None:
+        self.graph, self.sums = plan.graph, sums
+        self.read = {ref for step in (*plan.forward, *plan.backward) for ref in step.reads()}
         self.values = {value: t.detach() for value, t in entering.items()}
         self.parameters = [p.detach() for p in parameters]
         self.seed = torch.zeros(2, dtype=torch.int64)
@@ -59,6 +70,10 @@ class _Watch:
         if isinstance(step.task, (AddTask, CastTask)):
             return runner
         direction = "forward" if id(step) in self.forward_steps else "backward"
+        if self.sums is not None and step.sums() and not self.read & set(step.sums()):
+            # In the plan its sums wait for those of other steps. Here they wait for the end of a program of its own, so
+            # that they come by the same way and are there to be looked at.
+            runner = _native.Program([(runner, [])], self.sums, [0]).run
         return _CheckedRunner(self, step, direction, runner, slots)
 
     # --------------------------------------------------------------------------------------- data

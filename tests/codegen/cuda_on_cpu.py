@@ -17,12 +17,13 @@ from tests.codegen.cuda_calls import arguments
 
 HERE = Path(__file__).parent
 # What stands once for all kernels, or stands in the way of a namespace for each.
-_OUTSIDE = re.compile(r'#include "te_cuda.cuh"|extern "C" |extern __shared__ uint4 shelves\[\];')
+_INCLUDE = re.compile(r'#include "te_\w+\.\w+"')
+_OUTSIDE = re.compile(rf'{_INCLUDE.pattern}|extern "C" |extern __shared__ uint4 shelves\[\];')
 
 
 def build(compiler: str, kernels: Sequence[CudaKernel], folder: Path) -> list[Emulated]:
     """Compile several kernels into one library; each gets a namespace, so that equal names do not meet."""
-    text = ['#include "te_cuda.cuh"']
+    text = list(dict.fromkeys(line for kernel in kernels for line in _INCLUDE.findall(kernel.source)))
     for number, kernel in enumerate(kernels):
         text += [f"namespace kernel_{number} {{", _OUTSIDE.sub("", kernel.source)]
         text += [f"EMULATE({number}, {launch.symbol})" for launch in kernel.launches] + ["}"]

@@ -19,7 +19,7 @@ from te_fuser.codegen import schedule as plan
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.description import KernelDescription, Store, Target, describe
+from te_fuser.codegen.description import KernelDescription, Store, Sum, Target, describe
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.formula import expr
 from te_fuser.formula import functions as f
@@ -527,3 +527,18 @@ def test_a_store_of_nothing_but_sums() -> None:
     d = dataclasses.replace(corpus.layer_norm(Kit(*BF16), 65536)[1], stores=())
     kernel = cuda.generate(d)
     assert not any(isinstance(s, Store) for s in d.stores) and kernel.launches[-1].symbol == "layer_norm_bwd_finish"
+
+
+def test_kernels_of_long_formulas_are_written() -> None:
+    """5,000 operations, one above the other, before a row reduction and after it."""
+    e = expr.leaf("x", Axes.FULL, 64)
+    for _ in range(2500):
+        e = f.tanh(e)
+    e = e - f.row_mean(e)
+    for _ in range(2500):
+        e = f.tanh(e)
+    targets = [Target("y", e, Axes.FULL, 64, "bfloat16")]
+    d = describe("long_fwd", targets, targets[:0], {"x": (Axes.FULL, 64, "bfloat16")})
+    assert cuda.generate(d).source.count("tanh(") >= 5000
+    rows, columns = plan.split(dataclasses.replace(d, sums=(Sum("s", d.stores[0].parts, Axes.FEATURE, 64, "float32"),)))
+    assert rows.stores and columns.sums

@@ -23,6 +23,7 @@ from te_fuser.formula import (
     row_mean,
     row_sum,
     split,
+    tanh,
     where,
 )
 from te_fuser.formula.adjoint import differentiate
@@ -246,6 +247,42 @@ def test_parts_of_a_deep_formula_are_made_once_each() -> None:
     for _ in range(40):
         e = e * relu(e + e * e * 0.5)
     assert len(topological(split(e, 2))) < 2 * len(topological([e])) + 2
+
+
+DEEP = 5000  # operations one above the other: more than Python's own stack holds
+
+
+def deep_chains() -> dict[str, tuple[Expr, torch.Tensor]]:
+    """Name -> a long formula, and its value in float64."""
+    x, w = full(), feature()
+    tx, tw = value_of(x), value_of(w)
+    chain, product, total = x, x, x
+    tchain, tproduct, ttotal = tx, tx, tx
+    for k in range(DEEP):
+        chain, tchain = tanh(chain), torch.tanh(tchain)
+        product, tproduct = product * (w if k % 2 else 1 / w), tproduct * (tw if k % 2 else 1 / tw)
+        total, ttotal = total + tanh(x * (k + 1)), ttotal + torch.tanh(tx * (k + 1))
+    return {"chain": (chain, tchain), "product": (product, tproduct), "sum": (total, ttotal)}
+
+
+def test_formulas_may_be_deeper_than_pythons_stack() -> None:
+    for name, (e, exact) in deep_chains().items():
+        torch.testing.assert_close(value_of(e), exact, msg=name)
+        torch.testing.assert_close(value_of(row_sum(e)), exact.sum(-1, keepdim=True), msg=name)
+        torch.testing.assert_close(value_of(split(e, 2)[1]), exact[:, WIDTH // 2 :], msg=name)
+        (swapped,) = substitute([e], lambda n: full("y") if n is full() else None)
+        assert {n.attrs[0] for n in topological([swapped]) if n.op == "input"} <= {"y", "w"}
+        assert str(e), name
+
+
+def test_sums_of_what_is_used_again_and_again_are_made_once() -> None:
+    """Every step uses the one before it twice: without sharing, the sums would take 2**40 steps."""
+    power, mixed = full(), full()
+    for _ in range(40):
+        power = power * power
+        mixed = (mixed + feature()) + (mixed - feature() * 0.5)
+    assert row_sum(power).op == "row_sum"
+    assert row_sum(mixed).depth == 1
 
 
 # ---------------------------------------------------------------------------------------------- errors

@@ -138,15 +138,58 @@ def joint(name, saves, price):
 
 def test_a_joint_fusion_is_taken_in_both_directions_or_in_none():
     model = sequential(ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8), ops.GELU())
-    for forward, backward, taken in ((0.0, 0.0, True), (0.0, 1.0, False)):
+    for forward, backward, taken in ((0.0, 0.0, True), (0.0, 1.0, False), (1.0, 0.0, False)):
         entry = joint("both", ("before",), (Cost(seconds=forward), Cost(seconds=backward)))
         plan = model.plan(X)
         found = [sum(s.name == "both" for s in steps) for steps in (plan.forward, plan.backward)]
         assert found == ([2, 2] if taken else [0, 0])
+        reasons = {r.reason for r in plan.refusals if r.name == "both"}
+        assert all(r.startswith("predicted") and r.endswith("both directions together") for r in reasons)
+        assert bool(reasons) == (not taken)
         assert_as_meant(model, X)
         with torch.no_grad():  # nothing has to be handed to a backward: forward alone decides
-            assert sum(s.name == "both" for s in model.plan(X).forward) == 2
+            assert sum(s.name == "both" for s in model.plan(X).forward) == (0 if forward else 2)
             torch.testing.assert_close(model(X), model.reference(X))
+        fusions.unregister(entry)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_joint_fusions_are_compared_by_both_directions(layers):
+    """Backward's cost alone would take the first, forward's alone the second."""
+    joint("quick_backward", ("before",), (Cost(seconds=5e-8), Cost(seconds=1e-8)))
+    joint("quick_forward", ("before",), (Cost(seconds=1e-8), Cost(seconds=4e-8)))
+    joint("quick", ("before",), (Cost(seconds=2e-8), Cost(seconds=2e-8)))
+    model = sequential(*(kind() for kind in [lambda: ops.Linear(8, 8), ops.GELU] * layers))
+    plan = model.plan(X)
+    assert [[s.name for s in steps].count("quick") for steps in (plan.forward, plan.backward)] == [layers, layers]
+    assert_as_meant(model, X)
+
+
+def test_a_joint_fusion_may_pay_in_forward_alone():
+    """Explicit math is dear in forward: what backward takes longer is less than what forward gains."""
+
+    class Body:
+        @staticmethod
+        def forward(m, x):
+            m.emit("x", x)
+            return m[0].op.reference(x)
+
+        @staticmethod
+        def backward(m, dy):
+            x = m["x"].detach().requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(m[0].op.reference(x), x, dy)[0]
+
+    model = sequential(ops.DotProductAttention(2, 4))
+    x = tensor(3, 5, 24)
+    alone = model.plan(x)
+    ahead, back = (sum(s.seconds for s in steps) for steps in (alone.forward, alone.backward))
+    for gained, lost, taken in ((0.5, 0.4, True), (0.4, 0.5, False)):
+        price = (Cost(seconds=ahead * (1 - gained)), Cost(seconds=back + ahead * lost))
+        entry = te_fuser.fusion(
+            joint=[ops.DotProductAttention], name="explicit", saves=["x"], cost=lambda m, price=price: price
+        )(Body)
+        assert ("explicit" in [s.name for s in model.plan(x).backward]) == taken
         fusions.unregister(entry)
 
 

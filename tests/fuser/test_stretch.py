@@ -12,7 +12,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.codegen import description
 from te_fuser.codegen.compiler import find_compiler
-from te_fuser.formula import Axes, exp, row_max, row_sum, sigmoid
+from te_fuser.formula import Axes, exp, row_max, row_mean, row_sum, sigmoid
 from tests.fuzz.covers import random_cover
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -194,3 +194,17 @@ def test_what_the_kernel_of_relus_slope_reads(
     (step,) = (s for s in model.plan(x).backward if s.name == name)
     assert {n for n, _ in step.inputs if n[:2] != "d_" and "statistic" not in n} == read
     te_fuser.verify(model, x)
+
+
+class Long(ops.RowOp):
+    """5,000 operations one above the other, with a mean of them taken off."""
+
+    def compute(self, x: Any) -> Any:
+        y = x
+        for k in range(2500):
+            y = y * (1 + (k % 7 - 3) / 64) + sigmoid(x) * ((k % 3 - 1) / 16)
+        return y - row_mean(y)
+
+
+def test_a_formula_may_be_deeper_than_pythons_stack() -> None:
+    assert_as_meant(te_fuser.Sequential(Long(), kernels="reference").double(), tensor(3, 4, dtype=torch.float64))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import tune as tuning
+from te_fuser.fuser import tune_schedules
 from te_fuser.fuser.tuned import OFF, ON, Store, device_name, list_key, store_for
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
@@ -95,6 +99,110 @@ def test_a_choice_that_fails_is_said_and_the_others_are_tried(monkeypatch: pytes
     found = {t.place: (t.ratio, t.taken, t.reason) for t in report.trials}
     assert found["broken_gelu 64>64"] == (None, False, "fails: NotImplementedError: not on this device")
     assert found["matmul_bias 64>32"][:2] == (0.9, True)
+
+
+def wrong_gelu(forward: bool) -> fusions.Fusion:
+    """GELU's output, or its gradient, a tenth too large, at a price that no plan takes."""
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    if forward:
+
+        @fusion(forward=[ops.GELU], name="wrong_gelu", cost=lambda m: Cost(seconds=1.0))
+        def body(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
+            return gelu(x) * 1.1
+
+    else:
+
+        @fusion(backward=[ops.GELU], name="wrong_gelu", reads=["input"], cost=lambda m: Cost(seconds=1.0))
+        def body(m: fusions.FusionCall, dy: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = m["input"].detach().requires_grad_()
+                return torch.autograd.grad(gelu(x), x, dy)[0] * 1.1
+
+    return body
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_choice_that_is_faster_and_wrong_is_refused(
+    forward: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Sequential(ops.MatMul(64, 32), ops.GELU(), ops.MatMul(32, 16), ops.Dropout(0.25), memory="fast")
+    x = torch.randn(128, 64, dtype=dtype, requires_grad=True)
+    model.to(dtype)
+    clock(monkeypatch, lambda: pytest.fail("timed"))
+    entry = wrong_gelu(forward)
+    try:
+        with fusions.only("stretch", entry):
+            report = model.tune(x)
+            assert "wrong_gelu" not in [s.name for p in model.plans(x) for s in (*p.forward, *p.backward)]
+    finally:
+        fusions.unregister(entry)
+    (wrong,) = report.trials
+    assert (wrong.ratio, wrong.taken) == (None, False) and wrong.reason in str(report)
+    assert wrong.reason.startswith("differs from the default: ") and "allowed" in wrong.reason
+    assert forward or "gradient of" in wrong.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_rounds_elsewhere_is_no_difference(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products with and without their bias, several times over, with a gradient that goes to main_grad."""
+    torch.manual_seed(3)
+    kinds = [lambda: ops.LayerNorm(48), lambda: ops.Linear(48, 48), ops.GELU, lambda: ops.Dropout(0.1)]
+    layers = [kind() for kind in kinds * 4]
+    model = Sequential(*layers, ops.Linear(48, 24, accumulate_into_main_grad=True)).to(dtype)
+    weight = model[-1].weight
+    weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    x = torch.randn(256, 48, dtype=dtype, requires_grad=True)
+    clock(monkeypatch, lambda: 0.9)
+    report = model.tune(x)
+    tried = [t for t in report.trials if not t.reason.startswith(("gives the same", "keeps"))]
+    assert tried and all(t.ratio == 0.9 for t in tried), str(report)
+    assert torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
+
+
+def test_a_wrong_gradient_in_main_grad_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    @fusion(backward=[ops.MatMul], name="wrong_weight", reads=["input", "0.weight"], cost=lambda m: Cost(seconds=1.0))
+    def wrong_weight(m: fusions.FusionCall, dy: torch.Tensor) -> Any:
+        weight = m["0.weight"]
+        model[0].weight.main_grad.add_(dy.mT @ m["input"], alpha=1.01)
+        return dy @ weight, {"0.weight": torch.zeros_like(weight)}
+
+    model = Sequential(ops.MatMul(64, 32, accumulate_into_main_grad=True))
+    model[0].weight.main_grad = torch.zeros_like(model[0].weight)
+    clock(monkeypatch, lambda: 0.5)
+    try:
+        report = model.tune(torch.randn(128, 64, requires_grad=True))
+    finally:
+        fusions.unregister(wrong_weight)
+    (reason,) = (t.reason for t in report.trials if t.place.startswith("wrong_weight"))
+    assert reason.startswith("differs from the default: gradient of weight of ")
+
+
+def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's libraries draw their masks by themselves."""
+
+    @fusion(forward=[ops.DotProductAttention], name="other_mask", cost=lambda m: Cost(seconds=1.0))
+    def other_mask(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(*x.shape[:-1], x.shape[-1] // 3, dtype=x.dtype)
+
+    model, x = Sequential(ops.DotProductAttention(2, 8, dropout=0.5)), torch.randn(4, 3, 48, dtype=torch.float64)
+    clock(monkeypatch, lambda: 0.5)
+    try:
+        with torch.no_grad():
+            report, exact = model.tune(x), model.eval().tune(x)
+    finally:
+        fusions.unregister(other_mask)
+    (found,), (other,) = ([t for t in r.trials if t.place.startswith("other_mask")] for r in (report, exact))
+    assert found.taken and found.reason.startswith("not compared: ") and f"taken; {found.reason}" in str(report)
+    assert not other.taken and other.reason.startswith("differs from the default: output"), "without dropout"
+
+
+def test_schedules_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Sequential(ops.LayerNorm(8), kernels="reference"), torch.randn(5, 8, requires_grad=True)
+    kernel = SimpleNamespace(run=object())
+    monkeypatch.setattr(tune_schedules, "_fastest_alone", lambda *known: ((), kernel, 0.5))
+    found = list(tune_schedules.tune_schedules(model.plan(x), lambda *kernels: pytest.fail("timed"), lambda k: "wrong"))
+    assert [f[1:] for f in found] == [(None, False, "wrong")] * 2
 
 
 def test_a_taken_fusion_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

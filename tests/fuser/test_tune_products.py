@@ -154,6 +154,20 @@ def test_choices_that_are_not_faster_together_are_dropped(library: FakeCublasLt)
     assert algorithms_of(library, model) == [1, 1] and kept() == ["None"] * 2
 
 
+def test_what_computes_something_else_is_refused(library: FakeCublasLt) -> None:
+    """Each candidate is in force while the model is compared."""
+
+    def reason_not() -> str:
+        return "wrong" if 3 in algorithms_of(library, model) else ""
+
+    tried = tune_products(model, Times(library, {2: 0.9, 3: 0.1}).contest, 0.005, reason_not)
+    assert [(t.candidate, t.ratio is None, t.taken, t.reason) for t in tried] == [
+        (3, True, False, "wrong"), (2, False, True, ""), (3, True, False, "wrong"), (2, False, True, ""),
+        (0, False, True, ""),
+    ]  # fmt: skip
+    assert algorithms_of(library, model) == [2, 2] and kept() == ["tuned: candidate 2"] * 2
+
+
 def test_tuning_again_starts_afresh(library: FakeCublasLt) -> None:
     tune_products(model, Times(library, {3: 0.9}).contest, 0.005)
     assert algorithms_of(library, model) == [3, 3]

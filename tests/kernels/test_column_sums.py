@@ -78,16 +78,42 @@ def test_sums_that_a_step_reads_do_not_wait(driver: FakeDriver, emulation: Emula
 
 
 @needs_compiler
-def test_verified_steps_add_up_at_once(
+def test_sums_of_verified_steps_come_by_the_same_kernel(
     driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What looks at a step's results after it has run finds them there."""
+    """Those of a step by itself: what looks at its results after it has run finds them there."""
     checked = te_fuser.Sequential(*layers(torch.float32), verify=True)
     x = tensor(90, WIDTH, dtype=torch.float32)
     with emulation.in_plans():
         monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
-        _, _, last = launched(driver, checked, x)
-    assert last.endswith(b"_finish")
+        monkeypatch.setattr(verify_steps, "load_column_sums", fuser.load_column_sums)
+        found, launches, last = launched(driver, checked, x)
+        together, fewer, _ = launched(driver, layers(torch.float32), x)
+    assert last == b"column_sums" and launches == fewer + 2  # three kernels have sums
+    assert all(torch.equal(a, b) for a, b in zip(found, together, strict=True))
+
+
+@needs_compiler
+def test_verified_steps_add_up_by_themselves_what_a_step_reads(
+    driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = ops.Scale(WIDTH)
+    parts = (shared, ops.MatMul(WIDTH, WIDTH), shared, ops.MatMul(WIDTH, WIDTH))
+    model = randomize(te_fuser.Sequential(*parts, verify=True)).float()
+    names: list[bytes] = []
+    run = verify_steps._CheckedRunner._run
+
+    def watched(self: Any, slots: Any) -> Any:
+        made = run(self, slots)
+        names.append(driver.last_symbol)
+        return made
+
+    monkeypatch.setattr(verify_steps._CheckedRunner, "_run", watched)
+    with emulation.in_plans():
+        monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
+        monkeypatch.setattr(verify_steps, "load_column_sums", fuser.load_column_sums)
+        gradients(model, tensor(90, WIDTH, dtype=torch.float32))
+    assert b"column_sums" not in names and any(name.endswith(b"_finish") for name in names)
 
 
 # ---- in programs ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from te_fuser.fuser import fuser as fuser_module
 from te_fuser.fuser.kernels import written_kernels
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels import packed_heads
+from te_fuser.kernels import column_sums, packed_heads
 from te_fuser.kernels.attention_cpu_flash import CpuFlash
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cuda import FakeDriver, in_place
@@ -70,7 +70,7 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
 
 
 def forget() -> None:
-    for cached in (packed_heads._ready, packed_heads._kernel):
+    for cached in (packed_heads._ready, packed_heads._kernel, column_sums._kernel):
         cached.cache_clear()
 
 
@@ -114,6 +114,22 @@ def test_the_first_call_compiles_and_loads_nothing(
         y.sum().backward()
     assert (driver.loads, compiled) == before
     assert driver.launches > launches or not count
+
+
+def test_another_cache_folder_after_planning_changes_nothing(
+    driver: FakeDriver, compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the first call of a plan nor another plan of the same kernels compiles or loads: both may be captured."""
+    listed = [ops.Bias(FEATURES), rotary(), attention()]
+    fuser, x = Fuser(listed), torch.randn(5, 2, FEATURES, requires_grad=True)
+    with fusions.only(*IN_FORCE):
+        fuser.prepare(x, {})
+        before = driver.loads, list(compiled)
+        assert before[1].count("column_sums") == 1 and before[1].count("packed_heads") == 2
+        monkeypatch.setattr(config, "cache_dir", tmp_path / "another")
+        fuser(x).sum().backward()
+        Fuser(listed)(x).sum().backward()
+    assert (driver.loads, compiled) == before
 
 
 def test_no_gradients_need_no_kernel_of_backward(compiled: list[str]) -> None:

@@ -17,6 +17,7 @@ from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention_cpu_flash import CpuFlash
+from te_fuser.verify import VerificationError
 from te_fuser.verify import steps as verify_steps
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.needs import needs_compiler
@@ -222,22 +223,43 @@ def test_totals_live_until_they_are_added_up(driver: FakeDriver, monkeypatch: py
     assert died == [b"column_sums"]
 
 
-def test_verified_steps_add_up_at_once(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks at a step's results after it has run finds them there."""
+def verified(monkeypatch: pytest.MonkeyPatch) -> te_fuser.Sequential:
+    """A model whose steps are checked, on the driver that is imitated."""
     monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
+    monkeypatch.setattr(verify_steps, "load_column_sums", fuser.load_column_sums)
+    return layer("bias and attention", verify=True)
+
+
+def test_verified_steps_leave_their_sums_too(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait to the end of the step, so that what looks at its results finds them there."""
     names = []
     pack = packed_heads.pack
 
     def watched(*arguments: Any, **options: Any) -> Any:
         made = pack(*arguments, **options)
-        names.append((options["later"], driver.last_symbol))
+        names.append((options["later"] is None, driver.last_symbol))
         return made
 
     monkeypatch.setattr(packed_heads, "pack", watched)
-    model, x = layer("bias and attention", verify=True), source()
+    model, x = verified(monkeypatch), source()
     with only():
         assert_exact(gradients(model, x), model, x)
-    assert names == [(None, b"packed_heads_finish")]
+    assert names == [(False, b"packed_heads")]
+
+
+def test_verify_sees_who_reads_sums_that_wait(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = packed_heads.pack
+
+    def too_early(*arguments: Any, **options: Any) -> Any:
+        dx, sums = pack(*arguments, **options)
+        if options["later"] is not None:
+            sums.zero_()  # whatever the memory held before
+        return dx, sums.clone()
+
+    monkeypatch.setattr(packed_heads, "pack", too_early)
+    model, x = verified(monkeypatch), source()
+    with only(), pytest.raises(VerificationError, match="gradient of bias"):
+        gradients(model, x)
 
 
 def test_nothing_waits_where_one_block_has_it_all(driver: FakeDriver) -> None:

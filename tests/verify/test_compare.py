@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from te_fuser.verify.compare import UPSTREAM, judge
+from te_fuser.verify import compare
+from te_fuser.verify.compare import UPSTREAM, Distance, distance, judge, judge_alike
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -24,3 +25,41 @@ def test_what_cancels_has_the_size_of_its_terms(error: float, passes: bool) -> N
     data = {"x": torch.ones(3, 8), f"{UPSTREAM}y": torch.ones(3, 8)}
     (row,) = judge("case", {"dx": torch.full((3, 8), error)}, data, cancelling)
     assert row.passed is passes
+
+
+@pytest.mark.parametrize(("error", "passes"), [(EPS, True), (100 * EPS, True), (1000 * EPS, False)])
+def test_what_is_compared_with_another_result_may_move_as_that_does(error: float, passes: bool) -> None:
+    """The other one's result moves by 100 ulps on some neighbours, and its data say no more than that."""
+    wanted, asked = {"y": torch.ones(3, 8)}, []
+
+    def neighbouring(number: int) -> dict[str, torch.Tensor]:
+        asked.append(number)
+        return {"y": wanted["y"] * (1 + 100 * EPS * (number % 2))}
+
+    (row,) = judge_alike("case", {"y": wanted["y"] * (1 + error)}, wanted, neighbouring, "the other")
+    assert row.passed is passes
+    assert len(asked) == {EPS: 0, 100 * EPS: 2}.get(error, 24), "moved data are looked at only where they are needed"
+
+
+def test_hopeless_differences_are_not_looked_at_for_long() -> None:
+    asked: list[int] = []
+
+    def neighbouring(number: int) -> dict[str, torch.Tensor]:
+        asked.append(number)
+        return {"y": torch.ones(3)}
+
+    (row,) = judge_alike("case", {"y": torch.full((3,), 2.0)}, {"y": torch.ones(3)}, neighbouring, "the other")
+    assert not row.passed and len(asked) < 5
+    (row,) = judge_alike("case", {"y": torch.ones(3).double()}, {"y": torch.ones(3)}, neighbouring, "the other")
+    assert str(row) == "case: y: is float64 [3], the other gives float32 [3]"
+
+
+def test_distances_are_those_of_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.randn(7, 11), torch.randn(11, 7).t()
+    whole = distance(a, b)
+    monkeypatch.setattr(compare, "_AT_ONCE", 10)
+    pieces = distance(a, b)
+    assert pieces.largest == whole.largest == (a.double() - b.double()).abs().max()
+    assert pieces.rms == pytest.approx(whole.rms) == pytest.approx((a - b).double().square().mean().sqrt().item())
+    a[3, 4] = torch.nan
+    assert distance(a, b).largest == float("inf") and distance(a, a) == Distance()
