@@ -126,8 +126,13 @@ _LAST_RULES: tuple[Rule, ...] = (_masked, _row_scale)
 # ---------------------------------------------------------------------------------- sums of products
 
 
+_MOST_NODES = 500
+
+
 def _cheaper(description: KernelDescription) -> KernelDescription:
     """Factor sums out where that saves instructions, one sum after the other."""
+    if len(description.nodes) > _MOST_NODES:  # each sum looks at all nodes again, and its terms are found by recursion
+        return description
     cost = instructions(description)
     tried: set[str] = set()
     while True:
