@@ -107,7 +107,9 @@ def test_the_same_bits_and_right_ones(
     exact = copied(model, *MODELS[name](), kernels="reference").double()
     for a, usual, right in zip(got, run(model.reference, model), run(exact.reference, exact), strict=True):
         scale = right.abs().max()
-        least = 4 * torch.finfo(dtype).eps * scale
+        # A gradient that comes through the last norm is what is left of much larger terms: in float32 the order of sums
+        # shows, with kernels that overwrite and, to the same bits, with those that do not.
+        least = (64 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps * scale
         assert (a.double() - right).abs().max() <= 2 * (usual.double() - right).abs().max() + least
 
 
