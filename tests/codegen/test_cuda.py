@@ -542,3 +542,13 @@ def test_kernels_of_long_formulas_are_written() -> None:
     assert cuda.generate(d).source.count("tanh(") >= 5000
     rows, columns = plan.split(dataclasses.replace(d, sums=(Sum("s", d.stores[0].parts, Axes.FEATURE, 64, "float32"),)))
     assert rows.stores and columns.sums
+
+
+def test_a_sum_of_many_terms_is_written() -> None:
+    term = total = expr.leaf("x", Axes.FULL, 64)
+    for _ in range(1200):
+        term = f.tanh(term)
+        total = total + term
+    targets = [Target("y", total, Axes.FULL, 64, "bfloat16")]
+    d = describe("sum_fwd", targets, targets[:0], {"x": (Axes.FULL, 64, "bfloat16")})
+    assert cuda.generate(d).source.count("tanh(") >= 1200
