@@ -30,7 +30,7 @@ def why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
     if m.dtype != torch.bfloat16:
         return f"its tanh is right to 11 bits, which is enough for bfloat16 alone, and this is {m.dtype}"
     op = cast(MatMul, m[product].op)
-    if op.in_features % products.MULTIPLE or op.out_features % products.MULTIPLE:
+    if any(not n or n % products.MULTIPLE for n in (op.in_features, op.out_features)):
         return (
             f"it reads and writes rows of a multiple of {products.MULTIPLE}, and the product is of "
             f"{op.in_features} to {op.out_features} features"
