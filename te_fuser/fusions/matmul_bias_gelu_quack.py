@@ -78,7 +78,7 @@ def matmul_bias_gelu_quack(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     when=lambda m: why_no_quack(m, 0, 2, 1) or True,
     cost=lambda m: cost_of_product(m, "forward_bias_gelu_aux", _SHARE),
 )
-def matmul_bias_gelu_aux_quack(
+def matmul_bias_gelu_quack_aux(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gives the value before GELU too, which backward reads."""

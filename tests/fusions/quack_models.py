@@ -19,7 +19,7 @@ from tests.fusions.products import free
 from tests.kernels import fake_quack
 from tests.twins import sequential, tensor
 
-ALONE, AUX, BACKWARD = "matmul_bias_gelu_quack", "matmul_bias_gelu_aux_quack", "bias_gelu_matmul_quack"
+ALONE, AUX, BACKWARD = "matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack"
 
 _INACCURATE = "its tanh is right to 11 bits, which is enough for bfloat16 alone, and this is torch."
 # (how the plan differs, GELU, why it is none for quack's kernels)

@@ -186,3 +186,27 @@ def test_main_grad_takes_the_weights_gradient(over: bool, monkeypatch: pytest.Mo
     with fusions.only(*its, "stretch"), pytest.raises(RuntimeError, match="has no main_grad; set weight.main_grad"):
         model(x).sum().backward()
     fake_quack.forget()
+
+
+def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight and bias are cast, their gradients cast back; main_grad belongs to the weight and not to its cast."""
+    package, its = on_the_cpu(monkeypatch)
+    last = ops.MatMul(24, 8)
+    model = sequential(ops.Linear(16, 24), ops.GELU("tanh"), last, dtype=torch.float32)
+    x = tensor(7, 16, dtype=torch.float32)
+    wanted = [x, *model.parameters()]
+    exact = torch.autograd.grad(model.reference(x).square().sum(), wanted)
+    with fusions.only(*its, "stretch"), torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    found = torch.autograd.grad(y.float().square().sum(), wanted)
+    assert {t["A"].dtype for _, t in package.calls} == {torch.bfloat16} and len(package.calls) == 2
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.03 * float(theirs.abs().max()))
+    last.accumulate_into_main_grad = True
+    last.weight.main_grad = torch.zeros_like(last.weight)
+    with fusions.only(*its, "stretch"), torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    with pytest.raises(RuntimeError, match="under autocast it is another one"):
+        y.sum().backward()
+    fake_quack.forget()

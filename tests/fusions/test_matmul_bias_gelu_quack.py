@@ -1,7 +1,8 @@
-"""matmul_bias_gelu_quack, matmul_bias_gelu_aux_quack: where plans take them, else why not; and they are right."""
+"""matmul_bias_gelu_quack, matmul_bias_gelu_quack_aux: where plans take them, else why not; and they are right."""
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
@@ -106,6 +107,13 @@ def test_the_package_missing_or_unusable(installed: None, monkeypatch: pytest.Mo
     p = plan(*mlp())
     assert reasons(p, AUX) == {'quack-kernels is not installed: pip install "quack-kernels>=0.6.5"'}
     assert covered(p.forward)[1] == (CUBLASLT, 1, 4)
+
+
+def test_without_the_fusions_that_a_failure_names_it_is_not_called(installed: None) -> None:
+    with fusions.disabled(*ast.literal_eval(quack_matmul._FUSIONS)):
+        for grad in (True, False):
+            p = plan(*mlp(), grad=grad)
+            assert not names(p.forward) and not names(p.backward)
 
 
 def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
