@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan import Plan, Step
-from tests.fusions.products import gelu_mlp, plan, reasons
+from tests.fusions.products import autocast_on_cuda, gelu_mlp, plan, reasons
 from tests.fusions.quack_models import AUX, BACKWARD, REFUSED, install, mlp, names, on_the_cpu, small_mlps
 from tests.kernels import fake_quack
 from tests.twins import assert_as_meant, assert_same_gradients, sequential, tensor
@@ -79,14 +79,8 @@ def test_main_grad(installed: None) -> None:
 def test_under_autocast_parameters_are_read_as_they_are_cast(installed: None) -> None:
     model = Sequential(*mlp()).to("meta")
     x = torch.empty(ROWS, HIDDEN, device="meta", requires_grad=True)
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)  # torch.autocast does not, where there is no GPU
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
+    with autocast_on_cuda():
         p = model.plan(x, device="h200")
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
     assert names(p.forward) == [AUX] and step_of(p)
 
 
