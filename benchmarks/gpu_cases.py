@@ -22,8 +22,8 @@ OPTIONAL = (
     "attention_cuda_cudnn_frontend",
     "attention_cuda_flash_attn_4",
     "bias_gelu_matmul_quack",
-    "matmul_bias_gelu_aux_quack",
     "matmul_bias_gelu_quack",
+    "matmul_bias_gelu_quack_aux",
 )
 WITHOUT = f"{OURS} without optional packages"
 

@@ -6,6 +6,7 @@ nothing but h is kept for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +30,13 @@ def _weight_kind(m: Match) -> str:
 
 
 def _cost(m: Match) -> Cost:
-    product = cost_of_product(m, "dgrad_dgelu", _SHARE, at=2)
     made_again = Cost(written=float(m.y.rows * m.x.features * m.dtype.itemsize), launches=0, efficiency=_SHARE)
-    return product + made_again + cost_of(m, _weight_kind(m), at=2)
+    both = cost_of_product(m, "dgrad_dgelu", _SHARE, at=2) + made_again
+    if not m[2].weight.requires_grad:
+        return both
+    weight = cost_of(m, _weight_kind(m), at=2)
+    # Products of as many operations each: their rate together, where a sum of costs has the lesser one.
+    return replace(both + weight, efficiency=2 / (1 / both.efficiency + 1 / weight.efficiency))
 
 
 @fusion(

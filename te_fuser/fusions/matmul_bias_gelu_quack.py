@@ -30,7 +30,7 @@ def why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
     if m.dtype != torch.bfloat16:
         return f"its tanh is right to 11 bits, which is enough for bfloat16 alone, and this is {m.dtype}"
     op = cast(MatMul, m[product].op)
-    if op.in_features % products.MULTIPLE or op.out_features % products.MULTIPLE:
+    if any(not n or n % products.MULTIPLE for n in (op.in_features, op.out_features)):
         return (
             f"it reads and writes rows of a multiple of {products.MULTIPLE}, and the product is of "
             f"{op.in_features} to {op.out_features} features"
@@ -78,7 +78,7 @@ def matmul_bias_gelu_quack(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     when=lambda m: why_no_quack(m, 0, 2, 1) or True,
     cost=lambda m: cost_of_product(m, "forward_bias_gelu_aux", _SHARE),
 )
-def matmul_bias_gelu_aux_quack(
+def matmul_bias_gelu_quack_aux(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gives the value before GELU too, which backward reads."""

@@ -24,6 +24,7 @@ MULTIPLE = 8  # of elements in a row: what its loads and stores need
 _OLDEST = "0.6.5"
 _INTERFACE, _CONFIG, _EPILOGUES = "quack.gemm_interface", "quack.gemm_config", "te_fuser.kernels.quack_epilogues"
 _ACTIVATION = "gelu_tanh_approx"
+_FUSIONS = "'matmul_bias_gelu_quack', 'matmul_bias_gelu_quack_aux', 'bias_gelu_matmul_quack'"  # what plans have of it
 # What is called of the package, with the arguments that it is given here.
 _TAKEN = {
     (_INTERFACE, "gemm_act"): (
@@ -148,7 +149,7 @@ def _run(what: str, tensors: tuple[torch.Tensor, ...], options: tuple[bool, ...]
         sizes = " and ".join(str(list(t.shape)) for t in tensors[:2])
         return RuntimeError(
             f"{PACKAGE}'s product {what} failed for {sizes}, {first.dtype}: {type(error).__name__}: {error}; "
-            "te_fuser.fusions.disabled('matmul_bias_gelu_quack', 'bias_gelu_matmul_quack') plans without it"
+            f"te_fuser.fusions.disabled({_FUSIONS}) plans without it"
         )
 
     return runs.run(first.device.index, form, call, failed)

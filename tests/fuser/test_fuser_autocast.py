@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from torch import nn
 import te_fuser
 from te_fuser import fusions, ops
 from tests.fuser.models import our_mlp, torch_mlp
+from tests.fusions.products import autocast_on_cuda
 from tests.twins import randomize, sequential, tensor
 
 
@@ -110,19 +109,6 @@ def test_nothing_inside_is_cast_again():
     assert seen == [torch.float32] * 2 and y.dtype == torch.float32
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(*(torch.autograd.grad(t.sum(), x) for t in (y, want)), rtol=1e-4, atol=1e-3)
-
-
-@contextlib.contextmanager
-def autocast_on_cuda():
-    """torch.autocast("cuda", torch.bfloat16), which torch turns off where it sees no GPU."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
 
 
 def test_autocast_on_a_gpu_fuses_as_bfloat16_does():

@@ -67,6 +67,19 @@ def free(fusion: Fusion) -> Fusion:
 
 
 @contextlib.contextmanager
+def autocast_on_cuda() -> Iterator[None]:
+    """torch.autocast("cuda", torch.bfloat16), which torch turns off where it sees no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+@contextlib.contextmanager
 def library_on_the_cpu(folder: Path) -> Iterator[FakeCublasLt]:
     """A cuBLASLt that takes tensors on the CPU."""
     driver, library = fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)

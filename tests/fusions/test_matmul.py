@@ -9,7 +9,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, fusion
 from te_fuser.ops.base import Gradient
-from tests.fusions.products import covered, plan, reasons
+from tests.fusions.products import autocast_on_cuda, covered, plan, reasons
 from tests.twins import assert_as_meant, sequential, tensor
 
 
@@ -58,14 +58,8 @@ def test_reasons(options: dict[str, object], reason: str) -> None:
 def test_under_autocast_the_weight_is_read_as_it_is_cast() -> None:
     model = te_fuser.Sequential(ops.MatMul(64, 64)).to("meta")
     x = torch.empty(16, 64, device="meta", requires_grad=True)
-    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)  # torch.autocast does not, where there is no GPU
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
+    with autocast_on_cuda():
         p = model.plan(x, device="h200")
-    finally:
-        torch.set_autocast_enabled("cuda", enabled)
-        torch.set_autocast_dtype("cuda", dtype)
     assert [s.name for s in p.forward] == ["cast_fwd", "cast_parameter", "matmul"]
 
 

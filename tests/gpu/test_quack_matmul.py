@@ -20,7 +20,7 @@ from tests.twins import randomize
 
 VERSION = installed_version(products.PACKAGE)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")]
-NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_aux_quack", "bias_gelu_matmul_quack")
+NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack")
 GPU = torch.device("cuda", 0)
 EPS = 2.0**-8
 

@@ -165,7 +165,7 @@ def in_place(patch):
     """The front end as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
     package = Package()
     forget()
-    fake_packages.in_place(patch, cudnn_frontend, "cudnn", package, VERSION)
+    fake_packages.in_place(patch, cudnn_frontend, {"cudnn": package}, VERSION)
     patch.setitem(cudnn_frontend._IO_TYPES, torch.float64, "DOUBLE")
     patch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=STREAM))
     return package

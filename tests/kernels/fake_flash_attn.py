@@ -70,7 +70,7 @@ def in_place(patch):
     """The package as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
     package = Package()
     forget()
-    fake_packages.in_place(patch, flash_attn_4, flash_attn_4._MODULE, package, VERSION)
+    fake_packages.in_place(patch, flash_attn_4, {flash_attn_4._MODULE: package}, VERSION)
     return package
 
 

@@ -1,23 +1,31 @@
-"""What fakes of packages that compute attention on a GPU have in common: their place, and their math on the CPU."""
+"""What fakes of packages that run on a GPU have in common: their place, and attention's math on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import torch
 
 from te_fuser.kernels import optional_packages
 
 
-def in_place(patch, module, name, package, version):
-    """A package as installed, and imported under that name by te_fuser's module for it, on a CPU in place of a GPU.
+def in_place(patch, module, modules, version):
+    """A package as installed for te_fuser's `module` about it, by its own modules' names, on a CPU in place of a GPU.
 
     `patch` is pytest's monkeypatch.
     """
     patch.setattr(module, "installed_version", lambda: version)
-    patch.setattr(module.importlib, "import_module", {name: package}.__getitem__)
-    for place in (module, optional_packages):
-        patch.setattr(place, "give_context", lambda device: None, raising=place is optional_packages)
+    for name, made in modules.items():
+        patch.setitem(sys.modules, name, made)
+    if hasattr(module, "give_context"):
+        patch.setattr(module, "give_context", lambda device: None)
+    on_the_cpu(patch)
+
+
+def on_the_cpu(patch):
+    """Calls for a GPU run on a CPU, and are not captured."""
+    patch.setattr(optional_packages, "give_context", lambda device: None)
     patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

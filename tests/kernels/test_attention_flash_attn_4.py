@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import subprocess
-import sys
-import threading
 
 import pytest
 import torch
 
-from te_fuser.kernels import flash_attn_4, optional_packages
+from te_fuser.kernels import flash_attn_4
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from tests.kernels import fake_flash_attn
 from tests.kernels.attention_cases import (
@@ -21,7 +17,6 @@ from tests.kernels.attention_cases import (
     assert_gradients_are_views_of_the_packed_one,
     assert_matches,
     by_provider,
-    in_threads,
     make,
     problem,
     strided,
@@ -198,51 +193,3 @@ def test_a_capture_of_a_form_that_did_not_run_is_refused(package, monkeypatch):
         for other, there in ((make()[0], x), (op, longer)):
             with pytest.raises(RuntimeError, match="run the model once"):
                 PROVIDER.forward(other.settings(), there)
-
-
-def test_a_form_that_failed_did_not_run(package):
-    op, x, _ = make()
-    package.fails = RuntimeError("no ptxas")
-    with pytest.raises(RuntimeError, match="no ptxas"), torch.no_grad():
-        PROVIDER.forward(op.settings(), x)
-    assert not len(flash_attn_4.runs)
-
-
-def test_what_ran_is_not_remembered_without_end(package, monkeypatch):
-    monkeypatch.setattr(optional_packages, "_FORMS_KEPT", 3)
-    for positions in range(2, 9):
-        op, x, dy = make(positions=positions)
-        assert_matches(PROVIDER, op, x, dy)
-        assert 1 <= len(flash_attn_4.runs) <= 3
-
-
-def test_one_thread_at_a_time_compiles(package, monkeypatch):
-    running, most, results = [], [], []
-    call = package._flash_attn_fwd
-
-    def watched(**given):
-        running.append(threading.get_ident())
-        most.append(len(running))
-        threading.Event().wait(0.01)
-        made = call(**given)
-        running.pop()
-        return made
-
-    monkeypatch.setattr(package, "_flash_attn_fwd", watched, raising=False)
-
-    def one(positions):
-        op, x, _ = make(positions=positions)
-        with torch.no_grad():
-            results.append(PROVIDER.forward(op.settings(), x))
-
-    in_threads([functools.partial(one, positions) for positions in (3, 4, 5, 6)])
-    assert len(results) == 4 and most == [1, 1, 1, 1]
-
-
-def test_importing_the_package_imports_nothing_of_it():
-    code = (
-        "import sys, te_fuser; "
-        "print([n for n in sys.modules if n.split('.')[0] in ('flash_attn', 'cutlass', 'tvm_ffi', 'quack', 'cudnn')])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"

@@ -1,0 +1,206 @@
+"""bias_gelu_matmul_quack: one product for three results in plans, else why not; and all gradients are right."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser import Sequential, fusions, ops
+from te_fuser.fuser.plan import Plan, Step
+from tests.fusions.products import autocast_on_cuda, gelu_mlp, plan, reasons
+from tests.fusions.quack_models import AUX, BACKWARD, REFUSED, install, mlp, names, on_the_cpu, small_mlps
+from tests.kernels import fake_quack
+from tests.twins import assert_as_meant, assert_same_gradients, sequential, tensor
+
+ROWS, HIDDEN, INNER = 8192, 4096, 16384
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+
+
+def step_of(p: Plan) -> Step:
+    (step,) = (s for s in p.backward if s.name == BACKWARD)
+    return step
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+def test_nothing_but_the_value_before_is_kept(memory: str, installed: None) -> None:
+    p = plan(*mlp(), memory=memory)
+    step = step_of(p)
+    assert (step.start, step.stop) == (2, 5) and names(p.forward) == [AUX]
+    assert [n for n, _ in step.inputs][:3] == ["dy", "0.output", "2.weight"]
+    assert [n for n, _ in step.outputs] == ["input", "0.bias", "2.weight"]
+    kept = {k.name for k in p.kept}
+    assert "bias.output" in kept and not kept & {"gelu.output", "mat_mul.output"}
+
+
+def frozen(*parameters: str) -> Plan:
+    """The MLP's, with some parameters that need no gradient."""
+    model = Sequential(*mlp()).to("meta", torch.bfloat16)
+    for name in parameters:
+        model.get_parameter(name).requires_grad_(False)
+    x = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    return model.plan(x, device="h200")
+
+
+def test_its_cost_is_what_was_measured(installed: None) -> None:
+    """The slope's product, GELU's output written by it, and the weight's gradient, one product more."""
+    step = step_of(plan(*mlp()))
+    h, y, w = (2 * a * b for a, b in ((ROWS, INNER), (ROWS, HIDDEN), (INNER, HIDDEN)))
+    dgrad = y + w + h, 2 * h
+    wgrad = y + h, w
+    flops = 2.0 * ROWS * HIDDEN * INNER
+    both = tuple(a + b for a, b in zip(dgrad, wgrad, strict=True))
+    assert (step.cost.read, step.cost.written, step.cost.flops) == (*both, 2 * flops)
+    assert 1 / step.cost.efficiency == pytest.approx((1 / 1.01 + 1) / 2)
+    assert step.cost.launches == 11
+    alone = step_of(frozen("3.weight")).cost
+    assert (alone.read, alone.written, alone.flops) == (*dgrad, flops)
+    assert (alone.efficiency, alone.launches) == (1.01, 10)
+
+
+def test_frozen_parameters(installed: None) -> None:
+    """Even for the slope alone it spares a pass over dh; a weight's gradient that nobody needs costs nothing."""
+    for name, outputs in (("1.bias", ["input", "2.weight"]), ("3.weight", ["input", "0.bias"])):
+        assert [n for n, _ in step_of(frozen(name)).outputs] == outputs
+    assert [n for n, _ in step_of(frozen("1.bias", "3.weight")).outputs] == ["input"]
+
+
+def test_main_grad(installed: None) -> None:
+    step = step_of(plan(*mlp(accumulate_into_main_grad=True)))
+    assert [n for n, _ in step.outputs] == ["input", "0.bias", "2.weight"]
+
+
+def test_under_autocast_parameters_are_read_as_they_are_cast(installed: None) -> None:
+    model = Sequential(*mlp()).to("meta")
+    x = torch.empty(ROWS, HIDDEN, device="meta", requires_grad=True)
+    with autocast_on_cuda():
+        p = model.plan(x, device="h200")
+    assert names(p.forward) == [AUX] and step_of(p)
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_small_products_are_left_to_others(rows: int, installed: None) -> None:
+    p = plan(*mlp(), rows=rows)
+    assert not names(p.backward)
+    (why,) = reasons(p, BACKWARD)
+    assert "us more than bias_gelu_bwd + matmul_bias_backward" in why
+
+
+@pytest.mark.parametrize(("options", "gelu", "reason"), REFUSED)
+def test_reasons(options: dict[str, Any], gelu: str, reason: str, installed: None) -> None:
+    assert reasons(plan(*gelu_mlp(gelu, 64), **options), BACKWARD) == {reason}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("n_in", "n_out"), [(68, 64), (64, 68), (64, 0)])
+def test_features_that_its_loads_cannot_read(n_in: int, n_out: int, installed: None) -> None:
+    p = plan(ops.Bias(n_in), ops.GELU(), ops.MatMul(n_in, n_out), features=n_in)
+    assert reasons(p, BACKWARD) == {
+        f"it reads and writes rows of a multiple of 8, and the product is of {n_in} to {n_out} features"
+    }
+
+
+def test_the_bias_is_of_another_dtype(installed: None) -> None:
+    model = Sequential(ops.Bias(64), ops.GELU(), ops.MatMul(64, 64)).to("meta", torch.bfloat16)
+    model[0].bias.data = model[0].bias.data.float()
+    x = torch.empty(16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    assert reasons(model.plan(x, device="h200"), BACKWARD) == {
+        "the bias is in torch.float32, the product in torch.bfloat16"
+    }
+
+
+def test_where_cublaslt_has_no_weight_gradient(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one is its product."""
+    asked = []
+    monkeypatch.setattr(
+        "te_fuser.fusions.bias_gelu_matmul_quack.why_no_product",
+        lambda m, kind, at: asked.append((kind, at)) or "no algorithm",
+    )
+    for accumulates, kind in ((False, "wgrad"), (True, "wgrad_onto")):
+        assert reasons(plan(*mlp(accumulate_into_main_grad=accumulates)), BACKWARD) == {"no algorithm"}
+        assert set(asked) == {(kind, 2)}
+        asked.clear()
+
+
+# ---- values -----------------------------------------------------------------------------------------------------
+
+
+def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, its = on_the_cpu(monkeypatch)
+    frozen = itertools.product((True, False), repeat=2)
+    for (weight, bias), memory in itertools.product(frozen, ("fast", "lean")):
+        for model, x in small_mlps(memory=memory):
+            model[3].weight.requires_grad_(weight)
+            model[1].bias.requires_grad_(bias)
+            with fusions.only(*its, "stretch"):
+                p = model.plan(x)
+                assert names(p.forward) == [AUX] and step_of(p)
+                assert_as_meant(model, x, tolerance=1e-10)
+    assert {name for name, _ in package.calls} == {"gemm_act", "dgelu_with_sum"}
+    fake_quack.forget()
+
+
+def test_a_gradient_of_no_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a sum, which is one number for all."""
+    _, its = on_the_cpu(monkeypatch)
+    model, x = sequential(ops.Bias(24), ops.GELU("tanh"), ops.MatMul(24, 8)), tensor(5, 3, 24)
+    leaves = dict(model.named_parameters()) | {"x": x}
+    want = torch.autograd.grad(model.reference(x).sum(), list(leaves.values()))
+    with fusions.only(*its, "stretch"):
+        assert step_of(model.plan(x))
+        found = torch.autograd.grad(model(x).sum(), list(leaves.values()))
+    assert_same_gradients(*(dict(zip(leaves, grads, strict=True)) for grads in (found, want)))
+    fake_quack.forget()
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_main_grad_takes_the_weights_gradient(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, its = on_the_cpu(monkeypatch)
+    model, x = (
+        sequential(ops.Bias(24), ops.GELU("tanh"), ops.Linear(24, 8, accumulate_into_main_grad=True)),
+        tensor(7, 24),
+    )
+    weight, bias = model[2].weight, model[0].bias
+    dx, dw, db = torch.autograd.grad(model.reference(x).square().sum(), [x, weight, bias])
+    weight.main_grad, weight.overwrite_main_grad = torch.ones_like(weight), over
+    weight.grad_added_to_main_grad = False
+    with fusions.only(*its, "stretch"):
+        assert step_of(model.plan(x))
+        model(x).square().sum().backward()
+    for found, exact in ((x.grad, dx), (bias.grad, db), (weight.main_grad, dw if over else 1 + dw)):
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+    assert weight.grad_added_to_main_grad and not weight.grad.any()
+    weight.main_grad = None
+    with fusions.only(*its, "stretch"), pytest.raises(RuntimeError, match="has no main_grad; set weight.main_grad"):
+        model(x).sum().backward()
+    fake_quack.forget()
+
+
+def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight and bias are cast, their gradients cast back; main_grad belongs to the weight and not to its cast."""
+    package, its = on_the_cpu(monkeypatch)
+    last = ops.MatMul(24, 8)
+    model = sequential(ops.Linear(16, 24), ops.GELU("tanh"), last, dtype=torch.float32)
+    x = tensor(7, 16, dtype=torch.float32)
+    wanted = [x, *model.parameters()]
+    exact = torch.autograd.grad(model.reference(x).square().sum(), wanted)
+    with fusions.only(*its, "stretch"), torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    found = torch.autograd.grad(y.float().square().sum(), wanted)
+    assert {t["A"].dtype for _, t in package.calls} == {torch.bfloat16} and len(package.calls) == 2
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.03 * float(theirs.abs().max()))
+    last.accumulate_into_main_grad = True
+    last.weight.main_grad = torch.zeros_like(last.weight)
+    with fusions.only(*its, "stretch"), torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    with pytest.raises(RuntimeError, match="under autocast it is another one"):
+        y.sum().backward()
+    fake_quack.forget()
