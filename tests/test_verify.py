@@ -12,11 +12,11 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.compare import distance, judge, same_bits
 from te_fuser.formula.random import threshold
 from te_fuser.fusions import Cost, Fusion, OneOf, Optional, Repeat, fusion
 from te_fuser.verify import VerificationError, VerifyReport, models, verify
 from te_fuser.verify.cases import LAYOUTS
-from te_fuser.verify.compare import distance, judge, same_bits
 from te_fuser.verify.examples import examples, expand
 from tests.twins import randomize
 

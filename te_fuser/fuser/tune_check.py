@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from te_fuser.compare import Tensors, judge_alike, neighbour
 from te_fuser.fuser.fuser import Prepared, execute
 from te_fuser.fuser.plan import Plan
 from te_fuser.ops.main_grad import caught, held_main_grad
-from te_fuser.verify.compare import Tensors, judge_alike, neighbour
 
 Results = dict[str, torch.Tensor]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from te_fuser.compare import Row
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, dtype_name, example_cases, variants
-from te_fuser.verify.compare import Row
 from te_fuser.verify.fusions import FusionCheck
 from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names
 from te_fuser.verify.report import VerificationError, VerifyReport

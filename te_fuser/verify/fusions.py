@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from te_fuser.compare import Row
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions import Cost, Fusion, only
 from te_fuser.ops import Output, SiLU
 from te_fuser.ops.base import FusableOperation
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases
-from te_fuser.verify.compare import Row
 from te_fuser.verify.examples import Example, examples
 from te_fuser.verify.models import Subject, example_call, first_features
 from te_fuser.verify.report import VerifyReport

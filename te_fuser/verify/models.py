@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph import ListedOp, spec_of
 from te_fuser.fuser.plan import Plan
@@ -16,7 +17,6 @@ from te_fuser.ops import DotProductAttention
 from te_fuser.ops.base import NamedInput, RowOp, Spec, unrounded
 from te_fuser.sequential import Group, Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
-from te_fuser.verify.compare import UPSTREAM, Row, Tensors, judge, same_bits
 
 _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "gradient of "
 

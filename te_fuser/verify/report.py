@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from te_fuser.verify.compare import Row
+from te_fuser.compare import Row
 
 if TYPE_CHECKING:
     from rich.table import Table

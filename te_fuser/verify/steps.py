@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser import _native
+from te_fuser.compare import UPSTREAM, Tensors, judge, same_bits
 from te_fuser.fuser.fuser import Fuser, execute
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.kernels import load_column_sums, load_kernels
@@ -20,7 +21,6 @@ from te_fuser.fuser.refs import SEED, Ref, gradient_ref
 from te_fuser.fuser.segment import build_segments
 from te_fuser.ops.base import unrounded
 from te_fuser.ops.main_grad import caught
-from te_fuser.verify.compare import UPSTREAM, Tensors, judge, same_bits
 from te_fuser.verify.report import VerificationError
 
 _VALUE, _PARAMETER = "value ", "parameter "

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from te_fuser.verify import compare
-from te_fuser.verify.compare import UPSTREAM, Distance, distance, judge, judge_alike
+from te_fuser import compare
+from te_fuser.compare import UPSTREAM, Distance, distance, judge, judge_alike
 
 EPS = torch.finfo(torch.float32).eps
 
