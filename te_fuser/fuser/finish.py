@@ -17,6 +17,7 @@ from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions.match import Cost
 
 SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
+_SHORT_END = 1 / 16  # of that: too little for a segment of its own
 
 # Kind of ref -> whose memory it is; what backward makes itself is not kept.
 _OWNERS = {
@@ -171,7 +172,10 @@ def _kept(problem: Problem, prices: Prices, name: str, ref: Ref, step: Step) -> 
 
 
 def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
-    """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES."""
+    """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
+
+    An end of the list with next to none, as the bias behind the last product, is part of the segment before it.
+    """
     graph = problem.graph
     ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, covers.backward)
     cuts, size, counted = [0], 0, set()
@@ -184,6 +188,8 @@ def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
         if size >= SEGMENT_BYTES and following.index in ends and beside:
             cuts.append(following.index)
             size = 0
+    if size < _SHORT_END * SEGMENT_BYTES and len(cuts) > 1:
+        cuts.pop()
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
 
 

@@ -515,6 +515,16 @@ def test_each_segment_is_one_autograd_node(monkeypatch):
     assert len(nodes_of(whole(X, **EXTRA))) == 1
 
 
+def test_a_short_end_is_part_of_the_segment_before(monkeypatch):
+    """A norm behind the last product: a node of its own would add up its gradients in a launch of its own."""
+    parts = [ops.Linear(8, 32), ops.GELU(), ops.Linear(32, 8, bias=False), ops.RMSNorm(8)]
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 8 * 8 * 32)  # a weight in float64
+    model = sequential(*parts)
+    plan = model.plan(X)
+    assert [len(plan.graph.nodes), *(start for start, _ in plan.segments)] == [5, 0, 3]
+    assert_as_meant(model, X)
+
+
 def test_segments_give_their_gradients_one_by_one(monkeypatch):
     """So that DDP can send the last layers' gradients while the first layers still compute theirs."""
     monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
@@ -531,7 +541,7 @@ def test_segments_with_shared_weights_under_autocast(monkeypatch):
     """Each segment casts the parameters that it reads."""
     monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     shared = ops.Linear(8, 8)
-    model = sequential(shared, ops.GELU(), shared, ops.GELU(), shared, dtype=torch.float32)
+    model = sequential(shared, ops.GELU(), ops.Linear(8, 8), ops.GELU(), shared, dtype=torch.float32)
     x = tensor(6, 8, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert len(model.plan(x).segments) == 2
