@@ -236,7 +236,9 @@ def test_fusions_refused_for_one_reason_share_a_line() -> None:
 
 def test_the_launches_that_add_up_column_sums_are_told() -> None:
     """One at the end of each segment whose kernels have such sums; on a CPU there are none."""
-    listed = (ops.LayerNorm(4096), *(ops.MatMul(4096, 4096), ops.Bias(4096), ops.SiLU()) * 2)
+    listed = [ops.LayerNorm(4096)]
+    for _ in range(2):
+        listed += [ops.MatMul(4096, 4096), ops.Bias(4096), ops.SiLU()]
     model = te_fuser.Sequential(*listed).to("meta", torch.bfloat16)
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     plan = model.plan(x, device="h200")
