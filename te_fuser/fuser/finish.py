@@ -179,11 +179,13 @@ def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
     graph = problem.graph
     ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, covers.backward)
     cuts, size, counted = [0], 0, set()
-    for node, following in itertools.pairwise(problem.nodes):
+    for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
         for p in node.parameters.values():
             if graph.parameter_needs[p] and p not in counted:
                 counted.add(p)
                 size += costs.bytes_of(graph.parameter_specs[p])
+        if following is None:
+            break
         beside = any(not n.is_row and n.parameters for n in (node, following))
         if size >= SEGMENT_BYTES and following.index in ends and beside:
             cuts.append(following.index)

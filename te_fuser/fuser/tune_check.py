@@ -1,7 +1,8 @@
 """Whether what tune tries computes what the default does: the rule of verify, without float64.
 
-Outputs and gradients may differ by twice what the default's own differ by when its data are moved by an ulp, plus one
-ulp of their scale. The default runs once; on moved data only where that does not settle it.
+Outputs and gradients may differ by four times what the default's own differ by when its data are moved by an ulp, plus
+one ulp of their scale: each of the two may err by half of that. The default runs once; on moved data only where that
+does not settle it.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 import torch
 
 import te_fuser
-from te_fuser import ops
+from te_fuser import compare, ops
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
-from te_fuser.verify import Row, compare
+from te_fuser.verify import Row
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
 from tests.fuzz.covers import GENERATED_PLANS, PLANS

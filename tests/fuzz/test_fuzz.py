@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from te_fuser import compare
 from te_fuser.codegen import compiler
-from te_fuser.verify import Row, compare
+from te_fuser.verify import Row
 from te_fuser.verify.models import Subject
 from tests.fuzz.lists import FuzzCase, fuzz_cases
 

@@ -41,7 +41,8 @@ def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: p
     before = results()
     report = model.tune(x)
     schedules = [t for t in report.trials if t.place.endswith("schedule")]
-    assert len(schedules) >= 3 and all(t.ratio == ratio for t in schedules)
+    assert len(schedules) >= 3
+    assert not {t.place: (t.ratio, t.reason) for t in schedules if t.ratio != ratio}
     assert all(t.taken == (ratio < 1) for t in schedules)
     assert bool(list(tmp_path.rglob("*.schedules.json"))) == (ratio < 1)
     algorithms = [t for t in report.trials if t.choice.startswith("#") and t.ratio]
