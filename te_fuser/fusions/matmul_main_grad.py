@@ -13,6 +13,13 @@ from te_fuser.ops.main_grad import gradient_added, main_grad_of
 from te_fuser.ops.matmul import MatMul
 
 
+def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """main_grad += dy^T x, or main_grad = dy^T x; gives what autograd gets instead."""
+    held, over = main_grad_of(weight)
+    products.put_weight_gradient(dy, x, held, add=not over)
+    return gradient_added(weight)
+
+
 def _why_not(m: Match) -> bool | str:
     if not m[0].op.accumulate_into_main_grad:
         return "accumulate_into_main_grad is off"
@@ -36,9 +43,4 @@ class matmul_main_grad:
         """dx = dy W."""
         return products.input_gradient(dy, weight)
 
-    @staticmethod
-    def weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """main_grad += dy^T x; gives what autograd gets instead."""
-        held, over = main_grad_of(weight)
-        products.put_weight_gradient(dy, x, held, add=not over)
-        return gradient_added(weight)
+    weight_gradient = staticmethod(put_weight_gradient)
