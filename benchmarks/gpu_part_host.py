@@ -33,12 +33,43 @@ def host(bench: Bench) -> Iterator[Entry]:
             entrants.add(GRAPHED, lambda: _graphed(entrants.ours))  # noqa: B023 - called at once
         for direction in ("forward", "forward+backward"):
             # A graph holds both directions: its forward alone is not what anyone calls.
-            steps = {
-                n: r.runner(direction) for n, r in entrants.found.items() if n != GRAPHED or "backward" in direction
-            }
+            taking_part = {n: r for n, r in entrants.found.items() if n != GRAPHED or "backward" in direction}
+            steps = {n: r.runner(direction) for n, r in {"floor": idle(entrants.eager), **taking_part}.items()}
             entry = compared(f"{name}, {direction}", contest(steps, effort, bench.card)) | entrants.remarks()
             goals = (Goal("over_eager", most),) if direction == "forward+backward" else ()
             yield entry | {"goals": judged(goals, entry)}
+
+
+class _Nothing(torch.autograd.Function):
+    """Gives a new tensor like the first one it gets, and new gradients for the others."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, *map(torch.empty_like, ctx.saved_tensors)
+
+
+_apply = super(torch.autograd.Function, _Nothing).apply  # as te_fuser calls its own
+
+
+class _Idle(torch.nn.Module):
+    """A model of the same parameters that is one autograd node and computes nothing."""
+
+    def __init__(self, model: torch.nn.Module, y: torch.Tensor) -> None:
+        super().__init__()
+        self.tensors, self.y = tuple(model.parameters()), y
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return _apply(self.y, x, *self.tensors)
+
+
+def idle(eager: Rival) -> Rival:
+    """What a call costs at least that goes through one autograd node written in Python."""
+    return replace(eager, model=_Idle(eager.model, eager.forward()))
 
 
 GRAPHED = f"{OURS} cuda_graph"

@@ -36,6 +36,7 @@ import gpu_floor  # noqa: E402
 import gpu_goals  # noqa: E402
 import gpu_measure  # noqa: E402
 import gpu_part_glue  # noqa: E402
+import gpu_part_host  # noqa: E402
 import gpu_part_train  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_report  # noqa: E402
@@ -45,6 +46,7 @@ import models  # noqa: E402
 from gpu_bench import TOY as TOY_SCALE  # noqa: E402
 from gpu_bench import Bench  # noqa: E402
 from gpu_goals import Goal  # noqa: E402
+from models import rivals  # noqa: E402
 
 CPU = gpu_measure.Card(torch.device("cpu"))
 TOY = Bench(CPU, TOY_SCALE, gpu_measure.TRIAL, with_compile=False)
@@ -169,8 +171,18 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: Bench, tmp_pa
     if name == "host":
         graphed = [e["case"] for e in entries if "te_fuser cuda_graph" in e["contenders"]]
         assert graphed == [f"{m}, forward+backward" for m in ("LayerNorm + Linear + GELU + Linear", "Linear alone")]
+        assert all(e["contenders"]["floor"]["over_floor"] == 1.0 for e in entries)
     if name == "growth":
         assert {e["grows"] for e in entries} == {"tokens", "hidden"} and "floor" in entries[0]["contenders"]
+
+
+def test_the_floor_of_a_call_makes_new_gradients_for_all_that_has_one(gpu_bench: Bench) -> None:
+    torch.manual_seed(0)
+    eager = rivals(gpu_bench.build(models.four_ops, 4, 8), torch.float32)["eager"]
+    floor = gpu_part_host.idle(eager)
+    y, made = floor.forward_and_backward(), [t.grad for t in (eager.x, *eager.model.parameters())]
+    assert y.shape == eager.forward().shape and len(made) == 7
+    assert [g.shape for g in made] == [t.shape for t in (eager.x, *eager.model.parameters())]
 
 
 @needs_compiler
