@@ -12,6 +12,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,7 +190,10 @@ def _product_trials(
     def compare(first: Callable[[], None], second: Callable[[], None]) -> float:
         return contest(first, second, effort)
 
-    for t in tune_products(_call(prepared, x, inputs), compare, effort.margin, lambda: check.reason(prepared)):
+    def reason_not(within: AbstractContextManager[None]) -> str:
+        return check.reason(prepared, within)
+
+    for t in tune_products(_call(prepared, x, inputs), compare, effort.margin, reason_not):
         yield Trial(t.place, f"#{t.candidate}" if t.candidate else "all", t.ratio, t.taken, t.reason)
 
 
