@@ -42,6 +42,15 @@ std::optional<Counts> counts_of(PyObject* tensor) {
   return counts;
 }
 
+// A tensor in the host's memory, whatever the default device is: importing must not start CUDA.
+Reference fresh_tensor(PyObject* torch) {
+  const Reference empty = Reference::steal(PyObject_GetAttrString(torch, "empty"));
+  const Reference sizes = Reference::steal(Py_BuildValue("(i)", 1));
+  const Reference options = Reference::steal(Py_BuildValue("{s:s}", "device", "cpu"));
+  if (!empty || !sizes || !options) return Reference();
+  return Reference::steal(PyObject_Call(empty.get(), sizes.get(), options.get()));
+}
+
 bool find_storage_use_count(PyObject* torch) {
   const Reference core = Reference::steal(PyObject_GetAttrString(torch, "_C"));
   if (!core) return false;
@@ -58,7 +67,7 @@ bool init_sole_owner() {
   if (names.use_count == nullptr || names.untyped_storage == nullptr || names.address == nullptr) return false;
   const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
   if (!torch) return false;
-  const Reference fresh = Reference::steal(PyObject_CallMethod(torch.get(), "empty", "i", 1));
+  const Reference fresh = fresh_tensor(torch.get());
   if (!fresh) return false;
   const std::optional<Counts> found = find_storage_use_count(torch.get()) ? counts_of(fresh.get()) : std::nullopt;
   if (found) {
