@@ -197,6 +197,28 @@ def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) 
     assert not other.taken and other.reason.startswith("differs from the default: output"), "without dropout"
 
 
+def test_behind_other_random_numbers_the_rest_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried after another mask was taken is compared with that one."""
+
+    @fusion(forward=[ops.DotProductAttention], name="other_mask", cost=lambda m: Cost(seconds=1.0))
+    def other_mask(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(*x.shape[:-1], x.shape[-1] // 3, dtype=x.dtype)
+
+    model = Sequential(ops.DotProductAttention(2, 8, dropout=0.5), ops.GELU())
+    x = torch.randn(4, 3, 48, dtype=torch.float64)
+    wrong = wrong_gelu(forward=True)
+    clock(monkeypatch, lambda: 0.5)
+    try:
+        with torch.no_grad():
+            report = model.tune(x)
+    finally:
+        fusions.unregister("other_mask")
+        fusions.unregister(wrong)
+    found = {t.place.split()[0]: t for t in report.trials if t.ratio or t.reason.startswith("differs")}
+    assert found["other_mask"].taken and found["other_mask"].reason.startswith("not compared: ")
+    assert not found["wrong_gelu"].taken and found["wrong_gelu"].reason.startswith("differs from the default: output")
+
+
 def test_schedules_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Sequential(ops.LayerNorm(8), kernels="reference"), torch.randn(5, 8, requires_grad=True)
     kernel = SimpleNamespace(run=object())
