@@ -48,7 +48,10 @@ class Check:
             return f"fails: {type(error).__name__}: {error}"
         if _drawn_elsewhere(self.default.plan, other.plan):
             return ""
-        rows = judge_alike("differs from the default", found, self.wanted, self._neighbour, "the default")
+        try:
+            rows = judge_alike("differs from the default", found, self.wanted, self._neighbour, "the default")
+        except torch.OutOfMemoryError:
+            return "there is no memory to compare it with the default on moved data"
         failed = [row for row in rows if not row.passed]
         return str(max(failed, key=lambda row: row.share)) if failed else ""
 

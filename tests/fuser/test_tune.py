@@ -15,7 +15,7 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import tune as tuning
-from te_fuser.fuser import tune_schedules
+from te_fuser.fuser import tune_check, tune_schedules
 from te_fuser.fuser.tuned import OFF, ON, Store, device_name, list_key, store_for
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
@@ -176,6 +176,25 @@ def test_a_wrong_gradient_in_main_grad_is_seen(monkeypatch: pytest.MonkeyPatch) 
         fusions.unregister(wrong_weight)
     (reason,) = (t.reason for t in report.trials if t.place.startswith("wrong_weight"))
     assert reason.startswith("differs from the default: gradient of weight of ")
+
+
+def test_what_there_is_no_memory_to_compare_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are tried, and what was measured before is not lost."""
+
+    def exhausted(*known: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(tune_check, "_moved", exhausted)
+    entry = wrong_gelu(forward=True)
+    model, x = Sequential(ops.GELU(), ops.Linear(64, 32)), torch.randn(128, 64)
+    clock(monkeypatch, lambda: 0.9)
+    try:
+        report = model.tune(x)
+    finally:
+        fusions.unregister(entry)
+    found = {t.place.split()[0]: t for t in report.trials}
+    assert found["wrong_gelu"].reason.startswith("there is no memory to compare it")
+    assert not found["wrong_gelu"].taken and found["matmul_bias"].taken
 
 
 def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
