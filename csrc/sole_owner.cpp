@@ -12,18 +12,22 @@ struct Names {
   PyObject* use_count = nullptr;          // of a tensor: its object counts as one
   PyObject* untyped_storage = nullptr;    // of a tensor: an object of its own
   PyObject* address = nullptr;            // of such an object
+  PyObject* resizable = nullptr;          // of such an object: whether PyTorch allocated the memory
   PyObject* storage_use_count = nullptr;  // the function of that address; nullptr: this torch does not tell
 };
 Names names;
 
-// How often a tensor and its storage are held, the objects that tell so included.
+// How often a tensor and its storage are held, the objects that tell so included, and whose memory it is. Where PyTorch
+// did not allocate it (an array, a DLPack capsule), its owner may read it whatever the counts say.
 struct Counts {
   long tensor = 0;
   Py_ssize_t storage_object = 0;
   long storage = 0;
+  bool by_torch = false;
 
   bool operator==(const Counts& other) const {
-    return tensor == other.tensor && storage_object == other.storage_object && storage == other.storage;
+    return tensor == other.tensor && storage_object == other.storage_object && storage == other.storage &&
+           by_torch == other.by_torch;
   }
 };
 Counts alone;  // of a tensor that nobody else holds: what torch's own objects hold of each other is its business
@@ -37,9 +41,21 @@ std::optional<Counts> counts_of(PyObject* tensor) {
   if (!address) return std::nullopt;
   const Reference found = Reference::steal(PyObject_CallOneArg(names.storage_use_count, address.get()));
   if (!found) return std::nullopt;
-  const Counts counts{PyLong_AsLong(uses.get()), Py_REFCNT(storage.get()), PyLong_AsLong(found.get())};
+  const Reference own = Reference::steal(PyObject_CallMethodNoArgs(storage.get(), names.resizable));
+  if (!own) return std::nullopt;
+  const Counts counts{PyLong_AsLong(uses.get()), Py_REFCNT(storage.get()), PyLong_AsLong(found.get()),
+                      own.get() == Py_True};
   if (PyErr_Occurred() != nullptr) return std::nullopt;
   return counts;
+}
+
+// A tensor in the host's memory, whatever the default device is: importing must not start CUDA.
+Reference fresh_tensor(PyObject* torch) {
+  const Reference empty = Reference::steal(PyObject_GetAttrString(torch, "empty"));
+  const Reference sizes = Reference::steal(Py_BuildValue("(i)", 1));
+  const Reference options = Reference::steal(Py_BuildValue("{s:s}", "device", "cpu"));
+  if (!empty || !sizes || !options) return Reference();
+  return Reference::steal(PyObject_Call(empty.get(), sizes.get(), options.get()));
 }
 
 bool find_storage_use_count(PyObject* torch) {
@@ -55,10 +71,13 @@ bool init_sole_owner() {
   names.use_count = PyUnicode_InternFromString("_use_count");
   names.untyped_storage = PyUnicode_InternFromString("untyped_storage");
   names.address = PyUnicode_InternFromString("_cdata");
-  if (names.use_count == nullptr || names.untyped_storage == nullptr || names.address == nullptr) return false;
+  names.resizable = PyUnicode_InternFromString("resizable");
+  for (PyObject* name : {names.use_count, names.untyped_storage, names.address, names.resizable}) {
+    if (name == nullptr) return false;
+  }
   const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
   if (!torch) return false;
-  const Reference fresh = Reference::steal(PyObject_CallMethod(torch.get(), "empty", "i", 1));
+  const Reference fresh = fresh_tensor(torch.get());
   if (!fresh) return false;
   const std::optional<Counts> found = find_storage_use_count(torch.get()) ? counts_of(fresh.get()) : std::nullopt;
   if (found) {

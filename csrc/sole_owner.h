@@ -10,7 +10,8 @@ namespace te {
 bool init_sole_owner();
 
 // Whether nobody but the caller can see this tensor's memory: so many references to the object are all there are, no
-// C++ code holds the tensor (a saved variable, a DLPack capsule), and no other tensor or storage object its storage.
+// C++ code holds the tensor (a saved variable, a DLPack capsule), no other tensor or storage object its storage, and
+// PyTorch allocated that.
 // False with or without a Python error set.
 bool is_sole_owner(PyObject* tensor, Py_ssize_t references);
 

@@ -12,6 +12,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,9 +133,12 @@ def tune(
                 continue
             ratio = contest(call_of(best), _call(candidate, x, inputs), effort)
             taken = ratio < 1 - effort.margin
-            trials.append(Trial(place, choice, ratio, taken, check.note(candidate) if taken else ""))
+            note = check.note(candidate) if taken else ""
+            trials.append(Trial(place, choice, ratio, taken, note))
             if taken:
                 choices[place], best = choice, plan
+            if note:  # what follows draws as this one does
+                check = Check(candidate, x, inputs)
         total = contest(call_of(first), call_of(best), effort) if choices else 1.0
         if total >= 1:  # what each gained over the one before was noise
             trials = [
@@ -143,7 +147,7 @@ def tune(
             ]
             choices, best, total = {}, first, 1.0
         found = prepare(best, outputs)
-        if check.note(found):  # what follows draws as the best plan does
+        if check.note(found):  # the last one that was taken is not in it
             check = Check(found, x, inputs)
         if best.kernels == "cuda":
             trials += _schedule_trials(best, outputs, x, inputs, effort, contest, check)
@@ -189,7 +193,10 @@ def _product_trials(
     def compare(first: Callable[[], None], second: Callable[[], None]) -> float:
         return contest(first, second, effort)
 
-    for t in tune_products(_call(prepared, x, inputs), compare, effort.margin, lambda: check.reason(prepared)):
+    def reason_not(within: AbstractContextManager[None]) -> str:
+        return check.reason(prepared, within)
+
+    for t in tune_products(_call(prepared, x, inputs), compare, effort.margin, reason_not):
         yield Trial(t.place, f"#{t.candidate}" if t.candidate else "all", t.ratio, t.taken, t.reason)
 
 

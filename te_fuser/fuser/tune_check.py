@@ -8,7 +8,8 @@ does not settle it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -18,6 +19,7 @@ from te_fuser.fuser.plan import Plan
 from te_fuser.ops.main_grad import caught, held_main_grad
 
 Results = dict[str, torch.Tensor]
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Check:
@@ -33,26 +35,30 @@ class Check:
         self.coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
         self.wanted = self.results(default)
 
-    def reason(self, other: Prepared) -> str:
-        """Why another plan of the call, or other kernels, cannot be taken; empty when they can."""
-        drawing = _drawn_elsewhere(self.default.plan, other.plan)
-        return self._reason(lambda: self.results(other), not drawing)
+    def reason(self, other: Prepared, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
+        """Why another plan of the call, or other kernels, cannot be taken; empty when they can.
+
+        Args:
+            within: what the other one alone runs in, as with other algorithms in force.
+        """
+        try:
+            with within:
+                found = self.results(other)
+        except Exception as error:  # of a fusion that no plan has run yet: whatever it may raise
+            return f"fails: {type(error).__name__}: {error}"
+        if _drawn_elsewhere(self.default.plan, other.plan):
+            return ""
+        try:
+            rows = judge_alike("differs from the default", found, self.wanted, self._neighbour, "the default")
+        except torch.OutOfMemoryError:
+            return "there is no memory to compare it with the default on moved data"
+        failed = [row for row in rows if not row.passed]
+        return str(max(failed, key=lambda row: row.share)) if failed else ""
 
     def note(self, other: Prepared) -> str:
         """What of another plan could not be compared, in words; empty when all was."""
         drawing = _drawn_elsewhere(self.default.plan, other.plan)
         return f"not compared: {', '.join(drawing)} draws other numbers by another kernel" if drawing else ""
-
-    def _reason(self, run: Callable[[], Results], comparable: bool) -> str:
-        try:
-            found = run()
-        except Exception as error:  # of a fusion that no plan has run yet: whatever it may raise
-            return f"fails: {type(error).__name__}: {error}"
-        if not comparable:
-            return ""
-        rows = judge_alike("differs from the default", found, self.wanted, self._neighbour, "the default")
-        failed = [row for row in rows if not row.passed]
-        return str(max(failed, key=lambda row: row.share)) if failed else ""
 
     def results(self, prepared: Prepared) -> Results:
         """Outputs and gradients by name."""

@@ -6,7 +6,9 @@ model, whatever wins alone. So a choice has to make the whole model faster, and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +26,9 @@ _ALIGNMENT = 256
 
 Call = Callable[[], None]
 Contest = Callable[[Call, Call], float]  # seconds of the second over seconds of the first
+# reason_not(within) -> why the model cannot run by the algorithms that are in force inside of `within`; empty when it
+# can. Outside of it the library's first guesses are: what the model is compared with runs by them.
+ReasonNot = Callable[[AbstractContextManager[None]], str]
 
 
 class Place:
@@ -60,14 +65,14 @@ Choice = Mapping[Place, int]
 
 
 def tune_products(
-    call: Call, contest: Contest, margin: float, reason_not: Callable[[], str] = lambda: ""
+    call: Call, contest: Contest, margin: float, reason_not: ReasonNot = lambda within: ""
 ) -> list[Tried]:
     """Tune every product that a call runs; what is taken runs from now on, and stays on disk.
 
     Args:
         call: the model as it is to be fast.
         margin: the share of the model's time that a choice must gain.
-        reason_not: why the model cannot run by the algorithms in force; empty when it can.
+        reason_not: tells wrong algorithms from right ones.
     """
     places = places_of(call)
     first = dict.fromkeys(places, 0)
@@ -109,14 +114,13 @@ def _tune_place(
     call: Call,
     contest: Contest,
     margin: float,
-    reason_not: Callable[[], str],
+    reason_not: ReasonNot,
 ) -> Iterator[Tried]:
     """Try the candidates of one place against the best choices so far, which take in what gains."""
     ratios: dict[int, float] = {}
     wrong: dict[int, str] = {}
     for candidate in _fast_alone(place):
-        _take({**chosen, place: candidate})
-        reason = reason_not()
+        reason = reason_not(_by({**chosen, place: candidate}))
         if reason:
             wrong[candidate] = reason
             continue
@@ -142,6 +146,16 @@ def _with(choice: Choice, call: Call) -> Call:
         call()
 
     return run
+
+
+@contextlib.contextmanager
+def _by(choice: Choice) -> Iterator[None]:
+    """These algorithms, and the first guesses behind it."""
+    _take(choice)
+    try:
+        yield
+    finally:
+        _take(dict.fromkeys(choice, 0))
 
 
 def _take(choice: Choice) -> None:

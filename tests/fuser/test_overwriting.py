@@ -300,6 +300,22 @@ def test_hooks_for_saved_tensors_see_none_change(name: str, ours: None) -> None:
         assert torch.equal(now.reshape(-1)[: before.numel()], before.reshape(-1))
 
 
+def test_hooks_of_single_saved_tensors_see_none_change(ours: None) -> None:
+    """They come after forward, which knows nothing of them; what they give out may be another library's memory."""
+    model, x, seen = mlp(ops.LayerNorm(WIDTH)), x_of(), []  # type: ignore[var-annotated]
+    once = run(model)
+    y = model(x)
+
+    def pack(t: torch.Tensor) -> Any:
+        seen.append((t.detach().numpy().copy(), t.detach().clone()))
+        return seen[-1][0]
+
+    for saved in y.grad_fn._raw_saved_tensors:
+        saved.register_hooks(pack, torch.from_numpy)
+    assert same([y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy_of(y))], once)
+    assert seen and all(torch.equal(torch.from_numpy(now), before) for now, before in seen)
+
+
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "the tensor": lambda t: t,
     "a view": lambda t: t.view(-1),
@@ -486,6 +502,12 @@ def test_a_step_overwrites_nothing_that_somebody_holds(name: str, program: Progr
     assert not overwritten(program, tensors)
     del held
     assert overwritten(program, two())
+
+
+def test_a_step_overwrites_no_memory_that_pytorch_did_not_allocate(program: Program) -> None:
+    tensors = two()
+    tensors[0] = torch.from_numpy(tensors[0].numpy().copy())
+    assert not overwritten(program, tensors)
 
 
 def test_a_step_overwrites_nothing_that_lies_otherwise(program: Program) -> None:

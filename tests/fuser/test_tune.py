@@ -15,7 +15,7 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import tune as tuning
-from te_fuser.fuser import tune_schedules
+from te_fuser.fuser import tune_check, tune_schedules
 from te_fuser.fuser.tuned import OFF, ON, Store, device_name, list_key, store_for
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
@@ -178,6 +178,25 @@ def test_a_wrong_gradient_in_main_grad_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert reason.startswith("differs from the default: gradient of weight of ")
 
 
+def test_what_there_is_no_memory_to_compare_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are tried, and what was measured before is not lost."""
+
+    def exhausted(*known: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(tune_check, "_moved", exhausted)
+    entry = wrong_gelu(forward=True)
+    model, x = Sequential(ops.GELU(), ops.Linear(64, 32)), torch.randn(128, 64)
+    clock(monkeypatch, lambda: 0.9)
+    try:
+        report = model.tune(x)
+    finally:
+        fusions.unregister(entry)
+    found = {t.place.split()[0]: t for t in report.trials}
+    assert found["wrong_gelu"].reason.startswith("there is no memory to compare it")
+    assert not found["wrong_gelu"].taken and found["matmul_bias"].taken
+
+
 def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention's libraries draw their masks by themselves."""
 
@@ -195,6 +214,28 @@ def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) 
     (found,), (other,) = ([t for t in r.trials if t.place.startswith("other_mask")] for r in (report, exact))
     assert found.taken and found.reason.startswith("not compared: ") and f"taken; {found.reason}" in str(report)
     assert not other.taken and other.reason.startswith("differs from the default: output"), "without dropout"
+
+
+def test_behind_other_random_numbers_the_rest_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried after another mask was taken is compared with that one."""
+
+    @fusion(forward=[ops.DotProductAttention], name="other_mask", cost=lambda m: Cost(seconds=1.0))
+    def other_mask(m: fusions.FusionCall, x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(*x.shape[:-1], x.shape[-1] // 3, dtype=x.dtype)
+
+    model = Sequential(ops.DotProductAttention(2, 8, dropout=0.5), ops.GELU())
+    x = torch.randn(4, 3, 48, dtype=torch.float64)
+    wrong = wrong_gelu(forward=True)
+    clock(monkeypatch, lambda: 0.5)
+    try:
+        with torch.no_grad():
+            report = model.tune(x)
+    finally:
+        fusions.unregister("other_mask")
+        fusions.unregister(wrong)
+    found = {t.place.split()[0]: t for t in report.trials if t.ratio or t.reason.startswith("differs")}
+    assert found["other_mask"].taken and found["other_mask"].reason.startswith("not compared: ")
+    assert not found["wrong_gelu"].taken and found["wrong_gelu"].reason.startswith("differs from the default: output")
 
 
 def test_schedules_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

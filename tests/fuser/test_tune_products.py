@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -155,10 +156,13 @@ def test_choices_that_are_not_faster_together_are_dropped(library: FakeCublasLt)
 
 
 def test_what_computes_something_else_is_refused(library: FakeCublasLt) -> None:
-    """Each candidate is in force while the model is compared."""
+    """Each candidate is in force inside of what it is compared in, and no other one than the first outside of it."""
 
-    def reason_not() -> str:
-        return "wrong" if 3 in algorithms_of(library, model) else ""
+    def reason_not(within: AbstractContextManager[None]) -> str:
+        with within:
+            tried = algorithms_of(library, model)
+        assert algorithms_of(library, model) == [1, 1]
+        return "wrong" if 3 in tried else ""
 
     tried = tune_products(model, Times(library, {2: 0.9, 3: 0.1}).contest, 0.005, reason_not)
     assert [(t.candidate, t.ratio is None, t.taken, t.reason) for t in tried] == [
@@ -296,6 +300,30 @@ def test_tune_lists_the_algorithms_that_it_tried(
     lines = [line.split() for line in str(report).splitlines()]
     assert ["forward", "float32", "5x6x8", "#2", "0.9000", "taken"] in lines
     assert ["algorithms", "of", "products", "together", "all", "0.9000", "taken"] in lines
+
+
+def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it computes does not say how far apart right results may be."""
+
+    @fusion(forward=[ops.MatMul], name="by_the_library", takes=("input", "0.weight"), cost=lambda m: Cost(seconds=1e-9))
+    def by_the_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        X.copy_(x)
+        W.copy_(weight)
+        before = library.by_algorithm[3]
+        small()
+        return Y * 2 if library.by_algorithm[3] > before else Y.clone()
+
+    linear, x, times = Sequential(ops.MatMul(8, 6)), torch.randn(5, 8), Times(library, {3: 0.1})
+    monkeypatch.setattr(tuning, "_contest_on", lambda device: lambda a, b, effort: times.contest(a, b))
+    try:
+        with torch.no_grad():
+            report = linear.tune(x)
+    finally:
+        fusions.unregister("by_the_library")
+    (wrong,) = (t for t in report.trials if t.choice == "#3")
+    assert wrong.ratio is None and not wrong.taken
+    assert wrong.reason.startswith("differs from the default: output")
+    assert algorithms_of(library, small) == [1]
 
 
 def test_explain_names_the_algorithm(library: FakeCublasLt) -> None:
