@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
@@ -157,7 +158,9 @@ def judge_alike(
     for number in range(_NEIGHBOURS + 1):
         if number:
             near = neighbouring(number - 1)
-            moved = {name: d.or_more(distance(near[name], wanted[name])) for name, d in moved.items()}
+            apart = {name: distance(near[name], t) for name, t in wanted.items()}
+            # What becomes infinite on other data says nothing of how far apart finite results may be.
+            moved = {name: d.or_more(apart[name]) if isfinite(apart[name].largest) else d for name, d in moved.items()}
         allowed = {name: d * (_TIMES_ALIKE / _TIMES_PLAIN) for name, d in moved.items()}
         rows = [_row(case, name, found[name], t, t, allowed[name], scales[name], whose) for name, t in wanted.items()]
         hopeless = _HOPELESS if number >= _FEW else float("inf")

@@ -41,6 +41,12 @@ def test_what_is_compared_with_another_result_may_move_as_that_does(error: float
     assert len(asked) == {EPS: 0, 100 * EPS: 2}.get(error, 24), "moved data are looked at only where they are needed"
 
 
+def test_what_overflows_on_other_data_allows_nothing() -> None:
+    wanted, near = {"y": torch.ones(3)}, {"y": torch.tensor([1.0, torch.inf, 1.0])}
+    (row,) = judge_alike("case", {"y": torch.full((3,), 100.0)}, wanted, lambda number: near, "the other")
+    assert not row.passed
+
+
 def test_hopeless_differences_are_not_looked_at_for_long() -> None:
     asked: list[int] = []
 
