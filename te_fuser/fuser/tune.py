@@ -94,6 +94,33 @@ def _outcome(trial: Trial) -> str:
 Contest = Callable[[Callable[[], None], Callable[[], None], Effort], float]
 
 
+@dataclass(frozen=True)
+class _Rounds:
+    """Plans of one call, prepared and measured against each other."""
+
+    x: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
+    outputs: tuple[str, ...]
+    effort: Effort
+    contest: Contest
+
+    def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Prepared:
+        """A plan ready to run, some of its kernels by other ones."""
+        return prepare(plan, self.outputs, kernels)
+
+    def call(self, prepared: Prepared) -> Callable[[], None]:
+        """The call by a plan."""
+        return _call(prepared, self.x, self.inputs)
+
+    def ratio(self, first: Callable[[], None], second: Callable[[], None]) -> float:
+        """Seconds of the second over seconds of the first."""
+        return self.contest(first, second, self.effort)
+
+    def between(self, first: Plan, second: Plan) -> float:
+        """The same of two plans."""
+        return self.ratio(self.call(self.prepared(first)), self.call(self.prepared(second)))
+
+
 def tune(
     fuser: Fuser,
     x: torch.Tensor,
@@ -103,100 +130,106 @@ def tune(
     contest: Contest | None = None,
 ) -> tuple[TuneReport, Any]:
     """Tune the plan of a call like this one; (report, what the call returns)."""
-    contest = contest or _contest_on(x.device)
+    rounds = _Rounds(x, inputs, outputs, effort, contest or _contest_on(x.device))
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
     graph, options = fuser.problem(x, inputs, outputs)
     # What an earlier tuning left out is a candidate again.
     options = dataclasses.replace(options, memory=fuser.memory, tuned={})
-
-    def plan_with(choices: Choices) -> Plan:
-        return with_overwriting(Planner(graph, dataclasses.replace(options, tuned=choices)).plan())
-
-    def call_of(plan: Plan) -> Callable[[], None]:
-        return _call(prepare(plan, outputs), x, inputs)
-
-    first = best = plan_with({})
-    choices: dict[str, str] = {}
-    trials: list[Trial] = []
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
-        check = Check(prepare(first, outputs), x, inputs)
-        for place, choice in _candidates(first, options):
-            plan = plan_with({**choices, place: choice})
-            reason = _unfit(plan, best, fuser.memory)
-            if reason:
-                trials.append(Trial(place, choice, None, False, reason))
-                continue
-            candidate = prepare(plan, outputs)
-            reason = check.reason(candidate)
-            if reason:
-                trials.append(Trial(place, choice, None, False, reason))
-                continue
-            ratio = contest(call_of(best), _call(candidate, x, inputs), effort)
-            taken = ratio < 1 - effort.margin
-            note = check.note(candidate) if taken else ""
-            trials.append(Trial(place, choice, ratio, taken, note))
-            if taken:
-                choices[place], best = choice, plan
-            if note:  # what follows draws as this one does
-                check = Check(candidate, x, inputs)
-        total = contest(call_of(first), call_of(best), effort) if choices else 1.0
-        if total >= 1:  # what each gained over the one before was noise
-            trials = [
-                dataclasses.replace(t, taken=False, reason="together not faster" if t.taken else t.reason)
-                for t in trials
-            ]
-            choices, best, total = {}, first, 1.0
-        found = prepare(best, outputs)
-        if check.note(found):  # the last one that was taken is not in it
-            check = Check(found, x, inputs)
+        search = _Search(graph, options, rounds)
+        for place, choice in _candidates(search.first, options):
+            search.look_at(place, choice)
+        total = search.conclude()
+        trials, best = search.trials, search.best
         if best.kernels == "cuda":
-            trials += _schedule_trials(best, outputs, x, inputs, effort, contest, check)
+            trials += _schedule_trials(best, rounds, search.check)
         if products:
-            trials += _product_trials(prepare(best, outputs), x, inputs, effort, contest, check)
-        result = execute(prepare(best, outputs), x, inputs)
-    _keep(graph, fuser, x.device, choices, total)
+            trials += _product_trials(rounds.prepared(best), rounds, search.check)
+        result = execute(rounds.prepared(best), x, inputs)
+    _keep(graph, fuser, x.device, search.choices, total)
     return TuneReport(tuple(trials), (total,)), result
 
 
-def _schedule_trials(
-    plan: Plan,
-    outputs: tuple[str, ...],
-    x: torch.Tensor,
-    inputs: Mapping[str, torch.Tensor],
-    effort: Effort,
-    contest: Contest,
-    check: Check,
-) -> Iterator[Trial]:
+class _Search:
+    """Choices of fusions, one after the other, each against the best plan so far.
+
+    Attributes:
+        first, best: the plan by prices alone, and the one with what was taken.
+        choices: what was taken, by place.
+        trials: what was looked at.
+        check: what the next one must compute.
+    """
+
+    def __init__(self, graph: Graph, options: Options, rounds: _Rounds) -> None:
+        self._graph, self._options, self._rounds = graph, options, rounds
+        self.choices: dict[str, str] = {}
+        self.trials: list[Trial] = []
+        self.first = self.best = self._plan({})
+        self.check = self._checked_by(rounds.prepared(self.first))
+
+    def look_at(self, place: str, choice: str) -> None:
+        """Take a choice if it fits, computes the same and gains."""
+        plan = self._plan({**self.choices, place: choice})
+        unfit, rounds = _unfit(plan, self.best, self._options.memory), self._rounds
+        if unfit:
+            self.trials.append(Trial(place, choice, None, False, unfit))
+            return
+        candidate = rounds.prepared(plan)
+        reason = self.check.reason(candidate)
+        if reason:
+            self.trials.append(Trial(place, choice, None, False, reason))
+            return
+        ratio = rounds.ratio(rounds.call(rounds.prepared(self.best)), rounds.call(candidate))
+        taken = ratio < 1 - rounds.effort.margin
+        note = self.check.note(candidate) if taken else ""
+        self.trials.append(Trial(place, choice, ratio, taken, note))
+        if taken:
+            self.choices[place], self.best = choice, plan
+        if note:  # what follows draws as this one does
+            self.check = self._checked_by(candidate)
+
+    def conclude(self) -> float:
+        """The time of the best plan over that of the first; nothing is taken where all together gains nothing."""
+        total = self._rounds.between(self.first, self.best) if self.choices else 1.0
+        if total >= 1:  # what each gained over the one before was noise
+            self.trials = [
+                dataclasses.replace(t, taken=False, reason="together not faster" if t.taken else t.reason)
+                for t in self.trials
+            ]
+            self.choices, self.best, total = {}, self.first, 1.0
+        found = self._rounds.prepared(self.best)
+        if self.check.note(found):  # the last one that was taken is not in it
+            self.check = self._checked_by(found)
+        return total
+
+    def _plan(self, choices: Choices) -> Plan:
+        return with_overwriting(Planner(self._graph, dataclasses.replace(self._options, tuned=choices)).plan())
+
+    def _checked_by(self, prepared: Prepared) -> Check:
+        return Check(prepared, self._rounds.x, self._rounds.inputs)
+
+
+def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> Iterator[Trial]:
     """Other schedules of the plan's generated kernels."""
 
     def reason_not(kernels: Mapping[str, KernelFunction]) -> str:
-        return check.reason(prepare(plan, outputs, kernels))
+        return check.reason(rounds.prepared(plan, kernels))
 
     def compare(before: Mapping[str, KernelFunction], after: Mapping[str, KernelFunction]) -> float:
-        first, second = (_call(prepare(plan, outputs, kernels), x, inputs) for kernels in (before, after))
-        return contest(first, second, effort)
+        first, second = (rounds.call(rounds.prepared(plan, kernels)) for kernels in (before, after))
+        return rounds.ratio(first, second)
 
     for name, ratio, taken, reason in tune_schedules(plan, compare, reason_not):
         yield Trial(f"{name} schedule", "new", ratio, taken, reason)
 
 
-def _product_trials(
-    prepared: Prepared,
-    x: torch.Tensor,
-    inputs: Mapping[str, torch.Tensor],
-    effort: Effort,
-    contest: Contest,
-    check: Check,
-) -> Iterator[Trial]:
+def _product_trials(prepared: Prepared, rounds: _Rounds, check: Check) -> Iterator[Trial]:
     """Other algorithms of the model's products."""
-
-    def compare(first: Callable[[], None], second: Callable[[], None]) -> float:
-        return contest(first, second, effort)
 
     def reason_not(within: AbstractContextManager[None]) -> str:
         return check.reason(prepared, within)
 
-    for t in tune_products(_call(prepared, x, inputs), compare, effort.margin, reason_not):
+    for t in tune_products(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not):
         yield Trial(t.place, f"#{t.candidate}" if t.candidate else "all", t.ratio, t.taken, t.reason)
 
 
