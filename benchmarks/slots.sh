@@ -73,8 +73,9 @@ lane() { # number, parts...: tests beside other lanes, since most of their time 
 }
 
 tests() {
-  local first="cuda-kernels-in-plans capture tune" second="packed-heads attention-in-plans generated-kernels"
-  local third="matmul matmul-fusions elsewhere" others="" name begin=$SECONDS most
+  # The longest alone; what is new, or needs an optional package, goes into the last lane.
+  local first="cuda-kernels-in-plans" second="packed-heads attention-in-plans generated-kernels"
+  local third="matmul matmul-fusions elsewhere capture tune" others="" name begin=$SECONDS most
   for name in $($PYTHON benchmarks/gpu_tests.py --part list | awk '{print $1}'); do
     case " $first $second $third sanitizer " in *" $name "*) ;; *) others="$others $name" ;; esac
   done
@@ -82,7 +83,7 @@ tests() {
   export -f lane
   export PYTHON COMMIT LOGS
   # shellcheck disable=SC2086
-  timeout -k 10 "$most" bash -c "lane 1 $first$others & lane 2 $second & lane 3 $third & wait"
+  timeout -k 10 "$most" bash -c "lane 1 $first & lane 2 $second & lane 3 $third & lane 4 $others & wait"
   $PYTHON - "$FOLDER/tests.json" "$LOGS"/tests-?.json <<'PYTHON'
 import json, os, sys
 target, *lanes = sys.argv[1:]
@@ -92,7 +93,7 @@ for lane in filter(os.path.exists, lanes):
     whole = {**found, "parts": {**whole["parts"], **found["parts"]}}
 json.dump(whole, open(target, "w"), indent=1)
 PYTHON
-  for name in 1 2 3; do
+  for name in 1 2 3 4; do
     [[ -f $LOGS/tests-$name.log ]] || continue
     keep "tests-$name"
     grep -E '^(FAILED|ERROR)|passed|failed|part  ' "$LOGS/tests-$name.log" | tail -n 40
