@@ -19,7 +19,6 @@ Evaluate = Callable[[Tensors, bool], Tensors]
 UPSTREAM = "upstream "  # how the names of incoming gradients begin, among the data
 
 _TIMES_PLAIN = 2.0
-_TIMES_ALIKE = 2.0 * _TIMES_PLAIN  # two results that may err by so much each
 _NEIGHBOURS = 24
 _FEW, _HOPELESS = 3, 30.0  # luck does not explain such a multiple of what so many neighbours allow
 _AT_ONCE = 1 << 24  # elements that are compared at a time: in float64 they take several times their memory
@@ -134,8 +133,7 @@ def judge(
             erred = {name: d + distance(moved[name], exact[name]) for name, d in erred.items()}
         plain = {name: d.or_more(erred[name]) for name, d in plain.items()}
         rows = [_row(case, name, found[name], exact[name], shown[name], plain[name], scales[name]) for name in exact]
-        hopeless = _HOPELESS if number >= _FEW else float("inf")
-        if all(row.passed or row.share > hopeless for row in rows):
+        if _settled(rows, number):
             break
     return rows
 
@@ -161,12 +159,17 @@ def judge_alike(
             apart = {name: distance(near[name], t) for name, t in wanted.items()}
             # What becomes infinite on other data says nothing of how far apart finite results may be.
             moved = {name: d.or_more(apart[name]) if isfinite(apart[name].largest) else d for name, d in moved.items()}
-        allowed = {name: d * (_TIMES_ALIKE / _TIMES_PLAIN) for name, d in moved.items()}
-        rows = [_row(case, name, found[name], t, t, allowed[name], scales[name], whose) for name, t in wanted.items()]
-        hopeless = _HOPELESS if number >= _FEW else float("inf")
-        if all(row.passed or row.share > hopeless for row in rows):
+        both = {name: d + d for name, d in moved.items()}  # either may err by so much
+        rows = [_row(case, name, found[name], t, t, both[name], scales[name], whose) for name, t in wanted.items()]
+        if _settled(rows, number):
             break
     return rows
+
+
+def _settled(rows: list[Row], neighbours: int) -> bool:
+    """Whether more neighbours than these would change nothing."""
+    hopeless = _HOPELESS if neighbours >= _FEW else float("inf")
+    return all(row.passed or row.share > hopeless for row in rows)
 
 
 def _samples(data: Tensors, coarsest: float) -> Iterator[Tensors]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing
+from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing, why_unusable
 
 PACKAGE = "flash-attn-4"
 _OLDEST = "4.0.0b36"
@@ -40,14 +40,12 @@ def missing() -> str | None:
 @functools.cache
 def unusable() -> str | None:
     """Why the package that is installed cannot be called; None when it can."""
-    try:
-        module = _module()
-        gone = [words for name, taken in _TAKEN.items() if (words := why_changed(module, name, taken))]
-    except Exception as error:  # whatever an import of it may raise
-        return f"{PACKAGE} does not load: {type(error).__name__}: {error}"
-    if gone:
-        return f"{PACKAGE} {installed_version()} is not as it was in {_OLDEST}: {'; '.join(gone)}"
-    return None
+    return why_unusable(
+        PACKAGE,
+        _OLDEST,
+        installed_version(),
+        lambda: (why_changed(_module(), name, taken) for name, taken in _TAKEN.items()),
+    )
 
 
 def forward(

@@ -49,6 +49,21 @@ def why_changed(owner: Any, name: str, taken: Iterable[str]) -> str | None:
     return f"{name} takes no {', '.join(lost)}" if lost else None
 
 
+def why_unusable(
+    package: str, oldest: str, version: str | None, changes: Callable[[], Iterable[str | None]]
+) -> str | None:
+    """Why a package of that version, written for as it was in `oldest`, cannot be called; None when it can.
+
+    Args:
+        changes: imports it and gives what `why_changed` says of each function.
+    """
+    try:
+        gone = [words for words in changes() if words]
+    except Exception as error:  # whatever an import of it may raise
+        return f"{package} does not load: {type(error).__name__}: {error}"
+    return f"{package} {version} is not as it was in {oldest}: {'; '.join(gone)}" if gone else None
+
+
 def give_context(device: int) -> None:
     """Let the CUDA runtime give this thread the device's context: threads of backward passes begin without one."""
     known = _thread.__dict__.setdefault("devices", set())

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing
+from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing, why_unusable
 
 PACKAGE = "quack-kernels"
 MULTIPLE = 8  # of elements in a row: what its loads and stores need
@@ -57,15 +57,12 @@ def missing() -> str | None:
 @functools.cache
 def unusable() -> str | None:
     """Why the package that is installed cannot be called; None when it can."""
-    try:
-        gone = [
-            words for (module, name), taken in _TAKEN.items() if (words := why_changed(_module(module), name, taken))
-        ]
-    except Exception as error:  # whatever an import of it may raise
-        return f"{PACKAGE} does not load: {type(error).__name__}: {error}"
-    if gone:
-        return f"{PACKAGE} {installed_version()} is not as it was in {_OLDEST}: {'; '.join(gone)}"
-    return None
+    return why_unusable(
+        PACKAGE,
+        _OLDEST,
+        installed_version(),
+        lambda: (why_changed(_module(module), name, taken) for (module, name), taken in _TAKEN.items()),
+    )
 
 
 def linear_bias_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
