@@ -77,8 +77,7 @@ def _model_rivals(bench: Bench, case: Case) -> Entrants:
     for memory in case.memories:
         entrants.add(f"{OURS} {memory}", lambda memory=memory: _ours(bench, case, entrants.eager, memory=memory))  # type: ignore[misc]
     ours = entrants.ours
-    plan = ours.model.plan(ours.x, **ours.named)
-    if {step.name for step in (*plan.forward, *plan.backward)}.intersection(OPTIONAL):
+    if optional_fusions(ours.model, ours.x, **ours.named):
         entrants.add(WITHOUT, lambda: ours.like(_Without(ours.model)))
     entrants.add_libraries(case.library, case.hidden, case.dropout)
     if bench.tune:
@@ -86,6 +85,12 @@ def _model_rivals(bench: Bench, case: Case) -> Entrants:
         entrants.tuning = str(tuned.model.tune(tuned.x, rounds=3, seconds=0.1, **tuned.named))
         entrants.add(f"{OURS} tuned", lambda: tuned)
     return entrants
+
+
+def optional_fusions(model: Any, x: torch.Tensor, **named: torch.Tensor) -> set[str]:
+    """Those of a model's plan that optional packages bring."""
+    plan = model.plan(x, **named)
+    return {step.name for step in (*plan.forward, *plan.backward)}.intersection(OPTIONAL)
 
 
 class _Without(torch.nn.Module):

@@ -12,15 +12,18 @@ from common import ROOT
 CHILD_LIMIT = 280  # seconds of a child process: a part ends within five minutes
 
 
-def output_of(command: Sequence[str]) -> str:
+def output_of(command: Sequence[str], **more: str) -> str:
     """What a Python command prints.
+
+    Args:
+        more: of its environment.
 
     Raises:
         RuntimeError: when it fails or does not end.
     """
     try:
         # OpenMP's threads spin while they wait, unless told otherwise: beside other processes that takes long.
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ, **more}
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_LIMIT
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels")
     parser.add_argument("--eager", action="store_true", help="the twin in torch.nn instead")
+    parser.add_argument("--without", nargs="*", default=(), metavar="FUSION", help="plan without these")
     chosen = parser.parse_args()
     te_fuser.config.cache_dir = chosen.cache
     imported = time.perf_counter() - START
@@ -38,12 +40,20 @@ def main() -> None:
     _wait(x)
     made = time.perf_counter() - START
     seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        model(x).backward(dy)
-        _wait(x)
-        seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds[0], "second_call": seconds[1], "imports": imported, "until_made": made}))
+    with te_fuser.fusions.disabled(*chosen.without) if chosen.without else contextlib.nullcontext():
+        for _ in range(2):
+            start = time.perf_counter()
+            model(x).backward(dy)
+            _wait(x)
+            seconds.append(time.perf_counter() - start)
+    times = {"seconds": seconds[0], "second_call": seconds[1], "imports": imported, "until_made": made}
+    print(json.dumps({"times": times, "optional": not chosen.eager and _takes_packages(model, x)}))
+
+
+def _takes_packages(model: torch.nn.Module, x: torch.Tensor) -> bool:
+    from gpu_cases import optional_fusions  # not before the calls are timed
+
+    return bool(optional_fusions(model, x))
 
 
 def _wait(x: torch.Tensor) -> None:

@@ -44,6 +44,10 @@ class Effort:
     block: float = 2.0
     warm_up: float = 5.0
 
+    def in_shorter_blocks(self, times: int) -> Effort:
+        """As long in all, in so many times as many rounds: where what disturbs lasts longer than a block."""
+        return Effort(times * self.rounds, self.block / times, self.warm_up)
+
 
 FULL, QUICK = Effort(), Effort(3, 0.3, 0.5)
 TRIAL = Effort(2, 0.0, 0.0)  # does it run at all

@@ -35,6 +35,7 @@ import gpu_entries  # noqa: E402
 import gpu_floor  # noqa: E402
 import gpu_goals  # noqa: E402
 import gpu_measure  # noqa: E402
+import gpu_part_first_call  # noqa: E402
 import gpu_part_glue  # noqa: E402
 import gpu_part_host  # noqa: E402
 import gpu_part_train  # noqa: E402
@@ -391,6 +392,30 @@ def test_contenders_take_turns_and_change_who_begins() -> None:
 
 def result(*seconds: float) -> gpu_measure.Result:
     return gpu_measure.Result(tuple(gpu_measure.Block(s, None, None) for s in seconds))
+
+
+def test_an_effort_in_shorter_blocks_is_as_long() -> None:
+    assert gpu_measure.SHORT.in_shorter_blocks(5) == gpu_measure.Effort(25, gpu_measure.SHORT.block / 5, 0.5)
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_first_calls_with_and_without_optional_packages(monkeypatch: pytest.MonkeyPatch, optional: bool) -> None:
+    asked: list[tuple[list[str], dict[str, str]]] = []
+
+    def child(command: list[str], **environment: str) -> str:
+        asked.append((command, environment))
+        return "a library's own words\n" + json.dumps({"times": {"seconds": 2.0}, "optional": optional})
+
+    monkeypatch.setattr(gpu_part_first_call, "output_of", child)
+    (entry,) = gpu_part_first_call.first_call(TOY)
+    plans = ["te_fuser", gpu_cases.WITHOUT] if optional else ["te_fuser"]
+    assert list(entry["contenders"]) == ["eager", *(f"{p}, {c} cache" for p in plans for c in ("empty", "warm"))]
+    assert [g["met"] for g in entry["goals"]] == [True, False] * len(plans)
+    # Each plan begins with folders of its own, where its second process finds what the first one compiled.
+    folders = [command[command.index("--cache") + 1] for command, _ in asked[1:]]
+    assert folders[::2] == folders[1::2] and len(set(folders)) == len(plans)
+    assert [environment for _, environment in asked[1:]] == [{"QUACK_CACHE_DIR": f} for f in folders]
+    assert ["--without" in command for command, _ in asked] == [False] * 3 + [True, True] * (len(plans) - 1)
 
 
 def test_ratios_are_of_rounds() -> None:
