@@ -24,6 +24,7 @@ from te_fuser.fuser.refs import (
 from te_fuser.fuser.stretch import KernelPlan
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
+Build = Callable[..., tuple[Program, SlotMap]]  # (steps, inputs, outputs)
 _CREATED_HERE = ("gradient", "parameter gradient", "recomputed", "term")
 
 
@@ -155,58 +156,89 @@ def build_segments(
     return tuple(_build(plan, start, stop, build) for start, stop in plan.segments)
 
 
-def _build(plan: Plan, start: int, stop: int, build: Callable[..., tuple[Program, SlotMap]]) -> Segment:
-    graph = plan.graph
-    forward_steps = [s for s in plan.forward if start <= s.start < stop]
-    backward_steps = [s for s in plan.backward if start <= s.start < stop]
-    values_in, values_out = crossing(plan, start, stop)
-    reads = _reads(forward_steps, backward_steps)
-    # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
-    made = {r for s in backward_steps for r in s.writes()}
-    parameters = sorted(
-        {r[1] for r in reads if r[0] == "parameter"} | {r[1] for r in made if r[0] == "parameter gradient"}
-    )
-    uses_seed = SEED in reads
-    kept = kept_refs(backward_steps)
-    inputs: list[Ref] = [value_ref(graph.root(v)) for v in values_in]
-    inputs += [parameter_ref(p) for p in parameters]
-    inputs += [SEED] if uses_seed else []
-    outputs = [value_ref(graph.root(v)) for v in values_out]
-    notes_refs = [("notes", n) for n in sorted({r.task.node.index for r in forward_steps if hasattr(r.task, "node")})]
-    forward, forward_slots = build(forward_steps, inputs, [*outputs, *kept, *notes_refs])
+class _Refs:
+    """What the two programs of a segment take and give, as refs."""
+
+    def __init__(self, plan: Plan, start: int, stop: int) -> None:
+        graph = self.graph = plan.graph
+        self.forward_steps = [s for s in plan.forward if start <= s.start < stop]
+        self.backward_steps = [s for s in plan.backward if start <= s.start < stop]
+        self.values_in, self.values_out = crossing(plan, start, stop)
+        reads = _reads(self.forward_steps, self.backward_steps)
+        # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
+        self._made = {r for s in self.backward_steps for r in s.writes()}
+        self.parameters = sorted(
+            {r[1] for r in reads if r[0] == "parameter"} | {r[1] for r in self._made if r[0] == "parameter gradient"}
+        )
+        self.uses_seed = SEED in reads
+        self.kept = kept_refs(self.backward_steps)
+        self.notes: list[Ref] = [
+            ("notes", n) for n in sorted({r.task.node.index for r in self.forward_steps if hasattr(r.task, "node")})
+        ]
+        self.inputs = [value_ref(graph.root(v)) for v in self.values_in] + [parameter_ref(p) for p in self.parameters]
+        self.inputs += [SEED] if self.uses_seed else []
+        self.outputs = [value_ref(graph.root(v)) for v in self.values_out]
+
+    def arriving(self) -> list[Ref | None]:
+        """The gradient of each output; None for one that takes none."""
+        return [gradient_ref(v) if self.graph.needs_grad(v) else None for v in self.values_out]
+
+    def returned(self) -> list[Ref | None]:
+        """The gradient of each input; None for one that needs none, or that nothing reaches."""
+        graph, there = self.graph, self._made.union(r for r in self.arriving() if r is not None)
+        found = [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_in]
+        found += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in self.parameters]
+        found += [None] if self.uses_seed else []
+        return [r if r in there else None for r in found]
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The part of a segment that only one with a backward program has; its fields are those of the segment."""
+
     backward: Program | None = None
+    kept: tuple[int, ...] = ()
+    notes: tuple[tuple[int, int], ...] = ()
     gradients_in: tuple[int | None, ...] = ()
     gradients_out: tuple[int, ...] = ()
-    notes: list[tuple[int, int]] = []
-    if backward_steps:
-        arriving = [gradient_ref(v) for v in values_out if graph.needs_grad(v)]
-        returned = [gradient_ref(v) if graph.needs_grad(v) else None for v in values_in]
-        returned += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in parameters]
-        returned += [None] if uses_seed else []
-        made |= set(arriving)
-        returned = [r if r in made else None for r in returned]
-        backward, slots = build(backward_steps, [*arriving, *kept], [r for r in returned if r is not None])
-        gradients_in = tuple(slots[gradient_ref(v)] if graph.needs_grad(v) else None for v in values_out)
-        gradients_out = tuple(backward.size if r is None else slots[r] for r in returned)
-        notes = [(forward_slots[r], slots[r]) for r in notes_refs if r in slots]
-    kept_at = tuple(forward_slots[r] for r in kept) if backward else ()
-    return Segment(
-        tuple(values_in),
-        tuple(values_out),
-        tuple(parameters),
-        uses_seed,
-        forward,
+
+
+def _build_backward(refs: _Refs, forward_slots: SlotMap, build: Build) -> _Backward:
+    if not refs.backward_steps:
+        return _Backward()
+    arriving, returned = refs.arriving(), refs.returned()
+    given = [*(r for r in arriving if r is not None), *refs.kept]
+    backward, slots = build(refs.backward_steps, given, [r for r in returned if r is not None])
+    return _Backward(
         backward,
-        kept_at,
-        tuple(notes),
-        gradients_in,
-        gradients_out,
-        tuple(forward_slots[r] for r in outputs),
-        _aliased(inputs, outputs, forward_steps),
-        graph.values[0].spec.device.type,
-        any(isinstance(s.task, KernelPlan) and s.task.description.overwrites for s in backward_steps),
-        _picker(kept_at),
-        _picker(gradients_out),
+        tuple(forward_slots[r] for r in refs.kept),
+        tuple((forward_slots[r], slots[r]) for r in refs.notes if r in slots),
+        tuple(None if r is None else slots[r] for r in arriving),
+        tuple(backward.size if r is None else slots[r] for r in returned),
+    )
+
+
+def _build(plan: Plan, start: int, stop: int, build: Build) -> Segment:
+    refs = _Refs(plan, start, stop)
+    forward, slots = build(refs.forward_steps, refs.inputs, [*refs.outputs, *refs.kept, *refs.notes])
+    back = _build_backward(refs, slots, build)
+    return Segment(
+        tuple(refs.values_in),
+        tuple(refs.values_out),
+        tuple(refs.parameters),
+        refs.uses_seed,
+        forward,
+        back.backward,
+        back.kept,
+        back.notes,
+        back.gradients_in,
+        back.gradients_out,
+        tuple(slots[r] for r in refs.outputs),
+        _aliased(refs.inputs, refs.outputs, refs.forward_steps),
+        plan.graph.values[0].spec.device.type,
+        any(isinstance(s.task, KernelPlan) and s.task.description.overwrites for s in refs.backward_steps),
+        _picker(back.kept),
+        _picker(back.gradients_out),
     )
 
 

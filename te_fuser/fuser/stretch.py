@@ -229,31 +229,16 @@ class Stretch:
             statistics: digests of canonical expressions to store per row.
         """
         cut = self._cut(start)
-        targets: list[Target] = []
-        outputs: list[Output] = []
-        aliases: list[tuple[Ref, Ref]] = []
-        made: dict[Any, Ref] = {}
+        gives = _Gives(cut)
         for value in stores:
-            v, e = self.graph.values[value], cut.of(self.env[value])
-            ref = value_ref(self.graph.root(value))
-            dtype = DTYPE_NAMES[v.spec.dtype]
-            if ref in {o.ref for o in outputs}:
-                continue
-            key = (id(e), dtype, v.spec.features)
-            same = cut.alias(e, dtype) or made.get(key)
-            if same is not None:
-                if same != ref:
-                    aliases.append((ref, same))
-                continue
-            made[key] = ref
-            name = self._output_name(value)
-            targets.append(Target(name, e, Axes.FULL, v.spec.features, dtype))
-            outputs.append(Output(ref, Axes.FULL, v.spec.features, dtype))
+            v, ref = self.graph.values[value], value_ref(self.graph.root(value))
+            if ref not in {o.ref for o in gives.outputs}:
+                output = Output(ref, Axes.FULL, v.spec.features, DTYPE_NAMES[v.spec.dtype])
+                gives.add(self._output_name(value), cut.of(self.env[value]), output)
         for k, digest in enumerate(statistics):
-            canonical = self.statistic(digest)
-            targets.append(Target(f"statistic{k}", cut.of(canonical), Axes.ROWS, 1, self._wide))
-            outputs.append(Output(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide))
-        return self._kernel(start, stop, "fwd", cut, targets, outputs, [], aliases)
+            output = Output(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
+            gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
+        return self._kernel(start, stop, "fwd", cut, gives)
 
     def statistic(self, digest: str) -> Expr:
         """The canonical expression with this digest."""
@@ -304,32 +289,17 @@ class Stretch:
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         ways = [_by_output(roots, cut, readable_marks), roots]
         reduced, used = min((self._reduce(way, cut, readable_marks, silent) for way in ways if way), key=_full_reads)
-        targets, sums, outputs, sum_outputs, aliases = [], [], [], [], []
-        made: dict[Any, Ref] = {}
+        gives = _Gives(used)
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
-            target = Target(f"d_{name}", e, output.axes, output.width, output.dtype)
-            if output.axes & Axes.OUTER:
-                key = (id(e), output.dtype, output.axes, output.width)
-                same = used.alias(e, output.dtype) or made.get(key)
-                if same is not None:
-                    aliases.append((output.ref, same))
-                    continue
-                made[key] = output.ref
-                targets.append(target)
-                outputs.append(output)
-            else:
-                sums.append(target)
-                sum_outputs.append(output)
+            gives.add(f"d_{name}", e, output)
         for value, e in zip(recompute, reduced[len(wanted) :], strict=True):
-            v = self.graph.values[value]
-            ref, dtype = recomputed_ref(self.graph.root(value)), DTYPE_NAMES[v.spec.dtype]
-            targets.append(Target(self._output_name(value), e, Axes.FULL, v.spec.features, dtype))
-            outputs.append(Output(ref, Axes.FULL, v.spec.features, dtype))
-        read = {leaf.ref for leaf in used.used_leaves(targets, sums)}
+            spec, ref = self.graph.values[value].spec, recomputed_ref(self.graph.root(value))
+            gives.store(self._output_name(value), e, Output(ref, Axes.FULL, spec.features, DTYPE_NAMES[spec.dtype]))
+        read = {leaf.ref for leaf in used.used_leaves(gives.targets, gives.sums)}
         bad = [self.graph.values[v].name for v in forbidden if value_ref(v) in read]
         if bad:
             raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
-        return self._kernel(start, stop, "bwd", used, targets, [*outputs], sums, aliases, sum_outputs)
+        return self._kernel(start, stop, "bwd", used, gives)
 
     def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
         seeds: dict[Expr, Expr] = {}
@@ -417,31 +387,21 @@ class Stretch:
         reduced = substitute(roots, replace)
         return reduced, _Range({}, [], [], leaves)
 
-    def _kernel(
-        self,
-        start: int,
-        stop: int,
-        direction: str,
-        cut: _Range,
-        targets: list[Target],
-        outputs: list[Output],
-        sums: list[Target],
-        aliases: list[tuple[Ref, Ref]],
-        sum_outputs: Sequence[Output] = (),
-    ) -> KernelPlan | None:
-        if not targets and not sums and not aliases:
+    def _kernel(self, start: int, stop: int, direction: str, cut: _Range, gives: _Gives) -> KernelPlan | None:
+        if gives.nothing():
             return None
         # What hands its input through (Fork, say) does nothing that the kernel could be named by.
         busy = [n.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
         name = "_".join([*dict.fromkeys(busy), direction])
-        description = describe(name, targets, sums, {n: leaf.tensor() for n, leaf in cut.leaves.items()})
+        leaves = {n: leaf.tensor() for n, leaf in cut.leaves.items()}
+        description = describe(name, gives.targets, gives.sums, leaves)
         inputs = tuple(cut.leaves[load.name].ref for load in description.loads)
         full = [cut.leaves[load.name].ref for load in description.loads if load.axes == Axes.FULL]
         lead = full[0] if full else self._any_full(start, stop, direction)
         streams = tuple(self.streams[s] for s in description.streams)
-        return KernelPlan(
-            description, inputs, (*outputs, *sum_outputs), streams, self.batch_dim(start, stop), tuple(aliases), lead
-        )
+        outputs = (*gives.outputs, *gives.sum_outputs)
+        batch_dim = self.batch_dim(start, stop)
+        return KernelPlan(description, inputs, outputs, streams, batch_dim, tuple(gives.aliases), lead)
 
     def _any_full(self, start: int, stop: int, direction: str) -> Ref:
         """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
@@ -495,3 +455,43 @@ class _Range:
         roots = [t.expression for group in targets for t in group]
         names = {e.attrs[0] for e in topological(roots) if e.op == "input"}
         return [self.leaves[n] for n in names]
+
+
+class _Gives:
+    """What a kernel gives, and the tensors for it. What is there already gets another name."""
+
+    def __init__(self, cut: _Range) -> None:
+        self._cut = cut
+        self._stored: dict[Any, Ref] = {}
+        self.targets: list[Target] = []
+        self.outputs: list[Output] = []
+        self.sums: list[Target] = []
+        self.sum_outputs: list[Output] = []
+        self.aliases: list[tuple[Ref, Ref]] = []
+
+    def add(self, name: str, e: Expr, output: Output) -> None:
+        """Give `e`: a sum where it has no rows, a tensor that is there, or one to store."""
+        if not output.axes & Axes.OUTER:
+            self.sums.append(_target(name, e, output))
+            self.sum_outputs.append(output)
+            return
+        key = (id(e), output.dtype, output.axes, output.width)
+        same = self._cut.alias(e, output.dtype) or self._stored.get(key)
+        if same is None:
+            self._stored[key] = output.ref
+            self.store(name, e, output)
+        elif same != output.ref:
+            self.aliases.append((output.ref, same))
+
+    def store(self, name: str, e: Expr, output: Output) -> None:
+        """Store `e`, whatever is there already."""
+        self.targets.append(_target(name, e, output))
+        self.outputs.append(output)
+
+    def nothing(self) -> bool:
+        """Whether no kernel is needed."""
+        return not (self.targets or self.sums or self.aliases)
+
+
+def _target(name: str, e: Expr, output: Output) -> Target:
+    return Target(name, e, output.axes, output.width, output.dtype)
