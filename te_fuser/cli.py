@@ -88,6 +88,8 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _cache(chosen: argparse.Namespace) -> int:
+    from te_fuser.codegen.whole_file import abandoned
+
     shown = deleted = shown_size = deleted_size = 0
     for kind, what, folder, pattern in _cache_folders(chosen.folder):
         files = sorted(folder.glob(pattern)) if folder.is_dir() else []
@@ -95,7 +97,7 @@ def _cache(chosen: argparse.Namespace) -> int:
         print(f"{what}: {len(files)} in {folder} ({_size(taken)})")
         shown, shown_size = shown + len(files), shown_size + taken
         if chosen.clear in (kind, "all"):
-            for path in files:
+            for path in (*files, *abandoned(folder)):
                 path.unlink(missing_ok=True)
             deleted, deleted_size = deleted + len(files), deleted_size + taken
     word, files_of, size = ("deleted", deleted, deleted_size) if chosen.clear else ("together", shown, shown_size)
@@ -179,7 +181,7 @@ def _nvrtc_part() -> str:
         return f"missing: {error}"
     headers = nvrtc.cuda_include_folders()
     if not headers:
-        return f"{major}.{minor}, but CUDA's headers are missing: pip install nvidia-cuda-runtime"
+        return f"{major}.{minor}; no headers of CUDA for kernels of your own: pip install nvidia-cuda-runtime"
     return f"{major}.{minor}, headers in {headers[0]}"
 
 

@@ -123,6 +123,20 @@ def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkey
     assert "cuBLASLt:      missing: it is called by the native module" in text
 
 
+def test_clearing_deletes_what_killed_processes_left(
+    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+) -> None:
+    folders[1].mkdir(parents=True)
+    old, new = (folders[1] / f"a.cubin.{process}.0.new" for process in (1, 2))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    lines(capsys, "cache")
+    assert old.exists() and new.exists()
+    lines(capsys, "cache", "--clear")
+    assert not old.exists() and new.exists()  # somebody may be writing it
+
+
 @pytest.mark.parametrize("words", [(), ("nonsense",), ("cache", "--nonsense")])
 def test_a_wrong_command_shows_the_usage(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -6,13 +6,13 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from te_fuser.codegen.compiler import default_cache_dir
+from te_fuser.codegen.whole_file import write_whole
 from te_fuser.config import config
 
 Entries = dict[str, dict[str, Any]]
@@ -62,16 +62,7 @@ class EntryFile:
         return {key: entry for key, entry in found["entries"].items() if isinstance(entry, dict)}
 
     def _write(self, entries: Entries) -> None:
-        """Another process sees all of it or nothing."""
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".new")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"format": self.form, "entries": entries}, file, indent=1)
-            os.replace(name, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(self.path, json.dumps({"format": self.form, "entries": entries}, indent=1).encode())
 
 
 @contextlib.contextmanager

@@ -10,24 +10,22 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from te_fuser.codegen.whole_file import write_whole
+
 INCLUDE = Path(__file__).parent / "include"
 # 177: a constant or an index that a kernel happens not to need.
-_OPTIONS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"], "diag_suppress": [177]}
+_OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--diag-suppress=177")
 _LOADING = threading.Lock()  # the bindings do not survive being imported by two threads at once
-_INSTALL = (
-    "pip install 'cuda-core[cu13]' nvidia-cuda-nvrtc nvidia-cuda-runtime, or a PyTorch built for CUDA and cuda-core"
-)
+_INSTALL = "install a PyTorch built for CUDA, or pip install cuda-bindings nvidia-cuda-nvrtc"
 _MAGIC = b"te_fuser cubin 1\n"
 
 
@@ -97,7 +95,7 @@ def cache_folder() -> Path:
 
 def key(source: str, arch: str) -> str:
     """A digest of everything that the machine code depends on."""
-    parts = [source, arch, repr(compiler_version()), json.dumps(_OPTIONS, sort_keys=True), _headers_digest()]
+    parts = [source, arch, repr(compiler_version()), repr(_OPTIONS), _headers_digest()]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -152,7 +150,10 @@ def _headers_digest() -> str:
 
 @functools.cache
 def cuda_include_folders() -> tuple[Path, ...]:
-    """The folder with CUDA's own headers, from NVIDIA's wheels or a toolkit; none if there is none."""
+    """The folder with CUDA's own headers, from NVIDIA's wheels or a toolkit; none if there is none.
+
+    Generated kernels include none of them; one that is written by hand may.
+    """
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     candidates = [p / inner / "include" for p in wheels for inner in ("cu13", "cuda_runtime")]
@@ -164,24 +165,34 @@ def cuda_include_folders() -> tuple[Path, ...]:
 
 
 def _compile(source: str, arch: str, name: str) -> Compiled:
-    program, options = _bindings()
-    folders = [str(p) for p in (INCLUDE, *cuda_include_folders())]
-    log = io.StringIO()
-    try:
-        made = program(source, "c++", options(name=f"{name}.cu", arch=arch, include_path=folders, **_OPTIONS))
-        cubin = bytes(made.compile("cubin", logs=log).code)
-    except Exception as error:
-        raise CompileError(_explained(str(error), source, arch, name)) from error
-    return Compiled(cubin, _resources(log.getvalue()))
-
-
-def _bindings() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    folders = (INCLUDE, *cuda_include_folders())
+    options = [f"--gpu-architecture={arch}", *_OPTIONS, *(f"--include-path={folder}" for folder in folders)]
     with _needing_compiler():
-        try:
-            from cuda import core
-        except ImportError:
-            from cuda.core import experimental as core
-        return core.Program, core.ProgramOptions
+        from cuda.bindings import nvrtc
+    program = _done(nvrtc, *nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
+    try:
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        said = _text(nvrtc, program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        log = said.rstrip(b"\0").decode(errors="replace")
+        if error:
+            raise CompileError(_explained(log or f"{error.name}, and nothing in its log", source, arch, name))
+        cubin = _text(nvrtc, program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return Compiled(cubin, _resources(log))
+
+
+def _text(nvrtc: Any, program: Any, size_of: Callable[..., Any], get: Callable[..., Any]) -> bytes:
+    """What NVRTC has to give of a program, by the function for its size and the one for it."""
+    text = bytearray(_done(nvrtc, *size_of(program)))
+    _done(nvrtc, *get(program, text))
+    return bytes(text)
+
+
+def _done(nvrtc: Any, error: Any, *values: Any) -> Any:
+    if error:
+        raise CompileError(f"NVRTC: {nvrtc.nvrtcGetErrorString(error)[1].decode()}")
+    return values[0] if values else None
 
 
 def _explained(message: str, source: str, arch: str, name: str) -> str:
@@ -235,15 +246,8 @@ def _read(path: Path) -> Compiled | None:
 
 
 def _write(path: Path, compiled: Compiled) -> None:
-    """Keep it; another process sees all of it or nothing. A folder that cannot be written costs only time."""
+    """Keep it. A folder that cannot be written costs only time."""
     body = json.dumps([asdict(r) for r in compiled.resources]).encode() + b"\n" + compiled.cubin
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".new")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+        write_whole(path, _MAGIC + hashlib.sha256(body).digest() + body)

@@ -30,7 +30,7 @@ def kernels(source: str, arch: str) -> dict[str, list[str]]:
 
 
 def compiled(source: str, arch: str) -> str:
-    """The PTX; cuda.core would ask for a driver, so these are the bindings themselves."""
+    """The PTX."""
     from cuda.bindings import nvrtc as bindings
 
     folders = (nvrtc.INCLUDE, *nvrtc.cuda_include_folders())

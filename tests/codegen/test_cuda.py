@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -468,7 +469,7 @@ def test_the_key_covers_text_architecture_version_options_and_headers(monkeypatc
         patch.setattr(nvrtc, "compiler_version", lambda: (99, 0))
         keys.add(nvrtc.key(TINY, "sm_90a"))
     with monkeypatch.context() as patch:
-        patch.setitem(nvrtc._OPTIONS, "lineinfo", True)
+        patch.setattr(nvrtc, "_OPTIONS", (*nvrtc._OPTIONS, "--generate-line-info"))
         keys.add(nvrtc.key(TINY, "sm_90a"))
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "_headers_digest", lambda: "other headers")
@@ -502,8 +503,35 @@ def test_errors_name_the_kernel_and_show_the_line(tmp_path: Path) -> None:
 def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     nvrtc.compiler_version.cache_clear()
-    with pytest.raises(nvrtc.CompilerMissing, match="pip install 'cuda-core"):
+    with pytest.raises(nvrtc.CompilerMissing, match="pip install cuda-bindings"):
         nvrtc.compiler_version()
+
+
+@needs_nvrtc
+def test_the_bindings_of_a_cuda_pytorch_are_enough(tmp_path: Path) -> None:
+    """PyTorch's wheels bring cuda-bindings and NVRTC, and neither cuda-core nor CUDA's headers."""
+    script = f"""
+import sys
+from pathlib import Path
+sys.modules["cuda.core"] = None
+from te_fuser.codegen import nvrtc
+nvrtc.cuda_include_folders = lambda: ()
+found = nvrtc.compile_source({TINY!r}, "sm_90a", cache=Path({str(tmp_path)!r}))
+assert found.cubin[:4] == b"\\x7fELF" and found.resources[0].registers > 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_who_may_read_compiled_kernels_is_up_to_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path)
+    finally:
+        os.umask(before)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 @pytest.mark.parametrize(
