@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,16 @@ class Prepared:
     named: tuple[tuple[str, int], ...]
     result: int
     extras: tuple[int, ...]
+
+    @functools.cached_property
+    def alone(self) -> Segment | None:
+        """The only segment, where it takes the input and all parameters as they come, and gives the result alone."""
+        if len(self.segments) != 1 or self.extras:
+            return None
+        (segment,) = self.segments
+        everything = tuple(range(len(self.plan.graph.parameters)))
+        fits = segment.values_in == (0,) and segment.values_out == (self.result,) and segment.parameters == everything
+        return segment if fits else None
 
 
 class Fuser:
@@ -323,23 +334,27 @@ def execute(
 def _execute(
     prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> Any:
+    seed = draw_seed(x.device) if prepared.draws else None
+    if prepared.alone is not None:
+        return _run(prepared.alone, [x, *parameters], seed)[0]
     values: dict[int, torch.Tensor] = {0: x}
     for name, index in prepared.named:
         values[index] = inputs[name]
-    seed = draw_seed(x.device) if prepared.draws else None
     for segment in prepared.segments:
         tensors = [values[v] for v in segment.values_in]
         tensors += [parameters[p] for p in segment.parameters]
-        if segment.uses_seed:
-            tensors.append(seed)  # type: ignore[arg-type]
-        if segment.backward is not None:
-            made = _apply(segment, *tensors)
-        else:
-            made = segment.results(segment.run_forward(tensors))
-        values.update(zip(segment.values_out, made, strict=True))
+        values.update(zip(segment.values_out, _run(segment, tensors, seed), strict=True))
     if not prepared.extras:
         return values[prepared.result]
     return (values[prepared.result], *(values[v] for v in prepared.extras))
+
+
+def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    if segment.uses_seed:
+        tensors.append(seed)  # type: ignore[arg-type]
+    if segment.backward is not None:
+        return _apply(segment, *tensors)  # type: ignore[no-any-return]
+    return segment.results(segment.run_forward(tensors))
 
 
 def _shape_class(shape: torch.Size) -> tuple[Any, ...]:
