@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -677,11 +678,93 @@ def test_counts_come_from_pytests_report() -> None:
     assert (counts.passed, counts.failed, counts.skipped) == (3, 3, 3) and not counts.good
 
 
+GPU_TESTS = """
+import pytest
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif({missing!r} != "", reason={missing!r})]
+@pytest.mark.parametrize("k", ["first", "bias in float32"])
+def test_k(k):
+    assert k == "first"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            GPU_TESTS.format(missing=""),
+            gpu_tests.Counts(passed=1, failed=1, failures=["test_of_a_gpu.py::test_k[bias in float32]"]),
+        ),
+        (
+            GPU_TESTS.format(missing="needs quack-kernels"),
+            gpu_tests.Counts(skipped=2, left_out=["needs quack-kernels"]),
+        ),
+        (
+            GPU_TESTS.format(missing="needs quack-kernels")
+            + "@pytest.mark.skipif(True, reason='needs two GPUs')\ndef test(): 0",
+            gpu_tests.Counts(skipped=3, problems=["no test ran"]),
+        ),
+        (GPU_TESTS.format(missing="needs a CUDA device"), gpu_tests.Counts(skipped=2, problems=["no test ran"])),
+        ("def test_without_the_mark(): pass", gpu_tests.Counts(problems=["no test ran"])),
+        (
+            "import nothing_of_this_name",
+            gpu_tests.Counts(
+                failed=1, failures=["test_of_a_gpu.py"], problems=["the command ended with exit status 2"]
+            ),
+        ),
+    ],
+    ids=["one fails", "package", "package and another", "device", "none", "broken"],
+)
+def test_a_part_names_what_failed_and_what_is_not_installed(
+    text: str, expected: gpu_tests.Counts, tmp_path: Path
+) -> None:
+    path = tmp_path / "test_of_a_gpu.py"
+    path.write_text(text)
+    counts = gpu_tests.run(gpu_tests.Part((str(path),)))
+    counts.failures = [test.rpartition("/")[2] for test in counts.failures]  # folders: seen from the common one
+    assert dataclasses.replace(counts, seconds=0.0) == expected
+
+
+def test_what_is_not_installed_is_left_out_and_what_failed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = [f"a.py::test_k[{k} in float32]" for k in range(7)]
+    outcomes = {
+        "capture": gpu_tests.Counts(passed=3),
+        "quack-matmul": gpu_tests.Counts(skipped=9, left_out=["needs quack-kernels"]),
+        "matmul": gpu_tests.Counts(passed=3, failed=7, failures=failures),
+        "tune": gpu_tests.Counts(skipped=2, problems=["no test ran"]),
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_tests, "Card", lambda device: PretendedGpu())
+    monkeypatch.setattr(gpu_tests, "run_part", lambda name, chosen, limit: outcomes[name])
+    path = tmp_path / "tests.json"
+
+    def run(*parts: str) -> int:
+        return gpu_tests.main(["--part", *parts, "--record", str(path), "--commit", "abc"])
+
+    assert [run("capture", "quack-matmul"), run("quack-matmul"), run("matmul"), run("tune", "capture")] == [0, 0, 1, 1]
+    out = capsys.readouterr().out
+    assert "left out: needs quack-kernels" in out and "and 2 more: the record names them" in out
+    assert failures[4] in out and failures[5] not in out  # brackets are no markup
+    parts = json.loads(path.read_text())["parts"]
+    assert parts["matmul"]["failures"] == failures and parts["quack-matmul"]["left_out"] == ["needs quack-kernels"]
+    assert [row.style for row in gpu_tests.table_of(outcomes).rows] == ["", "yellow", "red", "red"]
+
+
+def test_tests_of_optional_packages_give_the_reason_that_is_known() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests/gpu").glob("test_*.py")]
+    skipped = [text for text in texts if "skipif(VERSION is None" in text]
+    assert len(skipped) == len(gpu_tests.NOT_INSTALLED) == 3 and "needs quack-kernels" in gpu_tests.NOT_INSTALLED
+    assert all(re.search(r'VERSION is None, reason=f"needs \{\w+\.PACKAGE\}"', text) for text in skipped)
+
+
 @pytest.mark.parametrize(
     ("status", "counts", "problem"),
     [
         (0, gpu_tests.Counts(passed=1), None),
         (0, gpu_tests.Counts(skipped=4), "no test ran"),
+        (0, gpu_tests.Counts(skipped=4, left_out=["needs quack-kernels"]), None),
+        (3, gpu_tests.Counts(skipped=4, left_out=["needs quack-kernels"]), "exit status 3"),
         (gpu_tests.FOUND_ERRORS, gpu_tests.Counts(passed=1), "memcheck found errors"),
         (3, gpu_tests.Counts(passed=1), "exit status 3"),
     ],
