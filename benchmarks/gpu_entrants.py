@@ -60,7 +60,7 @@ class Entrants:
             self.add("torch.compile", lambda: self.eager.like(self.bench.compiled(self.eager.model)))
 
     def add_libraries(self, case: str, hidden: int, dropout: float = 0.0) -> None:
-        """On a GPU the libraries that are installed and know the case."""
+        """On a GPU the libraries that are installed and know the case; one that cannot be imported is left out."""
         if not self.bench.card.is_gpu:
             return
         x = self.eager.x

@@ -1,4 +1,4 @@
-"""Rivals other than PyTorch itself: those that can be imported here, and what was measured of them earlier.
+"""Rivals other than PyTorch itself: those that are installed here, and what was measured of them earlier.
 
 Transformer Engine, Liger and quack are not dependencies. Where one is missing, the ratio it reached in an earlier run,
 over the floor (or eager) of that same run, stands for it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,20 +59,24 @@ Maker = Callable[[], nn.Module]
 
 
 def installed(case: str, hidden: int, dropout: float) -> dict[str, Maker]:
-    """Rival -> what makes its module for a case, for each package that can be imported."""
-    found: dict[str, Maker] = {}
-    for name, (package, maker) in _MAKERS.get(case, {}).items():
-        library = _imported(package)
-        if library is not None:
-            found[name] = functools.partial(maker, library, hidden, dropout)
-    return found
+    """Rival -> what imports its package and makes its module for a case, for each package that is there.
+
+    One that is not for this machine may raise anything when it is imported.
+    """
+    return {
+        name: functools.partial(_made, package, maker, hidden, dropout)
+        for name, (package, maker) in _MAKERS.get(case, {}).items()
+        if _is_there(package)
+    }
 
 
-def _imported(package: str) -> Any | None:
-    try:
-        return importlib.import_module(package)
-    except (ImportError, OSError):  # not there, or not for this machine
-        return None
+def _is_there(package: str) -> bool:
+    """Whether it is installed, found without running any of it."""
+    return importlib.util.find_spec(package.partition(".")[0]) is not None
+
+
+def _made(package: str, maker: Callable[[Any, int, float], nn.Module], hidden: int, dropout: float) -> nn.Module:
+    return maker(importlib.import_module(package), hidden, dropout)
 
 
 def versions() -> dict[str, str]:

@@ -446,11 +446,50 @@ def test_earlier_runs_without_a_floor_go_by_eager() -> None:
 
 
 def test_what_is_installed_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = types.SimpleNamespace(LayerNorm=torch.nn.LayerNorm)
-    monkeypatch.setattr(gpu_rivals, "_imported", lambda name: library if name == "transformer_engine.pytorch" else None)
+    have(monkeypatch, {"transformer_engine.pytorch": types.SimpleNamespace(LayerNorm=torch.nn.LayerNorm)})
     found = gpu_rivals.installed("LayerNorm", 8, 0.0)
     assert list(found) == [gpu_rivals.TE] and found[gpu_rivals.TE]().normalized_shape == (8,)  # type: ignore[comparison-overlap]
     assert gpu_rivals.installed("Llama layer", 8, 0.0) == {}
+
+
+def have(monkeypatch: pytest.MonkeyPatch, libraries: Mapping[str, object]) -> None:
+    """Of the libraries' modules these are installed, and no others."""
+    there = {name.partition(".")[0] for name in libraries}
+    monkeypatch.setattr(gpu_rivals, "_is_there", lambda package: package.partition(".")[0] in there)
+    for name, module in libraries.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a package that stands for it, to be written."""
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    package = tmp_path / names[0]
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield package / "pytorch.py"
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise RuntimeError('no CUDA 12\\n here')", "RuntimeError: no CUDA 12 here"),
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("def LayerNorm(hidden): raise ValueError(f'not for {hidden}')", "ValueError: not for 64"),
+    ],
+    ids=["import", "its own package", "maker"],
+)
+def test_a_library_that_fails_when_it_is_imported_or_made_is_left_out(
+    text: str, reason: str, gpu_bench: Bench, transformer_engine: Path
+) -> None:
+    transformer_engine.write_text(text)
+    entry = next(gpu_parts.PARTS["glue"].run(gpu_bench))
+    assert entry["left_out"][gpu_rivals.TE] == reason and "te_fuser" in entry["contenders"]
 
 
 def event(name: str, ts: float, dur: float, cat: str = "kernel") -> Mapping[str, Any]:
