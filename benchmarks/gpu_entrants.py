@@ -64,7 +64,7 @@ class Entrants:
         if not self.bench.card.is_gpu:
             return
         x = self.eager.x
-        for name, make in gpu_rivals.installed(case, hidden, dropout).items():
+        for name, make in gpu_rivals.installed(case, hidden, dropout, self.bench.tune).items():
             self.add(name, lambda make=make: self.eager.like(make().to(x.device, x.dtype)))  # type: ignore[misc]
 
     def remarks(self) -> dict[str, Any]:

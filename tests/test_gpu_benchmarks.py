@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.nn import functional
 
 import te_fuser
 from te_fuser.fuser import fuser, measure
@@ -458,6 +459,62 @@ def have(monkeypatch: pytest.MonkeyPatch, libraries: Mapping[str, object]) -> No
     monkeypatch.setattr(gpu_rivals, "_is_there", lambda package: package.partition(".")[0] in there)
     for name, module in libraries.items():
         monkeypatch.setitem(sys.modules, name, module)
+
+
+class PretendedQuackMLP(torch.nn.Sequential):
+    def __init__(self, hidden: int, inner: int, activation: str, tuned: bool) -> None:
+        up, down = torch.nn.Linear(hidden, 2 * inner, bias=False), torch.nn.Linear(inner, hidden, bias=False)
+        super().__init__(up, models._EagerSwiGLU(), down)
+        assert activation == "swiglu"
+        self.tuned = tuned
+
+
+def quack_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str, **rest: Any) -> torch.Tensor:
+    assert activation == "gelu_tanh_approx" and isinstance(rest["tuned"], bool)
+    y = functional.gelu(functional.linear(x, up, rest["bias1"]), approximate="tanh")
+    return functional.linear(y, down, rest["bias2"])
+
+
+LIBRARIES = {
+    "quack.mlp": types.SimpleNamespace(mlp_func=quack_mlp, MLP=PretendedQuackMLP),
+    "quack.rmsnorm": types.SimpleNamespace(QuackRMSNorm=torch.nn.RMSNorm),
+    "liger_kernel.transformers": types.SimpleNamespace(
+        LigerLayerNorm=torch.nn.LayerNorm, LigerRMSNorm=torch.nn.RMSNorm
+    ),
+    "liger_kernel.ops.swiglu": types.SimpleNamespace(
+        LigerSiLUMulFunction=types.SimpleNamespace(apply=lambda gate, linear: functional.silu(gate) * linear)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "builder"), [("LayerNorm-GELU MLP", models.mlp), ("RMSNorm-SwiGLU MLP", models.gated_mlp)]
+)
+def test_libraries_do_the_same_work_as_eager(
+    case: str, builder: models.Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(monkeypatch, LIBRARIES)
+    torch.manual_seed(0)
+    eager = rivals(builder(4, 16), torch.float64)["eager"]
+    eager.forward_and_backward()
+    expected = [leaf.grad for leaf in eager.leaves]
+    found = gpu_rivals.installed(case, 16, 0.0, tuned=True)
+    assert list(found) == [gpu_rivals.LIGER, gpu_rivals.QUACK, gpu_rivals.QUACK_TUNED]
+    for make in found.values():
+        model = make().double()
+        models.copy_parameters(eager.model, model)
+        rival = eager.like(model)
+        torch.testing.assert_close(rival.forward_and_backward(), eager.forward())
+        torch.testing.assert_close([leaf.grad for leaf in rival.leaves], expected)
+
+
+def test_quack_takes_part_and_tuned_only_on_demand(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, {name: module for name, module in LIBRARIES.items() if name.startswith("quack")})
+    monkeypatch.setattr(te_fuser.Sequential, "tune", lambda model, x, **options: "what was tried")
+    for tune, names in ((False, [gpu_rivals.QUACK]), (True, [gpu_rivals.QUACK, gpu_rivals.QUACK_TUNED])):
+        entries = list(itertools.islice(gpu_parts.PARTS["mlp"].run(dataclasses.replace(gpu_bench, tune=tune)), 2))
+        assert all([n for n in entry["contenders"] if n.startswith("quack")] == names for entry in entries)
+        assert not any("left_out" in entry for entry in entries)
 
 
 @pytest.fixture
