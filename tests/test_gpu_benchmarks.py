@@ -571,6 +571,16 @@ def test_a_trace_counts_kernels_and_finds_products() -> None:
         gpu_measure.summarized(events[-1:], 1)
 
 
+def test_kernels_of_cutes_compiler_are_known_by_what_follows_its_name() -> None:
+    kinds = {
+        "kernel_cutlass_kernel_quackepiloguefrontendGemmMod_linear_act_epi": "products",
+        "kernel_cutlass_kernel_quackrmsnormRMSNormBackward_object_at": "rest",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16>": "products",
+    }
+    assert {name: gpu_measure._kind(name) for name in kinds} == kinds
+
+
 def test_kernels_that_begin_early_do_not_count_twice() -> None:
     events = [
         event("nvjet", 0.0, 50.0), event("layer_norm_fwd", 40.0, 20.0), event("nvjet", 70.0, 10.0),
