@@ -39,7 +39,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds; nothing is written")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--tune", action="store_true", help="a tuned te_fuser takes part in layers and blocks too")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="a tuned te_fuser takes part in layers and blocks too, a tuned quack in blocks",
+    )
     parser.add_argument("--rounds", type=int, help=f"how often each contender has its block (usual: {FULL.rounds})")
     parser.add_argument("--train-steps", type=int, help=f"steps of the part train (usual: {Scale.train_steps})")
     parser.add_argument("--commit", help="what is measured, where the tree is no git repository")

@@ -47,7 +47,7 @@ TOY = Scale(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where, how big and how long to measure; `tune`: whether te_fuser's models may measure their choices first."""
+    """Where, how big and how long to measure; `tune`: whether models may measure their choices first."""
 
     card: Card
     scale: Scale = field(default_factory=Scale)

@@ -60,11 +60,11 @@ class Entrants:
             self.add("torch.compile", lambda: self.eager.like(self.bench.compiled(self.eager.model)))
 
     def add_libraries(self, case: str, hidden: int, dropout: float = 0.0) -> None:
-        """On a GPU the libraries that are installed and know the case."""
+        """On a GPU the libraries that are installed and know the case; one that cannot be imported is left out."""
         if not self.bench.card.is_gpu:
             return
         x = self.eager.x
-        for name, make in gpu_rivals.installed(case, hidden, dropout).items():
+        for name, make in gpu_rivals.installed(case, hidden, dropout, self.bench.tune).items():
             self.add(name, lambda make=make: self.eager.like(make().to(x.device, x.dtype)))  # type: ignore[misc]
 
     def remarks(self) -> dict[str, Any]:

@@ -237,8 +237,9 @@ def _block(step: Step, count: int, card: Card) -> Block:
 _MEMSET = "gpu_memset"
 _ON_GPU = {"kernel", "gpu_memcpy", _MEMSET}
 # Parts of the names of kernels: of cuBLAS and of attention's libraries. A product with an epilogue counts as a product.
-_PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas")
+_PRODUCTS = ("gemm", "Gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas")
 _ATTENTION = ("cudnn", "sdpa", "flash", "fmha", "attention")
+_ANY = "kernel_cutlass"  # so CuTe's compiler begins the name of any kernel, a norm's too
 
 
 @dataclass(frozen=True)
@@ -342,7 +343,7 @@ def _order(names: Sequence[str], repeats: int) -> tuple[str, ...]:
 def _kind(name: str) -> str:
     """Whose kernel it is, by its name; attention first, since its libraries' names may hold a product's."""
     kinds = (("attention", _ATTENTION), ("products", _PRODUCTS))
-    return next((kind for kind, parts in kinds if any(part in name for part in parts)), "rest")
+    return next((kind for kind, parts in kinds if any(part in name.removeprefix(_ANY) for part in parts)), "rest")
 
 
 def peak_bytes(step: Step, card: Card) -> int | None:

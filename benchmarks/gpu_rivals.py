@@ -1,4 +1,4 @@
-"""Rivals other than PyTorch itself: those that can be imported here, and what was measured of them earlier.
+"""Rivals other than PyTorch itself: those that are installed here, and what was measured of them earlier.
 
 Transformer Engine, Liger and quack are not dependencies. Where one is missing, the ratio it reached in an earlier run,
 over the floor (or eager) of that same run, stands for it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ EARLIER_SOURCE = (
     "quack 0.6.5), over the floor or eager of that run"
 )
 TE, TE_OPS, LIGER, QUACK = "Transformer Engine", "te.ops", "Liger", "quack"
+QUACK_TUNED = f"{QUACK} tuned"
 
 # Case -> milliseconds of forward and backward in the earlier run. Its own "floor", or "eager" where the floor was not
 # measured, is the yardstick.
@@ -57,21 +59,28 @@ def earlier_over_floor(case: str, eager_over_floor: float) -> dict[str, float]:
 Maker = Callable[[], nn.Module]
 
 
-def installed(case: str, hidden: int, dropout: float) -> dict[str, Maker]:
-    """Rival -> what makes its module for a case, for each package that can be imported."""
-    found: dict[str, Maker] = {}
-    for name, (package, maker) in _MAKERS.get(case, {}).items():
-        library = _imported(package)
-        if library is not None:
-            found[name] = functools.partial(maker, library, hidden, dropout)
-    return found
+def installed(case: str, hidden: int, dropout: float, tuned: bool = False) -> dict[str, Maker]:
+    """Rival -> what imports its package and makes its module for a case, for each package that is there.
+
+    One that is not for this machine may raise anything when it is imported.
+
+    Args:
+        tuned: whether those that measure their kernels first, for minutes, take part too.
+    """
+    return {
+        name: functools.partial(_made, package, maker, hidden, dropout)
+        for name, (package, maker) in _MAKERS.get(case, {}).items()
+        if _is_there(package) and (tuned or name != QUACK_TUNED)
+    }
 
 
-def _imported(package: str) -> Any | None:
-    try:
-        return importlib.import_module(package)
-    except (ImportError, OSError):  # not there, or not for this machine
-        return None
+def _is_there(package: str) -> bool:
+    """Whether it is installed, found without running any of it."""
+    return importlib.util.find_spec(package.partition(".")[0]) is not None
+
+
+def _made(package: str, maker: Callable[[Any, int, float], nn.Module], hidden: int, dropout: float) -> nn.Module:
+    return maker(importlib.import_module(package), hidden, dropout)
 
 
 def versions() -> dict[str, str]:
@@ -124,13 +133,54 @@ class _LigerGated(nn.Module):
         return self.down(self.gate.apply(gate, linear))
 
 
-_TE_PACKAGE, _LIGER_PACKAGE = "transformer_engine.pytorch", "liger_kernel.transformers"
+def _liger_mlp(library: Any, hidden: int, dropout: float) -> nn.Module:
+    """Its norm; it has nothing for the rest."""
+    inner = 4 * hidden
+    products = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+    return nn.Sequential(library.LigerLayerNorm(hidden), products[0], nn.GELU(approximate="tanh"), products[1])
+
+
+class _QuackMLP(nn.Module):
+    """A norm, and quack's products with biases, GELU and its slope in their epilogues.
+
+    By the function below its module, which takes biases so in inference only.
+    """
+
+    def __init__(self, library: Any, hidden: int, tuned: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.products, self.tuned = library.mlp_func, tuned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.up, self.down
+        options = {"activation": "gelu_tanh_approx", "bias1": up.bias, "bias2": down.bias, "tuned": self.tuned}
+        return self.products(self.norm(x), up.weight, down.weight, **options)
+
+
+def _quack_mlp(library: Any, hidden: int, dropout: float, tuned: bool = False) -> nn.Module:
+    return _QuackMLP(library, hidden, tuned)
+
+
+def _quack_gated(library: Any, hidden: int, dropout: float, tuned: bool = False) -> nn.Module:
+    norm = importlib.import_module("quack.rmsnorm").QuackRMSNorm(hidden, eps=1e-5)
+    return nn.Sequential(norm, library.MLP(hidden, 7 * hidden // 2, activation="swiglu", tuned=tuned))
+
+
+_TE_PACKAGE, _LIGER_PACKAGE, _QUACK_MLP = "transformer_engine.pytorch", "liger_kernel.transformers", "quack.mlp"
 _MAKERS: Mapping[str, Mapping[str, tuple[str, Callable[[Any, int, float], nn.Module]]]] = {
     "seed layer": {TE: (_TE_PACKAGE, _te_layer)},
-    "LayerNorm-GELU MLP": {TE: (_TE_PACKAGE, _te_mlp)},
+    "LayerNorm-GELU MLP": {
+        TE: (_TE_PACKAGE, _te_mlp),
+        LIGER: (_LIGER_PACKAGE, _liger_mlp),
+        QUACK: (_QUACK_MLP, _quack_mlp),
+        QUACK_TUNED: (_QUACK_MLP, functools.partial(_quack_mlp, tuned=True)),
+    },
     "RMSNorm-SwiGLU MLP": {
         TE: (_TE_PACKAGE, _te_gated),
         LIGER: (_LIGER_PACKAGE, lambda library, hidden, dropout: _LigerGated(library, hidden)),
+        QUACK: (_QUACK_MLP, _quack_gated),
+        QUACK_TUNED: (_QUACK_MLP, functools.partial(_quack_gated, tuned=True)),
     },
     "LayerNorm": {
         TE: (_TE_PACKAGE, lambda library, hidden, dropout: library.LayerNorm(hidden)),

@@ -5,7 +5,8 @@ python benchmarks/gpu_tests.py --part capture     # one part; the record keeps t
 python benchmarks/gpu_tests.py --part list        # what the parts are, and about how long each takes
 
 Each file in tests/gpu is a part; so are the GPU tests that stand in other files (elsewhere), and the sanitizers
-(memcheck and racecheck on every schedule of the generator and on a block).
+(memcheck and racecheck on every schedule of the generator and on a block). Where an optional package is not installed,
+the part that needs it is left out; any other part that runs no test has failed.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ import torch
 from common import ROOT
 from gpu_measure import Card
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from te_fuser.kernels import cudnn_frontend, flash_attn_4, quack_matmul
 
 LIMIT = 300  # seconds of a part
 SANITIZER = "compute-sanitizer"
 FOUND_ERRORS = 86  # its exit status then; none of pytest's
 HANGS = 100  # seconds after which a test's stacks are printed
+# Why tests of packages that te_fuser does not ask for are skipped.
+NOT_INSTALLED = frozenset(f"needs {module.PACKAGE}" for module in (cudnn_frontend, flash_attn_4, quack_matmul))
+SHOWN = 5  # failed tests of a part in the table; the record names all
 _SCHEDULES = tuple(
     f"tests/gpu/test_generated_kernels.py::{test}" for test in ("test_every_schedule", "test_second_reads_through_l2")
 )
@@ -73,12 +80,20 @@ class Part:
 
 @dataclass
 class Counts:
-    """What came of a part."""
+    """What came of a part.
+
+    Attributes:
+        failures: the tests that failed, as pytest takes them.
+        left_out: why all tests of a run were skipped, where nothing but optional packages is missing.
+        problems: what is wrong beside failed tests.
+    """
 
     passed: int = 0
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -86,12 +101,19 @@ class Counts:
         """Whether something ran and all of it passed."""
         return self.passed > 0 and not self.failed and not self.problems
 
+    @property
+    def absent(self) -> bool:
+        """Whether nothing ran, for want of an optional package alone."""
+        return bool(self.left_out) and not (self.passed or self.failed or self.problems)
+
     def add(self, other: Counts) -> None:
         """Take another run's in."""
         self.passed += other.passed
         self.failed += other.failed
         self.skipped += other.skipped
         self.seconds += other.seconds
+        self.failures += other.failures
+        self.left_out += other.left_out
         self.problems += other.problems
 
 
@@ -133,6 +155,7 @@ def run(part: Part, limit: int = LIMIT) -> Counts:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-m", "gpu", "-o", f"faulthandler_timeout={HANGS}", f"--junitxml={report}"]
+        options += ["-o", "junit_family=xunit1"]  # with the tests' files
         start = time.perf_counter()
         try:
             command = [*prefix(part.tool), sys.executable, "-m", "pytest", *options, *part.tests]
@@ -187,18 +210,34 @@ def environment(tool: str | None) -> dict[str, str]:
 
 def counted(report: str) -> Counts:
     """Counts from pytest's JUnit report."""
-    suites = list(ElementTree.fromstring(report).iter("testsuite"))
+    root = ElementTree.fromstring(report)
+    suites, cases = list(root.iter("testsuite")), list(root.iter("testcase"))
     total, failed, errors, skipped = (
         sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")
     )
-    return Counts(total - failed - errors - skipped, failed + errors, skipped)
+    counts = Counts(total - failed - errors - skipped, failed + errors, skipped)
+    counts.failures = list(dict.fromkeys(_test_id(c) for c in cases if {"failure", "error"} & {e.tag for e in c}))
+    counts.left_out = _not_installed(cases)
+    return counts
+
+
+def _test_id(case: ElementTree.Element) -> str:
+    """file::test; the file alone where its tests could not be collected."""
+    path, name = case.get("file", ""), case.get("name", "")
+    return f"{path}::{name}" if case.get("classname") else path or name
+
+
+def _not_installed(cases: Sequence[ElementTree.Element]) -> list[str]:
+    """The reasons, if each test was skipped for want of an optional package."""
+    reasons = [skip.get("message", "") for case in cases for skip in case.iter("skipped")]
+    return sorted(set(reasons)) if len(reasons) == len(cases) and NOT_INSTALLED.issuperset(reasons) else []
 
 
 def problems(part: Part, status: int, counts: Counts) -> list[str]:
     """What is wrong beside failed tests."""
     if status == FOUND_ERRORS:
         return [f"{part.tool} found errors: they stand above"]
-    if not counts.passed and not counts.failed:
+    if not (counts.passed or counts.failed or counts.left_out):
         return ["no test ran"]
     if status not in (0, 1):
         return [f"the command ended with exit status {status}"]
@@ -230,9 +269,17 @@ def table_of(found: Mapping[str, Counts]) -> Table:
         table.add_column(head, justify="right")
     table.add_column("problem")
     for name, c in found.items():
-        cells = (str(c.passed), str(c.failed), str(c.skipped), f"{c.seconds:.0f}", "; ".join(c.problems))
-        table.add_row(name, *cells, style="" if c.good else "red")
+        cells = (str(c.passed), str(c.failed), str(c.skipped), f"{c.seconds:.0f}", escape("; ".join(_remarks(c))))
+        table.add_row(name, *cells, style="" if c.good else "yellow" if c.absent else "red")
     return table
+
+
+def _remarks(counts: Counts) -> list[str]:
+    """What failed, what was left out and what else is wrong."""
+    found = counts.failures[:SHOWN]
+    more = len(counts.failures) - len(found)
+    found += [f"and {more} more: the record names them"] if more else []
+    return found + [f"left out: {reason}" for reason in dict.fromkeys(counts.left_out)] + counts.problems
 
 
 def run_part(name: str, chosen: Sequence[Part], limit: int = LIMIT) -> Counts:
@@ -249,7 +296,7 @@ def run_part(name: str, chosen: Sequence[Part], limit: int = LIMIT) -> Counts:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write; the exit status is 0 if everything passed."""
+    """Run, print, write; the exit status is 0 if everything passed that needs no package that is missing."""
     chosen, known = parse(arguments), parts()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if chosen.part == ["list"]:
@@ -269,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gpu_report.merge(path, name, {**about, **asdict(found[name])})
     console.print(table_of(found))
     console.print(f"record: {path}")
-    return 0 if all(c.good for c in found.values()) else 1
+    return 0 if all(c.good or c.absent for c in found.values()) else 1
 
 
 if __name__ == "__main__":

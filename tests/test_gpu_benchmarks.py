@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.nn import functional
 
 import te_fuser
 from te_fuser.fuser import fuser, measure
@@ -445,11 +447,106 @@ def test_earlier_runs_without_a_floor_go_by_eager() -> None:
 
 
 def test_what_is_installed_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = types.SimpleNamespace(LayerNorm=torch.nn.LayerNorm)
-    monkeypatch.setattr(gpu_rivals, "_imported", lambda name: library if name == "transformer_engine.pytorch" else None)
+    have(monkeypatch, {"transformer_engine.pytorch": types.SimpleNamespace(LayerNorm=torch.nn.LayerNorm)})
     found = gpu_rivals.installed("LayerNorm", 8, 0.0)
     assert list(found) == [gpu_rivals.TE] and found[gpu_rivals.TE]().normalized_shape == (8,)  # type: ignore[comparison-overlap]
     assert gpu_rivals.installed("Llama layer", 8, 0.0) == {}
+
+
+def have(monkeypatch: pytest.MonkeyPatch, libraries: Mapping[str, object]) -> None:
+    """Of the libraries' modules these are installed, and no others."""
+    there = {name.partition(".")[0] for name in libraries}
+    monkeypatch.setattr(gpu_rivals, "_is_there", lambda package: package.partition(".")[0] in there)
+    for name, module in libraries.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class PretendedQuackMLP(torch.nn.Sequential):
+    def __init__(self, hidden: int, inner: int, activation: str, tuned: bool) -> None:
+        up, down = torch.nn.Linear(hidden, 2 * inner, bias=False), torch.nn.Linear(inner, hidden, bias=False)
+        super().__init__(up, models._EagerSwiGLU(), down)
+        assert activation == "swiglu"
+        self.tuned = tuned
+
+
+def quack_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str, **rest: Any) -> torch.Tensor:
+    assert activation == "gelu_tanh_approx" and isinstance(rest["tuned"], bool)
+    y = functional.gelu(functional.linear(x, up, rest["bias1"]), approximate="tanh")
+    return functional.linear(y, down, rest["bias2"])
+
+
+LIBRARIES = {
+    "quack.mlp": types.SimpleNamespace(mlp_func=quack_mlp, MLP=PretendedQuackMLP),
+    "quack.rmsnorm": types.SimpleNamespace(QuackRMSNorm=torch.nn.RMSNorm),
+    "liger_kernel.transformers": types.SimpleNamespace(
+        LigerLayerNorm=torch.nn.LayerNorm, LigerRMSNorm=torch.nn.RMSNorm
+    ),
+    "liger_kernel.ops.swiglu": types.SimpleNamespace(
+        LigerSiLUMulFunction=types.SimpleNamespace(apply=lambda gate, linear: functional.silu(gate) * linear)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "builder"), [("LayerNorm-GELU MLP", models.mlp), ("RMSNorm-SwiGLU MLP", models.gated_mlp)]
+)
+def test_libraries_do_the_same_work_as_eager(
+    case: str, builder: models.Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(monkeypatch, LIBRARIES)
+    torch.manual_seed(0)
+    eager = rivals(builder(4, 16), torch.float64)["eager"]
+    eager.forward_and_backward()
+    expected = [leaf.grad for leaf in eager.leaves]
+    found = gpu_rivals.installed(case, 16, 0.0, tuned=True)
+    assert list(found) == [gpu_rivals.LIGER, gpu_rivals.QUACK, gpu_rivals.QUACK_TUNED]
+    for make in found.values():
+        model = make().double()
+        models.copy_parameters(eager.model, model)
+        rival = eager.like(model)
+        torch.testing.assert_close(rival.forward_and_backward(), eager.forward())
+        torch.testing.assert_close([leaf.grad for leaf in rival.leaves], expected)
+
+
+def test_quack_takes_part_and_tuned_only_on_demand(gpu_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, {name: module for name, module in LIBRARIES.items() if name.startswith("quack")})
+    monkeypatch.setattr(te_fuser.Sequential, "tune", lambda model, x, **options: "what was tried")
+    for tune, names in ((False, [gpu_rivals.QUACK]), (True, [gpu_rivals.QUACK, gpu_rivals.QUACK_TUNED])):
+        entries = list(itertools.islice(gpu_parts.PARTS["mlp"].run(dataclasses.replace(gpu_bench, tune=tune)), 2))
+        assert all([n for n in entry["contenders"] if n.startswith("quack")] == names for entry in entries)
+        assert not any("left_out" in entry for entry in entries)
+
+
+@pytest.fixture
+def transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a package that stands for it, to be written."""
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    package = tmp_path / names[0]
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield package / "pytorch.py"
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise RuntimeError('no CUDA 12\\n here')", "RuntimeError: no CUDA 12 here"),
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("def LayerNorm(hidden): raise ValueError(f'not for {hidden}')", "ValueError: not for 64"),
+    ],
+    ids=["import", "its own package", "maker"],
+)
+def test_a_library_that_fails_when_it_is_imported_or_made_is_left_out(
+    text: str, reason: str, gpu_bench: Bench, transformer_engine: Path
+) -> None:
+    transformer_engine.write_text(text)
+    entry = next(gpu_parts.PARTS["glue"].run(gpu_bench))
+    assert entry["left_out"][gpu_rivals.TE] == reason and "te_fuser" in entry["contenders"]
 
 
 def event(name: str, ts: float, dur: float, cat: str = "kernel") -> Mapping[str, Any]:
@@ -472,6 +569,16 @@ def test_a_trace_counts_kernels_and_finds_products() -> None:
     assert trace.as_data()["over_own_products"] == pytest.approx(45 / 39.5)
     with pytest.raises(RuntimeError, match="no kernel"):
         gpu_measure.summarized(events[-1:], 1)
+
+
+def test_kernels_of_cutes_compiler_are_known_by_what_follows_its_name() -> None:
+    kinds = {
+        "kernel_cutlass_kernel_quackepiloguefrontendGemmMod_linear_act_epi": "products",
+        "kernel_cutlass_kernel_quackrmsnormRMSNormBackward_object_at": "rest",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16>": "products",
+    }
+    assert {name: gpu_measure._kind(name) for name in kinds} == kinds
 
 
 def test_kernels_that_begin_early_do_not_count_twice() -> None:
@@ -677,11 +784,93 @@ def test_counts_come_from_pytests_report() -> None:
     assert (counts.passed, counts.failed, counts.skipped) == (3, 3, 3) and not counts.good
 
 
+GPU_TESTS = """
+import pytest
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif({missing!r} != "", reason={missing!r})]
+@pytest.mark.parametrize("k", ["first", "bias in float32"])
+def test_k(k):
+    assert k == "first"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            GPU_TESTS.format(missing=""),
+            gpu_tests.Counts(passed=1, failed=1, failures=["test_of_a_gpu.py::test_k[bias in float32]"]),
+        ),
+        (
+            GPU_TESTS.format(missing="needs quack-kernels"),
+            gpu_tests.Counts(skipped=2, left_out=["needs quack-kernels"]),
+        ),
+        (
+            GPU_TESTS.format(missing="needs quack-kernels")
+            + "@pytest.mark.skipif(True, reason='needs two GPUs')\ndef test(): 0",
+            gpu_tests.Counts(skipped=3, problems=["no test ran"]),
+        ),
+        (GPU_TESTS.format(missing="needs a CUDA device"), gpu_tests.Counts(skipped=2, problems=["no test ran"])),
+        ("def test_without_the_mark(): pass", gpu_tests.Counts(problems=["no test ran"])),
+        (
+            "import nothing_of_this_name",
+            gpu_tests.Counts(
+                failed=1, failures=["test_of_a_gpu.py"], problems=["the command ended with exit status 2"]
+            ),
+        ),
+    ],
+    ids=["one fails", "package", "package and another", "device", "none", "broken"],
+)
+def test_a_part_names_what_failed_and_what_is_not_installed(
+    text: str, expected: gpu_tests.Counts, tmp_path: Path
+) -> None:
+    path = tmp_path / "test_of_a_gpu.py"
+    path.write_text(text)
+    counts = gpu_tests.run(gpu_tests.Part((str(path),)))
+    counts.failures = [test.rpartition("/")[2] for test in counts.failures]  # folders: seen from the common one
+    assert dataclasses.replace(counts, seconds=0.0) == expected
+
+
+def test_what_is_not_installed_is_left_out_and_what_failed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = [f"a.py::test_k[{k} in float32]" for k in range(7)]
+    outcomes = {
+        "capture": gpu_tests.Counts(passed=3),
+        "quack-matmul": gpu_tests.Counts(skipped=9, left_out=["needs quack-kernels"]),
+        "matmul": gpu_tests.Counts(passed=3, failed=7, failures=failures),
+        "tune": gpu_tests.Counts(skipped=2, problems=["no test ran"]),
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_tests, "Card", lambda device: PretendedGpu())
+    monkeypatch.setattr(gpu_tests, "run_part", lambda name, chosen, limit: outcomes[name])
+    path = tmp_path / "tests.json"
+
+    def run(*parts: str) -> int:
+        return gpu_tests.main(["--part", *parts, "--record", str(path), "--commit", "abc"])
+
+    assert [run("capture", "quack-matmul"), run("quack-matmul"), run("matmul"), run("tune", "capture")] == [0, 0, 1, 1]
+    out = capsys.readouterr().out
+    assert "left out: needs quack-kernels" in out and "and 2 more: the record names them" in out
+    assert failures[4] in out and failures[5] not in out  # brackets are no markup
+    parts = json.loads(path.read_text())["parts"]
+    assert parts["matmul"]["failures"] == failures and parts["quack-matmul"]["left_out"] == ["needs quack-kernels"]
+    assert [row.style for row in gpu_tests.table_of(outcomes).rows] == ["", "yellow", "red", "red"]
+
+
+def test_tests_of_optional_packages_give_the_reason_that_is_known() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests/gpu").glob("test_*.py")]
+    skipped = [text for text in texts if "skipif(VERSION is None" in text]
+    assert len(skipped) == len(gpu_tests.NOT_INSTALLED) == 3 and "needs quack-kernels" in gpu_tests.NOT_INSTALLED
+    assert all(re.search(r'VERSION is None, reason=f"needs \{\w+\.PACKAGE\}"', text) for text in skipped)
+
+
 @pytest.mark.parametrize(
     ("status", "counts", "problem"),
     [
         (0, gpu_tests.Counts(passed=1), None),
         (0, gpu_tests.Counts(skipped=4), "no test ran"),
+        (0, gpu_tests.Counts(skipped=4, left_out=["needs quack-kernels"]), None),
+        (3, gpu_tests.Counts(skipped=4, left_out=["needs quack-kernels"]), "exit status 3"),
         (gpu_tests.FOUND_ERRORS, gpu_tests.Counts(passed=1), "memcheck found errors"),
         (3, gpu_tests.Counts(passed=1), "exit status 3"),
     ],
