@@ -318,7 +318,8 @@ def _note(entry: Data) -> str:
         noise = ""
         if "noise" in entry:
             early = f", each of the first ten by {entry['early_difference']:.4f} at most"
-            noise = f"{early}; eager's with another seed of batches differs from eager's by {entry['noise']:.3f}"
+            _, twin, measure = entry["contenders"]
+            noise = f"{early}; those of `{measure}` differ from `{twin}`'s by {entry['noise']:.4f}"
         return (
             f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
             f"differ by {entry['largest_difference']:.4f} nats at most{late}{noise}; "
