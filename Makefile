@@ -3,7 +3,7 @@
 #   make gpu-test  [PART=name]                       the tests that need a GPU; PART=list says what the parts are,
 #                                                    and about how many seconds each takes
 #   make gpu-bench [PART=name] [QUICK=1] [TUNE=1]    the GPU benchmark, likewise
-#   make gpu-docs                                    the records in benchmarks/results into docs/performance.md
+#   make gpu-docs                                    the records in benchmarks/results into docs/performance.md, and plots
 #
 # COMMIT=name says what is measured where the tree is no git repository; RECORD=file where to write.
 .PHONY: train test lint gpu-test gpu-bench gpu-docs

@@ -3,7 +3,7 @@
 python benchmarks/gpu.py                          # every part, some half an hour; each case is written when it is done
 python benchmarks/gpu.py --part layer glue        # some parts; the record keeps the others as they were
 python benchmarks/gpu.py --part layer --quick     # fewer and shorter rounds, nothing is written
-python benchmarks/gpu.py --part layer --write-docs  # and the tables in docs/performance.md, and the plot
+python benchmarks/gpu.py --part layer --write-docs  # and the tables in docs/performance.md, and the plots
 python benchmarks/gpu.py --list                   # what the parts are, and about how long each takes
 """
 
@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_plots
 import gpu_report
 import torch
 from gpu_bench import TOY, Bench, Scale
@@ -172,13 +173,13 @@ def in_turn(names: Iterable[str], bench: Bench) -> Iterator[str]:
 
 
 def document(console: Console) -> None:
-    """Put the records into the document, and make the plot of the first one."""
+    """Put the records into the document, and make the plots of the first one."""
     records = gpu_report.records()
     if not records:
         console.print(f"no record of a GPU in {gpu_report.RESULTS}: nothing to write")
         return
     gpu_report.write_docs(records)
-    gpu_report.plot(records[0])
+    gpu_plots.write_plots(records[0])
 
 
 if __name__ == "__main__":

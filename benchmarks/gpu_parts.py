@@ -35,5 +35,5 @@ PARTS: dict[str, Part] = {
     "growth": Part("time and memory with the tokens and with the hidden size", growth, 130),
     "first-call": Part("the first call in a new process, empty and warm kernel cache", first_call, 30),
     "train": Part("a GPT of 100 M parameters beside its twin in eager PyTorch", train, 190),
-    "train-exact": Part("the same without dropout: both losses, and what another seed changes", train_exact, 130),
+    "train-exact": Part("the same without dropout: both losses, and what nudged weights change", train_exact, 130),
 }

@@ -1,11 +1,11 @@
-"""Records of GPU benchmarks: one JSON for each GPU, whose parts are replaced one by one; tables, document and plot."""
+"""Records of GPU benchmarks: one JSON for each GPU, whose parts are replaced one by one; tables and document."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +20,6 @@ from rich.table import Table
 
 RESULTS = ROOT / "benchmarks/results"
 DOCUMENT = ROOT / "docs/performance.md"
-PLOT = ROOT / "docs/images/gpu.svg"
 
 Data = Mapping[str, Any]
 
@@ -318,60 +317,11 @@ def _note(entry: Data) -> str:
         noise = ""
         if "noise" in entry:
             early = f", each of the first ten by {entry['early_difference']:.4f} at most"
-            noise = f"{early}; eager's with another seed of batches differs from eager's by {entry['noise']:.3f}"
+            _, twin, measure = entry["contenders"]
+            noise = f"{early}; those of `{measure}` differ from `{twin}`'s by {entry['noise']:.4f}"
         return (
             f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
             f"differ by {entry['largest_difference']:.4f} nats at most{late}{noise}; "
             f"a bigram model has {entry['bigram_loss']:.3f}."
         )
     return ""
-
-
-# ----------------------------------------------------------------------------------------------------- plot
-
-_COLOURS = {"eager": "#9aa5b1", "torch.compile": "#5c7fa3", "te_fuser": "#d1495b"}
-_OTHER = "#c9ba9b"
-_PLOTTED = ("layer", "layer-fp16", "mlp", "llama")
-
-
-def plot(record: Data, path: Path = PLOT) -> None:
-    """Time over the floor of every layer and block, by contender, as a picture for the README; no quick runs."""
-    import matplotlib
-    from matplotlib.figure import Figure  # needs no display
-
-    parts = [record["parts"][name] for name in _PLOTTED if name in record["parts"]]
-    cases = [(entry, part["commit"]) for part in parts if not part["options"]["quick"] for entry in part["cases"]]
-    bars = [bar for entry, commit in reversed(cases) for bar in _bars(entry, commit)]
-    if not bars:
-        return
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "te_fuser"})
-    figure = Figure(figsize=(8, 0.9 + 0.22 * len(bars)), layout="constrained")
-    axes = figure.add_subplot()
-    for k, (label, ratio, colour, hatch) in enumerate(bars):
-        if ratio is not None:
-            axes.barh(k, ratio - 1, left=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
-            axes.text(max(ratio, 1) + 0.002, k, f"{ratio:.3f}", va="center", fontsize=8)
-        else:
-            place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
-            axes.annotate(label, (1, k), fontsize=9, fontweight="bold", **place)
-    axes.set_yticks(range(len(bars)), ["" if ratio is None else label for label, ratio, *_ in bars], fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(left=1)
-    axes.margins(x=0.1)
-    axes.spines[["top", "right"]].set_visible(False)
-    what = "time over the floor (products and attention alone)"
-    figure.supxlabel(f"{what}, forward + backward, {record['gpu']}", fontsize="medium")  # the labels are wide
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-
-
-def _bars(entry: Data, commit: str) -> list[tuple[str, float | None, str, str]]:
-    """(label, ratio, colour, hatch) of one case, from below; the case's name has no ratio."""
-    found = {name: (data["over_floor"], "") for name, data in entry["contenders"].items() if name != "floor"}
-    for name, ratio in entry.get("earlier", {}).get("over_floor", {}).items():
-        found[f"{name} (earlier)"] = (ratio, "////")
-    bars: list[tuple[str, float | None, str, str]] = [
-        (name, ratio, _COLOURS.get(name.split()[0], _OTHER), hatch) for name, (ratio, hatch) in found.items()
-    ]
-    order: Callable[[Any], float] = lambda bar: bar[1]  # noqa: E731
-    return [*sorted(bars, key=order), (f"{entry['case']} (commit {commit}, full run)", None, "", "")]

@@ -81,7 +81,7 @@ class Arguments:
     kernels: str
     resume: bool
     compare: bool
-    noise: bool
+    nudge: bool
     explain: bool
     out: Path
     prompt: str
@@ -124,7 +124,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         given["kernels"],
         given["resume"],
         given["compare"],
-        _noise(given),
+        _nudge(given),
         given["explain"],
         _folder(given),
         _prompt(given["prompt"]),
@@ -174,9 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     what.add_argument("--compare", action="store_true", help="train the same model in torch.nn beside it")
     what.add_argument(
-        "--noise", action="store_true",
-        help="with --compare: train that twin once more with another seed of batches and dropout, to see how far runs "
-        "lie apart by chance",
+        "--nudge", action="store_true",
+        help="with --compare: train that twin once more on the same batches, each of its first weights moved by one "
+        "unit in the last place, to see how far apart rounding alone carries two runs",
     )  # fmt: skip
     what.add_argument("--explain", action="store_true", help="print the plans of the whole model in full")
     what.add_argument("--prompt", default="import ", help="what the sample begins with (default: 'import ')")
@@ -207,10 +207,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _noise(given: dict[str, Any]) -> bool:
-    if given["noise"] and not given["compare"]:
-        raise BadArguments("--noise is about the twin that --compare trains: add --compare")
-    return bool(given["noise"])
+def _nudge(given: dict[str, Any]) -> bool:
+    if given["nudge"] and not given["compare"]:
+        raise BadArguments("--nudge is about the twin that --compare trains: add --compare")
+    return bool(given["nudge"])
 
 
 def _prompt(text: str) -> str:

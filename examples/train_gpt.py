@@ -26,9 +26,9 @@ from rich.console import Console
 from settings import CHECKPOINT, Arguments, BadArguments, Settings, parse
 from text import Bigram, Text, read_text, spread_windows
 from trainer import Schedule, Trainer
-from twin import build_twin
+from twin import build_twin, nudge
 
-OURS, TWIN, OTHER_TWIN = "te_fuser", "torch.nn", "torch.nn, another seed"
+OURS, TWIN, NUDGED = "te_fuser", "torch.nn", "torch.nn, nudged"
 VALIDATIONS = 8  # in a run
 VALIDATION_WINDOWS = 512
 STEPS_AT_ONCE = 10  # between two updates of the bar
@@ -84,13 +84,13 @@ class Run:
         self.bigram_loss = Bigram(text.training).loss(self.windows)
         torch.manual_seed(settings.seed)
         self.model = build_gpt(settings.shape, arguments.kernels)
-        seeds = {OURS: settings.seed}
+        models = {OURS: self.model}
         if arguments.compare:
-            seeds[TWIN] = settings.seed
-        if arguments.noise:
-            seeds[OTHER_TWIN] = settings.seed + 1
-        models = {name: self.model if name == OURS else self._twin() for name in seeds}
-        self.trainers = {name: self._trainer(model, seeds[name]) for name, model in models.items()}
+            models[TWIN] = self._twin()
+        if arguments.nudge:
+            models[NUDGED] = self._twin()
+            nudge(models[NUDGED], torch.Generator().manual_seed(settings.seed + 1))  # the weights are drawn from `seed`
+        self.trainers = {name: self._trainer(model) for name, model in models.items()}
         self.validations: dict[str, list[tuple[int, float]]] = {name: [] for name in models}
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -128,7 +128,7 @@ class Run:
         twin.load_state_dict(self.model.state_dict())
         return twin
 
-    def _trainer(self, model: torch.nn.Module, seed: int) -> Trainer:
+    def _trainer(self, model: torch.nn.Module) -> Trainer:
         settings = self.settings
         return Trainer(
             model.to(self.device),
@@ -136,7 +136,7 @@ class Run:
             Schedule(settings.lr, settings.steps),
             batch=settings.batch,
             context=settings.context,
-            seed=seed,
+            seed=settings.seed,
             dtype=settings.torch_dtype,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import torch
@@ -20,6 +21,15 @@ def build_twin(shape: Shape) -> nn.Sequential:
             head=nn.Linear(shape.hidden, shape.vocabulary, bias=False),
         )
     )
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, generator: torch.Generator) -> None:
+    """Move each parameter's numbers by one unit in the last place of its dtype, up or down by chance."""
+    for parameter in model.parameters():
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        direction = torch.where(up, math.inf, -math.inf).to(parameter)
+        parameter.copy_(torch.nextafter(parameter, direction))
 
 
 def _block(shape: Shape) -> nn.Sequential:

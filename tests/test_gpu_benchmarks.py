@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ import gpu_part_glue  # noqa: E402
 import gpu_part_host  # noqa: E402
 import gpu_part_train  # noqa: E402
 import gpu_parts  # noqa: E402
+import gpu_plots  # noqa: E402
 import gpu_report  # noqa: E402
 import gpu_rivals  # noqa: E402
 import gpu_tests  # noqa: E402
@@ -324,11 +325,49 @@ def test_a_child_that_fails_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch
         gpu_child.output_of(["-c", "import time; time.sleep(30)"])
 
 
+def pretended_training(offsets: Mapping[str, float], steps: int, *, validated: int) -> Callable[[list[str]], str]:
+    """What stands for the example: losses that lie so far from 2, and validation losses every so many steps."""
+
+    def train(arguments: list[str]) -> str:
+        folder = Path(arguments[arguments.index("--out") + 1])
+        speeds = {name: 100 if name == "torch.nn" else 150 for name in offsets}
+        summary = {"tokens_per_second": speeds, "settings": {"text": "x"}, "bigram_loss": 2.4}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        lines = ["step," + ",".join(f'"{n} {kind} loss"' for n in offsets for kind in ("training", "validation"))]
+        for step in range(1, steps + 1):
+            losses = (f"{2 + d:.5f},{'' if step % validated else f'{1 + d:.5f}'}" for d in offsets.values())
+            lines.append(f"{step},{','.join(losses)}")
+        (folder / "loss.csv").write_text("\n".join(lines))
+        return ""
+
+    return train
+
+
+def test_the_difference_is_judged_over_what_a_nudge_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = {"te_fuser": 0.05, "torch.nn": 0.0, "torch.nn, nudged": -0.02}
+    monkeypatch.setattr(gpu_part_train, "output_of", pretended_training(offsets, 119, validated=30))
+    (entry,) = gpu_part_train.train_exact(TOY)
+    assert entry["case"].endswith("--dropout 0 --steps 3 --nudge")
+    assert entry["noise"] == pytest.approx(0.02) and entry["largest_difference"] == pytest.approx(0.05)
+    ours = entry["contenders"]["te_fuser"]
+    assert ours["difference_over_noise"] == pytest.approx(2.5) and ours["speed_up"] == 1.5
+    assert [(goal["most"], goal["met"]) for goal in entry["goals"]] == [(2, False)]
+    assert entry["validation_steps"] == [30, 60, 90] and ours["validation_losses"] == [1.05] * 3
+    assert ours["training_losses"] == [[step, 2.05] for step in range(1, 120, 3)]  # 50 points at most
+
+
+def test_a_nudge_that_loses_its_way_in_the_digits_is_one_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = {"te_fuser": 0.0001, "torch.nn": 0.0, "torch.nn, nudged": 0.0}
+    monkeypatch.setattr(gpu_part_train, "output_of", pretended_training(offsets, 5, validated=5))
+    (entry,) = gpu_part_train.train_exact(TOY)
+    assert entry["noise"] == 0 and entry["contenders"]["te_fuser"]["difference_over_noise"] == pytest.approx(10)
+
+
 def test_losses_are_compared_beside_noise() -> None:
-    names = ("te_fuser", "torch.nn", "torch.nn, another seed")
+    names = ("te_fuser", "torch.nn", "torch.nn, nudged")
     rows = [{f"{n} training loss": str(2.0 + d) for n, d in zip(names, (0.01, 0.0, 0.1), strict=True)}] * 30
     assert gpu_part_train._largest_difference(rows, "te_fuser") == pytest.approx(0.01)
-    assert gpu_part_train._largest_difference(rows, "torch.nn, another seed") == pytest.approx(0.1)
+    assert gpu_part_train._largest_difference(rows, "torch.nn, nudged") == pytest.approx(0.1)
     rows[5] = {**rows[5], "te_fuser training loss": "3.0"}
     assert gpu_part_train._largest_difference(rows, "te_fuser") == pytest.approx((19 * 0.01 + 1.0) / 20)
     assert gpu_part_train._largest_difference(rows, "te_fuser", smoothed=1) == pytest.approx(1.0)
@@ -336,12 +375,13 @@ def test_losses_are_compared_beside_noise() -> None:
 
 def test_the_note_on_training_says_how_far_the_losses_lie_apart() -> None:
     entry = {
-        "contenders": {"te_fuser": {"speed_up": 1.9}}, "largest_difference": 0.01, "late_difference": 0.005,
+        "contenders": {"te_fuser": {"speed_up": 1.9}, "torch.nn": {}, "torch.nn, nudged": {}},
+        "largest_difference": 0.01, "late_difference": 0.005,
         "early_difference": 0.0001, "noise": 0.2, "bigram_loss": 2.4,
     }  # fmt: skip
     note = gpu_report._note(entry)
     assert "differ by 0.0100 nats at most (0.005 in the second half), each of the first ten by 0.0001" in note
-    assert "another seed of batches differs from eager's by 0.200" in note
+    assert "those of `torch.nn, nudged` differ from `torch.nn`'s by 0.2000" in note
 
 
 @pytest.mark.slow
@@ -719,26 +759,106 @@ def test_a_slow_copy_is_named() -> None:
     assert gpu_report._slow_copies(cases[:1]) == "" == gpu_report._slow_copies([layer_record()["cases"][0]])
 
 
-def test_quick_runs_are_not_plotted(tmp_path: Path) -> None:
-    path = tmp_path / "plot.svg"
-    record = layer_record()
-    record["options"]["quick"] = True
-    gpu_report.plot({**ABOUT, "parts": {"layer": record}}, path)
-    assert not path.exists()
-
-
 def test_the_document_has_a_place_for_every_part() -> None:
     text = gpu_report.DOCUMENT.read_text()
     for name in (*gpu_parts.PARTS, "plan", "time"):
         assert f"<!-- begin gpu {name} -->" in text and f"<!-- end gpu {name} -->" in text
 
 
-def test_the_plot_shows_every_contender(tmp_path: Path) -> None:
-    path = tmp_path / "plot.svg"
-    gpu_report.plot({**ABOUT, "parts": {"layer": layer_record()}}, path)
-    text = path.read_text()
-    for words in ("seed layer bf16 dropout 0.1 (commit abc, full run)", "te_fuser", "eager", "1.100", "(earlier)"):
-        assert words in text
+# ---------------------------------------------------------------------------------------------------- plots
+
+
+def growth_record() -> dict[str, Any]:
+    entries = []
+    for grows, tokens, hidden in (("tokens", 1024, 4096), ("tokens", 2048, 4096), ("hidden", 8192, 1000)):
+        times = {"floor": 1.0, "eager": 1.5, "te_fuser": 1.25}
+        contenders: dict[str, dict[str, float]] = {name: {"over_floor": time} for name, time in times.items()}
+        contenders["eager"] |= {"peak_mib": 400.0, "kept_mib": 200.0}
+        contenders["te_fuser"] |= {"peak_mib": 300.0, "kept_mib": 50.0}
+        size = {"grows": grows, "tokens": tokens, "hidden": hidden}
+        entries.append({"case": f"{tokens} x {hidden}", "contenders": contenders, **size})
+    return gpu_report.part_record(ABOUT, gpu_measure.FULL, {"quick": False}, 12.34, entries)
+
+
+def train_record(*more: str) -> dict[str, Any]:
+    names = ("te_fuser", "torch.nn", *more)
+    contenders = {
+        name: {"training_losses": [[1, 5.0 + k], [4, 3.0], [7, 2.0]], "validation_losses": [2.5, 2.1]}
+        for k, name in enumerate(names)
+    }
+    entry = {
+        "case": "train_gpt.py", "contenders": contenders, "bigram_loss": 2.4, "settings": {"dropout": 0.25},
+        "validation_steps": [4, 8],
+    }  # fmt: skip
+    return gpu_report.part_record(ABOUT, gpu_measure.FULL, {"quick": False}, 12.34, [entry])
+
+
+def whole_record() -> dict[str, Any]:
+    exact = train_record("torch.nn, nudged")
+    parts = {"layer": layer_record(), "growth": growth_record(), "train": train_record(), "train-exact": exact}
+    return {**ABOUT, "parts": parts}
+
+
+PLOTS = {
+    gpu_plots.plot_floor: (
+        "seed layer bf16 dropout 0.1 (commit abc, full run)", "te_fuser", "eager", "1.100", "(earlier)",
+    ),
+    gpu_plots.plot_growth: (
+        "NVIDIA Test 1 (commit abc, full run)", "time over the floor", ">eager<", ">te_fuser<", ">te_fuser, peak<",
+        ">te_fuser, kept<", ">1k<", ">2k<", ">1000<", "tokens, 4096 features", "features, 8192 tokens",
+    ),
+    gpu_plots.plot_losses: (
+        "dropout 0.25 (commit abc, full run)", "without dropout (commit abc, full run)", ">te_fuser<", ">eager<",
+        ">eager, nudged<", "bigram model", "loss, nats per byte",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_a_plot_says_what_it_shows_and_repeats(plot: Callable[..., None], tmp_path: Path) -> None:
+    paths = [tmp_path / "once.svg", tmp_path / "again.svg"]
+    for path in paths:
+        plot(whole_record(), path)
+    text = paths[0].read_text()
+    assert [words for words in PLOTS[plot] if words not in text] == []
+    assert "<dc:date>" not in text and paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_quick_runs_are_not_plotted(plot: Callable[..., None], tmp_path: Path) -> None:
+    record = whole_record()
+    for part in record["parts"].values():
+        part["options"]["quick"] = True
+    for empty in (record, {**ABOUT, "parts": {}}):
+        plot(empty, tmp_path / "plot.svg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_growth_is_drawn_over_the_floor_and_over_eager() -> None:
+    entries = growth_record()["cases"]
+    assert [line[:2] for line in gpu_plots._ratios(entries)] == [("eager", [1.5] * 3), ("te_fuser", [1.25] * 3)]
+    memory = [("te_fuser, peak", [0.75] * 3), ("te_fuser, kept", [0.25] * 3)]
+    assert [line[:2] for line in gpu_plots._memory_ratios(entries)] == memory
+
+
+def test_losses_of_records_without_validation_steps_are_curves_alone(tmp_path: Path) -> None:
+    record = whole_record()
+    sizes = []
+    for _ in range(2):
+        gpu_plots.plot_losses(record, tmp_path / "plot.svg")
+        sizes.append((tmp_path / "plot.svg").stat().st_size)
+        for name in ("train", "train-exact"):
+            record["parts"][name]["cases"][0].pop("validation_steps", None)
+    assert sizes[1] < sizes[0]
+
+
+def test_every_plot_is_written_and_stands_in_the_document(tmp_path: Path) -> None:
+    gpu_plots.write_plots(whole_record(), tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["gpu-growth.svg", "gpu-loss.svg", "gpu.svg"]
+    for name in names:
+        assert f"](images/{name})" in gpu_report.DOCUMENT.read_text()
+        assert (gpu_plots.IMAGES / name).stat().st_size < 2**20
 
 
 # -------------------------------------------------------------------------------------------- the GPU's tests

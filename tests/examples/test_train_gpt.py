@@ -109,12 +109,34 @@ def test_the_twin_trains_alike(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "torch.nn" in capsys.readouterr().out
 
 
-def test_noise_is_the_twin_with_other_batches(folder: Path, tmp_path: Path) -> None:
-    assert run(folder, tmp_path / "three", "--steps", "4", "--dropout", "0", "--compare", "--noise") == 0
-    columns = [f"{name} training loss" for name in ("te_fuser", "torch.nn", "torch.nn, another seed")]
-    ours, theirs, other = (losses(tmp_path / "three", column) for column in columns)
-    assert ours == pytest.approx(theirs, abs=1e-4)
-    assert len(other) == 4 and all(abs(a - b) > 1e-4 for a, b in zip(other, theirs, strict=True))
+def test_a_nudged_twin_begins_beside_the_other_and_sees_the_same(folder: Path, tmp_path: Path) -> None:
+    arguments = [*TINY, "--text", str(folder), "--compare", "--nudge", "--out", str(tmp_path)]
+    trainers = train_gpt.Run.new(settings.parse(arguments)).trainers
+    names = ("te_fuser", "torch.nn", "torch.nn, nudged")
+    ours, theirs, moved = (dict(trainers[name].model.named_parameters()) for name in names)
+    ups = []
+    for name, weight in theirs.items():
+        assert torch.equal(weight, ours[name])
+        steps = moved[name].detach().view(torch.int32) - weight.detach().view(torch.int32)  # in the number's size
+        assert bool((steps.abs() == 1).all()), name
+        ups.append((moved[name] > weight).float().flatten())
+    assert 0.45 < torch.cat(ups).mean() < 0.55
+    random = [trainers[name].random_states() for name in names]  # of batches and of dropout
+    assert all(torch.equal(states[key], random[0][key]) for states in random for key in random[0])
+
+
+def test_a_nudged_twin_trains_like_the_other_but_for_rounding(folder: Path, tmp_path: Path) -> None:
+    assert run(folder, tmp_path / "three", "--steps", "6", "--compare", "--nudge") == 0  # with dropout: the same masks
+    theirs, nudged = (losses(tmp_path / "three", f"{name} training loss") for name in ("torch.nn", "torch.nn, nudged"))
+    assert nudged == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_nudge_knows_the_dtype() -> None:
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    before = model.weight.detach().clone()
+    twin.nudge(model, torch.Generator().manual_seed(0))
+    steps = model.weight.detach().view(torch.int16) - before.view(torch.int16)
+    assert bool((steps.abs() == 1).all())
 
 
 def test_comparing_changes_nothing(folder: Path, tmp_path: Path) -> None:
@@ -279,7 +301,7 @@ def test_nothing_in_the_example_pickles() -> None:
         (["--text", "nowhere"], "nowhere holds too few .py files"),
         (["--resume"], "to resume from"),
         (["--resume", "--compare"], "cannot be combined with --resume"),
-        (["--noise"], "add --compare"),
+        (["--nudge"], "add --compare"),
     ],
 )
 def test_bad_arguments(
