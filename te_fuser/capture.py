@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.main_grad import held_main_grad, restored
 
 Samples = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -30,7 +31,7 @@ class GraphedModel:
 
         Raises:
             ValueError: when a tensor is not like its sample, or the model is not what it was: a module in another
-                mode, or a parameter, buffer or module that was replaced or moved.
+                mode, an op's attribute set, or a parameter, buffer or module that was replaced or moved.
         """
         self._check({"x": x, **inputs})
         self._captured.check()
@@ -48,7 +49,7 @@ class GraphedModel:
 
 
 class _Captured:
-    """What a graph holds of its model: the memory of its tensors, and the modes that its modules had.
+    """What a graph holds of its model: the memory of its tensors, and its modules as they were.
 
     A replay looks at neither, so each call compares them with the model as it is. Tensors and modules are looked up
     where the model does, and kept: another one cannot come to lie at the address of one that was replaced.
@@ -57,6 +58,8 @@ class _Captured:
     def __init__(self, model: torch.nn.Module) -> None:
         self._names, self._modules = map(list, zip(*model.named_modules(), strict=True))
         self._modes = [m.training for m in self._modules]
+        self._ops = [m for m in self._modules if isinstance(m, FusableOperation)]
+        self._revisions = [op.revision for op in self._ops]
         self._children = [child for m in self._modules for child in m._modules.values()]
         self._tensors = [
             (f"{kind} {prefix}.{name}" if prefix else f"{kind} {name}", there, name, there[name])
@@ -92,9 +95,21 @@ class _Captured:
                     f"{label} has requires_grad={tensor.requires_grad}, and the graph was captured with {needs_grad}: "
                     f"call requires_grad_({needs_grad}), or capture again"
                 )
+        if [op.revision for op in self._ops] != self._revisions:
+            raise self._changed_op()
         for label, tensor, address in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")
+
+    def _changed_op(self) -> ValueError:
+        """What to say of the first op with other attributes."""
+        pairs = zip(self._ops, self._revisions, strict=True)
+        changed = next(op for op, before in pairs if op.revision != before)
+        name = self._names[self._modules.index(changed)] or "the model"
+        return ValueError(
+            f"an attribute of {name} ({type(changed).__name__}) was set since the capture, and the graph goes by the "
+            "old one: capture again"
+        )
 
     def _wrong_mode(self) -> ValueError:
         """What to say of the first module in another mode; the model is the first of all."""

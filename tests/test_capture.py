@@ -105,6 +105,10 @@ def quiet_norm(model: Sequential) -> None:
     model[3].eval()
 
 
+def other_probability(model: Sequential) -> None:
+    model[1].p = 0.25
+
+
 OLD = "was replaced since the capture, and the graph reads the old one: capture again, or change values in place"
 CHANGES: dict[Callable[[Sequential], None], str] = {
     assigned: f"parameter 0.weight {OLD}",
@@ -117,6 +121,7 @@ CHANGES: dict[Callable[[Sequential], None], str] = {
     another_op: "a module of this model was added",
     op_in_an_empty_branch: "a module of this model was added",
     computed: "a module of this model was added",
+    other_probability: r"an attribute of 1 \(Dropout\) was set since the capture, and the graph goes by the old one",
     quiet_dropout: r"captured with 1 in train mode: call its train\(\), or cuda_graph again",
     quiet_norm: r"captured with 3 in train mode: call its train\(\), or cuda_graph again",
 }
