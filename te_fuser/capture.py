@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.main_grad import held_main_grad, restored
 
 Samples = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -23,17 +24,17 @@ class GraphedModel:
         self._replay = replay
         self._names = tuple(samples)[1:]
         self._samples = {name: _form(t) for name, t in samples.items()}
-        self._training = model.training
-        self._parameters = [(name, p, p.data_ptr()) for name, p in model.named_parameters()]
-        self._main_grads = [(name, p, address) for name, p, _ in self._parameters if (address := _main_grad_at(p))]
+        self._captured = _Captured(model)
 
     def __call__(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
         """Replay for x; the result's memory is written again by the next call.
 
         Raises:
-            ValueError: when a tensor is not like its sample, the mode is another one, or a parameter was replaced.
+            ValueError: when a tensor is not like its sample, or the model is not what it was: a module in another
+                mode, an op's attribute set, or a parameter, buffer or module that was replaced or moved.
         """
         self._check({"x": x, **inputs})
+        self._captured.check()
         return self._replay(x, *[inputs[name] for name in self._names])
 
     def _check(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -45,15 +46,79 @@ class GraphedModel:
                     f"{name} is {_text(_form(t))}, and the graph was captured for {_text(self._samples[name])}: "
                     "call cuda_graph once for each shape, or call the model itself"
                 )
-        if self.model.training != self._training:
-            mode = "train" if self._training else "eval"
-            raise ValueError(f"this graph was captured in {mode} mode: call model.{mode}(), or cuda_graph again")
-        for name, p, address in self._parameters:
-            if p.data_ptr() != address:
-                raise ValueError(f"parameter {name} has other memory than at capture (.to() or .data): capture again")
-        for name, p, address in self._main_grads:
-            if _main_grad_at(p) != address:
-                raise ValueError(f"the main_grad of parameter {name} has other memory than at capture: capture again")
+
+
+class _Captured:
+    """What a graph holds of its model: the memory of its tensors, and its modules as they were.
+
+    A replay looks at neither, so each call compares them with the model as it is. Tensors and modules are looked up
+    where the model does, and kept: another one cannot come to lie at the address of one that was replaced.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names, self._modules = map(list, zip(*model.named_modules(), strict=True))
+        self._modes = [m.training for m in self._modules]
+        self._ops = [m for m in self._modules if isinstance(m, FusableOperation)]
+        self._revisions = [op.revision for op in self._ops]
+        self._children = [child for m in self._modules for child in m._modules.values()]
+        self._tensors = [
+            (f"{kind} {prefix}.{name}" if prefix else f"{kind} {name}", there, name, there[name])
+            for prefix, m in zip(self._names, self._modules, strict=True)
+            for kind, there in (("parameter", m._parameters), ("buffer", m._buffers))
+            for name in there
+        ]
+        held = [(label, t) for label, _, _, t in self._tensors if t is not None and t.layout is torch.strided]
+        self._memory = [(label, t, t.data_ptr(), t.requires_grad) for label, t in held]
+        self._main_grads = [(label, t, address) for label, t in held if (address := _main_grad_at(t))]
+
+    def check(self) -> None:
+        """Compare with the model as it is.
+
+        Raises:
+            ValueError: naming what is another than at the capture, and what to do.
+        """
+        if [child for m in self._modules for child in m._modules.values()] != self._children:
+            raise ValueError("a module of this model was added, removed or replaced since the capture: capture again")
+        if [m.training for m in self._modules] != self._modes:
+            raise self._wrong_mode()
+        for label, there, name, tensor in self._tensors:
+            if there.get(name) is not tensor:
+                raise ValueError(
+                    f"{label} was replaced since the capture, and the graph reads the old one: capture again, or "
+                    "change values in place (copy_, load_state_dict without assign=True)"
+                )
+        for label, tensor, address, needs_grad in self._memory:
+            if tensor.data_ptr() != address:
+                raise ValueError(f"{label} has other memory than at capture (.to() or .data): capture again")
+            if tensor.requires_grad is not needs_grad:
+                raise ValueError(
+                    f"{label} has requires_grad={tensor.requires_grad}, and the graph was captured with {needs_grad}: "
+                    f"call requires_grad_({needs_grad}), or capture again"
+                )
+        if [op.revision for op in self._ops] != self._revisions:
+            raise self._changed_op()
+        for label, tensor, address in self._main_grads:
+            if _main_grad_at(tensor) != address:
+                raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")
+
+    def _changed_op(self) -> ValueError:
+        """What to say of the first op with other attributes."""
+        pairs = zip(self._ops, self._revisions, strict=True)
+        changed = next(op for op, before in pairs if op.revision != before)
+        name = self._names[self._modules.index(changed)] or "the model"
+        return ValueError(
+            f"an attribute of {name} ({type(changed).__name__}) was set since the capture, and the graph goes by the "
+            "old one: capture again"
+        )
+
+    def _wrong_mode(self) -> ValueError:
+        """What to say of the first module in another mode; the model is the first of all."""
+        pairs = zip(self._names, self._modules, self._modes, strict=True)
+        name, training = next((n, before) for n, m, before in pairs if m.training != before)
+        mode = "train" if training else "eval"
+        if not name:
+            return ValueError(f"this graph was captured in {mode} mode: call model.{mode}(), or cuda_graph again")
+        return ValueError(f"this graph was captured with {name} in {mode} mode: call its {mode}(), or cuda_graph again")
 
 
 def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 3) -> GraphedModel:

@@ -201,7 +201,7 @@ def _scattered(data: Tensors) -> dict[str, torch.Tensor]:
     rng = torch.Generator().manual_seed(0)
 
     def signs(t: torch.Tensor) -> torch.Tensor:
-        return (torch.randint(0, 2, t.shape, generator=rng) * 2 - 1).to(t)
+        return (torch.randint(0, 2, t.shape, generator=rng, device=rng.device) * 2 - 1).to(t)
 
     return {name: t * signs(t) if name.startswith(UPSTREAM) else t for name, t in data.items()}
 
@@ -240,7 +240,7 @@ def neighbour(data: Tensors, number: int, coarsest: float) -> dict[str, torch.Te
 
 
 def _moved(t: torch.Tensor, rng: torch.Generator, coarsest: float) -> torch.Tensor:
-    steps = torch.randint(-1, 2, t.shape, generator=rng).to(t.device)
+    steps = torch.randint(-1, 2, t.shape, generator=rng, device=rng.device).to(t.device)
     eps = max(torch.finfo(t.dtype).eps, coarsest)
     return (t.double() * (1.0 + steps * eps)).to(t.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -54,6 +55,112 @@ def test_other_tensors_modes_and_parameters_are_refused() -> None:
     model[0].weight.data = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"parameter 0.weight has other memory"):
         call(x)
+
+
+def assigned(model: Sequential) -> None:
+    model[0].weight = torch.nn.Parameter(model[0].weight.detach().clone())
+
+
+def loaded_by_assigning(model: Sequential) -> None:
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+
+
+def removed(model: Sequential) -> None:
+    model[0].bias = None
+
+
+def replaced_buffer(model: Sequential) -> None:
+    model[3].running_mean = torch.zeros(3)
+
+
+def moved_buffer(model: Sequential) -> None:
+    model[3].running_mean.data = torch.zeros(3)
+
+
+def frozen(model: Sequential) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def other_op(model: Sequential) -> None:
+    model[0] = ops.Linear(4, 3)
+
+
+def another_op(model: Sequential) -> None:
+    model.append(ops.GELU())
+
+
+def op_in_an_empty_branch(model: Sequential) -> None:
+    model[2].append(ops.GELU())
+
+
+def computed(model: Sequential) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model[0], "weight")
+
+
+def quiet_dropout(model: Sequential) -> None:
+    model[1].eval()
+
+
+def quiet_norm(model: Sequential) -> None:
+    model[3].eval()
+
+
+def other_probability(model: Sequential) -> None:
+    model[1].p = 0.25
+
+
+OLD = "was replaced since the capture, and the graph reads the old one: capture again, or change values in place"
+CHANGES: dict[Callable[[Sequential], None], str] = {
+    assigned: f"parameter 0.weight {OLD}",
+    loaded_by_assigning: f"parameter 0.weight {OLD}",
+    removed: f"parameter 0.bias {OLD}",
+    replaced_buffer: f"buffer 3.running_mean {OLD}",
+    moved_buffer: "buffer 3.running_mean has other memory than at capture",
+    frozen: "parameter 0.weight has requires_grad=False, and the graph was captured with True: call req",
+    other_op: "a module of this model was added, removed or replaced since the capture: capture again",
+    another_op: "a module of this model was added",
+    op_in_an_empty_branch: "a module of this model was added",
+    computed: "a module of this model was added",
+    other_probability: r"an attribute of 1 \(Dropout\) was set since the capture, and the graph goes by the old one",
+    quiet_dropout: r"captured with 1 in train mode: call its train\(\), or cuda_graph again",
+    quiet_norm: r"captured with 3 in train mode: call its train\(\), or cuda_graph again",
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.items(), ids=[change.__name__ for change in CHANGES])
+def test_what_the_graph_would_not_see_is_refused(change: Callable[[Sequential], None], message: str) -> None:
+    """The graph reads the memory of the capture, whatever the model has become."""
+    model = Sequential(ops.Linear(4, 3), ops.Dropout(0.5), te_fuser.Residual(), torch.nn.BatchNorm1d(3))
+    x = torch.randn(2, 4)
+    call = graphed(model, x=x)
+    call(x)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        call(x)
+
+
+def test_a_mode_that_an_op_had_at_the_capture_is_its_mode() -> None:
+    model, x = Sequential(ops.Linear(4, 3), ops.Dropout(0.5)), torch.randn(2, 4)
+    model[1].eval()
+    call = graphed(model, x=x)
+    torch.testing.assert_close(call(x), model(x))
+    model.train()
+    with pytest.raises(ValueError, match=r"captured with 1 in eval mode: call its eval\(\)"):
+        call(x)
+
+
+def test_values_may_change_in_place() -> None:
+    """An optimizer's step, load_state_dict, buffers that a module writes: the graph reads them where they lie."""
+    model = Sequential(ops.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    x = torch.randn(2, 4)
+    call = graphed(model, x=x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        call(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict({name: torch.ones_like(t) for name, t in model.state_dict().items()})
+    torch.testing.assert_close(call(x), model(x))
 
 
 def test_the_warm_up_leaves_main_grad_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,6 +337,18 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(same_bits(p, before[name]) for name, p in model.state_dict().items())
 
 
+def test_another_default_device() -> None:
+    """What is drawn and made on the way lies where the model does."""
+    listed = ops.AdaptiveLayerNorm(8, batch_dim=0), ops.Linear(8, 8), ops.Dropout(0.25)
+    model = randomize(te_fuser.Sequential(*listed, kernels="reference")).float()
+    x, scale, shift = (torch.randn(5, 8, requires_grad=True) for _ in range(3))
+    watched = te_fuser.Sequential(*model, kernels="reference", verify=True)
+    with torch.device("meta"):
+        assert verify(model, dtypes=DTYPES).passed
+        watched(x, scale=scale, shift=shift).sum().backward()
+    assert all(t.grad.device.type == "cpu" for t in (x, scale, shift))
+
+
 def test_plain_modules_between_ops() -> None:
     model = te_fuser.Sequential(ops.Linear(8, 8), torch.nn.Tanh(), ops.LayerNorm(8), kernels="reference")
     assert verify(randomize(model), dtypes=DTYPES).passed

@@ -38,7 +38,8 @@ relu = _lifted("relu", torch.relu, lambda x: max(x, 0.0))
 
 
 def _pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    like = a if isinstance(a, torch.Tensor) else torch.as_tensor(b)
+    tensors = [t for t in (a, b) if isinstance(t, torch.Tensor)]
+    like = tensors[0] if tensors else torch.as_tensor(b, device="cpu")
     return tuple(  # type: ignore[return-value]
         t if isinstance(t, torch.Tensor) else torch.as_tensor(t, dtype=like.dtype, device=like.device) for t in (a, b)
     )

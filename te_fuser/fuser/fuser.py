@@ -401,7 +401,8 @@ def draw_seed(device: torch.device) -> torch.Tensor:
     with _drawing:  # reading and going on are two calls
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + _OFFSETS_PER_CALL)
-    return torch.tensor((seed - (seed >> 63 << 64), offset))  # the same 64 bits, with a sign
+    signed = seed - (seed >> 63 << 64)  # the same 64 bits, with a sign
+    return torch.tensor((signed, offset), device="cpu")  # whatever the default device is
 
 
 def check_options(memory: str | int, kernels: str, fallback: str) -> None:

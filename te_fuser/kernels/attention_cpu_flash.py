@@ -43,7 +43,7 @@ class CpuFlash(Provider):
 
     def _bias(self, views: Views, mask: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, bool]:
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
-        return torch.zeros(mask.shape, dtype=qkv.dtype).masked_fill_(mask, -torch.inf), views.settings.causal
+        return qkv.new_zeros(mask.shape).masked_fill_(mask, -torch.inf), views.settings.causal
 
     def _readable(self, x: torch.Tensor) -> torch.Tensor:
         # In float16 the kernel is several times slower than in float32.

@@ -43,7 +43,7 @@ def _onednn() -> Callable[..., torch.Tensor] | None:
         return None
     try:
         pointwise = torch.ops.mkldnn._linear_pointwise.default
-        a, b = torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(4, 3)
+        a, b = (torch.arange(n * 3.0, device="cpu").reshape(n, 3) for n in (2, 4))
         with torch.no_grad():
             works = torch.equal(pointwise(a, b, None, "none", [], ""), a @ b.t())
     except (AttributeError, RuntimeError, TypeError):  # it is PyTorch's own business and may change

@@ -227,7 +227,7 @@ class _Run:
         key = UPSTREAM + name
         if key not in self.upstream:
             rng = torch.Generator().manual_seed(len(self.upstream) + 7)
-            drawn = torch.randn(y.shape, generator=rng).to(y)
+            drawn = torch.randn(y.shape, generator=rng, device=rng.device).to(y)
             self.upstream[key] = LAYOUTS[self.case.upstream](drawn)
         return self.upstream[key].to(y.dtype)
 
@@ -255,7 +255,7 @@ def example_call(
     Raises:
         ValueError, TypeError: when an op does not take it, or reads something whose shape cannot be known.
     """
-    x = torch.randn(shape, generator=rng).to(device, dtype)
+    x = torch.randn(shape, generator=rng, device=rng.device).to(device, dtype)
     inputs: dict[str, torch.Tensor] = {}
     differentiable: set[str] = set()
     outputs: dict[str, None] = {}
@@ -267,7 +267,8 @@ def example_call(
             read.add(name)
             if name in bound or name in inputs or given.optional:
                 continue
-            inputs[name] = torch.randn(_shape(given, spec, op.batch_dim()), generator=rng).to(device, dtype)
+            drawn = torch.randn(_shape(given, spec, op.batch_dim()), generator=rng, device=rng.device)
+            inputs[name] = drawn.to(device, dtype)
             differentiable |= {name} if given.gradient else set()
         spec = op.infer(spec)
         bound |= set(item.names_out)

@@ -61,7 +61,7 @@ class _Watch:
         self.read = {ref for step in (*plan.forward, *plan.backward) for ref in step.reads()}
         self.values = {value: t.detach() for value, t in entering.items()}
         self.parameters = [p.detach() for p in parameters]
-        self.seed = torch.zeros(2, dtype=torch.int64)
+        self.seed = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.forward_steps = {id(step) for step in plan.forward}
         self.coarsest = max(torch.finfo(v.spec.dtype).eps for v in plan.graph.values if v.spec.dtype.is_floating_point)
 

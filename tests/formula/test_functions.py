@@ -39,6 +39,9 @@ def test_numbers_beside_tensors() -> None:
     x = torch.tensor([-2.0, 0.5, 9.0], dtype=torch.float64)
     assert torch.equal(maximum(x, 0), x.clamp(min=0)) and torch.equal(minimum(1, x), x.clamp(max=1))
     assert maximum(1.0, 2.0) == 2.0
+    with torch.device("meta"):  # a number is one wherever new tensors are made
+        assert maximum(1.0, 2.0).item() == 2.0
+    assert maximum(0, x.to("meta")).is_meta
     assert torch.equal(clamp(x, high=1.0), x.clamp(max=1))
     assert torch.equal(where(x > 0, x, 0.0), x.relu()) and where(x > 0, x, 0.0).dtype == torch.float64
 

@@ -175,6 +175,8 @@ def test_a_gpus_seed_comes_from_its_generator_without_a_kernel(
     drawn = [draw_seed(torch.device("cuda", 1)) for _ in range(2)]
     assert [t.tolist() for t in drawn] == [[signed, 8], [signed, 12]] and generator.offset == 16
     assert all(t.device == CPU and t.dtype == torch.int64 for t in drawn)
+    with torch.device("meta"):
+        assert draw_seed(torch.device("cuda", 1)).tolist() == [signed, 16]
 
 
 def test_threads_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:

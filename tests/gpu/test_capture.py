@@ -77,6 +77,22 @@ def test_named_inputs_are_copied_in() -> None:
         torch.testing.assert_close(replayed(x, other=other), model(x, other=other), rtol=0, atol=0)
 
 
+def test_buffers_are_written_in_place_and_what_is_replaced_is_refused() -> None:
+    model = Sequential(ops.Linear(16, 8), torch.nn.BatchNorm1d(8, momentum=0.5), ops.GELU()).to(GPU)
+    x = torch.randn(32, 16, device=GPU)
+    replayed = te_fuser.cuda_graph(model, x)
+    for _ in range(2):
+        before = model[1].running_mean.clone()
+        replayed(x)
+        mean = model[0](x).mean(0)
+        torch.testing.assert_close(model[1].running_mean, 0.5 * before + 0.5 * mean, rtol=1e-4, atol=1e-5)
+    model[0].weight = torch.nn.Parameter(torch.zeros(8, 16, device=GPU))
+    with pytest.raises(ValueError, match=r"parameter 0.weight was replaced since the capture"):
+        replayed(x)
+    again = te_fuser.cuda_graph(model, x)
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+
+
 def test_each_replay_adds_to_main_grad() -> None:
     model = Sequential(ops.LayerNorm(64), ops.Linear(64, 40, accumulate_into_main_grad=True)).to(GPU, torch.bfloat16)
     weight, x, dy = model[1].weight, sample(), torch.randn(2, 32, 40, device=GPU, dtype=torch.bfloat16)

@@ -52,6 +52,13 @@ def test_cpu_flash_errs_no_more_than_twice_pytorch(dtype, kv_heads):
                 assert measure(one.double() - want) <= 2 * measure(other.double() - want) + ulp
 
 
+def test_the_mask_lies_where_the_input_does():
+    op, x, dy = make(mask="given")
+    mask = boolean_mask("some")
+    with torch.device("meta"):
+        assert_matches(CPU, op, x, dy, mask)
+
+
 def test_cpu_flash_and_the_op_share_their_logsumexp():
     for layout, packing, kv_heads, mask in itertools.product(LAYOUTS, PACKINGS, (4, 2), ("causal", "given")):
         op, x, dy = make(kv_heads=kv_heads, layout=layout, packing=packing, mask=mask)

@@ -81,6 +81,14 @@ def test_autograd_records_the_usual_way(calls: list[tuple[int, ...]]) -> None:
     assert not calls
 
 
+def test_the_default_device_does_not_choose_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(products, "_is_amd", lambda: True)
+    found = products._onednn.__wrapped__()
+    with torch.device("meta"):
+        assert products._onednn.__wrapped__() is found
+
+
 @pytest.mark.filterwarnings("ignore:TF32")
 @torch.no_grad()
 def test_onednn_can_be_switched_off(calls: list[tuple[int, ...]]) -> None:

@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fusions import Cost, fusion
-from te_fuser.verify import VerificationError
+from te_fuser.verify import VerificationError, steps
 from tests.twins import sequential, tensor
 
 Listed = tuple[torch.nn.Module, ...]
@@ -46,6 +46,21 @@ def test_computed_parameters_are_those_of_the_call() -> None:
     torch.nn.utils.parametrizations.spectral_norm(model[0], "weight")
     for _ in range(3):
         model(x).square().sum().backward()
+
+
+def test_a_step_that_draws_nothing_gets_a_seed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As draw_seed gives them; whatever the default device is."""
+    model, x = sequential(ops.Linear(8, 8), ops.GELU(), verify=True), tensor(5, 8)
+    found, run_nodes = [], steps.run_nodes
+
+    def watched(nodes: Any, values: Any, parameters: Any, seed: torch.Tensor, exact: bool) -> None:
+        found.append(seed.device.type)
+        run_nodes(nodes, values, parameters, seed, exact)
+
+    monkeypatch.setattr(steps, "run_nodes", watched)
+    with torch.device("meta"):
+        model(x)
+    assert set(found) == {"cpu"}
 
 
 def first_bias_is_wrong(m: Any, dy: torch.Tensor) -> Any:
