@@ -256,6 +256,8 @@ class Fuser:
         if options.tuned:
             listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
             plan = replace(plan, notes=(*plan.notes, f"measured choices of tune(): {listed}"))
+        if plan.device.estimate:
+            plan = replace(plan, notes=(*plan.notes, plan.device.estimate_note()))
         at_hand = options.capability is None
         if not at_hand or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
             return plan
