@@ -12,9 +12,7 @@ from te_fuser.codegen.description import KernelDescription, elements
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.program import KernelFunction
-from te_fuser.fuser.stretch import KernelPlan
-from te_fuser.ops.base import batch_layout
+from te_fuser.fuser.program import KernelFunction, descriptions, kernel_sizes
 
 if TYPE_CHECKING:
     from te_fuser.codegen.cuda_loader import GpuKernel
@@ -36,7 +34,9 @@ def tune_schedules(
     """(kernel, ratio in the model or None, taken, why not) for each generated kernel; what is taken stays on disk."""
     device = plan.x.device
     taken: dict[str, KernelFunction] = {}
-    for description, sizes in _kernels(plan):
+    all_sizes = kernel_sizes(plan)
+    for key, description in descriptions([*plan.forward, *plan.backward]).items():
+        sizes = all_sizes[key]
         found = _fastest_alone(description, sizes, device)
         if found is None:
             yield description.name, None, False, "no schedule is faster alone"
@@ -55,21 +55,6 @@ def tune_schedules(
         yield description.name, ratio, ratio < 1, ""
 
 
-def _kernels(plan: Plan) -> Iterator[tuple[KernelDescription, tuple[int, int, int]]]:
-    """Each kernel of a plan once, with rows, batch_inner and samples of its call."""
-    seen = set()
-    for step in (*plan.forward, *plan.backward):
-        if not isinstance(step.task, KernelPlan) or step.task.description.key in seen:
-            continue
-        d = step.task.description
-        if not (d.stores or d.sums):
-            continue
-        seen.add(d.key)
-        spec = plan.graph.values[plan.graph.nodes[step.start].input].spec
-        batch_dim = step.task.batch_dim
-        yield d, (spec.rows, *((1, 1) if batch_dim is None else batch_layout(spec.shape, batch_dim)))
-
-
 def _fastest_alone(
     d: KernelDescription, sizes: tuple[int, int, int], device: torch.device
 ) -> tuple[tuple[Schedule, ...], GpuKernel, float] | None:
@@ -77,7 +62,7 @@ def _fastest_alone(
     from te_fuser.codegen import cuda_loader
 
     folder = config.cache_dir
-    in_use = cuda_loader.load([d], device, rows=sizes[0], cache_dir=folder)[0]
+    in_use = cuda_loader.load([d], device, rows={d.key: sizes[0]}, cache_dir=folder)[0]
     tensors = _tensors(d, sizes, device)
     before = _seconds(in_use, tensors, sizes)
     least, best = _SOLO_GAIN * before, None
