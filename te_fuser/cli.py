@@ -50,7 +50,11 @@ def _devices(_: argparse.Namespace) -> int:
     dtypes = ("float32", "bfloat16", "float16", "float64")
     heading = ["device", "copy", *dtypes, "other float32", "launch", "capability"]
     _print_table([heading, *(_device_row(d, dtypes) for d in DEVICES.values())])
-    print("copy: bytes/s; dtypes: operations/s of large matrix products. Use one by model.explain(x, device=NAME).")
+    estimated = ", ".join(d.name for d in DEVICES.values() if d.estimate)
+    print(
+        "copy: bytes/s; dtypes: operations/s of large matrix products. Use one by model.explain(x, device=NAME). "
+        f"Not measured but estimated: {estimated}."
+    )
     return 0
 
 
@@ -63,7 +67,7 @@ def _device_row(device: Device, dtypes: Sequence[str]) -> list[str]:
 
 def _rate(number: float) -> str:
     unit, size = ("T", 1e12) if number >= 1e12 else ("G", 1e9)
-    return f"{number / size:g} {unit}"
+    return f"{number / size:.4g} {unit}"
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +120,7 @@ class Emulation:
             descriptions: Sequence[KernelDescription],
             target: str,
             device: torch.device,
-            rows: int | None = None,
+            rows: Mapping[str, int] | None = None,
             written: Sequence[Any] = (),
         ) -> dict[str, Any]:
             return {d.key: k for d, k in zip(descriptions, self.load(descriptions), strict=True)}

@@ -53,7 +53,7 @@ def load(
     descriptions: Sequence[KernelDescription],
     device: torch.device,
     *,
-    rows: int | None = None,
+    rows: Mapping[str, int] | None = None,
     cache_dir: Path | None = None,
     written: Iterable[WrittenKernel] = (),
 ) -> list[GpuKernel]:
@@ -63,7 +63,7 @@ def load(
     model picks.
 
     Args:
-        rows: about how many rows the kernels will have; it selects among measured schedules.
+        rows: description key -> about how many rows that kernel will have; it selects among measured schedules.
         cache_dir: the folder for machine code and measured schedules; the user's cache folder if not given.
         written: kernels written by hand that are to be compiled beside these, and loaded.
 
@@ -74,7 +74,7 @@ def load(
         ValueError: for a description that generated kernels do not cover, such as one with float64.
     """
     index = _index(device)
-    wanted = {d.key: (d, _measured(d, index, rows, cache_dir)) for d in descriptions}
+    wanted = {d.key: (d, _measured(d, index, (rows or {}).get(d.key), cache_dir)) for d in descriptions}
     made = dict(zip(wanted, _load(list(wanted.values()), index, cache_dir, written), strict=True))
     return [made[d.key] for d in descriptions]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,6 +22,8 @@ class Device:
         vector_rate: float32 operations per second outside them.
         launch: seconds that one kernel costs beyond its work.
         capability: a GPU's compute capability; None: the CPU.
+        multiprocessors: how many a GPU has.
+        estimate: what a GPU's rates were taken from that nobody measured; empty where they were measured.
     """
 
     name: str
@@ -28,11 +32,20 @@ class Device:
     vector_rate: float
     launch: float
     capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
+    estimate: str = ""
 
     @property
     def kind(self) -> str:
         """PyTorch's name of the kind of device."""
         return "cpu" if self.capability is None else "cuda"
+
+    def estimate_note(self) -> str:
+        """What a plan for a device that was not measured says of it."""
+        return (
+            f"{self.name} was not measured: its roofline, which times and choices come from, is an estimate by "
+            f"{self.estimate}; model.tune(x) on such a GPU measures the choices"
+        )
 
     def seconds(self, cost: Cost, dtype: str) -> float:
         """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart."""
@@ -60,7 +73,6 @@ def _rates(float32: float, half: float, float64: float, float16: float | None = 
     return {dtype: rate * 1e12 for dtype, rate in rates.items()}
 
 
-# Bandwidth is that of a copy, matrix rates are those of large products on random data.
 # What one core does, in 10**12 operations per second, by the vectors it has: float32 products, other operations.
 _CORES = {"AVX512": (0.13, 0.03), "AVX2": (0.06, 0.02)}
 _PLAIN_CORE = (0.025, 0.01)
@@ -81,16 +93,45 @@ def _bfloat16_gain() -> float:
     return next((gain for name, gain in gains if getattr(torch.cpu, name, lambda: False)()), 0.2)
 
 
-DEVICES: dict[str, Device] = {
-    d.name: d
-    for d in (
-        _cpu(),
-        Device("h200", 4.2e12, _rates(400, 790, 60), 30e12, 4e-6, (9, 0)),
-        Device("h100", 2.9e12, _rates(400, 760, 60), 30e12, 4e-6, (9, 0)),
-        Device("a100", 1.7e12, _rates(140, 270, 19), 12e12, 4e-6, (8, 0)),
-        Device("b200", 6.8e12, _rates(900, 1700, 37), 45e12, 4e-6, (10, 0)),
-    )
-}
+# Bandwidth is that of a copy, matrix rates are those of large products on random data.
+# Of its data sheet's peak an H200 reaches so much: copies, products on random data, other operations.
+_COPY, _PRODUCTS, _OTHERS = 0.875, 0.8, 0.45
+_BY_DATA_SHEET = "its data sheet"
+
+
+def _by_data_sheet(
+    name: str,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    bandwidth: float,
+    *,
+    tf32: float,
+    half: float,
+    float64: float,
+    float32: float,
+) -> Device:
+    """A GPU that was not measured, from the vendor's peaks without sparsity: 10**12 bytes and operations per second."""
+    rates = _rates(_PRODUCTS * tf32, _PRODUCTS * half, _PRODUCTS * float64)
+    copy, others = _COPY * bandwidth * 1e12, _OTHERS * float32 * 1e12
+    return Device(name, copy, rates, others, 4e-6, capability, multiprocessors, _BY_DATA_SHEET)
+
+
+_GPUS = (
+    Device("h200", 4.2e12, _rates(400, 790, 60), 30e12, 4e-6, (9, 0), 132),
+    Device("h100", 3.0e12, _rates(370, 700, 60), 30e12, 4e-6, (9, 0), 132),
+    Device("a100", 1.7e12, _rates(140, 270, 19), 12e12, 4e-6, (8, 0), 108, _BY_DATA_SHEET),
+    Device("b200", 6.8e12, _rates(900, 1700, 37), 45e12, 4e-6, (10, 0), 148, _BY_DATA_SHEET),
+    _by_data_sheet("h200-nvl", (9, 0), 132, 4.8, tf32=418, half=835, float64=60, float32=60),
+    _by_data_sheet("h100-nvl", (9, 0), 132, 3.9, tf32=418, half=835, float64=60, float32=60),
+    _by_data_sheet("h100-pcie", (9, 0), 114, 2.0, tf32=378, half=756, float64=51, float32=51),
+    _by_data_sheet("a100-40gb", (8, 0), 108, 1.555, tf32=156, half=312, float64=19.5, float32=19.5),
+    _by_data_sheet("a10", (8, 6), 72, 0.6, tf32=62.5, half=125, float64=0.49, float32=31.2),
+    _by_data_sheet("l4", (8, 9), 58, 0.3, tf32=60, half=121, float64=0.47, float32=30.3),
+    _by_data_sheet("l40", (8, 9), 142, 0.864, tf32=90.5, half=181, float64=1.41, float32=90.5),
+    _by_data_sheet("l40s", (8, 9), 142, 0.864, tf32=183, half=362, float64=1.43, float32=91.6),
+    _by_data_sheet("rtx-pro-6000", (12, 0), 188, 1.792, tf32=252, half=504, float64=1.95, float32=125),
+)
+DEVICES: dict[str, Device] = {d.name: d for d in (_cpu(), *_GPUS)}
 
 
 def device_named(name: str) -> Device:
@@ -109,5 +150,56 @@ def device_of(device: torch.device) -> Device:
     """The roofline of the device at hand."""
     if device.type != "cuda":
         return DEVICES["cpu"]
-    name = torch.cuda.get_device_name(device).lower()
-    return next((d for key, d in DEVICES.items() if key in name), DEVICES["h100"])
+    name = torch.cuda.get_device_name(device)
+    return _known(name) or _estimated(name, torch.cuda.get_device_properties(device))
+
+
+# ------------------------------------------------------------------------------------------------ GPUs at hand
+
+_A_PART_OR_LESS = {"mig", "laptop", "max"}  # a GPU with such a word in its name is not the one that the others name
+
+
+def _known(name: str) -> Device | None:
+    """The GPU that this name of a driver's means, by whole words; the one that says most of it."""
+    words = _words(name)
+    found = [d for d in _GPUS if _words(d.name) <= words] if not words & _A_PART_OR_LESS else []
+    return max(found, key=lambda d: len(_words(d.name)), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def _estimated(name: str, properties: Any) -> Device:
+    """A GPU that is in no table, by its memory and its multiprocessors, beside those of the nearest one that is."""
+    major, minor, count = properties.major, properties.minor, properties.multi_processor_count
+    nearest = _nearest(major, minor)
+    scale = count / nearest.multiprocessors
+    # GeForce cards add up products of half precision, and of TF32, at half the rate of the others.
+    products = scale / 2 if "geforce" in _words(name) else scale
+    return Device(
+        name,
+        _memory_rate(properties) or scale * nearest.bandwidth,
+        {dtype: products * rate for dtype, rate in nearest.matrix_rate.items()},
+        scale * nearest.vector_rate,
+        nearest.launch,
+        (major, minor),
+        count,
+        f"its properties and the rates of {nearest.name}",
+    )
+
+
+def _nearest(major: int, minor: int) -> Device:
+    """The first GPU of the table whose compute capability is the nearest."""
+
+    def distance(d: Device) -> int:
+        known = d.capability or (0, 0)
+        return abs(10 * (known[0] - major) + known[1] - minor)
+
+    return min(_GPUS, key=distance)
+
+
+def _memory_rate(properties: Any) -> float:
+    """Bytes per second of a copy by the clock (kHz, two transfers) and the width (bits) of the memory; 0: not known."""
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return _COPY * 2e3 * clock * width / 8

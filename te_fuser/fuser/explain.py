@@ -236,8 +236,9 @@ _TARGETS = {"cpp": "generated C++", "cuda": "generated CUDA C++", "torch": "PyTo
 def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
     x = plan.graph.values[0].spec
     dtype = DTYPE_NAMES[x.dtype]
+    device = f"{plan.device.name} (estimated)" if plan.device.estimate else plan.device.name
     yield Text(
-        f"{number}{_count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {dtype}, on {plan.device.name}, "
+        f"{number}{_count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {dtype}, on {device}, "
         f"row kernels by {_TARGETS[plan.kernels]}, memory {plan.memory}",
         style="bold",
     )

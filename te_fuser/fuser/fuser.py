@@ -25,7 +25,7 @@ from te_fuser.fuser.kernels import (
 from te_fuser.fuser.overwriting import with_overwriting
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
-from te_fuser.fuser.program import KernelFunction, descriptions
+from te_fuser.fuser.program import KernelFunction, descriptions, kernel_rows
 from te_fuser.fuser.segment import Segment, SegmentFunction, build_segments
 from te_fuser.fuser.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fusions import registry
@@ -267,6 +267,8 @@ class Fuser:
         if options.tuned:
             listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
             plan = replace(plan, notes=(*plan.notes, f"measured choices of tune(): {listed}"))
+        if plan.device.estimate:
+            plan = replace(plan, notes=(*plan.notes, plan.device.estimate_note()))
         at_hand = options.capability is None
         if not at_hand or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
             return plan
@@ -294,7 +296,7 @@ def prepare(plan: Plan, outputs: tuple[str, ...], instead: Mapping[str, KernelFu
     """
     found = descriptions([*plan.forward, *plan.backward])
     kernels = load_kernels(
-        list(found.values()), plan.kernels, plan.x.device, plan.x.rows, written_kernels(plan)
+        list(found.values()), plan.kernels, plan.x.device, kernel_rows(plan), written_kernels(plan)
     ) | dict(instead or {})
     with_sums = any(s.sums() for s in (*plan.forward, *plan.backward))
     sums = load_column_sums(plan.kernels, plan.x.device) if with_sums else None

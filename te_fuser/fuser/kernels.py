@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -148,12 +148,13 @@ def load_kernels(
     wanted: Sequence[KernelDescription],
     target: str,
     device: torch.device,
-    rows: int | None = None,
+    rows: Mapping[str, int] | None = None,
     written: Sequence[WrittenKernel] = (),
 ) -> dict[str, KernelFunction]:
-    """Description key -> kernel, for tensors on `device` with about that many rows.
+    """Description key -> kernel, for tensors on `device`.
 
     Args:
+        rows: description key -> about how many rows the kernel will have.
         written: kernels written by hand that are compiled and loaded beside these, where the target is "cuda".
     """
     if target == "cpp":

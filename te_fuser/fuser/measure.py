@@ -14,7 +14,7 @@ import torch
 from te_fuser.fuser.fuser import Fuser, Prepared, execute
 from te_fuser.fuser.kernels import load_kernels
 from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions
+from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions, kernel_rows
 from te_fuser.fuser.segment import build_segments
 
 _WARM_UP = 2
@@ -66,11 +66,10 @@ def measured_run(
 
 
 def _timed(prepared: Prepared, clock: _Clock) -> Prepared:
-    steps = [*prepared.plan.forward, *prepared.plan.backward]
-    kernels = load_kernels(
-        list(descriptions(steps).values()), prepared.plan.kernels, prepared.plan.x.device, prepared.plan.x.rows
-    )
-    return dataclasses.replace(prepared, segments=build_segments(prepared.plan, kernels, clock.wrap))
+    plan = prepared.plan
+    found = descriptions([*plan.forward, *plan.backward])
+    kernels = load_kernels(list(found.values()), plan.kernels, plan.x.device, kernel_rows(plan))
+    return dataclasses.replace(prepared, segments=build_segments(plan, kernels, clock.wrap))
 
 
 class _Clock:

@@ -15,7 +15,7 @@ from te_fuser.codegen.description import KernelDescription, Load
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.random import RandomStream
 from te_fuser.fuser import memory
-from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGradient, Step
+from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGradient, Plan, Step
 from te_fuser.fuser.refs import DTYPES, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions.match import FusionCall
@@ -370,3 +370,19 @@ def descriptions(steps: Iterable[Step]) -> dict[str, KernelDescription]:
             if d.stores or d.sums:
                 found[d.key] = d
     return found
+
+
+def kernel_sizes(plan: Plan) -> dict[str, tuple[int, int, int]]:
+    """Description key -> rows, batch_inner and samples of the kernel's call; where it has several, of the largest."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for step in (*plan.forward, *plan.backward):
+        if isinstance(step.task, KernelPlan):
+            key, spec = step.task.description.key, plan.graph.values[plan.graph.nodes[step.start].input].spec
+            sizes = (spec.rows, *batch_layout(spec.shape, step.task.batch_dim))
+            found[key] = max(found.get(key, sizes), sizes)
+    return found
+
+
+def kernel_rows(plan: Plan) -> dict[str, int]:
+    """Description key -> the rows of the kernel's call, which change within a model where an op gives another shape."""
+    return {key: rows for key, (rows, _, _) in kernel_sizes(plan).items()}

@@ -28,6 +28,7 @@ from te_fuser.fuser.program import KernelFunction
 from te_fuser.fuser.tune_check import Check
 from te_fuser.fuser.tune_products import tune_products
 from te_fuser.fuser.tune_schedules import tune_schedules
+from te_fuser.fuser.tune_trials import Trial, dropped
 from te_fuser.fuser.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
 from te_fuser.kernels.matmul import products
 
@@ -42,17 +43,6 @@ class Effort:
     rounds: int = 7
     seconds: float = 0.2
     margin: float = 0.005
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One choice that was looked at: its time over that of the best plan before it, and what came of it."""
-
-    place: str
-    choice: str
-    ratio: float | None
-    taken: bool
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,11 +181,8 @@ class _Search:
     def conclude(self) -> float:
         """The time of the best plan over that of the first; nothing is taken where all together gains nothing."""
         total = self._rounds.between(self.first, self.best) if self.choices else 1.0
-        if total >= 1:  # what each gained over the one before was noise
-            self.trials = [
-                dataclasses.replace(t, taken=False, reason="together not faster" if t.taken else t.reason)
-                for t in self.trials
-            ]
+        if total >= 1:
+            self.trials = dropped(self.trials)
             self.choices, self.best, total = {}, self.first, 1.0
         found = self._rounds.prepared(self.best)
         if self.check.note(found):  # the last one that was taken is not in it
@@ -209,7 +196,7 @@ class _Search:
         return Check(prepared, self._rounds.x, self._rounds.inputs)
 
 
-def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> Iterator[Trial]:
+def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> list[Trial]:
     """Other schedules of the plan's generated kernels."""
 
     def reason_not(kernels: Mapping[str, KernelFunction]) -> str:
@@ -219,18 +206,16 @@ def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> Iterator[Tria
         first, second = (rounds.call(rounds.prepared(plan, kernels)) for kernels in (before, after))
         return rounds.ratio(first, second)
 
-    for name, ratio, taken, reason in tune_schedules(plan, compare, reason_not):
-        yield Trial(f"{name} schedule", "new", ratio, taken, reason)
+    return tune_schedules(plan, compare, rounds.effort.margin, reason_not)
 
 
-def _product_trials(prepared: Prepared, rounds: _Rounds, check: Check) -> Iterator[Trial]:
+def _product_trials(prepared: Prepared, rounds: _Rounds, check: Check) -> list[Trial]:
     """Other algorithms of the model's products."""
 
     def reason_not(within: AbstractContextManager[None]) -> str:
         return check.reason(prepared, within)
 
-    for t in tune_products(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not):
-        yield Trial(t.place, f"#{t.candidate}" if t.candidate else "all", t.ratio, t.taken, t.reason)
+    return tune_products(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not)
 
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 
 import torch
 
 from te_fuser import _native
 from te_fuser.fuser.tune_schedules import seconds_alone
+from te_fuser.fuser.tune_trials import Trial, concluded
 from te_fuser.kernels.matmul import KINDS, products
 from te_fuser.kernels.tuned_products import Form, Problem, store_on
 
@@ -50,23 +50,12 @@ class Place:
             self._running = candidate
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A candidate that was tried in its place (from 2 on; 1 is the first guess), and what came of it."""
-
-    place: str
-    candidate: int
-    ratio: float | None
-    taken: bool
-    reason: str = ""
-
-
 Choice = Mapping[Place, int]
 
 
 def tune_products(
     call: Call, contest: Contest, margin: float, reason_not: ReasonNot = lambda within: ""
-) -> list[Tried]:
+) -> list[Trial]:
     """Tune every product that a call runs; what is taken runs from now on, and stays on disk.
 
     Args:
@@ -76,22 +65,20 @@ def tune_products(
     """
     places = places_of(call)
     first = dict.fromkeys(places, 0)
-    chosen, tried = dict(first), list[Tried]()
+    chosen, trials = dict(first), list[Trial]()
     try:
         for place in places:
-            tried += _tune_place(place, chosen, call, contest, margin, reason_not)
-        if chosen != first:
-            total = contest(_with(first, call), _with(chosen, call))
-            if total >= 1:  # what each gained was noise
-                tried = [replace(t, taken=False, reason="together not faster") if t.taken else t for t in tried]
-                chosen = first
-            tried.append(Tried("algorithms of products together", 0, total, chosen != first))
+            trials += _tune_place(place, chosen, call, contest, margin, reason_not)
+        together = "algorithms of products together"
+        trials = concluded(trials, together, lambda: contest(_with(first, call), _with(chosen, call)))
+        if not any(t.taken for t in trials):
+            chosen = first
     except BaseException:
         _take(first)
         raise
     _take(chosen)
     _keep(chosen)
-    return tried
+    return trials
 
 
 def places_of(call: Call) -> list[Place]:
@@ -115,8 +102,11 @@ def _tune_place(
     contest: Contest,
     margin: float,
     reason_not: ReasonNot,
-) -> Iterator[Tried]:
-    """Try the candidates of one place against the best choices so far, which take in what gains."""
+) -> Iterator[Trial]:
+    """Try the candidates of one place against the best choices so far, which take in what gains.
+
+    They are numbered from 2 on; 1 is the first guess.
+    """
     ratios: dict[int, float] = {}
     wrong: dict[int, str] = {}
     for candidate in _fast_alone(place):
@@ -128,13 +118,13 @@ def _tune_place(
         if ratios[candidate] < 1 - margin:
             chosen[place], place.gain = candidate, ratios[candidate]
     if not ratios and not wrong:
-        yield Tried(str(place), 1, None, False, "no other algorithm keeps up alone")
+        yield Trial(str(place), "#1", None, False, "no other algorithm keeps up alone")
     for candidate, reason in wrong.items():
-        yield Tried(str(place), candidate + 1, None, False, reason)
+        yield Trial(str(place), f"#{candidate + 1}", None, False, reason)
     for candidate, ratio in ratios.items():
         taken = candidate == chosen[place]
         reason = "another one is faster still" if ratio < 1 - margin and not taken else ""
-        yield Tried(str(place), candidate + 1, ratio, taken, reason)
+        yield Trial(str(place), f"#{candidate + 1}", ratio, taken, reason)
 
 
 def _with(choice: Choice, call: Call) -> Call:
@@ -244,4 +234,4 @@ def _matrix(
     return flat.as_strided((rows, columns), (1, stride) if flipped else (stride, 1), offset)
 
 
-__all__ = ["MOST_IN_PLACE", "MOST_LISTED", "Place", "Tried", "example", "places_of", "tune_products"]
+__all__ = ["MOST_IN_PLACE", "MOST_LISTED", "Place", "example", "places_of", "tune_products"]

@@ -1,8 +1,13 @@
-"""Tuning the schedules of generated CUDA kernels: variants alone first, then the fastest in its place in the model."""
+"""Tuning the schedules of generated CUDA kernels: variants alone first, then the fastest in its place in the model.
+
+A schedule has to make the whole model faster by the margin, and all new schedules together have to make it faster.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +17,8 @@ from te_fuser.codegen.description import KernelDescription, elements
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.program import KernelFunction
-from te_fuser.fuser.stretch import KernelPlan
-from te_fuser.ops.base import batch_layout
+from te_fuser.fuser.program import KernelFunction, descriptions, kernel_sizes
+from te_fuser.fuser.tune_trials import Trial, concluded
 
 if TYPE_CHECKING:
     from te_fuser.codegen.cuda_loader import GpuKernel
@@ -30,66 +34,91 @@ Compare = Callable[[Mapping[str, KernelFunction], Mapping[str, KernelFunction]],
 ReasonNot = Callable[[Mapping[str, KernelFunction]], str]
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """A kernel by other schedules, its time alone over that of the kernel in use, and the model's with it."""
+
+    description: KernelDescription
+    rows: int
+    schedules: tuple[Schedule, ...]
+    kernel: GpuKernel
+    alone: float
+    in_model: float | None = None
+
+
 def tune_schedules(
-    plan: Plan, compare: Compare, reason_not: ReasonNot
-) -> Iterator[tuple[str, float | None, bool, str]]:
-    """(kernel, ratio in the model or None, taken, why not) for each generated kernel; what is taken stays on disk."""
-    device = plan.x.device
-    taken: dict[str, KernelFunction] = {}
-    for description, sizes in _kernels(plan):
-        found = _fastest_alone(description, sizes, device)
-        if found is None:
-            yield description.name, None, False, "no schedule is faster alone"
-            continue
-        schedules, kernel, alone = found
-        after: dict[str, KernelFunction] = {**taken, description.key: kernel.run}
-        reason = reason_not(after)
-        if reason:
-            yield description.name, None, False, reason
-            continue
-        ratio = compare(taken, after)
-        if ratio < 1:
-            taken = after
-            store = store_for(torch.cuda.get_device_name(device), config.cache_dir or default_cache_dir())
-            store.put(description.key, schedules, sizes[0], alone=alone, in_model=ratio)
-        yield description.name, ratio, ratio < 1, ""
+    plan: Plan, compare: Compare, margin: float, reason_not: ReasonNot = lambda kernels: ""
+) -> list[Trial]:
+    """Tune the schedule of each generated kernel of a plan; what is taken stays on disk.
+
+    Args:
+        margin: the share of the model's time that a schedule must gain.
+        reason_not: tells wrong kernels from right ones.
+    """
+    device, all_sizes = plan.x.device, kernel_sizes(plan)
+    taken, trials = list[_Variant](), list[Trial]()
+    for key, description in descriptions([*plan.forward, *plan.backward]).items():
+        variant = _fastest_alone(description, all_sizes[key], device)
+        trial = _try(description, variant, taken, compare, margin, reason_not)
+        if variant is not None and trial.taken:
+            taken.append(dataclasses.replace(variant, in_model=trial.ratio))
+        trials.append(trial)
+    trials = concluded(trials, "schedules of kernels together", lambda: compare({}, _kernels(taken)))
+    if any(t.taken for t in trials):
+        _keep(taken, device)
+    return trials
 
 
-def _kernels(plan: Plan) -> Iterator[tuple[KernelDescription, tuple[int, int, int]]]:
-    """Each kernel of a plan once, with rows, batch_inner and samples of its call."""
-    seen = set()
-    for step in (*plan.forward, *plan.backward):
-        if not isinstance(step.task, KernelPlan) or step.task.description.key in seen:
-            continue
-        d = step.task.description
-        if not (d.stores or d.sums):
-            continue
-        seen.add(d.key)
-        spec = plan.graph.values[plan.graph.nodes[step.start].input].spec
-        batch_dim = step.task.batch_dim
-        yield d, (spec.rows, *((1, 1) if batch_dim is None else batch_layout(spec.shape, batch_dim)))
+def _try(
+    description: KernelDescription,
+    variant: _Variant | None,
+    taken: Sequence[_Variant],
+    compare: Compare,
+    margin: float,
+    reason_not: ReasonNot,
+) -> Trial:
+    """Try the fastest variant of a kernel against what was taken so far."""
+    place = f"{description.name} schedule"
+    if variant is None:
+        return Trial(place, "new", None, False, "no schedule is faster alone")
+    after = _kernels([*taken, variant])
+    reason = reason_not(after)
+    if reason:
+        return Trial(place, "new", None, False, reason)
+    ratio = compare(_kernels(taken), after)
+    return Trial(place, "new", ratio, ratio < 1 - margin)
 
 
-def _fastest_alone(
-    d: KernelDescription, sizes: tuple[int, int, int], device: torch.device
-) -> tuple[tuple[Schedule, ...], GpuKernel, float] | None:
-    """The variant that is fastest alone, and by how much; None when none gains enough over the kernel in use."""
+def _kernels(variants: Iterable[_Variant]) -> dict[str, KernelFunction]:
+    """By description key, as plans run them."""
+    return {v.description.key: v.kernel.run for v in variants}
+
+
+def _keep(variants: Iterable[_Variant], device: torch.device) -> None:
+    """Put schedules on disk."""
+    store = store_for(torch.cuda.get_device_name(device), config.cache_dir or default_cache_dir())
+    for v in variants:
+        store.put(v.description.key, v.schedules, v.rows, alone=v.alone, in_model=v.in_model)
+
+
+def _fastest_alone(d: KernelDescription, sizes: tuple[int, int, int], device: torch.device) -> _Variant | None:
+    """The variant that is fastest alone; None when none gains enough over the kernel in use."""
     from te_fuser.codegen import cuda_loader
 
     folder = config.cache_dir
-    in_use = cuda_loader.load([d], device, rows=sizes[0], cache_dir=folder)[0]
+    in_use = cuda_loader.load([d], device, rows={d.key: sizes[0]}, cache_dir=folder)[0]
     tensors = _tensors(d, sizes, device)
     before = _seconds(in_use, tensors, sizes)
-    least, best = _SOLO_GAIN * before, None
+    best, least = None, _SOLO_GAIN
     for schedules in cuda_loader.variants(d, device, MOST_VARIANTS):
         try:
             kernel = cuda_loader.load_variant(d, device, schedules, cache_dir=folder)
         except ValueError:  # it does not fit this GPU
             continue
-        seconds = _seconds(kernel, tensors, sizes)
-        if seconds < least:
-            best, least = (schedules, kernel), seconds
-    return None if best is None else (*best, least / before)
+        alone = _seconds(kernel, tensors, sizes) / before
+        if alone < least:
+            best, least = _Variant(d, sizes[0], schedules, kernel, alone), alone
+    return best
 
 
 def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from te_fuser.fuser.fuser import Fuser, execute
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.kernels import load_column_sums, load_kernels
 from te_fuser.fuser.plan import AddTask, CastTask, Plan, Step
-from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions
+from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions, kernel_rows
 from te_fuser.fuser.reference import run_nodes
 from te_fuser.fuser.refs import SEED, Ref, gradient_ref
 from te_fuser.fuser.segment import build_segments
@@ -41,7 +41,8 @@ def run_verified(
     with_sums = any(s.sums() for s in (*plan.forward, *plan.backward))
     sums = load_column_sums(plan.kernels, x.device) if with_sums else None
     watch = _Watch(plan, entering, parameters, sums)
-    kernels = load_kernels(list(descriptions([*plan.forward, *plan.backward]).values()), plan.kernels, x.device)
+    found = descriptions([*plan.forward, *plan.backward])
+    kernels = load_kernels(list(found.values()), plan.kernels, x.device, kernel_rows(plan))
     # Segments of this call's own: what backward is checked against is what this forward saw.
     segments = build_segments(plan, kernels, watch.wrap)
     return execute(dataclasses.replace(prepared, segments=segments), x, inputs, parameters)

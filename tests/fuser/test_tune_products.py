@@ -14,7 +14,8 @@ import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import tune as tuning
 from te_fuser.fuser import tune_products as module
-from te_fuser.fuser.tune_products import Place, Tried, example, places_of, tune_products
+from te_fuser.fuser.tune_products import Place, example, places_of, tune_products
+from te_fuser.fuser.tune_trials import Trial
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels import matmul
@@ -116,12 +117,12 @@ def test_the_problems_of_a_call_are_found_with_the_most_work_first() -> None:
 def test_what_makes_the_model_faster_is_taken_and_kept(library: FakeCublasLt) -> None:
     times = Times(library, {2: 0.98, 3: 0.9})
     tried = tune_products(model, times.contest, 0.005)
-    assert [(t.place, t.candidate, t.taken, t.reason) for t in tried] == [
-        ("forward float32 5x6x8", 2, False, "another one is faster still"),
-        ("forward float32 5x6x8", 3, True, ""),
-        ("dgrad float32 5x3x6", 2, False, "another one is faster still"),
-        ("dgrad float32 5x3x6", 3, True, ""),
-        ("algorithms of products together", 0, True, ""),
+    assert [(t.place, t.choice, t.taken, t.reason) for t in tried] == [
+        ("forward float32 5x6x8", "#2", False, "another one is faster still"),
+        ("forward float32 5x6x8", "#3", True, ""),
+        ("dgrad float32 5x3x6", "#2", False, "another one is faster still"),
+        ("dgrad float32 5x3x6", "#3", True, ""),
+        ("algorithms of products together", "all", True, ""),
     ]
     assert [round(t.ratio or 0, 4) for t in tried] == [0.99, 0.9596, 0.9895, 0.9574, 0.9]
     assert algorithms_of(library, model) == [3, 3] and kept() == ["tuned: candidate 3"] * 2
@@ -135,7 +136,7 @@ def test_each_problem_has_a_choice_of_its_own(library: FakeCublasLt) -> None:
         return {(1, 2): 0.99, (2, 3): 0.98}.get((ran[0], ran[1]), 1.0)
 
     tried = tune_products(model, contest, 0.005)
-    assert [(t.candidate, t.taken) for t in tried if t.taken] == [(2, True), (3, True), (0, True)]
+    assert [(t.choice, t.taken) for t in tried if t.taken] == [("#2", True), ("#3", True), ("all", True)]
     a_new_process()
     assert algorithms_of(library, small) == [2] and algorithms_of(library, model) == [2, 3]
 
@@ -165,9 +166,9 @@ def test_what_computes_something_else_is_refused(library: FakeCublasLt) -> None:
         return "wrong" if 3 in tried else ""
 
     tried = tune_products(model, Times(library, {2: 0.9, 3: 0.1}).contest, 0.005, reason_not)
-    assert [(t.candidate, t.ratio is None, t.taken, t.reason) for t in tried] == [
-        (3, True, False, "wrong"), (2, False, True, ""), (3, True, False, "wrong"), (2, False, True, ""),
-        (0, False, True, ""),
+    assert [(t.choice, t.ratio is None, t.taken, t.reason) for t in tried] == [
+        ("#3", True, False, "wrong"), ("#2", False, True, ""), ("#3", True, False, "wrong"), ("#2", False, True, ""),
+        ("all", False, True, ""),
     ]  # fmt: skip
     assert algorithms_of(library, model) == [2, 2] and kept() == ["tuned: candidate 2"] * 2
 
@@ -177,7 +178,7 @@ def test_tuning_again_starts_afresh(library: FakeCublasLt) -> None:
     assert algorithms_of(library, model) == [3, 3]
     first = Times(library, {1: 0.9})
     tried = tune_products(model, first.contest, 0.005)
-    assert [t.candidate for t in tried] == [2, 3, 2, 3] and not any(t.taken for t in tried)
+    assert [t.choice for t in tried] == ["#2", "#3", "#2", "#3"] and not any(t.taken for t in tried)
     assert algorithms_of(library, model) == [1, 1] and kept() == ["None"] * 2
 
 
@@ -200,10 +201,10 @@ def test_candidates_that_do_not_keep_up_alone_are_not_tried(
 ) -> None:
     alone(monkeypatch, lambda place: [1.0, 1.06, 1.04])
     times = Times(library, {})
-    assert [t.candidate for t in tune_products(model, times.contest, 0.005)] == [3, 3]
+    assert [t.choice for t in tune_products(model, times.contest, 0.005)] == ["#3", "#3"]
     alone(monkeypatch, lambda place: [1.0, 1.06, 2.0])
     tried = tune_products(small, times.contest, 0.005)
-    assert tried == [Tried("forward float32 5x6x8", 1, None, False, "no other algorithm keeps up alone")]
+    assert tried == [Trial("forward float32 5x6x8", "#1", None, False, "no other algorithm keeps up alone")]
     assert times.contests == 2
 
 
@@ -212,7 +213,7 @@ def test_no_more_are_tried_than_are_worth_it_and_the_fastest_first(
 ) -> None:
     alone(monkeypatch, lambda place: [1.0, 0.9, 0.8])
     monkeypatch.setattr(module, "MOST_IN_PLACE", 1)
-    assert [t.candidate for t in tune_products(model, Times(library, {}).contest, 0.005)] == [3, 3]
+    assert [t.choice for t in tune_products(model, Times(library, {}).contest, 0.005)] == ["#3", "#3"]
 
 
 def test_one_algorithm_is_no_choice(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:

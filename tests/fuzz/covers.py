@@ -29,7 +29,7 @@ def as_planned(seed: int) -> Iterator[None]:
 def as_if_generated(seed: int) -> Iterator[None]:
     """The plans for generated kernels, run by PyTorch operations."""
 
-    def load(descriptions: Any, target: str, device: Any, rows: int | None = None, written: Any = ()) -> Any:
+    def load(descriptions: Any, target: str, device: Any, rows: Any = None, written: Any = ()) -> Any:
         return {d.key: InterpretedKernel(d) for d in descriptions}
 
     def target(device: Any, dtype: Any, kernels: str) -> str:

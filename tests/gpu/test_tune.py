@@ -45,6 +45,8 @@ def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: p
     assert not {t.place: (t.ratio, t.reason) for t in schedules if t.ratio != ratio}
     assert all(t.taken == (ratio < 1) for t in schedules)
     assert bool(list(tmp_path.rglob("*.schedules.json"))) == (ratio < 1)
+    together = [(t.ratio, t.taken) for t in report.trials if t.place == "schedules of kernels together"]
+    assert together == ([(ratio, True)] if ratio < 1 else [])
     algorithms = [t for t in report.trials if t.choice.startswith("#") and t.ratio]
     assert algorithms and all(t.ratio == ratio for t in algorithms)
     assert bool(list(tmp_path.rglob("*.products.json"))) == any(t.taken for t in algorithms) == (ratio < 1)

@@ -1,0 +1,40 @@
+"""What tuning tried: each change by itself in the running model, in the end all that gained against none of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice that was looked at: its time over that of the best plan before it, and what came of it."""
+
+    place: str
+    choice: str
+    ratio: float | None
+    taken: bool
+    reason: str = ""
+
+
+def dropped(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials where all that was taken is not faster together: what each gained over the one before was noise."""
+    return [dataclasses.replace(t, taken=False, reason="together not faster") if t.taken else t for t in trials]
+
+
+def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float]) -> list[Trial]:
+    """The trials and, where one was taken, the last one: all that was taken together.
+
+    Args:
+        place: what the last one is called.
+        contest: gives the model's time with all that was taken over that without any of it.
+    """
+    if not any(t.taken for t in trials):
+        return list(trials)
+    total = contest()
+    faster = total < 1
+    return [*(trials if faster else dropped(trials)), Trial(place, "all", total, faster)]
+
+
+__all__ = ["Trial", "concluded", "dropped"]
