@@ -3,45 +3,100 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from te_fuser.codegen import cuda, nvrtc
+from te_fuser.codegen import cuda, nvrtc, schedule_model
 from te_fuser.codegen.cuda import CudaKernel
+from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.nvrtc import Compiled
-from te_fuser.codegen.schedule import Schedule
+from te_fuser.codegen.schedule import Schedule, device_of
 
 _HARMLESS = 16  # bytes that a thread may spill: four registers cost less than a block fewer on each multiprocessor
+_BEARABLE = 64  # and what costs less than a schedule that the model ranks lower, or than reading the inputs twice
 _ATTEMPTS = 4
+_OTHERS = 3  # forms of a schedule to try, in one kernel and in two
+
+Made = tuple[CudaKernel, Compiled]
 
 
 def compile_kernel(
     description: KernelDescription, arch: str, *, schedules: Sequence[Schedule] = (), cache: Path | None = None
-) -> tuple[CudaKernel, Compiled]:
+) -> Made:
     """The kernel of a description, compiled.
 
     How many registers a text needs is an estimate. Where the assembler has to spill, fewer blocks for each
-    multiprocessor leave more of them for each thread. Schedules that are given are taken as they are.
+    multiprocessor leave more of them for each thread; where that is not enough, the first other schedule that spills
+    little is taken, or the one that spills least. The same compiler finds the same schedule each time. One that does
+    stores and column sums apart overwrites nothing, whatever the description allows. Schedules that are given are
+    taken as they are.
 
     Raises:
         CompilerMissing, CompileError: from NVRTC.
         ValueError: for a tensor in a dtype that generated kernels do not store.
     """
-    kernel = cuda.generate(description, arch, schedules=schedules)
-    code = nvrtc.compile_source(kernel.source, arch, name=description.name, cache=cache)
-    found = [(kernel, code)]
-    while not schedules and len(found) < _ATTEMPTS:
-        kernel, code = found[-1]
+    if schedules:
+        return _compiled(description, arch, schedules, cache)
+    found = [_with_room(description, arch, (), cache)]
+    if _bytes(found[0]) <= _BEARABLE:
+        return found[0]
+    for others in _others(description, arch, found[0][0].schedules):
+        found.append(_with_room(description, arch, others, cache))
+        if _bytes(found[-1]) <= _BEARABLE:
+            return found[-1]
+    return min(found, key=_bytes)
+
+
+def _with_room(description: KernelDescription, arch: str, schedules: Sequence[Schedule], cache: Path | None) -> Made:
+    """The kernel with these schedules, or with the picked ones, and as few blocks as its registers ask for."""
+    found = [_compiled(description, arch, schedules, cache)]
+    while len(found) < _ATTEMPTS:
+        kernel, _ = found[-1]
         roomier = tuple(
             _roomier(s) if spilled > _HARMLESS else s
-            for s, spilled in zip(kernel.schedules, _spilled(kernel, code), strict=True)
+            for s, spilled in zip(kernel.schedules, _spilled(*found[-1]), strict=True)
         )
         if roomier == kernel.schedules:
             break
-        kernel = cuda.generate(description, arch, schedules=roomier)
-        found.append((kernel, nvrtc.compile_source(kernel.source, arch, name=description.name, cache=cache)))
-    return min(found, key=lambda each: max(0, sum(_spilled(*each)) - _HARMLESS))
+        found.append(_compiled(description, arch, roomier, cache))
+    return min(found, key=lambda made: max(0, _bytes(made) - _HARMLESS))
+
+
+def _compiled(description: KernelDescription, arch: str, schedules: Sequence[Schedule], cache: Path | None) -> Made:
+    kernel = cuda.generate(description, arch, schedules=schedules)
+    return kernel, nvrtc.compile_source(kernel.source, arch, name=description.name, cache=cache)
+
+
+def _others(description: KernelDescription, arch: str, tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
+    """Schedules of other forms than `tried`, the best first: in one kernel, then with the column sums in their own."""
+    rewritten, device = rewrite(description), device_of(arch)
+    whole = _by_form([(s,) for s in schedule_model.candidates(rewritten, device)], tried)
+    apart = _by_form(schedule_model.apart(rewritten, device), tried)
+    return [*_first_and_last(whole), *_first_and_last(apart)]
+
+
+def _by_form(listed: Iterable[tuple[Schedule, ...]], tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
+    """The first of each form, but for that of `tried`."""
+    found: dict[tuple[Schedule, ...], tuple[Schedule, ...]] = {}
+    for schedules in listed:
+        found.setdefault(_form(schedules), schedules)
+    found.pop(_form(tried), None)
+    return list(found.values())
+
+
+def _first_and_last(listed: list[tuple[Schedule, ...]]) -> list[tuple[Schedule, ...]]:
+    """A few of the best, and the last, which holds least."""
+    return [*listed[:_OTHERS], *listed[_OTHERS:][-1:]]
+
+
+def _form(schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+    """What schedules with more or fewer blocks have in common."""
+    return tuple(dataclasses.replace(s, blocks_per_multiprocessor=1) for s in schedules)
+
+
+def _bytes(made: Made) -> int:
+    return sum(_spilled(*made))
 
 
 def _spilled(kernel: CudaKernel, code: Compiled) -> list[int]:

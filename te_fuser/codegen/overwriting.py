@@ -55,7 +55,11 @@ def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[
 
 @functools.lru_cache(maxsize=256)
 def is_cut(description: KernelDescription, arch: str) -> bool:
-    """Whether a kernel's column sums need a kernel of their own on this architecture, so that it overwrites nothing."""
+    """Whether a kernel's column sums need a kernel of their own on this architecture, so that it overwrites nothing.
+
+    Where registers do not suffice they may get one when it is compiled (`cuda_compile`): then it overwrites nothing,
+    either.
+    """
     if not (description.sums and description.reductions):
         return False
     return schedule_model.pick(rewrite(description), device_of(arch)) is None

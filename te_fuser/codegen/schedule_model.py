@@ -66,11 +66,20 @@ def candidates(description: KernelDescription, device: Device, largest_bytes: in
 
 def variants(description: KernelDescription, device: Device, most: int) -> list[tuple[Schedule, ...]]:
     """What is worth measuring, the picked one first: one schedule, or two for stores and column sums apart."""
-    found = [(s,) for s in candidates(description, device)[:most]]
-    apart: tuple[Schedule | None, ...] = ()
-    if description.sums and description.reductions and not description.overwrites:
-        apart = tuple(pick(part, device) for part in split(description))
-    return [*found, *([tuple(s for s in apart if s)] if apart and all(apart) else [])]
+    whole = [(s,) for s in candidates(description, device)[:most]]
+    return [*whole, *([] if description.overwrites else apart(description, device)[:1])]
+
+
+def apart(description: KernelDescription, device: Device) -> list[tuple[Schedule, ...]]:
+    """Every schedule for the stores with one for the column sums in their own kernel, the best first.
+
+    None where sums and stores are not in each other's way. Two kernels overwrite nothing, whatever they may.
+    """
+    if not (description.sums and description.reductions):
+        return []
+    rows, columns = split(description)
+    sums = pick(columns, device)
+    return [(s, sums) for s in candidates(rows, device)] if sums else []
 
 
 def misfit(description: KernelDescription, schedules: Sequence[Schedule], device: Device) -> str:

@@ -9,13 +9,13 @@ from te_fuser.fusions.matmul import cost_of, why_no_product
 from te_fuser.fusions.registry import fusion
 from te_fuser.kernels import matmul as products
 from te_fuser.ops.base import Gradient
-from te_fuser.ops.main_grad import gradient_added, main_grad_of
+from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.matmul import MatMul
 
 
 def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what autograd gets instead."""
-    held, over = main_grad_of(weight)
+    held, over = main_grad_to_write(weight)
     products.put_weight_gradient(dy, x, held, add=not over)
     return gradient_added(weight)
 

@@ -3,21 +3,30 @@
 A parameter's attributes say how: `main_grad` is the tensor to add to (of the weight's shape, mostly float32), with
 `overwrite_main_grad` true it is written over, and `grad_added_to_main_grad`, where there is one, is set when that is
 done. `get_main_grad()`, where the parameter has it, gives the tensor instead.
+
+Written over means that main_grad holds no gradient when a backward begins. So the first product of a backward with that
+weight writes over it, and every later one adds, also those of other segments and models that use the weight: whoever
+reads main_grad does so in hooks of the weight, and autograd runs them once in a backward, after all of its uses.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _NOTE = "grad_added_to_main_grad"
 
 
-def main_grad_of(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The tensor that takes a weight's gradient, and whether it is written over.
+# Weight -> the backward, by autograd's number for it, that wrote over its main_grad last.
+_written: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+
+
+def main_grad_to_write(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The tensor that takes a weight's gradient now, and whether it is written over: asking counts as having written.
 
     Raises:
         RuntimeError: when the weight has none, or one of another shape or device.
@@ -34,7 +43,19 @@ def main_grad_of(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
             f"accumulate_into_main_grad: main_grad must be {want}, as its weight, "
             f"got {list(held.shape)} on {held.device}"
         )
-    return held.detach(), bool(getattr(weight, "overwrite_main_grad", False))
+    return held.detach(), _writes_over(weight)
+
+
+def _writes_over(weight: torch.Tensor) -> bool:
+    """Whether a gradient replaces what main_grad holds; outside of backward each is alone."""
+    if not getattr(weight, "overwrite_main_grad", False):
+        return False
+    backward = torch._C._current_graph_task_id()
+    if backward < 0:
+        return True
+    first = _written.get(weight) != backward
+    _written[weight] = backward
+    return first
 
 
 def gradient_added(weight: torch.Tensor) -> torch.Tensor:
@@ -87,10 +108,10 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
     if held is None:
         yield None
         return
-    alone = torch.zeros_like(held)
+    alone, over = torch.zeros_like(held), _writes_over(weight)
     with _replaced(weight, alone):
         yield alone
-    held.copy_(alone) if getattr(weight, "overwrite_main_grad", False) else held.add_(alone)
+    held.copy_(alone) if over else held.add_(alone)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.ops.base import Gradient, Spec, UnfusedOperation, check_floating, forward_of, gradient_of
 from te_fuser.ops.checks import check_features, feature_size
-from te_fuser.ops.main_grad import gradient_added, main_grad_of
+from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.parameters import empty, randomized
 from te_fuser.ops.products import linear, product
 
@@ -37,7 +37,7 @@ def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what autograd gets instead."""
-    held, over = main_grad_of(weight)
+    held, over = main_grad_to_write(weight)
     gradient = _weight_gradient(dy, x)
     held.copy_(gradient) if over else held.add_(gradient)
     return gradient_added(weight)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cuda, nvrtc
+from te_fuser.codegen import cuda, nvrtc, overwriting
 from te_fuser.codegen import schedule as plan
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_compile import compile_kernel
@@ -65,7 +65,9 @@ def test_kernels_compile_without_spilling(arch: str, every: int, cache: Path) ->
 LARGE = [
     (corpus.layer_norm, 4096), (corpus.layer_norm, 8192), (corpus.layer_norm, 16384), (corpus.layer_norm, 65536),
     (corpus.rms_norm, 4096), (corpus.bias_gelu, 16384), (corpus.swiglu, 14336), (corpus.dropout_add_layer_norm, 4096),
-    (corpus.softmax, 2048),
+    (corpus.dropout_add_layer_norm, 8192), (corpus.dropout_add_layer_norm, 10240),
+    (corpus.dropout_add_layer_norm, 12288), (corpus.dropout_add_layer_norm, 16384), (corpus.geglu_chain, 10240),
+    (corpus.geglu_chain, 16384), (corpus.softmax, 2048),
 ]  # fmt: skip
 
 
@@ -80,6 +82,20 @@ def test_large_kernels_keep_their_registers(family: corpus.Family, width: int, c
         for launch in kernel.launches:
             resources = next(r for r in made.resources if r.symbol == launch.symbol)
             assert resources.shared_bytes + launch.shared_bytes <= H200.shared_bytes
+
+
+@needs_nvrtc
+def test_a_kernel_that_is_cut_because_it_would_spill_overwrites_nothing(cache: Path) -> None:
+    """The plan thinks that it is one kernel; the second of two reads again what the first would have overwritten."""
+    plain = next(d for d in corpus.dropout_add_layer_norm(Kit(*BF16), 12288) if d.sums)
+    d = dataclasses.replace(plain, overwrites=overwriting.pairs(plain, {t.name for t in plain.loads}))
+    assert d.overwrites and not overwriting.is_cut(d, "sm_90a")
+    for _ in range(2):  # the second time from what is kept on disk
+        kernel, made = compile_kernel(d, "sm_90a", cache=cache)
+        assert len(kernel.schedules) == 2 and kernel.overwrites == ()
+        assert kernel.schedules == compile_kernel(plain, "sm_90a", cache=cache)[0].schedules
+        assert not [r for r in made.resources if r.spilled_bytes > 16]
+        assert "may be stored over" not in kernel.source
 
 
 @needs_nvrtc

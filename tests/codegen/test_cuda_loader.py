@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from te_fuser.codegen import cuda, cuda_loader, nvrtc
+from te_fuser.codegen import cuda, cuda_loader, nvrtc, overwriting
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
@@ -306,6 +307,55 @@ def test_registers_that_do_not_suffice_cost_blocks(
     given = dataclasses.replace(schedule, blocks_per_multiprocessor=usual)
     enough[0] = 1
     assert compile_kernel(d, "sm_90a", schedules=[given])[0].schedules == (given,)
+
+
+def cut_in_two(s: tuple[Schedule, ...]) -> bool:
+    return len(s) == 2
+
+
+# What spills little -> how many are compiled before it is found, at most.
+SPILLING_LITTLE: dict[str, tuple[Callable[[tuple[Schedule, ...]], bool], int]] = {
+    "sums in shared memory": (lambda s: s[0].sums == Sums.SHARED, 8),
+    "stores and sums apart": (cut_in_two, 9),
+    "apart, the row read again": (lambda s: cut_in_two(s) and s[0].kind == Kind.REREAD, 14),
+    "nothing": (lambda s: False, 24),
+}
+
+
+@pytest.mark.parametrize("which", SPILLING_LITTLE)
+def test_where_no_block_is_left_to_give_another_schedule_is_tried(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = next(d for d in corpus.dropout_add_layer_norm(Kit("bfloat16", "bfloat16"), 10240) if d.sums)
+    little, most = SPILLING_LITTLE[which]
+    generated: list[cuda.CudaKernel] = []
+
+    def generate(*args: Any, **options: Any) -> cuda.CudaKernel:
+        generated.append(right(*args, **options))
+        return generated[-1]
+
+    def spilling(source: str, arch: str, *, name: str, cache: Path | None) -> Compiled:
+        text = generated[-1]
+        assert text.source == source
+        spilled = 64 if little(text.schedules) else 100 * text.schedules[0].lanes
+        return Compiled(
+            b"", tuple(Resources(x.symbol, 64, spilled * (k == 0), 0, 0) for k, x in enumerate(text.launches))
+        )
+
+    right = cuda.generate
+    monkeypatch.setattr(cuda, "generate", generate)
+    monkeypatch.setattr(nvrtc, "compile_source", spilling)
+    over = dataclasses.replace(plain, overwrites=overwriting.pairs(plain, {t.name for t in plain.loads}))
+    chosen = set()
+    for d in (plain, over, plain):
+        generated.clear()
+        kernel, _ = compile_kernel(d, "sm_90a")
+        assert len(generated) <= most and kernel in generated
+        chosen.add(kernel.schedules)
+        assert kernel.overwrites == (() if cut_in_two(kernel.schedules) else d.overwrites)
+        if which == "nothing":  # then the one that spills least
+            assert kernel.schedules[0].lanes == min(k.schedules[0].lanes for k in generated)
+        else:
+            assert little(kernel.schedules) and sum(little(k.schedules) for k in generated) == 1
+    assert over.overwrites and len(chosen) == 1
 
 
 # ---- what the runtime is told ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from te_fuser.codegen import cuda
 from te_fuser.codegen import schedule as plan
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda import CudaKernel
+from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.schedule import Kind, Schedule
@@ -111,6 +112,21 @@ def test_large_rows(family: corpus.Family, width: int, cache: Path) -> None:
         kernel = cuda.generate(d, arch())
         (compiled,) = compile_all([kernel], cache)
         check(GpuKernel(kernel, compiled), d, 37)
+
+
+SPILLING = [
+    (corpus.dropout_add_layer_norm, 10240), (corpus.dropout_add_layer_norm, 12288),
+    (corpus.dropout_add_layer_norm, 16384), (corpus.geglu_chain, 12288), (corpus.geglu_chain, 16384),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "width"), SPILLING, ids=lambda v: str(getattr(v, "__name__", v)))
+def test_schedules_in_place_of_those_that_spill(family: corpus.Family, width: int, cache: Path) -> None:
+    for d in family(Kit("bfloat16", "bfloat16"), width):
+        kernel, compiled = compile_kernel(d, arch(), cache=cache)
+        loaded = GpuKernel(kernel, compiled)
+        check(loaded, d, 37)
+        check(loaded, d, 154, (7, 22))
 
 
 def test_second_reads_through_l2(cache: Path) -> None:

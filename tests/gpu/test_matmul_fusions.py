@@ -166,3 +166,19 @@ def test_main_grad(over: bool, held_dtype: torch.dtype) -> None:
     want = dw.float() + (0 if over else 1)
     assert (weight.main_grad.float() - want).abs().max() <= 0.02 * dw.abs().max()
     assert weight.grad_added_to_main_grad and not weight.grad.any()
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_main_grad_of_a_tied_weight(over: bool) -> None:
+    shared = ops.Linear(64, 64, accumulate_into_main_grad=True)
+    model = te_fuser.Sequential(shared, ops.GELU(), shared).to(GPU, torch.bfloat16)
+    x = torch.randn(195, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight, dy = shared.weight, torch.randn(195, 64, device=GPU, dtype=torch.bfloat16)
+    assert [s.name for s in model.plan(x).backward].count("matmul_main_grad") >= 2
+    (dw,) = torch.autograd.grad(model.reference(x), weight, dy)
+    weight.main_grad = torch.ones(64, 64, device=GPU)
+    weight.overwrite_main_grad = over
+    for times in (1, 2):
+        model(x).backward(dy)
+        want = dw.float() if over else 1 + times * dw.float()
+        assert (weight.main_grad - want).abs().max() <= 0.02 * times * dw.abs().max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.fuser import finish
+from te_fuser.fuser.graph import Node
 from te_fuser.ops import matmul
 from tests.fusions.products import covered, plan, reasons
 from tests.ops.check import normal
@@ -53,6 +56,80 @@ def test_it_is_written_over() -> None:
     m(x).sum().backward()
     torch.testing.assert_close(m[1].weight.main_grad, dw)
     assert not hasattr(m[1].weight, "grad_added_to_main_grad")
+
+
+def tied(**options: bool) -> tuple[te_fuser.Sequential, torch.nn.Parameter]:
+    """A model that uses one Linear three times, and its weight, whose main_grad is to be written over."""
+    shared = ops.Linear(IN, IN, accumulate_into_main_grad=True)
+    m = te_fuser.Sequential(shared, ops.Linear(IN, IN), shared, ops.GELU(), ops.Linear(IN, IN), shared, **options)
+    return m, to_be_written_over(shared.weight)
+
+
+def uses(m: te_fuser.Sequential, x: torch.Tensor) -> list[Node]:
+    """The nodes of a model's graph whose gradient goes to main_grad."""
+    return [n for n in m.plan(x).graph.nodes if getattr(n.op, "accumulate_into_main_grad", False)]
+
+
+def to_be_written_over(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    weight.main_grad = torch.full_like(weight, torch.nan)
+    weight.overwrite_main_grad, weight.grad_added_to_main_grad = True, False
+    return weight
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_tied_weight_is_written_over_once(apart: bool, verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1 if apart else 2**30)
+    (m, weight), x = tied(verify=verify), normal(7, IN).float()
+    cuts = [start for start, _ in m.plan(x).segments]
+    assert len({bisect.bisect(cuts, n.index) for n in uses(m, x)}) == (2 if apart else 1)
+    (dw,) = torch.autograd.grad(m.reference(x).sum(), weight)
+    for _ in range(2):  # the next backward begins anew
+        y = m(x)
+        y.sum().backward(retain_graph=True)
+        torch.testing.assert_close(weight.main_grad, dw)
+        assert weight.grad_added_to_main_grad and not weight.grad.any()
+    y.sum().backward()
+    torch.testing.assert_close(weight.main_grad, dw)
+
+
+def test_two_models_share_a_weight() -> None:
+    first = te_fuser.Sequential(ops.Linear(IN, IN, accumulate_into_main_grad=True), ops.GELU())
+    second = te_fuser.Sequential(ops.SiLU(), ops.Linear(IN, IN, accumulate_into_main_grad=True))
+    second[1].weight = first[0].weight
+    weight, x = to_be_written_over(first[0].weight), normal(7, IN).float()
+    parts = [torch.autograd.grad(m.reference(x).sum(), weight)[0] for m in (first, second)]
+    (first(x).sum() + second(x).sum()).backward()  # one backward
+    torch.testing.assert_close(weight.main_grad, parts[0] + parts[1])
+    for m, dw in zip((first, second), parts, strict=True):  # two
+        m(x).sum().backward()
+        torch.testing.assert_close(weight.main_grad, dw)
+
+
+def test_who_reads_it_does_so_after_all_uses() -> None:
+    (m, weight), x = tied(), normal(7, IN).float()
+    (dw,) = torch.autograd.grad(m.reference(x).sum(), weight)
+    read: list[torch.Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda p: read.append(p.main_grad.clone()))
+    m(x).sum().backward()
+    (found,) = read
+    torch.testing.assert_close(found, dw)
+
+
+def test_a_weight_that_is_tied_to_an_embedding() -> None:
+    """The embedding's gradient comes by autograd, and is all that `grad` holds."""
+    m, x = te_fuser.Sequential(ops.Linear(IN, OUT, accumulate_into_main_grad=True)), torch.tensor([3, 1, 1])
+    weight = to_be_written_over(m[0].weight)
+    rows = torch.nn.functional.embedding(x, weight)
+    parts = [
+        torch.autograd.grad(r.square().sum(), weight, retain_graph=True)[0] for r in (rows, m.reference(rows.detach()))
+    ]
+    m(rows.detach()).square().sum().backward(retain_graph=True)
+    torch.testing.assert_close(weight.main_grad, parts[1])
+    weight.grad = None
+    (rows.square().sum() + m(rows.detach()).square().sum()).backward()
+    torch.testing.assert_close(weight.grad, parts[0])
+    torch.testing.assert_close(weight.main_grad, parts[1])
 
 
 def test_a_parameter_may_look_it_up() -> None:
