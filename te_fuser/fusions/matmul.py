@@ -60,8 +60,9 @@ _EFFICIENCY = {
     "forward_bias_gelu_aux": 0.935,
     "dgrad_dgelu": 0.88,
     "dgrad_dgelu_sum": 0.68,  # of the library alone, not in a layer: 2.31 ms where the product took 1.57
-    # ReLU's mask and what reads it were never measured. They are priced as the slowest that was: writing an aux as
-    # GELU's, the slope as GELU's slope with a sum, so that for large products only tune() takes them.
+    # ReLU's mask with the product that reads it: an MLP of the same sizes took 10.05 ms with the epilogue that gives
+    # ReLU's output and a generated kernel for the slope, and 0.46 ms more by the mask, with the sum or without. So for
+    # large products only tune() takes them.
     "forward_bias_relu_mask": 0.935,
     "dgrad_drelu": 0.68,
     "dgrad_drelu_sum": 0.68,
