@@ -38,6 +38,7 @@ class Segment:
         uses_seed: whether the last tensor handed in is the seed.
         forward, backward: the programs; backward is None where nobody needs a gradient.
         kept: forward slots that are saved; in backward they come after the gradients.
+        marked: (place among the kept, place among the tensors handed in) of parameters whose attributes backward reads.
         notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
         gradients_in: the slots of the results' gradients; None for a result that takes none.
         gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
@@ -53,6 +54,7 @@ class Segment:
     forward: Program
     backward: Program | None
     kept: tuple[int, ...]
+    marked: tuple[tuple[int, int], ...]
     notes: tuple[tuple[int, int], ...]
     gradients_in: tuple[int | None, ...]
     gradients_out: tuple[int, ...]
@@ -88,6 +90,8 @@ class SegmentFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if segment.notes:
             ctx.notes = [slots[k] for k, _ in segment.notes]
+        if segment.marked:
+            ctx.marked = [tensors[k] for _, k in segment.marked]
         if segment.overwrites:  # hooks may keep memory that no count of references shows
             ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         outs = segment.results(slots)
@@ -110,6 +114,8 @@ class SegmentFunction(torch.autograd.Function):
         if grads[0] is None and all(g is None for g in grads):
             return (None,) * (1 + len(segment.gradients_out))
         saved = ctx.saved_tensors
+        if segment.marked:
+            saved = _with_marked(saved, segment, ctx.marked)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
             ctx.maybe_clear_saved_tensors()
@@ -126,6 +132,16 @@ class SegmentFunction(torch.autograd.Function):
         else:
             program.run(slots, may_overwrite)
         return (None, *segment.take_gradients(slots))
+
+
+def _with_marked(
+    saved: tuple[torch.Tensor, ...], segment: Segment, parameters: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """What was saved, but the parameters themselves: hooks, as checkpointing's, give tensors without attributes."""
+    found = list(saved)
+    for (place, _), parameter in zip(segment.marked, parameters, strict=True):
+        found[place] = parameter
+    return found
 
 
 def _arrived(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
@@ -179,6 +195,12 @@ class _Refs:
         self.inputs += [SEED] if self.uses_seed else []
         self.outputs = [value_ref(graph.root(v)) for v in self.values_out]
 
+    def marked(self) -> tuple[tuple[int, int], ...]:
+        """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
+        ops = [n for n in self.graph.nodes if getattr(n.op, "accumulate_into_main_grad", False)]
+        refs = {parameter_ref(p) for n in ops for p in n.parameters.values()}
+        return tuple((k, self.inputs.index(r)) for k, r in enumerate(self.kept) if r in refs)
+
     def arriving(self) -> list[Ref | None]:
         """The gradient of each output; None for one that takes none."""
         return [gradient_ref(v) if self.graph.needs_grad(v) else None for v in self.values_out]
@@ -198,6 +220,7 @@ class _Backward:
 
     backward: Program | None = None
     kept: tuple[int, ...] = ()
+    marked: tuple[tuple[int, int], ...] = ()
     notes: tuple[tuple[int, int], ...] = ()
     gradients_in: tuple[int | None, ...] = ()
     gradients_out: tuple[int, ...] = ()
@@ -212,6 +235,7 @@ def _build_backward(refs: _Refs, forward_slots: SlotMap, build: Build) -> _Backw
     return _Backward(
         backward,
         tuple(forward_slots[r] for r in refs.kept),
+        refs.marked(),
         tuple((forward_slots[r], slots[r]) for r in refs.notes if r in slots),
         tuple(None if r is None else slots[r] for r in arriving),
         tuple(backward.size if r is None else slots[r] for r in returned),
@@ -230,6 +254,7 @@ def _build(plan: Plan, start: int, stop: int, build: Build) -> Segment:
         forward,
         back.backward,
         back.kept,
+        back.marked,
         back.notes,
         back.gradients_in,
         back.gradients_out,
