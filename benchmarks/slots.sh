@@ -31,8 +31,8 @@ say() { printf '%s\n' "$*" | tee -a "$FOLDER/summary.txt"; }
 # Seconds that a part takes, and the most that it gets.
 estimate() {
   case $1 in
-    tests) echo 240 ;; sanitizer) echo 270 ;; layer) echo 185 ;; layer-fp16) echo 130 ;; mlp) echo 215 ;; llama) echo 70 ;;
-    glue) echo 165 ;; host) echo 60 ;; first-call) echo 40 ;; train) echo $((45 + TRAIN_STEPS / 7)) ;;
+    tests) echo 240 ;; sanitizer) echo 270 ;; layer) echo 185 ;; layer-fp16) echo 130 ;; mlp) echo 270 ;; llama) echo 70 ;;
+    glue) echo 130 ;; host) echo 60 ;; first-call) echo 100 ;; train) echo $((45 + TRAIN_STEPS / 7)) ;;
     train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 130 ;; kernels) echo 60 ;; *) echo 60 ;;
   esac
 }
