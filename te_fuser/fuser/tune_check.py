@@ -72,7 +72,7 @@ class Check:
         moved = _moved(given, number, self.coarsest)
         inputs = {name: moved[f"input {name}"] for name in self.inputs}
         parameters = [moved.get(f"{k}", p) for k, p in enumerate(self.parameters)]
-        return self._results(self.default, moved["x"], inputs, parameters)
+        return self._results(self.default, moved["x"], inputs, parameters, number)
 
     def _results(
         self,
@@ -80,7 +80,9 @@ class Check:
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         parameters: Sequence[torch.Tensor],
+        moved: int | None = None,
     ) -> Results:
+        """Outputs and gradients; `moved` is the number of the neighbour whose arriving gradients are to be taken."""
         _seed(x.device)
         names = _names(prepared.plan)
         with contextlib.ExitStack() as stack:
@@ -94,8 +96,10 @@ class Check:
             leaves = {"input": x, **named, **dict(zip(names, parameters, strict=True))}
             leaves = {f"gradient of {name}": t for name, t in leaves.items() if t.requires_grad}
             ends = [t for t in made if t.requires_grad]
-            arriving = [_upstream(t, k) for k, t in enumerate(ends)]
-            gradients = torch.autograd.grad(ends, list(leaves.values()), arriving, allow_unused=True)
+            arriving = {f"{k}": _upstream(t, k) for k, t in enumerate(ends)}
+            if moved is not None:  # a bias's gradient depends on nothing else
+                arriving = neighbour(arriving, moved, self.coarsest)
+            gradients = torch.autograd.grad(ends, list(leaves.values()), list(arriving.values()), allow_unused=True)
         for (name, leaf), g in zip(leaves.items(), gradients, strict=True):
             found[name] = torch.zeros_like(leaf) if g is None else g
         for k, t in added.items():

@@ -159,6 +159,26 @@ def test_what_rounds_elsewhere_is_no_difference(dtype: torch.dtype, monkeypatch:
     assert torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
 
 
+@pytest.mark.parametrize(("factor", "taken"), [(1.0, True), (1.001, False)])
+def test_sums_in_another_order_are_no_difference(factor: float, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias's gradient depends on the gradient that arrives, and on nothing else."""
+
+    @fusion(backward=[ops.Bias], name="one_by_one", cost=lambda m: Cost(seconds=1.0))
+    def one_by_one(m: fusions.FusionCall, dy: torch.Tensor) -> Any:
+        return dy, {"0.bias": dy.cumsum(0)[-1] * factor}
+
+    model, x = Sequential(ops.GELU(), ops.Bias(16)), torch.randn(3000, 16, requires_grad=True)
+    clock(monkeypatch, lambda: 0.9)
+    try:
+        with fusions.only("stretch", one_by_one):
+            report = model.tune(x)
+    finally:
+        fusions.unregister(one_by_one)
+    (found,) = (t for t in report.trials if t.place.startswith("one_by_one"))
+    assert found.taken == taken, found.reason
+    assert taken or found.reason.startswith("differs from the default: gradient of bias")
+
+
 def test_a_wrong_gradient_in_main_grad_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     @fusion(backward=[ops.MatMul], name="wrong_weight", reads=["input", "0.weight"], cost=lambda m: Cost(seconds=1.0))
     def wrong_weight(m: fusions.FusionCall, dy: torch.Tensor) -> Any:
