@@ -24,6 +24,7 @@ OPTIONAL = (
     "bias_gelu_matmul_quack",
     "matmul_bias_gelu_quack",
     "matmul_bias_gelu_quack_aux",
+    "swiglu_matmul_quack",
 )
 WITHOUT = f"{OURS} without optional packages"
 

@@ -33,6 +33,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     matmul_main_grad,
     relu_matmul,
     rotary_embedding,
+    swiglu_matmul_quack,
 )
 
 __all__ = [

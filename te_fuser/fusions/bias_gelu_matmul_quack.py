@@ -25,31 +25,42 @@ from te_fuser.ops.matmul import MatMul
 _SHARE = 1.01
 
 
-def _weight_kind(m: Match) -> str:
-    return "wgrad_onto" if m[2].op.accumulate_into_main_grad else "wgrad"
+def weight_kind(m: Match, at: int) -> str:
+    """The product of cuBLASLt's that gives the gradient of the weight of op `at`."""
+    return "wgrad_onto" if m[at].op.accumulate_into_main_grad else "wgrad"
+
+
+def with_weight_gradient(m: Match, product: Cost, at: int) -> Cost:
+    """What dy W and what goes with it takes, and then the gradient of the weight of op `at`, where it is needed."""
+    if not m[at].weight.requires_grad:
+        return product
+    weight = cost_of(m, weight_kind(m, at), at)
+    # Products of as many operations each: their rate together, where a sum of costs has the lesser one.
+    return replace(product + weight, efficiency=2 / (1 / product.efficiency + 1 / weight.efficiency))
+
+
+def weight_gradient(m: FusionCall, at: int, dy: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """dy^T x for the weight of op `at`, by its name among the gradients, or put into its main_grad; if it is needed."""
+    name = f"{at}.weight"
+    if not m.needs(name):
+        return {}
+    onto = m[at].op.accumulate_into_main_grad
+    return {name: put_weight_gradient(dy, x, m[name]) if onto else matmul.weight_gradient(dy, x)}
 
 
 def _cost(m: Match) -> Cost:
     made_again = Cost(written=float(m.y.rows * m.x.features * m.dtype.itemsize), launches=0, efficiency=_SHARE)
-    both = cost_of_product(m, "dgrad_dgelu", _SHARE, at=2) + made_again
-    if not m[2].weight.requires_grad:
-        return both
-    weight = cost_of(m, _weight_kind(m), at=2)
-    # Products of as many operations each: their rate together, where a sum of costs has the lesser one.
-    return replace(both + weight, efficiency=2 / (1 / both.efficiency + 1 / weight.efficiency))
+    return with_weight_gradient(m, cost_of_product(m, "dgrad_dgelu", _SHARE, at=2) + made_again, at=2)
 
 
 @fusion(
     backward=[Bias, GELU, MatMul],
     reads=("0.output", "2.weight"),
-    when=lambda m: why_no_quack(m, 2, 1, 0) or why_no_product(m, _weight_kind(m), at=2) or True,
+    when=lambda m: why_no_quack(m, 2, 1, 0) or why_no_product(m, weight_kind(m, 2), at=2) or True,
     cost=_cost,
 )
 def bias_gelu_matmul_quack(m: FusionCall, dy: torch.Tensor) -> Any:
     """The gradients of what enters the bias, of the bias, and of the weight."""
     dh, y, total = quack_matmul.input_gradient_dgelu_sum(dy, m["2.weight"], m["0.output"])
     made = {"0.bias": total.to(dh.dtype)} if m.needs("0.bias") else {}
-    if m.needs("2.weight"):
-        onto = m[2].op.accumulate_into_main_grad
-        made["2.weight"] = put_weight_gradient(dy, y, m["2.weight"]) if onto else matmul.weight_gradient(dy, y)
-    return dh, made
+    return dh, made | weight_gradient(m, 2, dy, y)

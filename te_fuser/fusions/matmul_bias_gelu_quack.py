@@ -23,12 +23,26 @@ LAUNCHES = 10
 
 def why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
     """Why ops `product`, `gelu` and `bias` of a match are none for quack's kernels; None if they are."""
+    why = why_no_quack_product(m, product, "its tanh is right to 11 bits, which is enough for bfloat16 alone")
+    if why:
+        return why
+    op = cast(MatMul, m[product].op)
+    why = why_no_gelu(m, gelu, op.out_features if product < gelu else op.in_features) or why_no_bias(m, bias)
+    return why or why_not_here(m)
+
+
+def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | None:
+    """Why op `product` of a match, whatever its epilogue, is none for quack's kernels; None if it is.
+
+    Args:
+        bfloat16_alone: why the epilogue is for no other dtype.
+    """
     if m.device.type != "cuda":
         return f"quack's kernels run on cuda, the input is on {m.device.type}"
     if m.kernels == "torch":
         return "this plan is one of PyTorch's operations alone"
     if m.dtype != torch.bfloat16:
-        return f"its tanh is right to 11 bits, which is enough for bfloat16 alone, and this is {m.dtype}"
+        return f"{bfloat16_alone}, and this is {m.dtype}"
     op = cast(MatMul, m[product].op)
     if any(not n or n % products.MULTIPLE for n in (op.in_features, op.out_features)):
         return (
@@ -37,11 +51,10 @@ def why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
         )
     if m[product].dtype_of("weight") != m.dtype:
         return f"input and weight differ in dtype, {m.dtype} and {m[product].dtype_of('weight')}"
-    why = why_no_gelu(m, gelu, op.out_features if product < gelu else op.in_features) or why_no_bias(m, bias)
-    return why or _why_not_here(m)
+    return None
 
 
-def _why_not_here(m: Match) -> str | None:
+def why_not_here(m: Match) -> str | None:
     """Why the GPU or the package is none for it."""
     major, minor = m.capability or torch.cuda.get_device_capability(m.device)
     if major != 9:

@@ -1,4 +1,4 @@
-"""Matrix products of the package quack-kernels (imported as `quack`), whose epilogues compute GELU and its slope.
+"""Matrix products of the package quack-kernels (imported as `quack`), whose epilogues compute GELU and slopes.
 
 The package is optional, and imported when a plan on a machine with a GPU first asks for it. Its kernels are written in
 CUTLASS's Python language: each is compiled when it first runs, by one thread at a time and never while a stream is
@@ -24,7 +24,8 @@ MULTIPLE = 8  # of elements in a row: what its loads and stores need
 _OLDEST = "0.6.5"
 _INTERFACE, _CONFIG, _EPILOGUES = "quack.gemm_interface", "quack.gemm_config", "te_fuser.kernels.quack_epilogues"
 _ACTIVATION = "gelu_tanh_approx"
-_FUSIONS = "'matmul_bias_gelu_quack', 'matmul_bias_gelu_quack_aux', 'bias_gelu_matmul_quack'"  # what plans have of it
+# What plans have of it.
+_FUSIONS = "'matmul_bias_gelu_quack', 'matmul_bias_gelu_quack_aux', 'bias_gelu_matmul_quack', 'swiglu_matmul_quack'"
 # What is called of the package, with the arguments that it is given here.
 _TAKEN = {
     (_INTERFACE, "gemm_act"): (
@@ -40,6 +41,7 @@ _TAKEN = {
     ),
     (_CONFIG, "GemmConfig"): ("tile_m", "tile_n", "pingpong", "cluster_m", "cluster_n", "is_dynamic_persistent"),
     (_EPILOGUES, "dgelu_with_sum"): ("A", "B", "C", "out", "config", "tuned"),
+    (_EPILOGUES, "dswiglu_of_halves"): ("A", "B", "C", "out", "config", "tuned", "operands"),
 }
 runs = FirstRuns(PACKAGE)
 
@@ -138,6 +140,52 @@ def input_gradient_dgelu_sum(
     return dh, y, _run("(dy W) * gelu'(h)", (rows, w, h), (), call)
 
 
+def input_gradient_dswiglu(
+    dy: torch.Tensor, weight: torch.Tensor, before: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dh, silu(gate) * up), dh the gradient of h = [gate, up] where dy W is that of silu(gate) * up.
+
+    dy is [..., O], W [O, I], h = `before` [..., 2 I], whose first half is the gate.
+
+    Raises:
+        RuntimeError: when the package fails.
+    """
+    dh, y = before.new_empty(before.shape), before.new_empty(*before.shape[:-1], before.shape[-1] // 2)
+    if not dh.numel():
+        return dh, y
+    rows, w, h = _rows(dy), _rows(weight), _rows(before)
+
+    def call() -> None:
+        _write_dswiglu(rows, w, h, _flat(dh), _flat(y), _config())
+
+    _run("(dy W) * swiglu'(h)", (rows, w, h), (), call)
+    return dh, y
+
+
+def _write_dswiglu(
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    before: torch.Tensor,
+    dh: torch.Tensor,
+    y: torch.Tensor,
+    config: Any,
+    transposed: bool = True,
+) -> None:
+    """The two results of `input_gradient_dswiglu`, of matrices, in tiles of `config`.
+
+    As dh^T = W^T dy^T both factors and what the epilogue moves lie in rows of 128 bytes in shared memory, whatever
+    multiple of 16 tokens a tile has. With tiles of 128 x 208 the epilogue's two loads and three stores (64 x 16 numbers
+    each, in four stages: 40 KiB) leave room for four stages of the factors, as many as one load and two stores do.
+    """
+    gate, up, gate_gradient, up_gradient = (*before.chunk(2, 1), *dh.chunk(2, 1))
+    a, b = dy, weight
+    if transposed:
+        a, b = weight.t(), dy.t()
+        gate, up, gate_gradient, up_gradient, y = (t.t() for t in (gate, up, gate_gradient, up_gradient, y))
+    out = {"D": gate_gradient, "up_gradient": up_gradient, "activated": y}
+    _module(_EPILOGUES).dswiglu_of_halves(a, b, gate, out=out, config=config, tuned=False, up=up)
+
+
 def _run(what: str, tensors: tuple[torch.Tensor, ...], options: tuple[bool, ...], call: Callable[[], Any]) -> Any:
     first = tensors[0]
     form = (what, options, first.dtype, first.device, *((t.shape, t.stride()) for t in tensors))
@@ -189,6 +237,7 @@ __all__ = [
     "MULTIPLE",
     "PACKAGE",
     "input_gradient_dgelu_sum",
+    "input_gradient_dswiglu",
     "installed_version",
     "linear_bias_gelu",
     "linear_bias_gelu_aux",

@@ -13,13 +13,16 @@ from te_fuser import Sequential, fusions
 from te_fuser.fusions.matmul import why_no_backward
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import matmul, quack_matmul
-from te_fuser.ops import GELU, LayerNorm, Linear
+from te_fuser.ops import GELU, LayerNorm, Linear, RMSNorm, SwiGLU
 from te_fuser.ops.base import FusableOperation
 from tests.fusions.products import free
 from tests.kernels import fake_quack
 from tests.twins import sequential, tensor
 
 ALONE, AUX, BACKWARD = "matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack"
+GATED = "swiglu_matmul_quack"
+
+ROWS = ((7,), (3, 5), (1,), (2, 0))
 
 _INACCURATE = "its tanh is right to 11 bits, which is enough for bfloat16 alone, and this is torch."
 # (how the plan differs, GELU, why it is none for quack's kernels)
@@ -46,9 +49,16 @@ def mlp(**last: Any) -> tuple[FusableOperation, ...]:
         return LayerNorm(4096), Linear(4096, 16384), GELU("tanh"), Linear(16384, 4096, **last)
 
 
+def gated_mlp(**last: Any) -> tuple[FusableOperation, ...]:
+    """RMSNorm, 4096 -> 2 x 14336, SwiGLU, -> 4096, no biases, no memory; the last product is given what is named."""
+    with torch.device("meta"):
+        up, down = Linear(4096, 2 * 14336, bias=False), Linear(14336, 4096, bias=False, **last)
+        return RMSNorm(4096), up, SwiGLU(), down
+
+
 def names(steps: tuple[Any, ...]) -> list[str]:
     """Of quack's steps."""
-    return [step.name for step in steps if step.name in (ALONE, AUX, BACKWARD)]
+    return [step.name for step in steps if step.name in (ALONE, AUX, BACKWARD, GATED)]
 
 
 def on_the_cpu(patch: pytest.MonkeyPatch) -> tuple[fake_quack.Package, tuple[Fusion, ...]]:
@@ -56,7 +66,7 @@ def on_the_cpu(patch: pytest.MonkeyPatch) -> tuple[fake_quack.Package, tuple[Fus
     package = fake_quack.in_place(patch)
     patch.setattr(matmul, "weight_gradient", _weight_gradient)
     patch.setattr(matmul, "put_weight_gradient", _put_weight_gradient)
-    found = {name: free(fusions.get(name)) for name in (ALONE, AUX, BACKWARD)}
+    found = {name: free(fusions.get(name)) for name in (ALONE, AUX, BACKWARD, GATED)}
     unasked = {name: dataclasses.replace(fusion, when=None) for name, fusion in found.items()}
     unasked[ALONE] = dataclasses.replace(found[ALONE], when=lambda m: why_no_backward(m) or True)
     return package, tuple(unasked.values())
@@ -73,6 +83,13 @@ def _put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, 
 
 def small_mlps(**options: Any) -> Iterator[tuple[Sequential, torch.Tensor]]:
     """MLPs in float64 and their inputs, of several leading dimensions, one row and none."""
-    for rows in ((7,), (3, 5), (1,), (2, 0)):
+    for rows in ROWS:
         model = sequential(LayerNorm(16), Linear(16, 24), GELU("tanh"), Linear(24, 8), **options)
+        yield model, tensor(*rows, 16)
+
+
+def small_gated_mlps(**options: Any) -> Iterator[tuple[Sequential, torch.Tensor]]:
+    """The same with SwiGLU."""
+    for rows in ROWS:
+        model = sequential(RMSNorm(16), Linear(16, 48, bias=False), SwiGLU(), Linear(24, 8, bias=False), **options)
         yield model, tensor(*rows, 16)

@@ -117,7 +117,7 @@ def test_without_the_fusions_that_a_failure_names_it_is_not_called(installed: No
 
 
 def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, (alone, aux, backward) = on_the_cpu(monkeypatch)
+    package, (alone, aux, backward, _) = on_the_cpu(monkeypatch)
     for model, x in small_mlps():
         with fusions.only(alone, aux, "stretch"):
             assert names(model.plan(x).forward) == [AUX]

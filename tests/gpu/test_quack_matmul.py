@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from tests.twins import randomize
 
 VERSION = installed_version(products.PACKAGE)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")]
-NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack")
+GATED = "swiglu_matmul_quack"
+NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack", GATED)
 GPU = torch.device("cuda", 0)
 EPS = 2.0**-8
 
@@ -45,6 +47,22 @@ def gelu(h: torch.Tensor) -> torch.Tensor:
 def slope(h: torch.Tensor) -> torch.Tensor:
     h = h.detach().requires_grad_()
     return torch.autograd.grad(gelu(h).sum(), h)[0]
+
+
+def gated_tensors(rows: tuple[int, ...], inner: int, outer: int) -> list[torch.Tensor]:
+    """dy, W, and h of a gate, some of it far out in SiLU's negative tail, and as many others."""
+    up, w, _, dy, gate = tensors(rows, inner, outer)
+    if gate.numel():
+        gate.view(-1, inner)[0, :4] = torch.tensor([0.0, 12.0, -30.0, -100.0])
+    return [dy, w, torch.cat((gate, up), -1)]
+
+
+def swiglu_gradients(da: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dh and silu(gate) * up, where da is the gradient of that."""
+    leaf = h.detach().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    y = torch.nn.functional.silu(gate) * up
+    return torch.autograd.grad(y, leaf, da)[0], y.detach()
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> bool:
@@ -88,10 +106,40 @@ def test_backward(rows: tuple[int, ...], inner: int, outer: int) -> None:
     assert close(total, exact.flatten(0, -2).sum(0), rough)
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_backward_of_swiglu(
+    rows: tuple[int, ...], inner: int, outer: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One way or the other; each half of dh by itself, for a stray one must not hide behind the larger."""
+    write = functools.partial(products._write_dswiglu, transposed=transposed)
+    monkeypatch.setattr(products, "_write_dswiglu", write)
+    dy, w, h = gated_tensors(rows, inner, outer)
+    made, again = (products.input_gradient_dswiglu(dy, w, h) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
+    dh, y = made
+    assert dh.shape == h.shape and y.shape == (*rows, inner)
+    if not dh.numel():
+        return
+    exact = swiglu_gradients(dy.double() @ w.double(), h.double())
+    plain = swiglu_gradients(dy @ w, h)
+    for ours, wanted, usual in zip(dh.chunk(2, -1), exact[0].chunk(2, -1), plain[0].chunk(2, -1), strict=True):
+        assert close(ours, wanted, usual)
+    assert close(y, exact[1], plain[1])
+
+
 def test_strides_and_offsets() -> None:
     """What its loads cannot read is copied; what they can is not changed."""
     x, w, b, dy, h = tensors((48, 3), 136, 72)
-    want = products.linear_bias_gelu_aux(x, w, b), products.input_gradient_dgelu_sum(dy, w, h)
+    wide = torch.cat((h, x), -1)
+
+    def results(
+        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor, h: torch.Tensor, wide: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        backward = *products.input_gradient_dgelu_sum(dy, w, h), *products.input_gradient_dswiglu(dy, w, wide)
+        return *products.linear_bias_gelu_aux(x, w, b), *backward
+
+    want = results(x, w, b, dy, h, wide)
 
     def wider(t: torch.Tensor) -> torch.Tensor:
         return torch.cat((t, t), -1)[..., : t.shape[-1]]
@@ -103,12 +151,11 @@ def test_strides_and_offsets() -> None:
         return t.mT.contiguous().mT if t.dim() > 1 else t
 
     for change in (wider, behind, turned):
-        x_, w_, b_, dy_, h_ = (change(t) for t in (x, w, b, dy, h))
-        kept = [t.clone() for t in (x_, w_, b_, dy_, h_)]
-        found = products.linear_bias_gelu_aux(x_, w_, b_), products.input_gradient_dgelu_sum(dy_, w_, h_)
-        for ours, theirs in zip((*found[0], *found[1]), (*want[0], *want[1]), strict=True):
+        given = [change(t) for t in (x, w, b, dy, h, wide)]
+        kept = [t.clone() for t in given]
+        for ours, theirs in zip(results(*given), want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
-        assert all(torch.equal(a, c) for a, c in zip((x_, w_, b_, dy_, h_), kept, strict=True))
+        assert all(torch.equal(a, c) for a, c in zip(given, kept, strict=True))
 
 
 @pytest.fixture
@@ -141,6 +188,46 @@ def test_in_a_model(cheap: tuple[fusions.Fusion, ...], memory: str) -> None:
             torch.testing.assert_close(model(x), model.reference(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+def test_swiglu_in_a_model(cheap: tuple[fusions.Fusion, ...], memory: str) -> None:
+    up, down = ops.Linear(72, 528, bias=False), ops.Linear(264, 72, bias=False)
+    model = randomize(Sequential(ops.RMSNorm(72), up, ops.SwiGLU(), down, memory=memory)).to(GPU, torch.bfloat16)
+    x = torch.randn(65, 3, 72, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(72, 3, 65, device=GPU, dtype=torch.bfloat16).permute(2, 1, 0)
+    with fusions.only(*cheap, "stretch", "matmul", "matmul_backward"):
+        plan = model.plan(x)
+        assert GATED in {s.name for s in plan.backward}
+        assert "swiglu.output" not in {k.name for k in plan.kept}
+        te_fuser.verify(model, x)
+        leaves = [x, *model.parameters()]
+        results = [torch.autograd.grad(model(x), leaves, dy) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    plain = torch.autograd.grad(model.reference(x), leaves, dy)
+    twin = copy.deepcopy(model).double()
+    x64 = x.detach().double().requires_grad_()
+    exact = torch.autograd.grad(twin.reference(x64), [x64, *twin.parameters()], dy.double())
+    for ours, wanted, usual in zip(results[0], exact, plain, strict=True):
+        assert close(ours, wanted, usual)
+
+
+def test_swiglu_main_grad_and_a_frozen_weight(cheap: tuple[fusions.Fusion, ...]) -> None:
+    down = ops.Linear(264, 72, bias=False, accumulate_into_main_grad=True)
+    model = randomize(Sequential(ops.Linear(72, 528, bias=False), ops.SwiGLU(), down)).to(GPU, torch.bfloat16)
+    x = torch.randn(33, 72, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight = down.weight
+    weight.main_grad = torch.ones(weight.shape, device=GPU)
+    plain = torch.autograd.grad(model.reference(x).float().sum(), [x, weight])
+    exact = gradients_in_float64(model, x, weight)
+    with fusions.only(*cheap, "stretch", "matmul", "matmul_backward", "matmul_main_grad"):
+        assert GATED in {s.name for s in model.plan(x).backward}
+        model(x).float().sum().backward()
+        assert close(weight.main_grad - 1, exact[1], plain[1]) and close(x.grad, exact[0], plain[0])
+        weight.requires_grad_(False)
+        x.grad = None
+        model(x).float().sum().backward()
+        assert close(x.grad, exact[0], plain[0])
+
+
 def gradients_in_float64(model: Sequential, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
     twin = copy.deepcopy(model).double()
     names = [next(n for n, p in model.named_parameters() if p is parameter) for parameter in parameters]
@@ -167,18 +254,26 @@ def test_main_grad_and_frozen_parameters(cheap: tuple[fusions.Fusion, ...]) -> N
 
 def test_captures_streams_threads() -> None:
     x, w, b, dy, h = tensors((96,), 264, 136)
+    *_, wide = gated_tensors((96,), 264, 136)
     products.runs.forget()
     with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         products.linear_bias_gelu(x, w, b)
+    with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        products.input_gradient_dswiglu(dy, w, wide)
     found: list[tuple[torch.Tensor, ...]] = []
     thread = threading.Thread(target=lambda: found.append(products.input_gradient_dgelu_sum(dy, w, h)))
     thread.start()
     thread.join()
-    want = products.input_gradient_dgelu_sum(dy, w, h), products.linear_bias_gelu_aux(x, w, b)
+
+    def results() -> tuple[tuple[torch.Tensor, ...], ...]:
+        backward = products.input_gradient_dgelu_sum(dy, w, h), products.input_gradient_dswiglu(dy, w, wide)
+        return *backward, products.linear_bias_gelu_aux(x, w, b)
+
+    want = results()
     assert all(torch.equal(a, c) for a, c in zip(found[0], want[0], strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = products.input_gradient_dgelu_sum(dy, w, h), products.linear_bias_gelu_aux(x, w, b)
+        made = results()
     for t in itertools.chain(*made):
         t.fill_(torch.nan)
     graph.replay()
@@ -189,6 +284,6 @@ def test_captures_streams_threads() -> None:
         torch.cuda._sleep(50_000_000)
         late = torch.zeros_like(dy)
         late.copy_(dy)
-        other = products.input_gradient_dgelu_sum(late, w, h)
+        other = *products.input_gradient_dgelu_sum(late, w, h), *products.input_gradient_dswiglu(late, w, wide)
     side.synchronize()
-    assert all(torch.equal(a, c) for a, c in zip(other, want[0], strict=True))
+    assert all(torch.equal(a, c) for a, c in zip(other, (*want[0], *want[1]), strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import sys
 import types
 
@@ -36,6 +37,18 @@ def gelu(h):
 def dgelu_tanh_approx(x, dout):
     """(dout * gelu'(x), gelu(x)) in the tanh form."""
     return torch.ops.aten.gelu_backward(dout, x, approximate="tanh"), gelu(x)
+
+
+def swiglu(h):
+    """Of an input whose first half is the gate."""
+    gate, up = h.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def dswiglu(x, y, dout):
+    """(dout * y * silu'(x), dout * silu(x), silu(x) * y)."""
+    silu = torch.nn.functional.silu(x)
+    return torch.ops.aten.silu_backward(dout * y, x), dout * silu, silu * y
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Package:
         self.interface, config = (types.ModuleType(n) for n in (quack_matmul._INTERFACE, quack_matmul._CONFIG))
         self.modules |= {module.__name__: module for module in (self.interface, config)}
         self.modules["quack.activation"].dgelu_tanh_approx = dgelu_tanh_approx
+        self.modules["quack.activation"].dswiglu = dswiglu
         self.modules["quack.epilogue.frontend"].gemm_epilogue = self.gemm_epilogue
         self.modules["quack.epilogue.ops"].ColVecReduce = ColVecReduce
         self.interface.gemm_act, config.GemmConfig = self.gemm_act, GemmConfig
@@ -102,15 +116,18 @@ class Package:
             out.copy_(h if name == "preact_out" else gelu(h))
         return preact_out, postact_out
 
-    def gemm_epilogue(self, outputs, reduces):
-        """A product whose epilogue is a function of the accumulator and of C, element by element."""
+    def gemm_epilogue(self, outputs, reduces=None):
+        """A product whose epilogue is a function of the accumulator, of C and of tiles, element by element."""
+        reduces = reduces or {}
         assert all(reduce == ColVecReduce(name) for name, reduce in reduces.items())
 
         def declare(body):
-            def product(A, B, C=None, *, out=None, config=None, tuned=True):  # noqa: N803
+            def product(A, B, C=None, *, out=None, config=None, tuned=True, **operands):  # noqa: N803
                 assert out.keys() == {"D", *outputs}
-                self._begin(body.__name__, A, B, {"C": C, **out}, tuned, config)
-                made = body(A.double() @ B.double(), C.double())
+                assert {"c", *operands} == set(inspect.signature(body).parameters) - {"acc"}
+                self._begin(body.__name__, A, B, {"C": C, **operands, **out}, tuned, config)
+                loaded = {name: tile.double() for name, tile in {"c": C, **operands}.items()}
+                made = body(A.double() @ B.double(), **loaded)
                 for name, stored in out.items():
                     stored.copy_(made[name])
                 exact = torch.float64 if A.dtype == torch.float64 else torch.float32  # of float64 in tests

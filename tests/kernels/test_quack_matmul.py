@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 
@@ -10,7 +11,7 @@ import torch
 
 from te_fuser.kernels import quack_matmul
 from tests.kernels import fake_quack
-from tests.kernels.fake_quack import gelu
+from tests.kernels.fake_quack import gelu, swiglu
 from tests.twins import tensor
 
 CONFIG, EPILOGUES, INTERFACE = quack_matmul._CONFIG, quack_matmul._EPILOGUES, quack_matmul._INTERFACE
@@ -46,6 +47,19 @@ def gradients(dy, w, h):
     return dh, y.detach(), summed(dh)
 
 
+def gated_tensors(rows, inner, outer, dtype=torch.float64):
+    """dy, W, and h of a gate and as many others."""
+    _, w, _, dy, gate = tensors(rows, inner, outer, dtype)
+    return dy, w, torch.cat((gate, tensor(*rows, inner, grad=False, seed=9).to(dtype)), -1)
+
+
+def gated_gradients(dy, w, h):
+    """dh and silu(gate) * up."""
+    leaf = h.clone().requires_grad_()
+    y = swiglu(leaf)
+    return torch.autograd.grad(y, leaf, dy @ w)[0], y.detach()
+
+
 SIZES = (((1,), 64, 64), ((3, 7), 136, 72), ((), 16, 24), ((129,), 8, 48), ((0, 4), 64, 128), ((2, 0), 24, 16))
 
 
@@ -72,6 +86,23 @@ def test_backward(rows, inner, outer, package):
     assert all(t.is_contiguous() for t in (dh, y)) and len(package.calls) == (1 if dh.numel() else 0)
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_backward_of_swiglu(rows, inner, outer, transposed, package, monkeypatch):
+    """One way or the other; dh's halves are written where they belong."""
+    write = functools.partial(quack_matmul._write_dswiglu, transposed=transposed)
+    monkeypatch.setattr(quack_matmul, "_write_dswiglu", write)
+    dy, w, h = gated_tensors(rows, inner, outer)
+    dh, y = quack_matmul.input_gradient_dswiglu(dy, w, h)
+    for found, want in zip((dh, y), gated_gradients(dy, w, h), strict=True):
+        assert_close(found, want)
+        assert found.is_contiguous()
+    assert len(package.calls) == (1 if dh.numel() else 0)
+    if package.calls:
+        _, given = package.calls[-1]
+        assert is_inside(given["D"], dh) and is_inside(given["up_gradient"], dh)
+
+
 def test_bfloat16_is_rounded_once_and_the_sum_is_in_float32(package):
     x, w, b, dy, h = tensors((5, 3), 64, 48, torch.bfloat16)
     y, before = quack_matmul.linear_bias_gelu_aux(x, w, b)
@@ -82,6 +113,10 @@ def test_bfloat16_is_rounded_once_and_the_sum_is_in_float32(package):
     assert torch.equal(dh, want.bfloat16()) and torch.equal(y, activated.bfloat16())
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, sums.float())
+    dy, w, h = gated_tensors((5, 3), 64, 48, torch.bfloat16)
+    found = quack_matmul.input_gradient_dswiglu(dy, w, h)
+    for ours, want in zip(found, gated_gradients(dy.double(), w.double(), h.double()), strict=True):
+        assert torch.equal(ours, want.bfloat16())
 
 
 # ---- where tensors lie ------------------------------------------------------------------------------------------
@@ -145,14 +180,37 @@ def test_what_loads_can_read_is_read_where_it_lies_and_the_rest_is_copied(rows, 
         assert all(torch.equal(t, before[other]) for other, t in changed.items())
 
 
+@pytest.mark.parametrize("change", [aligned, odd, behind, turned, overlapping])
+@pytest.mark.parametrize("rows", [(1,), (48, 3)])
+def test_what_swiglus_loads_cannot_read_is_copied(rows, change, package):
+    given = dict(zip(("dy", "w", "h"), gated_tensors(rows, 136, 72), strict=True))
+    for name in given:
+        changed = given | {name: change(given[name])}
+        before = {other: t.clone() for other, t in changed.items()}
+        found = quack_matmul.input_gradient_dswiglu(*changed.values())
+        for ours, want in zip(found, gated_gradients(*changed.values()), strict=True):
+            assert_close(ours, want)
+        for other, read in reads(package).items():
+            if other != name or change is aligned:
+                assert is_inside(read, changed[other]), other
+        assert is_inside(package.calls[-1][1]["up"], reads(package)["h"])
+        assert all(torch.equal(t, before[other]) for other, t in changed.items())
+
+
 def test_one_row_of_an_odd_stride(package):
     """PyTorch calls it contiguous, whatever the stride of its one row; loads do not."""
     x, w, b, dy, h = tensors((1,), 136, 72)
-    want = quack_matmul.linear_bias_gelu_aux(x, w, b), quack_matmul.input_gradient_dgelu_sum(dy, w, h)
+    *_, wide = gated_tensors((1,), 136, 72)
+
+    def results(x, dy, h, wide):
+        backward = quack_matmul.input_gradient_dgelu_sum(dy, w, h), quack_matmul.input_gradient_dswiglu(dy, w, wide)
+        return quack_matmul.linear_bias_gelu_aux(x, w, b), *backward
+
+    want = results(x, dy, h, wide)
     for stride in (0, 1, 8, 137):
-        x_, dy_, h_ = (torch.cat((t, t), -1).as_strided(t.shape, (stride, 1)) for t in (x, dy, h))
-        assert x_.is_contiguous()
-        found = quack_matmul.linear_bias_gelu_aux(x_, w, b), quack_matmul.input_gradient_dgelu_sum(dy_, w, h_)
+        strided = [torch.cat((t, t), -1).as_strided(t.shape, (stride, 1)) for t in (x, dy, h, wide)]
+        assert all(t.is_contiguous() for t in strided)
+        found = results(*strided)
         assert all(torch.equal(a, c) for a, c in zip(itertools.chain(*found), itertools.chain(*want), strict=True))
 
 
@@ -223,6 +281,7 @@ def test_what_is_asked_of_a_function_is_what_it_is_given(package, monkeypatch):
         noted(module, name)
     quack_matmul.linear_bias_gelu_aux(x, w, b)
     quack_matmul.input_gradient_dgelu_sum(dy, w, h)
+    quack_matmul.input_gradient_dswiglu(*gated_tensors((3,), 16, 24))
     assert given == {key: set(taken) for key, taken in quack_matmul._TAKEN.items()}
 
 
@@ -233,6 +292,10 @@ def test_what_fails_in_a_run_is_raised_in_words(package):
         (
             lambda: quack_matmul.input_gradient_dgelu_sum(dy, w, h),
             r"\(dy W\) \* gelu'\(h\) failed for \[6, 24\] and \[24, 16\]",
+        ),
+        (
+            lambda: quack_matmul.input_gradient_dswiglu(*gated_tensors((3, 2), 16, 24)),
+            r"\(dy W\) \* swiglu'\(h\) failed for \[6, 24\] and \[24, 16\]",
         ),
     ):
         package.fails = ValueError("no such tile")
@@ -252,10 +315,12 @@ def test_a_capture_of_a_form_that_did_not_run_is_refused(package, monkeypatch):
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     x, w, b, dy, h = tensors((3,), 16, 24)
+    *_, wide = gated_tensors((3,), 16, 24)
     runs = (
         lambda: quack_matmul.linear_bias_gelu(x, w, b),
         lambda: quack_matmul.linear_bias_gelu_aux(x, w, b),
         lambda: quack_matmul.input_gradient_dgelu_sum(dy, w, h),
+        lambda: quack_matmul.input_gradient_dswiglu(dy, w, wide),
     )
     for run in runs:
         capturing = True
@@ -273,4 +338,6 @@ def test_a_capture_of_a_form_that_did_not_run_is_refused(package, monkeypatch):
             quack_matmul.linear_bias_gelu(*given)
     with pytest.raises(RuntimeError, match="run the model once"):
         quack_matmul.input_gradient_dgelu_sum(dy, w, aligned(h))
-    assert len(quack_matmul.runs) == len(package.calls) // 2 == 3
+    with pytest.raises(RuntimeError, match="run the model once"):
+        quack_matmul.input_gradient_dswiglu(dy, w, aligned(wide))
+    assert len(quack_matmul.runs) == len(package.calls) // 2 == 4

@@ -1,0 +1,44 @@
+"""Backward of SwiGLU + MatMul by quack-kernels, where that is installed: three results of one product.
+
+With da = dy W and h = [gate, up]: both halves of dh, which are da * up * silu'(gate) and da * silu(gate), and
+a = silu(gate) * up come from one kernel; dW = dy^T a follows at once, so that nothing but h is kept for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from te_fuser.fusions.bias_gelu_matmul_quack import weight_gradient, weight_kind, with_weight_gradient
+from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.matmul import why_no_product
+from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quack_product, why_not_here
+from te_fuser.fusions.registry import fusion
+from te_fuser.kernels import quack_matmul
+from te_fuser.ops.glu import SwiGLU
+from te_fuser.ops.matmul import MatMul
+
+# The share of a plain product's rate that dy W reaches with this epilogue. An estimate, to be measured in a whole MLP.
+_SHARE = 0.85
+
+
+def _why_not(m: Match) -> bool | str:
+    why = why_no_quack_product(m, 1, "it was measured in bfloat16 alone")
+    if not why and not cast(SwiGLU, m[0].op).gate_first:
+        why = "its gate is the first half of SwiGLU's input, and here it is the second (gate_first=False)"
+    return why or why_not_here(m) or why_no_product(m, weight_kind(m, 1), at=1) or True
+
+
+def _cost(m: Match) -> Cost:
+    """dy W reads both halves of SwiGLU's input, and writes two results of its size beside the plain product's one."""
+    half = float(m.y.rows * cast(MatMul, m[1].op).in_features * m.dtype.itemsize)
+    halves = Cost(read=2 * half, written=2 * half, launches=0, efficiency=_SHARE)
+    return with_weight_gradient(m, cost_of_product(m, "dgrad", _SHARE, at=1) + halves, at=1)
+
+
+@fusion(backward=[SwiGLU, MatMul], reads=("input", "1.weight"), when=_why_not, cost=_cost)
+def swiglu_matmul_quack(m: FusionCall, dy: torch.Tensor) -> Any:
+    """The gradients of SwiGLU's input, and of the weight."""
+    dh, y = quack_matmul.input_gradient_dswiglu(dy, m["1.weight"], m["input"])
+    return dh, weight_gradient(m, 1, dy, y)
