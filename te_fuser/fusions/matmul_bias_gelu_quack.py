@@ -54,12 +54,13 @@ def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | N
     return None
 
 
-def why_not_here(m: Match) -> str | None:
-    """Why the GPU or the package is none for it."""
+def why_not_here(m: Match, gates: bool = False) -> str | None:
+    """Why the GPU or the package is none for it; `gates`: for the epilogues of gated MLPs."""
     major, minor = m.capability or torch.cuda.get_device_capability(m.device)
     if major != 9:
         return f"it was measured on compute capability 9 alone, this GPU has {major}.{minor}"
-    return products.missing() or (products.unusable() if torch.cuda.is_available() else None)
+    unusable = products.unusable_by_gates if gates else products.unusable
+    return products.missing() or (unusable() if torch.cuda.is_available() else None)
 
 
 def cost_of_product(m: Match, kind: str, share: float, at: int = 0) -> Cost:

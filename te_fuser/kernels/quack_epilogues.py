@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quack.activation import dgelu_tanh_approx, dswiglu
+from quack.activation import dgelu_tanh_approx
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecReduce
 
@@ -16,15 +16,4 @@ def dgelu_with_sum(acc: Any, c: Any) -> dict[str, Any]:
     return {"D": gradient, "activated": activated, "total": gradient}
 
 
-@gemm_epilogue(outputs=("up_gradient", "activated"))
-def dswiglu_of_halves(acc: Any, c: Any, up: Any) -> dict[str, Any]:
-    """(acc * up * silu'(c), acc * silu(c), silu(c) * up), where c is the gate, by the exponential.
-
-    Gate and up are tiles of the product's own size each, as are their gradients: pairs that lie side by side would be
-    another mode of the package.
-    """
-    gate_gradient, up_gradient, activated = dswiglu(c, up, acc)
-    return {"D": gate_gradient, "up_gradient": up_gradient, "activated": activated}
-
-
-__all__ = ["dgelu_with_sum", "dswiglu_of_halves"]
+__all__ = ["dgelu_with_sum"]

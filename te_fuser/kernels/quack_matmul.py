@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ PACKAGE = "quack-kernels"
 MULTIPLE = 8  # of elements in a row: what its loads and stores need
 _OLDEST = "0.6.5"
 _INTERFACE, _CONFIG, _EPILOGUES = "quack.gemm_interface", "quack.gemm_config", "te_fuser.kernels.quack_epilogues"
+_GATED_EPILOGUES = "te_fuser.kernels.quack_gated_epilogues"
 _ACTIVATION = "gelu_tanh_approx"
 # What plans have of it.
 _FUSIONS = "'matmul_bias_gelu_quack', 'matmul_bias_gelu_quack_aux', 'bias_gelu_matmul_quack', 'swiglu_matmul_quack'"
@@ -41,8 +42,8 @@ _TAKEN = {
     ),
     (_CONFIG, "GemmConfig"): ("tile_m", "tile_n", "pingpong", "cluster_m", "cluster_n", "is_dynamic_persistent"),
     (_EPILOGUES, "dgelu_with_sum"): ("A", "B", "C", "out", "config", "tuned"),
-    (_EPILOGUES, "dswiglu_of_halves"): ("A", "B", "C", "out", "config", "tuned", "operands"),
 }
+_TAKEN_BY_GATES = {(_GATED_EPILOGUES, "dswiglu_of_halves"): ("A", "B", "C", "out", "config", "tuned", "operands")}
 runs = FirstRuns(PACKAGE)
 
 
@@ -59,11 +60,21 @@ def missing() -> str | None:
 @functools.cache
 def unusable() -> str | None:
     """Why the package that is installed cannot be called; None when it can."""
+    return _why_not_as_it_was(_TAKEN)
+
+
+@functools.cache
+def unusable_by_gates() -> str | None:
+    """The same of what `input_gradient_dswiglu` calls."""
+    return unusable() or _why_not_as_it_was(_TAKEN_BY_GATES)
+
+
+def _why_not_as_it_was(called: Mapping[tuple[str, str], tuple[str, ...]]) -> str | None:
     return why_unusable(
         PACKAGE,
         _OLDEST,
         installed_version(),
-        lambda: (why_changed(_module(module), name, taken) for (module, name), taken in _TAKEN.items()),
+        lambda: (why_changed(_module(module), name, taken) for (module, name), taken in called.items()),
     )
 
 
@@ -183,7 +194,7 @@ def _write_dswiglu(
         a, b = weight.t(), dy.t()
         gate, up, gate_gradient, up_gradient, y = (t.t() for t in (gate, up, gate_gradient, up_gradient, y))
     out = {"D": gate_gradient, "up_gradient": up_gradient, "activated": y}
-    _module(_EPILOGUES).dswiglu_of_halves(a, b, gate, out=out, config=config, tuned=False, up=up)
+    _module(_GATED_EPILOGUES).dswiglu_of_halves(a, b, gate, out=out, config=config, tuned=False, up=up)
 
 
 def _run(what: str, tensors: tuple[torch.Tensor, ...], options: tuple[bool, ...], call: Callable[[], Any]) -> Any:
@@ -244,4 +255,5 @@ __all__ = [
     "missing",
     "runs",
     "unusable",
+    "unusable_by_gates",
 ]

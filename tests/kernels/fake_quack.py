@@ -157,17 +157,17 @@ def in_place(patch):
     package = Package()
     forget()
     fake_packages.in_place(patch, quack_matmul, package.modules, VERSION)
-    # Written in the package's terms, so it is made anew from this one.
-    spec = importlib.util.find_spec(quack_matmul._EPILOGUES)
-    epilogues = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(epilogues)
-    package.modules[spec.name] = epilogues
-    patch.setitem(sys.modules, spec.name, epilogues)
+    # Written in the package's terms, so they are made anew from this one.
+    for name in (quack_matmul._EPILOGUES, quack_matmul._GATED_EPILOGUES):
+        spec = importlib.util.find_spec(name)
+        package.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package.modules[name])
+        patch.setitem(sys.modules, name, package.modules[name])
     return package
 
 
 def forget():
     """Drop what was kept of another package."""
-    for kept in (quack_matmul._module, quack_matmul._config, quack_matmul.unusable):
+    for kept in (quack_matmul._module, quack_matmul._config, quack_matmul.unusable, quack_matmul.unusable_by_gates):
         kept.cache_clear()
     quack_matmul.runs.forget()
