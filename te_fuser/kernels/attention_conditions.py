@@ -66,6 +66,10 @@ NO_DROPOUT = needs(
     lambda p: f"it has no dropout, and {p.settings.dropout} of the probabilities are to be dropped",
 )
 DROPS_SOME = needs(lambda p: p.settings.dropout < 1.0, lambda p: "it cannot drop all probabilities")
+SEVERAL_POSITIONS = needs(
+    lambda p: p.positions != 1,
+    lambda p: "with one position every probability is 1, which it computes as exp(s - log(exp(s))) in backward",
+)
 NO_MASK = needs(lambda p: not p.settings.masked, lambda p: "it takes no mask tensor, only none or causal")
 ONE_STRIDE = needs(
     lambda p: has_one_stride(p.settings, p.samples),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention_conditions import NO_DROPOUT, runs_on, takes
+from te_fuser.kernels.attention_conditions import NO_DROPOUT, SEVERAL_POSITIONS, runs_on, takes
 from te_fuser.kernels.attention_provider import Provider, Saved, Speed
 from te_fuser.kernels.attention_views import Call, Gradients, Views
 
@@ -26,7 +26,12 @@ class CpuFlash(Provider):
     )
     emits = ("logsumexp",)
     speed = Speed.constant(0.6, 0.5)
-    conditions = (runs_on("cpu"), takes(torch.float32, torch.float64, torch.bfloat16, torch.float16), NO_DROPOUT)
+    conditions = (
+        runs_on("cpu"),
+        takes(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+        NO_DROPOUT,
+        SEVERAL_POSITIONS,
+    )
 
     def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
         out, logsumexp = self._forward(

@@ -106,6 +106,18 @@ def test_dropout_runs_the_ops_own_math_and_the_plan_says_why():
     assert_as_meant(model, x, tolerance=1e-10)
 
 
+def test_one_position_is_left_to_the_ops_own_math():
+    """Every probability is 1 there, and plain PyTorch errs by nothing."""
+    model, x = sequential(attention(), dtype=torch.float32), tensor(3, 1, 24, dtype=torch.float32)
+    (reason,) = (r.reason for r in model.plan(x).refusals if r.name == CPU)
+    assert reason.startswith("with one position every probability is 1")
+    assert CPU in names(model, tensor(3, 2, 24, dtype=torch.float32))[1]
+
+
+def test_verified():
+    assert te_fuser.verify(CPU).passed
+
+
 def test_providers_of_other_devices_say_so():
     refusals = {r.name: r.reason for r in sequential(attention()).plan(tensor(SAMPLES, POSITIONS, 24)).refusals}
     assert {n for n in refusals if n.startswith("attention_cuda")} == {f.name for f in FUSIONS} - {CPU}
