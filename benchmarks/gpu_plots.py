@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
+from gpu_report import origin
 
 IMAGES = ROOT / "docs/images"
 
@@ -42,10 +43,6 @@ def _full_run(record: Data, name: str) -> Data | None:
     """A part, if it was measured, and not in a quick run."""
     part = record["parts"].get(name)
     return None if part is None or part["options"]["quick"] else part
-
-
-def _origin(part: Data) -> str:
-    return f"commit {part['commit']}, full run"
 
 
 # ------------------------------------------------------------------------------------------- time over the floor
@@ -88,7 +85,7 @@ def _bars(entry: Data, part: Data) -> list[tuple[str, float | None, str, str]]:
         (name, ratio, _COLOURS.get(name.split()[0], _OTHER), hatch) for name, (ratio, hatch) in found.items()
     ]
     order: Callable[[Any], float] = lambda bar: bar[1]  # noqa: E731
-    return [*sorted(bars, key=order), (f"{entry['case']} ({_origin(part)})", None, "", "")]
+    return [*sorted(bars, key=order), (f"{entry['case']} ({origin(part)})", None, "", "")]
 
 
 # -------------------------------------------------------------------------------------------------------- growth
@@ -117,7 +114,7 @@ def plot_growth(record: Data, path: Path) -> None:
     grid[1, 0].set_ylabel("memory over eager's")
     for axes in grid[:, 0]:
         axes.legend(fontsize=8, frameon=False)
-    title = f"seed layer bf16 dropout 0.1, forward + backward, {record['gpu']} ({_origin(part)})"
+    title = f"seed layer bf16 dropout 0.1, forward + backward, {record['gpu']} ({origin(part)})"
     figure.suptitle(title, fontsize="medium")
     _save(figure, path)
 
@@ -182,12 +179,14 @@ def plot_losses(record: Data, path: Path) -> None:
         _loss_curves(losses, entry)
         _loss_differences(differences, entry)
         title = _TRAINED[name].format_map(entry["settings"])
-        losses.set_title(f"{title} ({_origin(part)})", fontsize=9)
+        losses.set_title(f"{title} ({origin(part)})", fontsize=9)
         differences.set_xlabel("step")
     grid[0, 0].set_ylim(top=1.6 * entry["bigram_loss"])  # the first steps, at 5.5, say nothing
     grid[0, 0].set_ylabel("loss, nats per byte")
     grid[1, 0].set_ylabel("minus eager's")
-    figure.suptitle(f"training loss (lines) and validation loss (points), {record['gpu']}", fontsize="medium")
+    with_points = any("validation_steps" in part["cases"][0] for part in parts.values())
+    what = "training loss (lines) and validation loss (points)" if with_points else "training loss"
+    figure.suptitle(f"{what}, {record['gpu']}", fontsize="medium")
     _save(figure, path)
 
 

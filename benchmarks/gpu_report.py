@@ -250,7 +250,7 @@ def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
         found = [record["parts"][part] for record in records if part in record["parts"]]
         replace_between(path, f"gpu {part}", "\n\n".join(_section(r) for r in found))
     plans = [
-        (entry, _origin(part))
+        (entry, origin(part))
         for r in records
         for part in r["parts"].values()
         for entry in part["cases"]
@@ -261,7 +261,7 @@ def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
         replace_between(path, "gpu time", "\n\n".join(f"{e['case']} ({o}), ms:\n\n{time_table(e)}" for e, o in plans))
 
 
-def _origin(part: Data) -> str:
+def origin(part: Data) -> str:
     """Of which commit the numbers are, and from how long a run."""
     return f"commit {part['commit']}, {'quick' if part['options']['quick'] else 'full'} run"
 
@@ -271,7 +271,7 @@ def _section(part: Data) -> str:
     card = ", ".join(f"{name} {value}" for name, value in part["card"].items() if name != "energy")
     libraries = ", ".join(f"{name} {used[name]}" for name in ("torch", "cuda", "cudnn") if name in used)
     when, command = part["written"][:10], part["command"]
-    head = f"**{part['gpu']}** ({card}); {libraries}; {_origin(part)}, {when};{_effort(part)} `{command}`."
+    head = f"**{part['gpu']}** ({card}); {libraries}; {origin(part)}, {when};{_effort(part)} `{command}`."
     header, rows = table_of(part["cases"])
     notes = [_note(entry) for entry in part["cases"]] + [_goals(part["cases"]), _slow_copies(part["cases"])]
     if "problem" in part:

@@ -65,7 +65,18 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {"__init__", "base", "checks", "main_grad", "parameters", "products"}
 ASPECTS = {
-    "": {"bad_input", "benchmarks", "cuda_native", "docs", "gpu_benchmarks", "layout", "native", "steps"},
+    "": {
+        "bad_input",
+        "benchmarks",
+        "cuda_native",
+        "docs",
+        "gpu_benchmarks",
+        "gpu_plots",
+        "gpu_tests",
+        "layout",
+        "native",
+        "steps",
+    },
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

@@ -129,7 +129,6 @@ _GPUS = (
     _by_data_sheet("l4", (8, 9), 58, 0.3, tf32=60, half=121, float64=0.47, float32=30.3),
     _by_data_sheet("l40", (8, 9), 142, 0.864, tf32=90.5, half=181, float64=1.41, float32=90.5),
     _by_data_sheet("l40s", (8, 9), 142, 0.864, tf32=183, half=362, float64=1.43, float32=91.6),
-    _by_data_sheet("rtx-pro-6000", (12, 0), 188, 1.792, tf32=252, half=504, float64=1.95, float32=125),
 )
 DEVICES: dict[str, Device] = {d.name: d for d in (_cpu(), *_GPUS)}
 

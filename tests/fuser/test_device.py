@@ -41,7 +41,6 @@ KNOWN = {
     "NVIDIA L4": "l4",
     "NVIDIA L40": "l40",
     "NVIDIA L40S": "l40s",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000",
 }
 
 
@@ -90,7 +89,7 @@ def test_geforce_cards_multiply_at_half_the_rate(monkeypatch: pytest.MonkeyPatch
     assert found.vector_rate == pytest.approx(0.45 * 82.6e12, rel=0.25)
 
 
-NEAREST = {(7, 5): "a100", (8, 7): "a10", (9, 0): "h200", (10, 3): "b200", (11, 0): "b200", (12, 1): "rtx-pro-6000"}
+NEAREST = {(7, 5): "a100", (8, 7): "a10", (9, 0): "h200", (10, 3): "b200", (11, 0): "b200", (12, 0): "b200"}
 
 
 @pytest.mark.parametrize("capability", NEAREST, ids=str)
