@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +22,7 @@ from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, RowGrid
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, item_size
+from te_fuser.codegen.progress import Progress
 from te_fuser.codegen.schedule import Schedule, device_of
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.codegen.written import Loadable, WrittenKernel
@@ -33,7 +31,6 @@ from te_fuser.formula.expr import Axes
 if TYPE_CHECKING:
     from te_fuser import _native
 
-_PATIENCE = 1.0  # seconds without a word
 _SEED_DTYPE = "int64"
 _NUMBERS = ("seed_value", "seed_offset", "rows", "batch_inner", "batch_size", "groups")  # what a call has once
 _WIDEST_ACCESS = 16  # bytes
@@ -203,42 +200,15 @@ def _in_parallel(jobs: Sequence[Callable[[], Any]], arch: str) -> list[Any]:
     """What the jobs of the compiler give, several at a time."""
     if not jobs:
         return []
-    with _Progress(len(jobs), arch) as progress, ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-        started = [pool.submit(job) for job in jobs]
-        for job in started:
-            job.add_done_callback(progress.count)
+    total, started = len(jobs), list[Future[Any]]()
+
+    def state() -> str:
+        return f" ({sum(job.done() for job in started)} of {total} so far)"
+
+    what = f"compiling {total} kernel{'s' if total > 1 else ''} for {arch}"
+    with Progress(what, state), ThreadPoolExecutor(min(total, os.cpu_count() or 1)) as pool:
+        started.extend(pool.submit(job) for job in jobs)
         return [job.result() for job in started]
-
-
-class _Progress:
-    """Says on stderr what is being waited for, when it takes long."""
-
-    def __init__(self, total: int, arch: str) -> None:
-        self._what = f"te_fuser: compiling {total} kernel{'s' if total > 1 else ''} for {arch}"
-        self._total, self._done, self._said = total, 0, False
-        self._started = time.monotonic()
-        self._timer = threading.Timer(_PATIENCE, self._say)
-        self._timer.daemon = True
-
-    def __enter__(self) -> _Progress:
-        self._timer.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        if self._said:
-            how = "failed" if kind else "done"
-            print(f"{self._what}: {how} after {time.monotonic() - self._started:.1f} s", file=sys.stderr, flush=True)
-
-    def _say(self) -> None:
-        self._said = True
-        print(f"{self._what} ({self._done} of {self._total} so far) ...", file=sys.stderr, flush=True)
-
-    def count(self, job: object) -> None:
-        """One more is finished."""
-        self._done += 1
 
 
 # --------------------------------------------------------------------------------- for the native runtime

@@ -384,10 +384,13 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-@torch.compiler.disable(reason="te_fuser plans and fuses by itself; its models are one opaque call")
 def outside_tracing(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function where torch.compile does not look."""
-    return function(*arguments)
+    """Call a function where torch.compile does not look.
+
+    Switched off here and not by a decorator: that imports the compiler, which takes as long as importing torch.
+    The error for a full graph quotes the line below.
+    """
+    return torch.compiler.disable(function, reason="te_fuser plans and fuses by itself")(*arguments)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

@@ -12,9 +12,9 @@ from te_fuser.kernels import cudnn_frontend
 from te_fuser.kernels.attention_conditions import NO_MASK, ONE_STRIDE, capability
 from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
 from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_views import Views
-from te_fuser.kernels.cudnn_frontend import AttentionBackward, BackwardGraph, Form
-from te_fuser.ops.dot_product_attention import LAYOUTS, AttentionSettings
+from te_fuser.kernels.attention_views import output_form, packed_forms
+from te_fuser.kernels.cudnn_frontend import AttentionBackward, BackwardGraph
+from te_fuser.ops.dot_product_attention import AttentionSettings
 
 _GRAPHS_KEPT = 512
 
@@ -70,20 +70,9 @@ def _graph(
     settings: AttentionSettings, samples: int, positions: int, dtype: torch.dtype, device: int
 ) -> BackwardGraph | str:
     """The graph of a problem, made once; or why there is none."""
-    forms = _forms(settings, samples, positions)
+    forms = *packed_forms(settings, samples, positions), output_form(settings, samples, positions)
     choices = settings.causal, settings.dropout, settings.scale
     return cudnn_frontend.graph_for(AttentionBackward(*forms, dtype, *choices, device))
 
 
 atexit.register(_graph.cache_clear)  # the front end's bindings print what outlives the interpreter, line by line
-
-
-def _forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[Form, Form, Form, Form]:
-    """Where queries, keys and values lie in the packed tensor, and heads in the output."""
-    heads = settings.heads
-    rows = (positions, samples) if LAYOUTS[heads.layout][0] == 0 else (samples, positions)
-    packed = torch.empty(*rows, heads.features, device="meta")
-    views = Views(settings, samples, positions)
-    lying = (*views.within(packed), views.new_output(packed))
-    q, k, v, y = ((tuple(t.shape), t.stride(), int(t.storage_offset())) for t in lying)
-    return q, k, v, y

@@ -6,13 +6,17 @@ b, h, g: the kernel's batch, query heads and key/value heads.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.ops.dot_product_attention import AttentionSettings, PackedHeads
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Sizes, strides and offset of heads [b, h, S, D] in the contiguous tensor that they lie in.
+Form = tuple[tuple[int, ...], tuple[int, ...], int]
+_FORMS_KEPT = 512
 
 
 def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
@@ -32,8 +36,49 @@ def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
 def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
     """Whether the query heads of a packed tensor have one stride, as `lead` says them."""
     heads = settings.heads
-    grouped = 1 < heads.kv_heads < heads.heads
-    return not grouped or heads.packing == "blocked" or heads.layout == "sequence_first" or samples == 1
+    if heads.packing == "blocked" or not 1 < heads.kv_heads < heads.heads:
+        return True
+    return not settings.masked and (heads.layout == "sequence_first" or samples == 1)
+
+
+@functools.lru_cache(maxsize=_FORMS_KEPT)
+def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[Form, Form, Form]:
+    """Where q [b, h, S, D], k and v [b, g, S, D] lie in a contiguous packed tensor.
+
+    Raises:
+        RuntimeError: for query heads of groups that have no common stride.
+    """
+    heads = settings.heads
+    b, h, g = lead(settings, samples)
+    packed = torch.empty(*_rows(heads, samples, positions), heads.features, device="meta")
+    q, k, v = (
+        _form(part.view(b, number, positions, heads.head_dim))
+        for part, number in zip(heads.split(packed), (h, g, g), strict=True)
+    )
+    return q, k, v
+
+
+@functools.lru_cache(maxsize=_FORMS_KEPT)
+def output_form(settings: AttentionSettings, samples: int, positions: int) -> Form:
+    """Where heads [b, h, S, D] lie in a contiguous output."""
+    heads = settings.heads
+    b, h, _ = lead(settings, samples)
+    y = torch.empty(*_rows(heads, samples, positions), heads.heads * heads.head_dim, device="meta")
+    return _form(heads.split_output(y).view(b, h, positions, heads.head_dim))
+
+
+def lying(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """The heads that lie so in a contiguous tensor: one view, where a way by its dimensions takes several."""
+    sizes, strides, offset = form
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
+
+
+def _form(t: torch.Tensor) -> Form:
+    return tuple(t.shape), t.stride(), int(t.storage_offset())
+
+
+def _rows(heads: PackedHeads, samples: int, positions: int) -> tuple[int, int]:
+    return (positions, samples) if heads.layout == "sequence_first" else (samples, positions)
 
 
 @dataclass(frozen=True)
@@ -51,6 +96,8 @@ class Views:
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [b, h, S, D], k and v [b, g, S, D]; views, except for query heads of groups that have no common stride."""
+        if qkv.is_contiguous() and has_one_stride(self.settings, self.samples):
+            return self.within(qkv)
         q, k, v = self.settings.heads.split(qkv)
         b, h, g = lead(self.settings, self.samples)
         return q.reshape(b, h, *q.shape[3:]), k.reshape(b, g, *k.shape[2:]), v.reshape(b, g, *v.shape[2:])
@@ -61,21 +108,17 @@ class Views:
         Raises:
             RuntimeError: for query heads of groups that have no common stride.
         """
-        b, h, g = lead(self.settings, self.samples)
-        dim = self.settings.heads.head_dim
-        q, k, v = self.settings.heads.split(qkv)
-        return q.view(b, h, self.positions, dim), k.view(b, g, self.positions, dim), v.view(b, g, self.positions, dim)
+        q, k, v = packed_forms(self.settings, self.samples, self.positions)
+        return lying(qkv, q), lying(qkv, k), lying(qkv, v)
 
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [b, h, S, D], features side by side."""
-        heads = self.settings.heads.split_output(y.contiguous())
-        b, h, _ = lead(self.settings, self.samples)
-        return heads.reshape(b, h, *heads.shape[3:])
+        return lying(y.contiguous(), output_form(self.settings, self.samples, self.positions))
 
     def new_output(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an output, as [b, h, S, D] that lies in the op's layout."""
         heads = self.settings.heads
-        rows = (self.positions, self.samples) if heads.layout == "sequence_first" else (self.samples, self.positions)
+        rows = _rows(heads, self.samples, self.positions)
         return self.split_output(like.new_empty((*rows, heads.heads * heads.head_dim)))
 
     def merge_output(self, out: torch.Tensor) -> torch.Tensor:

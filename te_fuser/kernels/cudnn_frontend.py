@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.kernels.attention_views import Form, lying
 from te_fuser.kernels.optional_packages import give_context, refuse_capture, version_of, why_missing
 
 PACKAGE = "nvidia-cudnn-frontend"
@@ -22,9 +23,6 @@ _OLDEST = "1.32"
 _UNMADE = "a graph of cuDNN for attention's backward that is not built yet"  # in a capture
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()
-
-# Sizes, strides and offset of heads [b, h, S, D] in the tensor that they lie in.
-Form = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def installed_version() -> str | None:
@@ -102,9 +100,9 @@ class BackwardGraph:
         """
         p, dx = self._problem, torch.empty_like(x)
         packed = (p.q, p.k, p.v)
-        tensors = [_lying(x, form) for form in packed] + [_lying(y, p.out), _lying(dy, p.out)]
+        tensors = [lying(x, form) for form in packed] + [lying(y, p.out), lying(dy, p.out)]
         tensors += [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
-        tensors += [_lying(dx, form) for form in packed]
+        tensors += [lying(dx, form) for form in packed]
         with torch.cuda.device(p.device):
             give_context(p.device)
             self._load()
@@ -137,12 +135,6 @@ class BackwardGraph:
             f"cuDNN's backward of attention failed for {self._problem}: {error}; "
             "te_fuser.fusions.disabled('attention_cuda_cudnn_frontend') plans without it"
         )
-
-
-def _lying(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """The heads that lie so in a contiguous tensor."""
-    sizes, strides, offset = form
-    return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
 def graph_for(problem: AttentionBackward) -> BackwardGraph | str:

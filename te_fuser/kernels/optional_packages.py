@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch.torch_version import TorchVersion
 
+from te_fuser.codegen.progress import Progress
+
 _FORMS_KEPT = 4096
 _thread = threading.local()
 Made = TypeVar("Made")
@@ -58,7 +60,8 @@ def why_unusable(
         changes: imports it and gives what `why_changed` says of each function.
     """
     try:
-        gone = [words for words in changes() if words]
+        with Progress(f"importing {package} {version}"):
+            gone = [words for words in changes() if words]
     except Exception as error:  # whatever an import of it may raise
         return f"{package} does not load: {type(error).__name__}: {error}"
     return f"{package} {version} is not as it was in {oldest}: {'; '.join(gone)}" if gone else None
@@ -95,7 +98,7 @@ class FirstRuns:
     """
 
     def __init__(self, package: str) -> None:
-        self._unmade = f"kernels of {package} that are compiled at their first run"
+        self._package, self._unmade = package, f"kernels of {package} that are compiled at their first run"
         self._lock = threading.RLock()
         self._forms: set[Hashable] = set()
 
@@ -128,7 +131,7 @@ class FirstRuns:
         return len(self._forms)
 
     def _first(self, form: Hashable, call: Callable[[], Made]) -> Made:
-        with self._lock:
+        with self._lock, Progress(f"{self._package} prepares a kernel that it did not run in this process yet"):
             made = call()
             if len(self._forms) >= _FORMS_KEPT:
                 self._forms.clear()

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from te_fuser.codegen import cuda, cuda_loader, nvrtc, overwriting
+from te_fuser.codegen import cuda, cuda_loader, nvrtc, overwriting, progress
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
@@ -119,7 +119,7 @@ def test_quick_work_is_silent(driver: FakeDriver, compiler: Compiler, capsys: py
 def test_slow_work_says_what_it_waits_for(
     driver: FakeDriver, compiler: Compiler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_loader, "_PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
     compiler.seconds = 0.5
     cuda_loader.load(pair(), GPU)
     started, done = capsys.readouterr().err.splitlines()
@@ -180,7 +180,7 @@ def test_kernels_written_by_hand_are_made_beside_the_generated_ones(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_loader, "_PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
     compiler.seconds = 0.5
     with mock.patch("os.cpu_count", return_value=4):
         (kernel,) = cuda_loader.load(pair()[:1], GPU, written=[ByHand(1), ByHand(2), ByHand(1)])

@@ -6,22 +6,23 @@ import functools
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
 import torch
 
+from te_fuser.codegen import progress
 from te_fuser.kernels import optional_packages
-from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing
+from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing, why_unusable
 from tests.kernels import fake_packages
 from tests.kernels.attention_cases import in_threads
 
 
 def test_importing_the_package_imports_none_of_them():
-    code = (
-        "import sys, te_fuser; "
-        "print([n for n in sys.modules if n.split('.')[0] in ('flash_attn', 'cutlass', 'tvm_ffi', 'quack', 'cudnn')])"
-    )
+    """Nor torch.compile's compiler, which takes as long to import as torch."""
+    unwanted = ("flash_attn", "cutlass", "tvm_ffi", "quack", "cudnn", "torch._dynamo", "torch._inductor", "sympy")
+    code = f"import sys, te_fuser; print(sorted(sys.modules.keys() & {set(unwanted)}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
@@ -98,6 +99,22 @@ def test_a_capture_runs_only_what_ran(runs, monkeypatch):
     with pytest.raises(RuntimeError, match=words):
         runs.run(0, "other", lambda: pytest.fail("it ran"), failed)
     assert len(runs) == 1
+
+
+def test_slow_imports_and_first_runs_are_named_and_later_runs_are_not(runs, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_PATIENCE", 0.05)
+
+    def slow():
+        time.sleep(0.3)
+        return ()
+
+    assert why_unusable("one", "1.2", "1.3", slow) is None
+    runs.run(0, "form", slow, failed)
+    said = [line.split(" ...")[0].split(": done")[0] for line in capsys.readouterr().err.splitlines()]
+    first = "te_fuser: one prepares a kernel that it did not run in this process yet"
+    assert said == ["te_fuser: importing one 1.3"] * 2 + [first] * 2
+    runs.run(0, "form", slow, failed)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_ran_is_not_remembered_without_end(runs, monkeypatch):

@@ -1,0 +1,45 @@
+"""A word to the user about what takes long: compiling kernels, importing packages that compile theirs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+_PATIENCE = 1.0  # seconds without a word
+
+
+class Progress:
+    """Says on stderr what is being waited for, once that takes longer than a second, and how long it took.
+
+    Args:
+        what: what is being done.
+        state: how far it is, in words that come after `what`.
+    """
+
+    def __init__(self, what: str, state: Callable[[], str] = str) -> None:
+        self._what, self._state, self._said = f"te_fuser: {what}", state, False
+        self._started = time.monotonic()
+        self._timer = threading.Timer(_PATIENCE, self._say)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Progress:
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._said:
+            how = "failed" if kind else "done"
+            print(f"{self._what}: {how} after {time.monotonic() - self._started:.1f} s", file=sys.stderr, flush=True)
+
+    def _say(self) -> None:
+        self._said = True
+        print(f"{self._what}{self._state()} ...", file=sys.stderr, flush=True)
+
+
+__all__ = ["Progress"]
