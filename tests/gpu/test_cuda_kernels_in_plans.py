@@ -196,7 +196,7 @@ def test_rows_that_no_block_holds(features: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_gpt_block(dtype: torch.dtype) -> None:
-    """Under memcheck too, where packages that compile their own kernels would take minutes; they have their own tests."""
+    """Under memcheck too, where packages that compile kernels would take minutes; they have tests of their own."""
     with fusions.disabled(*OF_PACKAGES):
         assert not failures(gpt_block(64, 4, 0.2, dtype), dtype, 64, (16, 3), BLOCK)
         assert not failures(gpt_block(256, 4, 0.0, dtype), dtype, 256, (33, 2), BLOCK)
