@@ -4,9 +4,9 @@ python benchmarks/gpu_tests.py                    # every part, the sanitizers l
 python benchmarks/gpu_tests.py --part capture     # one part; the record keeps the others as they were
 python benchmarks/gpu_tests.py --part list        # what the parts are, and about how long each takes
 
-Each file in tests/gpu is a part; so are the GPU tests that stand in other files (elsewhere), and the sanitizers
-(memcheck and racecheck on every schedule of the generator and on a block). Where an optional package is not installed,
-the part that needs it is left out; any other part that runs no test has failed.
+Each file in tests/gpu is a part; so are the GPU tests that stand in other files (elsewhere), and the sanitizers:
+memcheck and racecheck on every schedule of the generator, memcheck on a block too. Where an optional package is not
+installed, the part that needs it is left out; any other part that runs no test has failed.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ _PACKED = tuple(
 )
 _PLANS = "tests/gpu/test_cuda_kernels_in_plans.py"
 _ALONE = (*_SCHEDULES, *_PACKED, f"{_PLANS}::test_misaligned_inputs_and_parameters")  # no products
+_BLOCKS = tuple(f"{_PLANS}::test_gpt_block[with dropout-{dtype}]" for dtype in ("float32", "bfloat16", "float16"))
 # Tool -> tests. Of libraries' kernels racecheck says little that is true, so it has none of them.
-SANITIZED: dict[str, tuple[str, ...]] = {
-    "memcheck": (*_ALONE, f"{_PLANS}::test_gpt_block"),
-    "racecheck": _ALONE,
-}
+SANITIZED: dict[str, tuple[str, ...]] = {"memcheck": (*_ALONE, *_BLOCKS), "racecheck": _ALONE}
 # Seconds on an H200, about; what a record of this card has is better.
 ABOUT = {
     "attention-in-plans": 40, "capture": 15, "cuda-kernels-in-plans": 40, "generated-kernels": 40, "matmul": 25,
-    "matmul-fusions": 120, "packed-heads": 40, "tune": 20, "elsewhere": 45, "sanitizer": 250,
+    "matmul-fusions": 120, "packed-heads": 40, "tune": 20, "elsewhere": 45, "memcheck": 200,
+    "racecheck": 120,
 }  # fmt: skip
 USUAL = 20.0
 
@@ -106,25 +105,14 @@ class Counts:
         """Whether nothing ran, for want of an optional package alone."""
         return bool(self.left_out) and not (self.passed or self.failed or self.problems)
 
-    def add(self, other: Counts) -> None:
-        """Take another run's in."""
-        self.passed += other.passed
-        self.failed += other.failed
-        self.skipped += other.skipped
-        self.seconds += other.seconds
-        self.failures += other.failures
-        self.left_out += other.left_out
-        self.problems += other.problems
 
-
-def parts() -> dict[str, list[Part]]:
+def parts() -> dict[str, Part]:
     """Name -> what it runs."""
     files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    found = {_name(path): [Part((path,))] for path in files}
+    found = {_name(path): Part((path,)) for path in files}
     elsewhere = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if _has_gpu_tests(path)]
-    found["elsewhere"] = [Part(tuple(path.relative_to(ROOT).as_posix() for path in elsewhere))]
-    found["sanitizer"] = [Part(tests, tool) for tool, tests in SANITIZED.items()]
-    return found
+    found["elsewhere"] = Part(tuple(path.relative_to(ROOT).as_posix() for path in elsewhere))
+    return found | {tool: Part(tests, tool) for tool, tests in SANITIZED.items()}
 
 
 def _name(path: str) -> str:
@@ -147,7 +135,7 @@ def estimates() -> dict[str, float]:
 
 
 def run(part: Part, limit: int = LIMIT) -> Counts:
-    """Run one part's tests in a process of their own.
+    """Run a part's tests in a process of their own.
 
     Raises:
         Missing: without the sanitizer, if it is a sanitizer's part.
@@ -282,14 +270,12 @@ def _remarks(counts: Counts) -> list[str]:
     return found + [f"left out: {reason}" for reason in dict.fromkeys(counts.left_out)] + counts.problems
 
 
-def run_part(name: str, chosen: Sequence[Part], limit: int = LIMIT) -> Counts:
-    """All that a part consists of."""
-    counts = Counts()
-    for part in chosen:
-        try:
-            counts.add(run(part, limit))
-        except Missing as missing:
-            counts.add(Counts(problems=[str(missing)]))
+def run_part(name: str, part: Part, limit: int = LIMIT) -> Counts:
+    """A part's counts, whatever keeps it from running."""
+    try:
+        counts = run(part, limit)
+    except Missing as missing:
+        return Counts(problems=[str(missing)])
     if counts.seconds >= LIMIT:
         print(f"the part {name} took {counts.seconds:.0f} s; a part should end within {LIMIT} s", file=sys.stderr)
     return counts
@@ -301,9 +287,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if chosen.part == ["list"]:
         seconds = estimates()
-        for name, members in known.items():
-            runs = [f"{p.tool}: {' '.join(p.tests)}" if p.tool else " ".join(p.tests) for p in members]
-            console.print(f"{name:<24} about {seconds[name]:3.0f} s  {'; '.join(runs)}", soft_wrap=True, markup=False)
+        for name, part in known.items():
+            tests = " ".join(part.tests)
+            console.print(f"{name:<24} about {seconds[name]:3.0f} s  {tests}", soft_wrap=True, markup=False)
         return 0
     if not torch.cuda.is_available():
         console.print("the GPU tests need a CUDA device, and PyTorch sees none here; ./dev test runs the others")

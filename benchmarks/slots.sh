@@ -31,7 +31,8 @@ say() { printf '%s\n' "$*" | tee -a "$FOLDER/summary.txt"; }
 # Seconds that a part takes, and the most that it gets.
 estimate() {
   case $1 in
-    tests) echo 240 ;; sanitizer) echo 270 ;; layer) echo 185 ;; layer-fp16) echo 130 ;; mlp) echo 270 ;; llama) echo 70 ;;
+    tests) echo 240 ;; memcheck) echo 260 ;; racecheck) echo 140 ;; layer) echo 185 ;; layer-fp16) echo 130 ;;
+    mlp) echo 270 ;; llama) echo 70 ;;
     glue) echo 130 ;; host) echo 60 ;; first-call) echo 100 ;; train) echo $((45 + TRAIN_STEPS / 7)) ;;
     train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 130 ;; kernels) echo 60 ;; *) echo 60 ;;
   esac
@@ -77,7 +78,7 @@ tests() {
   local first="cuda-kernels-in-plans" second="packed-heads attention-in-plans generated-kernels"
   local third="matmul matmul-fusions elsewhere capture tune" others="" name begin=$SECONDS most
   for name in $($PYTHON benchmarks/gpu_tests.py --part list | awk '{print $1}'); do
-    case " $first $second $third sanitizer " in *" $name "*) ;; *) others="$others $name" ;; esac
+    case " $first $second $third memcheck racecheck " in *" $name "*) ;; *) others="$others $name" ;; esac
   done
   most=$((BUDGET - SECONDS))
   export -f lane
@@ -111,8 +112,8 @@ part() {
   fi
   case $name in
     tests) tests; DONE="$DONE$name "; return 0 ;;
-    sanitizer)
-      attempt sanitizer 330 $PYTHON benchmarks/gpu_tests.py --part sanitizer --limit 220 --commit "$COMMIT" \
+    memcheck | racecheck)
+      attempt "$name" 330 $PYTHON benchmarks/gpu_tests.py --part "$name" --commit "$COMMIT" \
         --record "$FOLDER/tests.json" ;;
     kernels)
       attempt kernels 150 $PYTHON benchmarks/gpu_kernels.py --layer --commit "$COMMIT" --record "$FOLDER" ;;
@@ -137,7 +138,7 @@ side_by_side() { # parts of each GPU: the processors are shared out, so that one
   tail -n 30 "$FOLDER"/gpu-*/summary.txt
 }
 
-first=(tests sanitizer first-call host)
+first=(tests memcheck racecheck first-call host)
 second=(layer mlp llama glue)
 third=(train layer-fp16 train-exact stack growth kernels)
 case ${1:-} in

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.test_cuda_kernels_in_plans import DTYPES, name_of
 from tests.kernels.packed_cases import CASES
 from tests.test_gpu_benchmarks import PretendedGpu
 
@@ -26,8 +27,8 @@ import gpu_tests  # noqa: E402
 
 def test_parts_of_the_gpu_tests_name_tests_that_exist() -> None:
     parts = gpu_tests.parts()
-    assert {"generated-kernels", "cuda-kernels-in-plans", "elsewhere", "sanitizer"} <= set(parts)
-    for part in (p for members in parts.values() for p in members):
+    assert {"generated-kernels", "cuda-kernels-in-plans", "elsewhere", "memcheck", "racecheck"} <= set(parts)
+    for part in parts.values():
         for test in part.tests:
             file, _, name = test.partition("[")[0].partition("::")
             assert (ROOT / file).is_file() and f"def {name}" in (ROOT / file).read_text()
@@ -44,7 +45,7 @@ def test_lists_of_parts_say_how_long_each_takes(capsys: pytest.CaptureFixture[st
 
 def test_the_sanitizers_cases_exist() -> None:
     cases = {test for tests in gpu_tests.SANITIZED.values() for test in tests if "[" in test}
-    names = {case.name for case in CASES}
+    names = {case.name for case in CASES} | {f"with dropout-{name_of(dtype)}" for dtype in DTYPES}
     assert cases and {test.partition("[")[2].rstrip("]") for test in cases} <= names
 
 
@@ -162,7 +163,7 @@ def test_what_counts_as_a_problem(status: int, counts: gpu_tests.Counts, problem
 
 def test_a_missing_sanitizer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tests.shutil, "which", lambda name: None)
-    counts = gpu_tests.run_part("sanitizer", gpu_tests.parts()["sanitizer"])
+    counts = gpu_tests.run_part("memcheck", gpu_tests.parts()["memcheck"])
     assert not counts.good and "comes with the CUDA toolkit" in counts.problems[0]
     monkeypatch.setattr(gpu_tests.shutil, "which", lambda name: f"/bin/{name}")
     assert gpu_tests.prefix("racecheck")[:3] == ["/bin/compute-sanitizer", "--tool", "racecheck"]

@@ -194,12 +194,15 @@ def test_rows_that_no_block_holds(features: int) -> None:
     assert not failures(model, torch.bfloat16, features, (19,))
 
 
+GPT_BLOCKS = {"with dropout": (64, 0.2, (16, 3)), "without": (256, 0.0, (33, 2))}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_gpt_block(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("width", "dropout", "leading"), GPT_BLOCKS.values(), ids=GPT_BLOCKS)
+def test_gpt_block(width: int, dropout: float, leading: tuple[int, int], dtype: torch.dtype) -> None:
     """Under memcheck too, where packages that compile kernels would take minutes; they have tests of their own."""
     with fusions.disabled(*OF_PACKAGES):
-        assert not failures(gpt_block(64, 4, 0.2, dtype), dtype, 64, (16, 3), BLOCK)
-        assert not failures(gpt_block(256, 4, 0.0, dtype), dtype, 256, (33, 2), BLOCK)
+        assert not failures(gpt_block(width, 4, dropout, dtype), dtype, width, leading, BLOCK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
