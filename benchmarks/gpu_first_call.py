@@ -12,6 +12,7 @@ START = time.perf_counter()
 
 import models  # noqa: E402
 import torch  # noqa: E402
+import torch.fx.experimental.symbolic_shapes  # noqa: E402 - backward(dy) imports it, whatever the model; not te_fuser's
 from models import Attention  # noqa: E402
 
 import te_fuser  # noqa: E402
