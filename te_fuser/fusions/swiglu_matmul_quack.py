@@ -19,8 +19,8 @@ from te_fuser.kernels import quack_matmul
 from te_fuser.ops.glu import SwiGLU
 from te_fuser.ops.matmul import MatMul
 
-# Alone, 8192 rows, 4096 to 14336 features in bfloat16 on an H200: 1.43 ms, torch.mm 1.50. Forward and backward of the MLP
-# took 13.16 ms with it, 13.31 with cuBLASLt's product and SwiGLU's own kernel; the package's own MLP 13.25.
+# Alone, 8192 rows, 4096 to 14336 features, bfloat16, on an H200: 1.43 ms, torch.mm 1.50. The MLP, forward and backward:
+# 13.16 ms with it, 13.31 with cuBLASLt's product and SwiGLU's own kernel, 13.25 as the package's own MLP.
 _SHARE = 1.03
 
 
