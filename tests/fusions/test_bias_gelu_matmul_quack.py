@@ -9,12 +9,27 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
-from tests.fusions.products import autocast_on_cuda, gelu_mlp, plan, reasons
-from tests.fusions.quack_models import AUX, BACKWARD, REFUSED, install, mlp, names, on_the_cpu, small_mlps
+from tests.fusions.products import gelu_mlp, plan, reasons
+from tests.fusions.quack_models import (
+    AUX,
+    BACKWARD,
+    REFUSED,
+    assert_cost,
+    assert_main_grad_takes_the_gradient,
+    assert_needs_the_weights_product,
+    assert_takes_a_gradient_of_no_stride,
+    frozen,
+    install,
+    mlp,
+    names,
+    on_the_cpu,
+    small_mlps,
+    step_of,
+    under_autocast,
+    unreadable,
+)
 from tests.kernels import fake_quack
-from tests.twins import assert_as_meant, assert_same_gradients, sequential, tensor
+from tests.twins import assert_as_meant, sequential, tensor
 
 ROWS, HIDDEN, INNER = 8192, 4096, 16384
 
@@ -24,15 +39,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
 
 
-def step_of(p: Plan) -> Step:
-    (step,) = (s for s in p.backward if s.name == BACKWARD)
-    return step
-
-
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 def test_nothing_but_the_value_before_is_kept(memory: str, installed: None) -> None:
     p = plan(*mlp(), memory=memory)
-    step = step_of(p)
+    step = step_of(p, BACKWARD)
     assert (step.start, step.stop) == (2, 5) and names(p.forward) == [AUX]
     assert [n for n, _ in step.inputs][:3] == ["dy", "0.output", "2.weight"]
     assert [n for n, _ in step.outputs] == ["input", "0.bias", "2.weight"]
@@ -40,49 +50,28 @@ def test_nothing_but_the_value_before_is_kept(memory: str, installed: None) -> N
     assert "bias.output" in kept and not kept & {"gelu.output", "mat_mul.output"}
 
 
-def frozen(*parameters: str) -> Plan:
-    """The MLP's, with some parameters that need no gradient."""
-    model = Sequential(*mlp()).to("meta", torch.bfloat16)
-    for name in parameters:
-        model.get_parameter(name).requires_grad_(False)
-    x = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    return model.plan(x, device="h200")
-
-
 def test_its_cost_is_what_was_measured(installed: None) -> None:
     """The slope's product, GELU's output written by it, and the weight's gradient, one product more."""
-    step = step_of(plan(*mlp()))
     h, y, w = (2 * a * b for a, b in ((ROWS, INNER), (ROWS, HIDDEN), (INNER, HIDDEN)))
-    dgrad = y + w + h, 2 * h
-    wgrad = y + h, w
-    flops = 2.0 * ROWS * HIDDEN * INNER
-    both = tuple(a + b for a, b in zip(dgrad, wgrad, strict=True))
-    assert (step.cost.read, step.cost.written, step.cost.flops) == (*both, 2 * flops)
-    assert 1 / step.cost.efficiency == pytest.approx((1 / 1.01 + 1) / 2)
-    assert step.cost.launches == LAUNCHES + 1
-    alone = step_of(frozen("3.weight")).cost
-    assert (alone.read, alone.written, alone.flops) == (*dgrad, flops)
-    assert (alone.efficiency, alone.launches) == (1.01, LAUNCHES)
+    dgrad, wgrad = (y + w + h, 2 * h), (y + h, w)
+    assert_cost(BACKWARD, mlp, share=1.01, flops=2.0 * ROWS * HIDDEN * INNER, dgrad=dgrad, wgrad=wgrad)
 
 
 def test_frozen_parameters(installed: None) -> None:
     """Even for the slope alone it spares a pass over dh; a weight's gradient that nobody needs costs nothing."""
     for name, outputs in (("1.bias", ["input", "2.weight"]), ("3.weight", ["input", "0.bias"])):
-        assert [n for n, _ in step_of(frozen(name)).outputs] == outputs
-    assert [n for n, _ in step_of(frozen("1.bias", "3.weight")).outputs] == ["input"]
+        assert [n for n, _ in step_of(frozen(mlp(), name), BACKWARD).outputs] == outputs
+    assert [n for n, _ in step_of(frozen(mlp(), "1.bias", "3.weight"), BACKWARD).outputs] == ["input"]
 
 
 def test_main_grad(installed: None) -> None:
-    step = step_of(plan(*mlp(accumulate_into_main_grad=True)))
+    step = step_of(plan(*mlp(accumulate_into_main_grad=True)), BACKWARD)
     assert [n for n, _ in step.outputs] == ["input", "0.bias", "2.weight"]
 
 
 def test_under_autocast_parameters_are_read_as_they_are_cast(installed: None) -> None:
-    model = Sequential(*mlp()).to("meta")
-    x = torch.empty(ROWS, HIDDEN, device="meta", requires_grad=True)
-    with autocast_on_cuda():
-        p = model.plan(x, device="h200")
-    assert names(p.forward) == [AUX] and step_of(p)
+    p = under_autocast(mlp())
+    assert names(p.forward) == [AUX] and step_of(p, BACKWARD)
 
 
 @pytest.mark.parametrize("rows", [16, 256])
@@ -102,9 +91,7 @@ def test_reasons(options: dict[str, Any], gelu: str, reason: str, installed: Non
 @pytest.mark.parametrize(("n_in", "n_out"), [(68, 64), (64, 68), (64, 0)])
 def test_features_that_its_loads_cannot_read(n_in: int, n_out: int, installed: None) -> None:
     p = plan(ops.Bias(n_in), ops.GELU(), ops.MatMul(n_in, n_out), features=n_in)
-    assert reasons(p, BACKWARD) == {
-        f"it reads and writes rows of a multiple of 8, and the product is of {n_in} to {n_out} features"
-    }
+    assert reasons(p, BACKWARD) == {unreadable(n_in, n_out)}
 
 
 def test_the_bias_is_of_another_dtype(installed: None) -> None:
@@ -118,15 +105,7 @@ def test_the_bias_is_of_another_dtype(installed: None) -> None:
 
 def test_where_cublaslt_has_no_weight_gradient(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """That one is its product."""
-    asked = []
-    monkeypatch.setattr(
-        "te_fuser.fusions.bias_gelu_matmul_quack.why_no_product",
-        lambda m, kind, at: asked.append((kind, at)) or "no algorithm",
-    )
-    for accumulates, kind in ((False, "wgrad"), (True, "wgrad_onto")):
-        assert reasons(plan(*mlp(accumulate_into_main_grad=accumulates)), BACKWARD) == {"no algorithm"}
-        assert set(asked) == {(kind, 2)}
-        asked.clear()
+    assert_needs_the_weights_product(monkeypatch, BACKWARD, mlp, at=2)
 
 
 # ---- values -----------------------------------------------------------------------------------------------------
@@ -141,46 +120,21 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
             model[1].bias.requires_grad_(bias)
             with fusions.only(*its, "stretch"):
                 p = model.plan(x)
-                assert names(p.forward) == [AUX] and step_of(p)
+                assert names(p.forward) == [AUX] and step_of(p, BACKWARD)
                 assert_as_meant(model, x, tolerance=1e-10)
     assert {name for name, _ in package.calls} == {"gemm_act", "dgelu_with_sum"}
     fake_quack.forget()
 
 
 def test_a_gradient_of_no_stride(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a sum, which is one number for all."""
-    _, its = on_the_cpu(monkeypatch)
-    model, x = sequential(ops.Bias(24), ops.GELU("tanh"), ops.MatMul(24, 8)), tensor(5, 3, 24)
-    leaves = dict(model.named_parameters()) | {"x": x}
-    want = torch.autograd.grad(model.reference(x).sum(), list(leaves.values()))
-    with fusions.only(*its, "stretch"):
-        assert step_of(model.plan(x))
-        found = torch.autograd.grad(model(x).sum(), list(leaves.values()))
-    assert_same_gradients(*(dict(zip(leaves, grads, strict=True)) for grads in (found, want)))
-    fake_quack.forget()
+    model = sequential(ops.Bias(24), ops.GELU("tanh"), ops.MatMul(24, 8))
+    assert_takes_a_gradient_of_no_stride(monkeypatch, BACKWARD, model, tensor(5, 3, 24))
 
 
 @pytest.mark.parametrize("over", [True, False])
 def test_main_grad_takes_the_weights_gradient(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, its = on_the_cpu(monkeypatch)
-    model, x = (
-        sequential(ops.Bias(24), ops.GELU("tanh"), ops.Linear(24, 8, accumulate_into_main_grad=True)),
-        tensor(7, 24),
-    )
-    weight, bias = model[2].weight, model[0].bias
-    dx, dw, db = torch.autograd.grad(model.reference(x).square().sum(), [x, weight, bias])
-    weight.main_grad, weight.overwrite_main_grad = torch.ones_like(weight), over
-    weight.grad_added_to_main_grad = False
-    with fusions.only(*its, "stretch"):
-        assert step_of(model.plan(x))
-        model(x).square().sum().backward()
-    for found, exact in ((x.grad, dx), (bias.grad, db), (weight.main_grad, dw if over else 1 + dw)):
-        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
-    assert weight.grad_added_to_main_grad and not weight.grad.any()
-    weight.main_grad = None
-    with fusions.only(*its, "stretch"), pytest.raises(RuntimeError, match="has no main_grad; set weight.main_grad"):
-        model(x).sum().backward()
-    fake_quack.forget()
+    model = sequential(ops.Bias(24), ops.GELU("tanh"), ops.Linear(24, 8, accumulate_into_main_grad=True))
+    assert_main_grad_takes_the_gradient(monkeypatch, BACKWARD, model, tensor(7, 24), model[2].weight, over)
 
 
 def test_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,27 +8,31 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
+from te_fuser import fusions, ops
 from te_fuser.fusions.swiglu_matmul_quack import _SHARE as SHARE
 from te_fuser.kernels import quack_matmul
-from tests.fusions.products import autocast_on_cuda, plan, reasons
-from tests.fusions.quack_models import GATED, gated_mlp, install, names, on_the_cpu, small_gated_mlps
+from tests.fusions.products import plan, reasons
+from tests.fusions.quack_models import (
+    GATED,
+    assert_cost,
+    assert_main_grad_takes_the_gradient,
+    assert_needs_the_weights_product,
+    assert_takes_a_gradient_of_no_stride,
+    frozen,
+    gated_mlp,
+    install,
+    names,
+    on_the_cpu,
+    refused,
+    small_gated_mlps,
+    step_of,
+    under_autocast,
+    unreadable,
+)
 from tests.kernels import fake_quack
-from tests.twins import assert_as_meant, assert_same_gradients, sequential, tensor
+from tests.twins import assert_as_meant, sequential, tensor
 
 ROWS, HIDDEN, INNER = 8192, 4096, 14336
-
-# (how the plan differs, why it is none for quack's kernels)
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"device": None, "rows": 8}, "quack's kernels run on cuda, the input is on cpu"),
-    ({"kernels": "reference"}, "this plan is one of PyTorch's operations alone"),
-    ({"dtype": torch.float16}, "it is for bfloat16 alone, and this is torch.float16"),
-    ({"dtype": torch.float32}, "it is for bfloat16 alone, and this is torch.float32"),
-    ({"device": "a100"}, "it was measured on compute capability 9 alone, this GPU has 8.0"),
-    ({"device": "b200"}, "it was measured on compute capability 9 alone, this GPU has 10.0"),
-]
 
 
 @pytest.fixture
@@ -36,15 +40,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
 
 
-def step_of(p: Plan) -> Step:
-    (step,) = (s for s in p.backward if s.name == GATED)
-    return step
-
-
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 def test_nothing_but_swiglus_input_is_kept(memory: str, installed: None) -> None:
     p = plan(*gated_mlp(), memory=memory)
-    step = step_of(p)
+    step = step_of(p, GATED)
     assert (step.start, step.stop) == (2, 4) and not names(p.forward)
     assert [n for n, _ in step.inputs][:3] == ["dy", "input", "1.weight"]
     assert [n for n, _ in step.outputs] == ["input", "1.weight"]
@@ -52,44 +51,24 @@ def test_nothing_but_swiglus_input_is_kept(memory: str, installed: None) -> None
     assert "mat_mul.output" in kept and "swiglu.output" not in kept
 
 
-def frozen(*parameters: str) -> Plan:
-    """The MLP's, with some parameters that need no gradient."""
-    model = Sequential(*gated_mlp()).to("meta", torch.bfloat16)
-    for name in parameters:
-        model.get_parameter(name).requires_grad_(False)
-    x = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    return model.plan(x, device="h200")
-
-
 def test_its_cost(installed: None) -> None:
     """The product with both halves of the input and of its gradient, SwiGLU's output, and the weight's gradient."""
     half, y, w = (2 * a * b for a, b in ((ROWS, INNER), (ROWS, HIDDEN), (INNER, HIDDEN)))
     dgrad, wgrad = (y + w + 2 * half, 3 * half), (y + half, w)
-    flops = 2.0 * ROWS * HIDDEN * INNER
-    cost = step_of(plan(*gated_mlp())).cost
-    both = tuple(a + b for a, b in zip(dgrad, wgrad, strict=True))
-    assert (cost.read, cost.written, cost.flops) == (*both, 2 * flops)
-    assert 1 / cost.efficiency == pytest.approx((1 / SHARE + 1) / 2)
-    assert cost.launches == LAUNCHES + 1
-    alone = step_of(frozen("3.weight")).cost
-    assert (alone.read, alone.written, alone.flops) == (*dgrad, flops)
-    assert (alone.efficiency, alone.launches) == (SHARE, LAUNCHES)
+    assert_cost(GATED, gated_mlp, share=SHARE, flops=2.0 * ROWS * HIDDEN * INNER, dgrad=dgrad, wgrad=wgrad)
 
 
 def test_a_frozen_weight(installed: None) -> None:
-    assert [n for n, _ in step_of(frozen("3.weight")).outputs] == ["input"]
+    assert [n for n, _ in step_of(frozen(gated_mlp(), "3.weight"), GATED).outputs] == ["input"]
 
 
 def test_main_grad(installed: None) -> None:
-    step = step_of(plan(*gated_mlp(accumulate_into_main_grad=True)))
+    step = step_of(plan(*gated_mlp(accumulate_into_main_grad=True)), GATED)
     assert [n for n, _ in step.outputs] == ["input", "1.weight"]
 
 
 def test_under_autocast_the_weight_is_read_as_it_is_cast(installed: None) -> None:
-    model = Sequential(*gated_mlp()).to("meta")
-    x = torch.empty(ROWS, HIDDEN, device="meta", requires_grad=True)
-    with autocast_on_cuda():
-        assert step_of(model.plan(x, device="h200"))
+    assert step_of(under_autocast(gated_mlp()), GATED)
 
 
 @pytest.mark.parametrize("rows", [16, 256])
@@ -100,7 +79,7 @@ def test_small_products_are_left_to_others(rows: int, installed: None) -> None:
     assert "us more than " in why
 
 
-@pytest.mark.parametrize(("options", "reason"), REFUSED)
+@pytest.mark.parametrize(("options", "reason"), refused("it is for bfloat16 alone"))
 def test_reasons(options: dict[str, Any], reason: str, installed: None) -> None:
     assert reasons(plan(ops.SwiGLU(), ops.MatMul(64, 64), features=128, **options), GATED) == {reason}
 
@@ -142,22 +121,12 @@ def test_other_gates_are_not_its_pattern(installed: None) -> None:
 @pytest.mark.parametrize(("n_in", "n_out"), [(68, 64), (64, 68), (64, 0)])
 def test_features_that_its_loads_cannot_read(n_in: int, n_out: int, installed: None) -> None:
     p = plan(ops.SwiGLU(), ops.MatMul(n_in, n_out), features=2 * n_in)
-    assert reasons(p, GATED) == {
-        f"it reads and writes rows of a multiple of 8, and the product is of {n_in} to {n_out} features"
-    }
+    assert reasons(p, GATED) == {unreadable(n_in, n_out)}
 
 
 def test_where_cublaslt_has_no_weight_gradient(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """That one is its product."""
-    asked = []
-    monkeypatch.setattr(
-        "te_fuser.fusions.swiglu_matmul_quack.why_no_product",
-        lambda m, kind, at: asked.append((kind, at)) or "no algorithm",
-    )
-    for accumulates, kind in ((False, "wgrad"), (True, "wgrad_onto")):
-        assert reasons(plan(*gated_mlp(accumulate_into_main_grad=accumulates)), GATED) == {"no algorithm"}
-        assert set(asked) == {(kind, 1)}
-        asked.clear()
+    assert_needs_the_weights_product(monkeypatch, GATED, gated_mlp, at=1)
 
 
 # ---- values -----------------------------------------------------------------------------------------------------
@@ -169,38 +138,18 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         for model, x in small_gated_mlps(memory=memory):
             model[3].weight.requires_grad_(weight)
             with fusions.only(*its, "stretch"):
-                assert step_of(model.plan(x))
+                assert step_of(model.plan(x), GATED)
                 assert_as_meant(model, x, tolerance=1e-10)
     assert {name for name, _ in package.calls} == {"dswiglu_of_halves"}
     fake_quack.forget()
 
 
 def test_a_gradient_of_no_stride(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a sum, which is one number for all."""
-    _, its = on_the_cpu(monkeypatch)
-    model, x = sequential(ops.SwiGLU(), ops.MatMul(24, 8)), tensor(5, 3, 48)
-    leaves = dict(model.named_parameters()) | {"x": x}
-    want = torch.autograd.grad(model.reference(x).sum(), list(leaves.values()))
-    with fusions.only(*its, "stretch"):
-        assert step_of(model.plan(x))
-        found = torch.autograd.grad(model(x).sum(), list(leaves.values()))
-    assert_same_gradients(*(dict(zip(leaves, grads, strict=True)) for grads in (found, want)))
-    fake_quack.forget()
+    model = sequential(ops.SwiGLU(), ops.MatMul(24, 8))
+    assert_takes_a_gradient_of_no_stride(monkeypatch, GATED, model, tensor(5, 3, 48))
 
 
 @pytest.mark.parametrize("over", [True, False])
 def test_main_grad_takes_the_weights_gradient(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, its = on_the_cpu(monkeypatch)
-    down = ops.Linear(24, 8, bias=False, accumulate_into_main_grad=True)
-    model, x = sequential(ops.SwiGLU(), down), tensor(7, 48)
-    weight = model[1].weight
-    dx, dw = torch.autograd.grad(model.reference(x).square().sum(), [x, weight])
-    weight.main_grad, weight.overwrite_main_grad = torch.ones_like(weight), over
-    weight.grad_added_to_main_grad = False
-    with fusions.only(*its, "stretch"):
-        assert step_of(model.plan(x))
-        model(x).square().sum().backward()
-    for found, exact in ((x.grad, dx), (weight.main_grad, dw if over else 1 + dw)):
-        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
-    assert weight.grad_added_to_main_grad and not weight.grad.any()
-    fake_quack.forget()
+    model = sequential(ops.SwiGLU(), ops.Linear(24, 8, bias=False, accumulate_into_main_grad=True))
+    assert_main_grad_takes_the_gradient(monkeypatch, GATED, model, tensor(7, 48), model[1].weight, over)
