@@ -280,12 +280,15 @@ def _section(part: Data) -> str:
 
 
 def _effort(part: Data) -> str:
-    """How long it was measured, for a contest; other parts run once."""
+    """How long it was measured, for a contest; other parts run once. A part may have fewer rounds than asked for."""
     options = part["options"]
-    if not any("rounds_ms" in data for entry in part["cases"] for data in entry["contenders"].values()):
+    contenders = [data for entry in part["cases"] for data in entry["contenders"].values()]
+    rounds = sorted({len(data["rounds_ms"]) for data in contenders if "rounds_ms" in data})
+    if not rounds:
         return ""
     hint = " (take it as a hint)" if options["quick"] else ""
-    return f" {options['rounds']} rounds of blocks of {options['block_seconds']:g} s or less{hint};"
+    number = " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
+    return f" {number} rounds of blocks of {options['block_seconds']:g} s or less{hint};"
 
 
 def _goals(cases: Sequence[Data]) -> str:

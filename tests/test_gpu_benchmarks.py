@@ -697,6 +697,18 @@ def test_records_merge_by_part(tmp_path: Path) -> None:
     assert record["parts"]["layer"]["commit"] == "abc" and record["parts"]["mlp"]["seconds"] == 1.23457
 
 
+def test_a_document_says_how_many_rounds_there_were_whatever_was_asked_for() -> None:
+    part = layer_record()
+    assert part["options"]["rounds"] == 5
+    assert " 1 rounds of blocks of 2 s or less;" in gpu_report._section(part)
+    part["cases"][0]["contenders"]["eager"]["rounds_ms"] *= 3
+    part["options"]["quick"] = True
+    assert " 1 to 3 rounds of blocks of 2 s or less (take it as a hint);" in gpu_report._section(part)
+    for data in part["cases"][0]["contenders"].values():
+        del data["rounds_ms"]
+    assert "rounds" not in gpu_report._section(part)
+
+
 def test_records_from_elsewhere_are_taken_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
