@@ -288,7 +288,8 @@ def _effort(part: Data) -> str:
         return ""
     hint = " (take it as a hint)" if options["quick"] else ""
     number = " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
-    return f" {number} rounds of blocks of {options['block_seconds']:g} s or less{hint};"
+    noun = "round" if rounds == [1] else "rounds"
+    return f" {number} {noun} of blocks of {options['block_seconds']:g} s or less{hint};"
 
 
 def _goals(cases: Sequence[Data]) -> str:

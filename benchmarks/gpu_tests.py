@@ -127,7 +127,8 @@ def estimates() -> dict[str, float]:
     """Part -> seconds, by the newest record of each."""
     found: dict[str, float] = {**dict.fromkeys(parts(), USUAL), **ABOUT}
     for path in sorted(gpu_report.RESULTS.glob("gpu-tests-*.json")):
-        found |= {name: part["seconds"] for name, part in json.loads(path.read_text())["parts"].items()}
+        measured = {name: part["seconds"] for name, part in json.loads(path.read_text())["parts"].items()}
+        found |= {name: seconds for name, seconds in measured.items() if name in found}
     return found
 
 
@@ -267,7 +268,7 @@ def _remarks(counts: Counts) -> list[str]:
     found = counts.failures[:SHOWN]
     more = len(counts.failures) - len(found)
     found += [f"and {more} more: the record names them"] if more else []
-    return found + [f"left out: {reason}" for reason in dict.fromkeys(counts.left_out)] + counts.problems
+    return found + [f"left out: {reason}" for reason in counts.left_out] + counts.problems
 
 
 def run_part(name: str, part: Part, limit: int = LIMIT) -> Counts:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, check_input, check_options, draw_seed, named_tensors, outside_tracing
+from te_fuser.fuser.fuser import Fuser, check_input, check_options, draw_seed, named_tensors
 from te_fuser.fuser.graph import ListedOp
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.reference import reference_run
@@ -122,6 +122,8 @@ class Sequential(torch.nn.Sequential):
             TypeError, ValueError: when the input does not fit the list, naming op, position, and what to do.
         """
         if torch.compiler.is_compiling():
+            from te_fuser.fuser.outside_tracing import outside_tracing
+
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
         return self._run(x, outputs, inputs)
 

@@ -700,7 +700,7 @@ def test_records_merge_by_part(tmp_path: Path) -> None:
 def test_a_document_says_how_many_rounds_there_were_whatever_was_asked_for() -> None:
     part = layer_record()
     assert part["options"]["rounds"] == 5
-    assert " 1 rounds of blocks of 2 s or less;" in gpu_report._section(part)
+    assert " 1 round of blocks of 2 s or less;" in gpu_report._section(part)
     part["cases"][0]["contenders"]["eager"]["rounds_ms"] *= 3
     part["options"]["quick"] = True
     assert " 1 to 3 rounds of blocks of 2 s or less (take it as a hint);" in gpu_report._section(part)
@@ -747,7 +747,7 @@ def test_documents_take_tables_and_plans(tmp_path: Path) -> None:
     assert "- seed layer bf16 dropout 0.1: te_fuser over floor 1.1 <= 1.05 (missed)" in text
     assert "not measured to its end: stopped" in text
     assert "| seed layer bf16 dropout 0.1 | floor | 1000.00" in text and "Transformer Engine (earlier)" in text
-    assert "**NVIDIA Test 1** (driver 1); torch 2; commit abc, full run, 2026-01-02; 5 rounds" in text
+    assert "**NVIDIA Test 1** (driver 1); torch 2; commit abc, full run, 2026-01-02; 1 round of" in text
     assert "| te_fuser | 8.000 | 1.000 | 0.500 | 0.250 | 0.750 |" in text
     assert "| forward | `mat_mul` | MatMul | 1 | 1.000 | 2.000 | 100.0% | products 50% |" in text
 

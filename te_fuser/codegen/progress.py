@@ -20,7 +20,9 @@ class Progress:
     """
 
     def __init__(self, what: str, state: Callable[[], str] = str) -> None:
-        self._what, self._state, self._said = f"te_fuser: {what}", state, False
+        self._what, self._state = f"te_fuser: {what}", state
+        self._said = self._ended = False
+        self._turn = threading.Lock()  # the first word is out before the last one, or never comes
         self._started = time.monotonic()
         self._timer = threading.Timer(_PATIENCE, self._say)
         self._timer.daemon = True
@@ -33,13 +35,17 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        if self._said:
-            how = "failed" if kind else "done"
-            print(f"{self._what}: {how} after {time.monotonic() - self._started:.1f} s", file=sys.stderr, flush=True)
+        with self._turn:
+            self._ended = True
+            if self._said:
+                how, seconds = "failed" if kind else "done", time.monotonic() - self._started
+                print(f"{self._what}: {how} after {seconds:.1f} s", file=sys.stderr, flush=True)
 
     def _say(self) -> None:
-        self._said = True
-        print(f"{self._what}{self._state()} ...", file=sys.stderr, flush=True)
+        with self._turn:
+            if not self._ended:
+                print(f"{self._what}{self._state()} ...", file=sys.stderr, flush=True)
+                self._said = True
 
 
 __all__ = ["Progress"]

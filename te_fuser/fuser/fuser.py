@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -384,15 +384,6 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def outside_tracing(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function where torch.compile does not look.
-
-    Switched off here and not by a decorator: that imports the compiler, which takes as long as importing torch.
-    The error for a full graph quotes the line below.
-    """
-    return torch.compiler.disable(function, reason="te_fuser plans and fuses by itself")(*arguments)
-
-
 def draw_seed(device: torch.device) -> torch.Tensor:
     """(seed, offset) for one call, from the device's generator, which goes on by it.
 
@@ -457,6 +448,8 @@ def check_input(x: Any, planning: bool = False) -> None:
 def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
     """Run a single op by a plan cached on it."""
     if torch.compiler.is_compiling():
+        from te_fuser.fuser.outside_tracing import outside_tracing
+
         return outside_tracing(run_alone, op, x, inputs)
     fuser = op.__dict__.get("_alone")
     if fuser is None:
@@ -467,4 +460,4 @@ def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.
 
 FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]
 
-__all__ = ["Fuser", "Prepared", "check_input", "check_options", "draw_seed", "named_tensors", "outside_tracing"]
+__all__ = ["Fuser", "Prepared", "check_input", "check_options", "draw_seed", "named_tensors"]

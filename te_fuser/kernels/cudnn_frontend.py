@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.codegen.progress import Progress
 from te_fuser.kernels.attention_views import Form, lying
 from te_fuser.kernels.optional_packages import give_context, refuse_capture, version_of, why_missing
 
@@ -183,7 +184,8 @@ def _described(cudnn: Any, p: AttentionBackward, handle: Any) -> tuple[Any, tupl
 @functools.cache
 def _package() -> Any:
     """The front end, which takes the cuDNN beside PyTorch, or the one that is loaded."""
-    return importlib.import_module("cudnn")
+    with Progress(f"importing {PACKAGE}"):
+        return importlib.import_module("cudnn")
 
 
 @functools.cache
