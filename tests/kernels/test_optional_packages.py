@@ -103,11 +103,12 @@ def test_a_capture_runs_only_what_ran(runs, monkeypatch):
 def test_imports_and_first_runs_that_take_long_are_named_and_later_runs_are_not(runs, monkeypatch):
     named = []
 
-    class Named(contextlib.nullcontext):
-        def __init__(self, what):
-            named.append(what)
+    @contextlib.contextmanager
+    def progress(what):
+        named.append(what)
+        yield
 
-    monkeypatch.setattr(optional_packages, "Progress", Named)
+    monkeypatch.setattr(optional_packages, "Progress", progress)
     assert why_unusable("one", "1.2", "1.3", lambda: ()) is None
     for _ in range(2):
         runs.run(0, "form", lambda: None, failed)
