@@ -1,6 +1,6 @@
 """te_fuser on a GPU against its floor, eager PyTorch, torch.compile, and other libraries where they are installed.
 
-python benchmarks/gpu.py                          # every part, some half an hour; each case is written when it is done
+python benchmarks/gpu.py                          # every part, some 25 minutes; each case is written when it is done
 python benchmarks/gpu.py --part layer glue        # some parts; the record keeps the others as they were
 python benchmarks/gpu.py --part layer --quick     # fewer and shorter rounds, nothing is written
 python benchmarks/gpu.py --part layer --write-docs  # and the tables in docs/performance.md, and the plots

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Everything there is to test and measure on one GPU, in three slots of less than ten minutes, for machines that are lent:
+# Everything there is to test and measure on one GPU, in slots of less than ten minutes, for machines that are lent:
 #
-#   COMMIT=<hash> bash benchmarks/slots.sh 1                 install, GPU tests, sanitizers, first call, host
-#   COMMIT=<hash> DONE="..." bash benchmarks/slots.sh 2      layer, mlp, llama, glue
-#   COMMIT=<hash> DONE="..." bash benchmarks/slots.sh 3      train, train-exact, layer-fp16, stack, growth, kernels
+#   COMMIT=<hash> bash benchmarks/slots.sh all               as much as one slot holds
+#   COMMIT=<hash> DONE="..." bash benchmarks/slots.sh all    the rest, slot by slot
 #   COMMIT=<hash> bash benchmarks/slots.sh parts layer glue  only these
 #   COMMIT=<hash> bash benchmarks/slots.sh gpus "layer mlp" "tests glue"
 #                                                            these on the first GPU, those beside them on the second
 #
-# A slot that has time left goes on with parts of the others; what does not fit is skipped and named. The last line of the
-# output is the next command. DONE: parts that need not run again. TRAIN_STEPS: 500. BUDGET: seconds of a slot, 580.
+# What does not fit into a slot is skipped and named, and then the last line of the output is the next command. DONE: parts
+# that need not run again. TRAIN_STEPS: 500. BUDGET: seconds of a slot, 580.
 # FOLDER (build/slots) gets summary.txt, log.txt, logs.tar.gz, bench.json, tests.json and gpu-kernels-*.json; of several
 # GPUs each has a folder of its own in there. Then
 #   python benchmarks/gpu.py --take-in build/slots/bench.json build/slots/tests.json && make gpu-docs
@@ -138,22 +137,18 @@ side_by_side() { # parts of each GPU: the processors are shared out, so that one
   tail -n 30 "$FOLDER"/gpu-*/summary.txt
 }
 
-first=(tests memcheck racecheck first-call host)
-second=(layer mlp llama glue)
-third=(train layer-fp16 train-exact stack growth kernels)
 case ${1:-} in
-  1) queue=("${first[@]}" "${second[@]:2:1}" "${third[@]:3}") ;;
-  2) queue=("${second[@]}" "${first[@]:1}" "${third[@]}") ;;
-  3) queue=("${third[@]}" "${first[@]:1}" "${second[@]}") ;;
+  all)
+    queue=(tests memcheck racecheck first-call host layer mlp llama glue train layer-fp16 train-exact stack growth kernels) ;;
   parts) shift; queue=("$@") ;;
   gpus) shift; side_by_side "$@"; exit ;;
-  *) sed -n 2,15p "${BASH_SOURCE[0]}"; exit 2 ;;
+  *) sed -n 2,14p "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 
-say "step ${1:-} of commit $COMMIT, $(date -u +%FT%TZ)"
+say "$1 of commit $COMMIT, $(date -u +%FT%TZ)"
 nvidia-smi --query-gpu=name,driver_version,power.limit,clocks.sm --format=csv,noheader 2>&1 | tee -a "$FOLDER/summary.txt"
 install || { say "the package does not install: nothing can be measured"; exit 1; }
 say "installed at $SECONDS s"
 for name in "${queue[@]}"; do part "$name"; done
 say "took $SECONDS s; failed:${failed:- nothing}; left out:${left_out:- nothing}"
-say "next: COMMIT=$COMMIT DONE=\"$(echo $DONE)\" bash benchmarks/slots.sh $(($( [[ ${1:-1} =~ ^[0-9]$ ]] && echo "${1:-1}" || echo 0) + 1))"
+[[ -z $left_out$failed ]] || say "next: COMMIT=$COMMIT DONE=\"$(echo $DONE)\" bash benchmarks/slots.sh $*"

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen import cuda
+from te_fuser.codegen import cuda, cuda_loader
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription
+from te_fuser.config import config
 from te_fuser.fuser import fuser
 from te_fuser.kernels import column_sums, packed_heads
 from te_fuser.kernels.packed_heads import PackedPass
@@ -49,6 +50,19 @@ def compile_driver(folder: Path) -> Path:
     flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"]
     subprocess.run([compiler, *flags, str(source), "-o", str(library), "-ldl"], check=True)
     return library
+
+
+def as_new_process(patch: pytest.MonkeyPatch, cache_dir: Path, gpu: str = "NVIDIA H200") -> None:
+    """A process that has made no kernel yet, with an empty cache, on a machine with GPUs of that name."""
+    patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    patch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(config, "cache_dir", cache_dir)
+    patch.setattr(cuda_loader, "_is_capturing", lambda index: False)
+    for made in ("_made", "_written"):
+        patch.setattr(cuda_loader, made, {})
+    for ready in ("_ready", "_written_ready"):
+        patch.setattr(cuda_loader, ready, set())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -29,7 +30,7 @@ def why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
         return why
     op = cast(MatMul, m[product].op)
     why = why_no_gelu(m, gelu, op.out_features if product < gelu else op.in_features) or why_no_bias(m, bias)
-    return why or why_not_here(m)
+    return why or why_not_here(m, products.unusable)
 
 
 def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | None:
@@ -55,12 +56,11 @@ def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | N
     return None
 
 
-def why_not_here(m: Match, gates: bool = False) -> str | None:
-    """Why the GPU or the package is none for it; `gates`: for the epilogues of gated MLPs."""
+def why_not_here(m: Match, unusable: Callable[[], str | None]) -> str | None:
+    """Why the GPU or the package is none for it; `unusable` says why what is called of the package is not."""
     major, minor = m.capability or torch.cuda.get_device_capability(m.device)
     if major != 9:
         return f"it was measured on compute capability 9 alone, this GPU has {major}.{minor}"
-    unusable = products.unusable_by_gates if gates else products.unusable
     return products.missing() or (unusable() if torch.cuda.is_available() else None)
 
 

@@ -28,7 +28,7 @@ def _why_not(m: Match) -> bool | str:
     why = why_no_quack_product(m, 1, "it is for bfloat16 alone")
     if not why and not cast(SwiGLU, m[0].op).gate_first:
         why = "its gate is the first half of SwiGLU's input, and here it is the second (gate_first=False)"
-    return why or why_not_here(m, gates=True) or why_no_product(m, weight_kind(m, 1), at=1) or True
+    return why or why_not_here(m, quack_matmul.unusable_by_gates) or why_no_product(m, weight_kind(m, 1), at=1) or True
 
 
 def _cost(m: Match) -> Cost:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_fuser.ops.dot_product_attention import AttentionSettings, PackedHeads
+from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Sizes, strides and offset of heads [b, h, S, D] in the contiguous tensor that they lie in.
@@ -50,7 +50,7 @@ def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> t
     """
     heads = settings.heads
     b, h, g = lead(settings, samples)
-    packed = torch.empty(*_rows(heads, samples, positions), heads.features, device="meta")
+    packed = torch.empty(*heads.leading(samples, positions), heads.features, device="meta")
     q, k, v = (
         _form(part.view(b, number, positions, heads.head_dim))
         for part, number in zip(heads.split(packed), (h, g, g), strict=True)
@@ -63,7 +63,7 @@ def output_form(settings: AttentionSettings, samples: int, positions: int) -> Fo
     """Where heads [b, h, S, D] lie in a contiguous output."""
     heads = settings.heads
     b, h, _ = lead(settings, samples)
-    y = torch.empty(*_rows(heads, samples, positions), heads.heads * heads.head_dim, device="meta")
+    y = torch.empty(*heads.leading(samples, positions), heads.heads * heads.head_dim, device="meta")
     return _form(heads.split_output(y).view(b, h, positions, heads.head_dim))
 
 
@@ -75,10 +75,6 @@ def lying(tensor: torch.Tensor, form: Form) -> torch.Tensor:
 
 def _form(t: torch.Tensor) -> Form:
     return tuple(t.shape), t.stride(), int(t.storage_offset())
-
-
-def _rows(heads: PackedHeads, samples: int, positions: int) -> tuple[int, int]:
-    return (positions, samples) if heads.layout == "sequence_first" else (samples, positions)
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class Views:
     def new_output(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for an output, as [b, h, S, D] that lies in the op's layout."""
         heads = self.settings.heads
-        rows = _rows(heads, self.samples, self.positions)
+        rows = heads.leading(self.samples, self.positions)
         return self.split_output(like.new_empty((*rows, heads.heads * heads.head_dim)))
 
     def merge_output(self, out: torch.Tensor) -> torch.Tensor:

@@ -270,8 +270,7 @@ def _run(
     """Allocate, and launch on tensors that can be read where they lie."""
     first, features = sources[0], heads.features
     sequence, batch = LAYOUTS[heads.layout]
-    sizes = (positions, samples, features) if sequence == 0 else (samples, positions, features)
-    out = first.new_empty(sizes)
+    out = first.new_empty((*heads.leading(samples, positions), features))
     sums = None if ready.sums is None else first.new_empty(features, dtype=ready.sums)
     if not out.numel():
         return out, None if sums is None else sums.zero_()

@@ -165,36 +165,19 @@ def input_gradient_dswiglu(
     if not dh.numel():
         return dh, y
     rows, w, h = _rows(dy), _rows(weight), _rows(before)
+    gate, up, gate_gradient, up_gradient = (t.t() for t in (*h.chunk(2, 1), *_flat(dh).chunk(2, 1)))
 
     def call() -> None:
-        _write_dswiglu(rows, w, h, _flat(dh), _flat(y), _config())
+        # As dh^T = W^T dy^T both factors and what the epilogue moves lie in rows of 128 bytes in shared memory, for any
+        # multiple of 16 tokens that a tile has. With tiles of 128 x 208 the epilogue's two loads and three stores
+        # (64 x 16 numbers each, in four stages: 40 KiB) leave room for four stages of the factors, as many as one load
+        # and two stores do.
+        out = {"D": gate_gradient, "up_gradient": up_gradient, "activated": _flat(y).t()}
+        options = {"config": _config(), "tuned": False}
+        _module(_GATED_EPILOGUES).dswiglu_of_halves(w.t(), rows.t(), gate, out=out, up=up, **options)
 
     _run("(dy W) * swiglu'(h)", (rows, w, h), (), call)
     return dh, y
-
-
-def _write_dswiglu(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    before: torch.Tensor,
-    dh: torch.Tensor,
-    y: torch.Tensor,
-    config: Any,
-    transposed: bool = True,
-) -> None:
-    """The two results of `input_gradient_dswiglu`, of matrices, in tiles of `config`.
-
-    As dh^T = W^T dy^T both factors and what the epilogue moves lie in rows of 128 bytes in shared memory, whatever
-    multiple of 16 tokens a tile has. With tiles of 128 x 208 the epilogue's two loads and three stores (64 x 16 numbers
-    each, in four stages: 40 KiB) leave room for four stages of the factors, as many as one load and two stores do.
-    """
-    gate, up, gate_gradient, up_gradient = (*before.chunk(2, 1), *dh.chunk(2, 1))
-    a, b = dy, weight
-    if transposed:
-        a, b = weight.t(), dy.t()
-        gate, up, gate_gradient, up_gradient, y = (t.t() for t in (gate, up, gate_gradient, up_gradient, y))
-    out = {"D": gate_gradient, "up_gradient": up_gradient, "activated": y}
-    _module(_GATED_EPILOGUES).dswiglu_of_halves(a, b, gate, out=out, config=config, tuned=False, up=up)
 
 
 def _run(what: str, tensors: tuple[torch.Tensor, ...], options: tuple[bool, ...], call: Callable[[], Any]) -> Any:

@@ -98,6 +98,10 @@ class PackedHeads:
         sequence, batch = LAYOUTS[self.layout]
         return shape[batch], shape[sequence]
 
+    def leading(self, samples: int, positions: int) -> tuple[int, int]:
+        """The sizes before the features of a tensor of this layout: `lengths` the other way."""
+        return (positions, samples) if self.layout == "sequence_first" else (samples, positions)
+
     def check(self, op: str, x: Spec) -> None:
         """Raise, in words, when x cannot be packed heads.
 
@@ -130,8 +134,7 @@ class PackedHeads:
     def pack(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The inverse of `split`, in a new tensor."""
         samples, positions = dq.shape[0], dq.shape[3]
-        sizes = {LAYOUTS[self.layout][0]: positions, LAYOUTS[self.layout][1]: samples}
-        packed = dq.new_empty((sizes[0], sizes[1], self.features), dtype=dtype)
+        packed = dq.new_empty((*self.leading(samples, positions), self.features), dtype=dtype)
         for part, source in zip(self.split(packed), (dq, dk, dv), strict=True):
             part.copy_(source)
         return packed

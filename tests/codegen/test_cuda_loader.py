@@ -20,12 +20,11 @@ from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import store_for
-from te_fuser.config import config
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
-from tests.fake_cuda import FakeDriver, in_place
+from tests.fake_cuda import FakeDriver, as_new_process, in_place
 
 CORPUS = corpus.descriptions()
 GPU = torch.device("cuda", 0)
@@ -36,14 +35,8 @@ Compile = Callable[..., Compiled]
 @pytest.fixture
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """A process that has made no kernel yet, on a machine with two GPUs of one kind."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    monkeypatch.setattr(config, "cache_dir", tmp_path)
+    as_new_process(monkeypatch, tmp_path)
     monkeypatch.setattr(cuda_loader, "_is_capturing", lambda index: bool(fake.capturing))
-    monkeypatch.setattr(cuda_loader, "_made", {})
-    monkeypatch.setattr(cuda_loader, "_ready", set())
-    monkeypatch.setattr(cuda_loader, "_written", {})
-    monkeypatch.setattr(cuda_loader, "_written_ready", set())
     with in_place(library) as fake:
         yield fake
 

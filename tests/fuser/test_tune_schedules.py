@@ -20,7 +20,6 @@ from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.codegen.schedule import Schedule
 from te_fuser.codegen.tuned_schedules import store_for
-from te_fuser.config import config
 from te_fuser.fuser import fuser as fuser_module
 from te_fuser.fuser import measure, tune_schedules
 from te_fuser.fuser import tune as tuning
@@ -28,7 +27,7 @@ from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.program import KernelFunction, descriptions, kernel_rows, kernel_sizes
 from te_fuser.kernels import column_sums
 from te_fuser.verify import steps
-from tests.fake_cuda import FakeDriver, in_place
+from tests.fake_cuda import FakeDriver, as_new_process, in_place
 
 GPU_NAME = "NVIDIA H200"
 GPU = torch.device("cuda", 0)
@@ -37,16 +36,8 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: GPU_NAME)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(config, "cache_dir", tmp_path)
+    as_new_process(monkeypatch, tmp_path, GPU_NAME)
     monkeypatch.setattr(nvrtc, "compile_source", lambda *known, **options: Compiled(b"nowhere:-", ()))
-    monkeypatch.setattr(cuda_loader, "_is_capturing", lambda index: False)
-    for made in ("_made", "_written"):
-        monkeypatch.setattr(cuda_loader, made, {})
-    for ready in ("_ready", "_written_ready"):
-        monkeypatch.setattr(cuda_loader, ready, set())
     monkeypatch.setattr(fuser_module, "target_for", lambda device, dtype, kernels: "cuda")
     column_sums._kernel.cache_clear()
     with in_place(library) as fake:

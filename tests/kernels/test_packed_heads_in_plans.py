@@ -19,7 +19,7 @@ from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import column_sums, packed_heads
 from te_fuser.kernels.attention_cpu_flash import CpuFlash
 from te_fuser.ops.base import FusableOperation
-from tests.fake_cuda import FakeDriver, in_place
+from tests.fake_cuda import FakeDriver, as_new_process, in_place
 
 HEADS, DIM = 4, 8
 FEATURES = 3 * HEADS * DIM
@@ -52,15 +52,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture(autouse=True)
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(config, "cache_dir", tmp_path)
-    monkeypatch.setattr(cuda_loader, "_is_capturing", lambda index: False)
-    for made in ("_made", "_written"):
-        monkeypatch.setattr(cuda_loader, made, {})
-    for ready in ("_ready", "_written_ready"):
-        monkeypatch.setattr(cuda_loader, ready, set())
+    as_new_process(monkeypatch, tmp_path)
     monkeypatch.setattr(fuser_module, "target_for", lambda device, dtype, kernels: "cuda")
     monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
     forget()
