@@ -1,0 +1,122 @@
+"""A plan as text: what runs, on which tensors by their names, at what price, and what was not taken and why."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from te_fuser.fuser.device import Device, device_named
+from te_fuser.fuser.explain import Explanation
+from te_fuser.fuser.plan import Plan, Step
+from te_fuser.fuser.refs import Ref
+from te_fuser.fuser.stretch import KernelPlan
+from tests.plans.models import Case
+
+RATES = {"float32": 0.26e12, "bfloat16": 0.65e12, "float16": 0.09e12, "float64": 0.05e12}
+# A CPU of no machine in particular, and two GPUs by name.
+DEVICES: tuple[Device, ...] = (
+    Device("cpu", 20e9, RATES, 0.06e12, 4e-6),
+    device_named("h200"),
+    device_named("b200"),
+)
+MEMORY = ("fast", "balanced", "lean")
+
+
+def plans_of(case: Case, device: Device, memory: str) -> list[Plan]:
+    """The plans of a case."""
+    x, inputs = case.call()
+    with case.within(device.kind):
+        return case.model(memory).plans(x, device=device, outputs=case.outputs, **inputs)
+
+
+def text_of(case: Case) -> str:
+    """A case on all devices, for all choices of memory."""
+    return "\n".join(line.rstrip() for line in _lines(case)) + "\n"
+
+
+def _lines(case: Case) -> Iterator[str]:
+    sources: dict[str, str] = {}
+    for device in DEVICES:
+        for memory in MEMORY:
+            plans = plans_of(case, device, memory)
+            yield f"==== {device.name}, {memory}"
+            whole = [str(Explanation(plans)), *(line for plan in plans for line in plan_lines(plan))]
+            yield from whole if memory == "balanced" else (_digest("\n".join(whole)), *map(_brief, plans))
+            sources |= {f"{device.name}: {name}": text for name, text in Explanation(plans, True).sources().items()}
+    yield "==== sources"
+    for name, text in sources.items():
+        yield f"{_digest(text)} {name}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _brief(plan: Plan) -> str:
+    steps = (f"{s.name} {s.start}-{s.stop - 1} {s.seconds * 1e6:.1f} us" for s in (*plan.forward, *plan.backward))
+    return f"{'; '.join(steps)}; {plan.kept_bytes()} B kept"
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """One plan."""
+    for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
+        for step in steps:
+            yield f"{direction} {step.start}-{step.stop - 1} {step.name}{'' if step.chain else ' (hanging)'}"
+            yield f"  takes {_tensors(plan, step.inputs)}"
+            yield f"  gives {_tensors(plan, step.outputs)}"
+            c = step.cost
+            yield (
+                f"  {c.read:.17g} B read, {c.written:.17g} B written, {c.flops:.17g} flops, {c.launches} launches, "
+                f"{step.seconds:.17g} s"
+            )
+            yield from _kernel(step)
+    yield f"segments {' '.join(f'{a}-{b - 1}' for a, b in plan.segments)}"
+    for k in plan.kept:
+        yield f"kept {name_of(plan, k.ref)}: {k.name}, {k.bytes} B, {k.owner}"
+    for choice in plan.choices:
+        yield f"choice {choice}"
+    for r in plan.refusals:
+        yield f"not taken {r.direction} {r.start}-{r.stop - 1} {r.name}: {r.reason}"
+    for note in plan.notes:
+        yield f"note {note}"
+
+
+def _tensors(plan: Plan, named: tuple[tuple[str, Ref], ...]) -> str:
+    return ", ".join(name if name.startswith("= ") else f"{name} = {name_of(plan, ref)}" for name, ref in named)
+
+
+def _kernel(step: Step) -> Iterator[str]:
+    task = step.task
+    if not isinstance(task, KernelPlan):
+        return
+    d = task.description
+    yield f"  kernel {d.key[:16]}, streams {list(task.streams)}, samples along {task.batch_dim}"
+    if d.overwrites:
+        yield f"  may store {', '.join(f'{store} over {load}' for store, load in d.overwrites)}"
+    for new, old in task.aliases:
+        yield f"  alias {new != old}"
+
+
+def name_of(plan: Plan, ref: Ref) -> str:
+    """A tensor of a plan, for people."""
+    kind, graph = ref[0], plan.graph
+    if kind == "value":
+        return f"value {ref[1]} {graph.values[ref[1]].name}"
+    if kind == "recomputed":
+        return f"value {ref[1]} {graph.values[ref[1]].name} again"
+    if kind == "gradient":
+        return f"gradient of value {ref[1]} {graph.values[ref[1]].name}"
+    if kind in ("parameter", "parameter gradient"):
+        return f"{kind} {ref[1]}"
+    if kind == "cast":
+        return f"parameter {ref[1]} in {str(ref[2]).removeprefix('torch.')}"
+    if kind == "statistic":
+        return f"statistic {ref[2][:8]} of {ref[1]}"
+    if kind == "emitted":
+        return f"{ref[2]} of op {ref[1]}"
+    if kind == "fused":
+        return f"{ref[3]} of {ref[2]} at {ref[1]}"
+    if kind == "term":
+        return f"term {ref[2]} of {name_of(plan, ref[1])}"
+    assert kind == "seed", ref
+    return "seed"
