@@ -1,18 +1,45 @@
-"""What holds for every test: one thread, and nothing that depends on the tests before it or on the machine's user."""
+"""What holds for every test: one thread, and nothing that depends on the tests before it, the machine or its user."""
 
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from te_fuser.codegen.compiler import TARGET_FLAGS
 from te_fuser.config import config
 from te_fuser.fuser import fuser, tuned
+from te_fuser.fuser.device import DEVICES, cpu_device
 from te_fuser.kernels import cudnn_frontend, flash_attn_4, quack_matmul
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 
 # Test processes share the cores, and two pools on one core wait for each other.
 torch.set_num_threads(1)
+
+# The CPUs that tests plan for, whatever they run on.
+CPUS = {"avx512": cpu_device(2, "AVX512", 2.5), "avx2": cpu_device(2, "AVX2", 0.2)}
+AVX2_FLAGS = ("-march=haswell",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu",
+        choices=list(CPUS),
+        default="avx512",
+        help="the CPU that tests plan for; with avx2 kernels are compiled for one that has no more, too",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_same_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prices, and so plans, are those of a CPU that the command names, not of the one that it runs on."""
+    name = request.config.getoption("--cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DEVICES, "cpu", CPUS[name])
+        if name == "avx2":
+            patch.setitem(TARGET_FLAGS, platform.machine(), AVX2_FLAGS)
+        yield
 
 
 @pytest.fixture(autouse=True)

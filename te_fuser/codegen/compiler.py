@@ -39,7 +39,8 @@ _FLAGS = (
     "-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast",
     "-fno-exceptions", "-fno-rtti", "-w", "-shared", "-fPIC",
 )  # fmt: skip
-_TARGET_FLAGS = {"x86_64": ("-march=native",), "AMD64": ("-march=native",), "aarch64": ("-mcpu=native",)}
+# The flags that choose the processor, by the name of this machine's architecture.
+TARGET_FLAGS = {"x86_64": ("-march=native",), "AMD64": ("-march=native",), "aarch64": ("-mcpu=native",)}
 
 
 class NoCompiler(RuntimeError):
@@ -76,7 +77,7 @@ def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None
         path = shutil.which(candidate)
         version = _version(path) if path else None
         if path and version:
-            target = _TARGET_FLAGS.get(platform.machine(), ()) if flags is None else tuple(flags)
+            target = TARGET_FLAGS.get(platform.machine(), ()) if flags is None else tuple(flags)
             return Compiler(path, version, (*_FLAGS, *target))
     return None
 

@@ -79,16 +79,25 @@ _PLAIN_CORE = (0.025, 0.01)
 _CORE_BANDWIDTH = 10e9
 
 
-def _cpu() -> Device:
-    """The CPU at hand, with as many cores as PyTorch has threads."""
-    threads = torch.get_num_threads()
-    products, others = (threads * rate for rate in _CORES.get(torch.backends.cpu.get_cpu_capability(), _PLAIN_CORE))
-    rates = _rates(products, products * _bfloat16_gain(), 0.35 * products, 0.2 * products)
+def cpu_device(threads: int, capability: str, bfloat16_gain: float) -> Device:
+    """The CPU that has so many threads.
+
+    Args:
+        capability: the vectors it has, as `torch.backends.cpu.get_cpu_capability` calls them.
+        bfloat16_gain: how much faster than in float32 products are in bfloat16.
+    """
+    products, others = (threads * rate for rate in _CORES.get(capability, _PLAIN_CORE))
+    rates = _rates(products, products * bfloat16_gain, 0.35 * products, 0.2 * products)
     return Device("cpu", threads * _CORE_BANDWIDTH, rates, others * 1e12, 4e-6)
 
 
+def _cpu_at_hand() -> Device:
+    """The CPU at hand, with as many cores as PyTorch has threads."""
+    return cpu_device(torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), _bfloat16_gain())
+
+
 def _bfloat16_gain() -> float:
-    """How much faster than in float32 products are in bfloat16, by the instructions that there are."""
+    """By the instructions that there are."""
     gains = (("_is_amx_tile_supported", 8.0), ("_is_avx512_bf16_supported", 2.5))
     return next((gain for name, gain in gains if getattr(torch.cpu, name, lambda: False)()), 0.2)
 
@@ -130,7 +139,7 @@ _GPUS = (
     _by_data_sheet("l40", (8, 9), 142, 0.864, tf32=90.5, half=181, float64=1.41, float32=90.5),
     _by_data_sheet("l40s", (8, 9), 142, 0.864, tf32=183, half=362, float64=1.43, float32=91.6),
 )
-DEVICES: dict[str, Device] = {d.name: d for d in (_cpu(), *_GPUS)}
+DEVICES: dict[str, Device] = {d.name: d for d in (_cpu_at_hand(), *_GPUS)}
 
 
 def device_named(name: str) -> Device:

@@ -9,7 +9,8 @@ import torch
 
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import fuser
-from te_fuser.fuser.device import DEVICES, Device, _estimated, device_named, device_of
+from te_fuser.fuser.device import DEVICES, Device, _estimated, cpu_device, device_named, device_of
+from tests.conftest import CPUS
 
 GPU = torch.device("cuda", 0)
 
@@ -118,6 +119,19 @@ def test_generated_code_is_that_of_the_gpus_capability(monkeypatch: pytest.Monke
     with fusions.only("stretch"):
         texts = [list(model.explain(x, device=d, source=True).sources().values()) for d in (device, "l40s", "h200")]  # type: ignore[arg-type]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_cpu_follows_from_its_threads_and_vectors() -> None:
+    wide, narrow = cpu_device(4, "AVX512", 2.5), cpu_device(2, "AVX2", 0.2)
+    assert wide.bandwidth == 2 * narrow.bandwidth and wide.vector_rate == 3 * narrow.vector_rate
+    assert wide.matrix_rate["bfloat16"] == 2.5 * wide.matrix_rate["float32"]
+    assert narrow.matrix_rate["bfloat16"] == 0.2 * narrow.matrix_rate["float32"] == narrow.matrix_rate["float16"]
+    assert narrow.vector_rate > cpu_device(2, "NEON", 0.2).vector_rate
+
+
+def test_tests_plan_for_the_cpu_that_the_command_names(request: pytest.FixtureRequest) -> None:
+    plan = Sequential(ops.LayerNorm(8)).plan(torch.randn(3, 8))
+    assert plan.device == CPUS[request.config.getoption("--cpu")]
 
 
 @pytest.mark.gpu
