@@ -23,19 +23,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
-    "capture": {"ops"},
-    "compare": set(),
+    "capture": {"dtypes", "ops"},
+    "compare": {"dtypes"},
     "config": set(),
-    "formula": set(),
-    "ops": {"formula"},
-    "codegen": {"formula", "config", "_native"},
-    "kernels": {"formula", "ops", "codegen", "config", "_native"},
-    "fusions": {"formula", "ops", "codegen", "kernels"},
-    "fuser": {"formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "_native"},
-    "sequential": {"ops", "fusions", "fuser"},
-    "verify": {"formula", "ops", "codegen", "fusions", "fuser", "sequential", "compare", "_native"},
+    "dtypes": set(),
+    "formula": {"dtypes"},
+    "ops": {"dtypes", "formula"},
+    "codegen": {"dtypes", "formula", "config", "_native"},
+    "kernels": {"dtypes", "formula", "ops", "codegen", "config", "_native"},
+    "fusions": {"dtypes", "formula", "ops", "codegen", "kernels"},
+    "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "_native"},
+    "sequential": {"dtypes", "ops", "fusions", "fuser"},
+    "verify": {"dtypes", "formula", "ops", "codegen", "fusions", "fuser", "sequential", "compare", "_native"},
     "presets": {"ops", "fuser", "sequential"},
-    "cli": {"codegen", "config", "fuser", "_native", "__version__"},
+    "cli": {"dtypes", "codegen", "config", "fuser", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}

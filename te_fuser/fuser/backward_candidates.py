@@ -14,7 +14,7 @@ from te_fuser.fuser.keeping import Keeping
 from te_fuser.fuser.plan import Choice, FusionTask, OpGradient, Step
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import SEED, Ref, fused_ref, gradient_ref, value_ref
+from te_fuser.fuser.refs import AS_MADE, EMITTED, SEED, VALUE, Ref, gradient_ref, saved_ref
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match
 from te_fuser.fusions.registry import Fusion
@@ -67,7 +67,7 @@ class BackwardCandidates:
         return self.prices.of_keeping(refs, self.keeping.weight)
 
     def _is_withheld(self, ref: Ref) -> bool:
-        return ref[0] == "value" and ref[1] in self.withheld
+        return ref.kind is VALUE and ref.index in self.withheld
 
     # ------------------------------------------------------------------------------------ opaque ops
 
@@ -86,7 +86,7 @@ class BackwardCandidates:
     def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step | None:
         """One node of an opaque op's backward; None where forward withholds what it reads."""
         reads = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
-        if any(self._is_withheld(r) or r[0] == "emitted" and node.index in self.limits.silent for _, r in reads):
+        if any(self._is_withheld(r) or r.kind is EMITTED and node.index in self.limits.silent for _, r in reads):
             return None
         inputs = [("dy", gradient_ref(node.output)), *reads, *([("seed", SEED)] if node.draws else [])]
         outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
@@ -125,7 +125,8 @@ class BackwardCandidates:
     ) -> Edge | None:
         """The kernel that computes `again` again; the rest of `wanted` is kept."""
         limits = self.limits
-        readable = frozenset(self.graph.root(v) for v in stretch.values_leaving(stretch.start, stretch.stop))
+        leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
+        readable = frozenset(r.index for r in leaving if r.form == AS_MADE)
         readable = (readable | limits.given) - limits.forbidden
         try:
             kernel = stretch.backward(start, stop, readable, self.withheld, again, frozenset(limits.silent))
@@ -133,18 +134,21 @@ class BackwardCandidates:
             self.ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
         steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
-        kept = [r for s in steps for r in s.reads()] + [value_ref(v) for v in wanted if v not in again]
+        kept = [r for s in steps for r in s.reads()] + [self.graph.ref(v) for v in wanted if v not in again]
         weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
-        return Edge(start, stop, steps[0].name if steps else "none", steps, weight, recomputes=again)
+        return Edge(
+            start, stop, steps[0].name if steps else "none", steps, weight, recomputes=tuple(map(self.graph.ref, again))
+        )
 
     def _choices(self, wanted: list[int], best: Edge, variants: Mapping[frozenset[int], Edge]) -> tuple[Choice, ...]:
         found: list[Choice] = []
+        chosen_again = frozenset(v for v in wanted if self.graph.ref(v) in best.recomputes)
         for value in wanted:
-            other = variants.get(frozenset(best.recomputes) ^ {value})
+            other = variants.get(chosen_again ^ {value})
             if other is not None:
-                again = value in best.recomputes
+                again = value in chosen_again
                 seconds = best.seconds - other.seconds if again else other.seconds - best.seconds
-                name, size = self.graph.values[value].name, self.prices.size(value_ref(value))
+                name, size = self.graph.values[value].name, self.prices.size(self.graph.ref(value))
                 found.append(Choice(name, again, size, seconds, value))
         return tuple(found)
 
@@ -152,11 +156,11 @@ class BackwardCandidates:
         """Values of the range that only hanging nodes read."""
         found: list[int] = []
         for value in stretch.values_leaving(start, stop):
-            root = self.graph.root(value)
-            producer = self.graph.producer(root)
+            first = self.graph.first(value)
+            producer = self.graph.producer(first)
             made_here = producer is not None and start <= producer < stop
-            if made_here and self.problem.hanging_reads.get(root) and root not in found:
-                found.append(root)
+            if made_here and self.problem.hanging_reads.get(first) and first not in found:
+                found.append(first)
         return found[:_MAX_SUBSETS]
 
     # --------------------------------------------------------------------------------------- fusions
@@ -225,11 +229,12 @@ class BackwardCandidates:
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
-        root = self.graph.root(nodes[-1].output)
-        return [value_ref(root)] if nodes[-1].is_row and self.problem.hanging_reads.get(root) else []
+        last = nodes[-1]
+        hanging = last.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
+        return [self.graph.ref(last.output)] if hanging else []
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
-        producer = self.graph.producer(ref[1]) if ref[0] == "value" else None
+        producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
         return producer is not None and self.problem.made_by_row_op(ref) and not start <= producer < stop
 
     def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:
@@ -268,7 +273,7 @@ class BackwardCandidates:
             # masks and the like are the caller's: backward may read them without saying so
             given = node.op.named_inputs()
             masks = [(a, v) for a, v in node.named_in.items() if not given[a].gradient]
-            inputs += [(f"{k}.{a}", value_ref(self.graph.root(v))) for a, v in masks]
+            inputs += [(f"{k}.{a}", self.graph.ref(v)) for a, v in masks]
             own = [p for p in node.parameters if f"{k}.{p}" not in have]
             inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in own]
         return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
@@ -290,9 +295,9 @@ class BackwardCandidates:
 
     def _fusion_ref(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
         if name == "input":
-            return value_ref(self.graph.root(nodes[0].input))
+            return self.graph.ref(nodes[0].input)
         if name == "output":
-            return value_ref(self.graph.root(nodes[-1].output))
+            return self.graph.ref(nodes[-1].output)
         place, _, what = name.partition(".")
         if place.removeprefix("-").isdigit() and -len(nodes) <= int(place) < len(nodes):
             ref = self.problem.read_ref(nodes[int(place)], what)
@@ -307,7 +312,7 @@ class BackwardCandidates:
 def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> Named:
     """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
     start, _ = fusion.covers("forward", *whole)
-    found = [(name, fused_ref(start, fusion.name, name)) for name in fusion.saves]
+    found = [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]
     sizes = fusion.saved_bytes(match) if fusion.saved_bytes else {}
     prices.learn({ref: sizes.get(name, 0) for name, ref in found})
     return found

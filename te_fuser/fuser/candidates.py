@@ -38,7 +38,7 @@ class Edge:
     weight: float
     fusion: Fusion | None = None
     whole: tuple[int, int] | None = None
-    recomputes: tuple[int, ...] = ()
+    recomputes: tuple[Ref, ...] = ()
     choices: tuple[Choice, ...] = ()
     ahead: int = 0
 
@@ -134,7 +134,7 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelPlan, start: int
     if description.streams:
         inputs.append(("seed", SEED))
     outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))
-    outputs += [(f"= {_ref_text(ref)}", new) for new, ref in kernel.aliases]
+    outputs += [(f"= {ref.label(problem.graph)}", new) for new, ref in kernel.aliases]
     made = {r for _, r in outputs}
     inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in made]
     if kernel.lead not in {r for _, r in inputs}:
@@ -143,10 +143,6 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelPlan, start: int
     name = "alias" if empty else description.name
     c = Cost(launches=0) if empty else c
     return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, prices.seconds(c, first))
-
-
-def _ref_text(ref: Ref) -> str:
-    return " ".join(str(part) for part in ref)
 
 
 __all__ = ["NO_TENSOR", "TICK", "Edge", "Ledger", "Limits", "chosen", "kernel_step", "row_edges"]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph import Graph, Node
 from te_fuser.fusions.match import Cost
-from te_fuser.ops.base import Spec
 
 # float32 operations that one call of a function amounts to in a generated kernel
 _WEIGHT = {"exp": 8, "log": 10, "tanh": 14, "erf": 18, "sigmoid": 12, "sqrt": 4, "rsqrt": 4, "div": 4, "keep": 16}
 _FREE = {"input", "const", "value", "concat"}
-
-
-def bytes_of(spec: Spec) -> int:
-    """The size of a tensor."""
-    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def kernel_cost(description: KernelDescription, rows: int, samples: int, generated: bool) -> Cost:

@@ -22,7 +22,7 @@ from te_fuser.fuser.keeping import Keeping
 from te_fuser.fuser.plan import FusionTask, OpGradient, Refusal, Step
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import Ref, recomputed_ref
+from te_fuser.fuser.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VALUE, Ref
 
 _TIE = 0.05e-6  # seconds: shown as nothing
 
@@ -114,7 +114,7 @@ def _limits_of(problem: Problem, forward: list[Edge]) -> Limits:
         nodes = problem.nodes[edge.start : edge.stop]
         inside = {root(n.output) for n in nodes}
         last = root(nodes[-1].output)
-        given = {root(nodes[int(e.partition(".")[0])].output) for e in edge.fusion.emits}
+        given = {ref.index for ref in problem.emitted(edge.fusion, nodes).values()}
         limits.forbidden |= inside - {last} - given
         limits.given |= given | {last}
         limits.silent |= {n.index for n in nodes}
@@ -128,7 +128,7 @@ def _demands(steps: Iterable[Step]) -> set[Ref]:
     for step in steps:
         demanded |= {r for r in step.reads() if r not in made}
         made |= set(step.writes())
-    return {r for r in demanded if r[0] in ("value", "statistic", "emitted", "fused")}
+    return {r for r in demanded if r.kind in (VALUE, STATISTIC, EMITTED, SAVED)}
 
 
 # ------------------------------------------------------------------------------------------- the shortest path
@@ -192,7 +192,7 @@ def _why_they_lost(
 
 def in_running_order(backward: list[Edge]) -> list[Step]:
     """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
-    recomputed = frozenset(v for e in backward for v in e.recomputes)
+    recomputed = frozenset(r for e in backward for r in e.recomputes)
     order: list[Step] = []
     waiting: list[Step] = []
     made: set[Ref] = set()
@@ -204,19 +204,19 @@ def in_running_order(backward: list[Edge]) -> list[Step]:
                 made |= set(step.writes())
             else:
                 waiting.append(step)
-        ready = [s for s in waiting if all(r in made for r in s.reads() if r[0] == "recomputed")]
+        ready = [s for s in waiting if all(r in made for r in s.reads() if r.kind is RECOMPUTED)]
         waiting = [s for s in waiting if s not in ready]
         order += ready
     assert not waiting, [s.name for s in waiting]
     return order
 
 
-def _use_recomputed(step: Step, recomputed: frozenset[int]) -> Step:
+def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
     """A hanging node reads what was computed again, where something was."""
     apart = isinstance(step.task, OpGradient) or isinstance(step.task, FusionTask) and step.task.gradient is not None
     if not apart or step.chain:
         return step
-    inputs = tuple((n, recomputed_ref(r[1]) if r[0] == "value" and r[1] in recomputed else r) for n, r in step.inputs)
+    inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
     return replace(step, inputs=inputs)
 
 

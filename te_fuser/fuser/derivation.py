@@ -19,17 +19,6 @@ _KEPT = 4096
 _derived: dict[Any, KernelPlan | NotOneKernel | None] = {}
 _MISSING = object()
 
-# What the number in a ref counts.
-_COUNTS = {
-    "value": "values",
-    "recomputed": "values",
-    "gradient": "values",
-    "parameter": "parameters",
-    "cast": "parameters",
-    "parameter gradient": "parameters",
-    "statistic": "stretch",
-}
-
 
 class DerivedStretch:
     """A stretch whose kernels are shared with all equal ones; its methods are those of `Stretch`."""
@@ -42,15 +31,15 @@ class DerivedStretch:
         values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
         self._values = tuple(dict.fromkeys([*values, *map(graph.root, values)]))
         self._parameters = tuple(dict.fromkeys(p for n in nodes for p in n.parameters.values()))
-        outward = {"values": self._values, "parameters": self._parameters, "stretch": (start,)}
-        self._outward = {kind: outward[count] for kind, count in _COUNTS.items()}
+        # What the index of a ref counts -> the index in the graph by that within the stretch, and the other way.
+        self._outward = {"values": self._values, "parameters": self._parameters, "stretches": (start,)}
         self._inward = {kind: {g: k for k, g in enumerate(numbers)} for kind, numbers in self._outward.items()}
         self._form = self._describe(nodes)
 
     def _describe(self, nodes: Sequence[Node]) -> Any:
         """Everything that the kernels depend on."""
-        number = self._inward["value"]
-        parameter = self._inward["parameter"]
+        number = self._inward["values"]
+        parameter = self._inward["parameters"]
         ops = tuple(
             (
                 n.role,
@@ -79,8 +68,8 @@ class DerivedStretch:
         made = producer - self.start if producer is not None and self.start <= producer < self.stop else None
         # Only what is given for each sample has its whole shape in a kernel's plan.
         shape = v.spec.shape if made is None and v.axes is not None and not v.axes & 1 else v.spec.features
-        root = self._inward["value"][self._graph.root(value)]
-        return shape, v.spec.dtype, v.axes, v.needs_grad, inside, leaves, made, root
+        root = self._inward["values"][self._graph.root(value)]
+        return shape, v.spec.dtype, v.gradient_dtype, v.axes, v.needs_grad, inside, leaves, made, root
 
     # -------------------------------------------------------------------------------------- the kernels
 
@@ -121,7 +110,7 @@ class DerivedStretch:
         return start - self.start, stop - self.start
 
     def _numbers(self, values: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._inward["value"][v] for v in values)
+        return tuple(self._inward["values"][v] for v in values)
 
     def _once(self, key: Any, derive: Callable[[], KernelPlan | None]) -> KernelPlan | None:
         whole = (self._form, key)
@@ -140,12 +129,10 @@ class DerivedStretch:
         return found and self._moved(found, self._placed, self.start)
 
     def _numbered(self, ref: Ref) -> Ref:
-        kind, number, *rest = ref
-        return (kind, self._inward[kind][number], *rest)
+        return ref._replace(index=self._inward[ref.kind.counts][ref.index])
 
     def _placed(self, ref: Ref) -> Ref:
-        kind, number, *rest = ref
-        return (kind, self._outward[kind][number], *rest)
+        return ref._replace(index=self._outward[ref.kind.counts][ref.index])
 
     @staticmethod
     def _moved(plan: KernelPlan, move: Callable[[Ref], Ref], distance: int) -> KernelPlan:

@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from te_fuser.codegen.description import KernelDescription
+from te_fuser.dtypes import name_of
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.measure import Measured
 from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, Kept, Plan, Refusal, Step, size_text
-from te_fuser.fuser.refs import DTYPE_NAMES, SEED, Ref
+from te_fuser.fuser.refs import RECOMPUTED, SEED, VALUE, Ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.kernels.matmul import product_sizes, products
 from te_fuser.kernels.tuned_products import Problem, found_for
@@ -88,7 +89,7 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
         limit,
         least / taken if limit != "stated" and taken > 0 else None,
         _keeps([kept[r] for r in step.writes() if r in kept]),
-        tuple(plan.graph.values[r[1]].name for r in step.writes() if r[0] == "recomputed"),
+        tuple(r.label(plan.graph) for r in step.writes() if r.kind is RECOMPUTED),
         _algorithm(plan, step),
         _over(step),
     )
@@ -134,7 +135,7 @@ def _algorithm(plan: Plan, step: Step) -> str:
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
     if step.cost.seconds is not None:
         return "stated", step.cost.seconds
-    dtype = DTYPE_NAMES[plan.graph.values[first.input].spec.dtype]
+    dtype = name_of(plan.graph.values[first.input].spec.dtype)
     limits = plan.device.limits(step.cost, dtype)
     bound = max(limits, key=lambda name: limits[name])
     # A launch is a cost, not a limit to come near to: the share is that of the work.
@@ -235,7 +236,7 @@ _TARGETS = {"cpp": "generated C++", "cuda": "generated CUDA C++", "torch": "PyTo
 
 def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
     x = plan.graph.values[0].spec
-    dtype = DTYPE_NAMES[x.dtype]
+    dtype = name_of(x.dtype)
     device = f"{plan.device.name} (estimated)" if plan.device.estimate else plan.device.name
     yield Text(
         f"{number}{_count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {dtype}, on {device}, "
@@ -364,19 +365,16 @@ _OTHERS = {
 
 
 def _kept_at(plan: Plan, kept: Kept) -> int:
-    number = kept.ref[1]
-    return (plan.graph.producer(number) or 0) if kept.ref[0] == "value" else number
+    number = kept.ref.index
+    return (plan.graph.producer(number) or 0) if kept.ref.kind is VALUE else number
 
 
 def _kept_name(plan: Plan, kept: Kept) -> tuple[str, str]:
     """What a kept tensor is, and the op that makes it."""
-    kind, number = kept.ref[0], kept.ref[1]
-    if kind == "value":
-        producer = plan.graph.producer(number)
-        return kept.name, "" if producer is None else f"op {producer} ({_place(plan.graph.nodes[producer])})"
-    if kind in ("emitted", "fused"):
-        return kept.ref[-1], f"op {number} ({_place(plan.graph.nodes[number])})"
-    return kept.name, ""
+    makers = {"values": plan.graph.producer, "nodes": lambda number: number}
+    made_by = makers.get(kept.ref.kind.counts)
+    maker = None if made_by is None else made_by(kept.ref.index)
+    return kept.ref.label(plan.graph), "" if maker is None else f"op {maker} ({_place(plan.graph.nodes[maker])})"
 
 
 # ------------------------------------------------------------------------------------- what was not taken, totals

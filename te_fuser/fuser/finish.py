@@ -6,29 +6,17 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from te_fuser.fuser import cost as costs
 from te_fuser.fuser.candidates import Edge
 from te_fuser.fuser.covers import Covers, in_running_order
 from te_fuser.fuser.plan import AddTask, CastTask, Kept, Plan, Step
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import Ref, parameter_ref
+from te_fuser.fuser.refs import AS_MADE, PARAMETER, VALUE, Ref, bytes_of, parameter_ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions.match import Cost
 
 SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
 _SHORT_END = 1 / 16  # of that: too little for a segment of its own
-
-# Kind of ref -> whose memory it is; what backward makes itself is not kept.
-_OWNERS = {
-    "value": "activation",
-    "emitted": "activation",
-    "fused": "activation",
-    "cast": "activation",
-    "parameter": "parameter",
-    "statistic": "statistic",
-    "seed": "statistic",
-}
 
 
 def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
@@ -71,7 +59,7 @@ def _with_casts(problem: Problem, prices: Prices, steps: list[Step]) -> list[Ste
     result: list[Step] = []
     for step in steps:
         for ref in step.reads():
-            if ref[0] == "cast" and ref not in made:
+            if ref.kind is PARAMETER and ref.form != AS_MADE and ref not in made:
                 made.add(ref)
                 result.append(_cast(problem, prices, ref, step))
         result.append(step)
@@ -79,10 +67,12 @@ def _with_casts(problem: Problem, prices: Prices, steps: list[Step]) -> list[Ste
 
 
 def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
-    inputs, outputs = (("parameter", parameter_ref(ref[1])),), (("cast", ref),)
+    dtype = ref.form.dtype
+    assert dtype is not None
+    inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
     c = prices.of_launch(inputs, outputs, 0.0)
     seconds = prices.seconds(c, problem.nodes[step.start])
-    return Step("cast_parameter", step.start, step.stop, inputs, outputs, CastTask(ref[2]), c, seconds)
+    return Step("cast_parameter", step.start, step.stop, inputs, outputs, CastTask(dtype), c, seconds)
 
 
 # ---------------------------------------------------------------------------------------------- summed gradients
@@ -120,7 +110,7 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
     outputs = []
     for name, ref in step.outputs:
         if ref in seen:
-            renames[ref] = ("term", ref, len(seen[ref]))
+            renames[ref] = ref._replace(term=len(seen[ref]) + 1)
             seen[ref].append(renames[ref])
         outputs.append((name, renames.get(ref, ref)))
     if not renames:
@@ -140,14 +130,14 @@ def kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, 
     """Everything that backward steps read and none of them makes; of views of one memory only the first has bytes."""
     found: dict[Ref, Kept] = {}
     made: set[Ref] = set()
-    counted: set[int] = set()
+    counted: set[Ref] = set()
     for step in backward:
         for name, ref in step.inputs:
-            if ref in found or ref in made or ref[0] not in _OWNERS:
+            if ref in found or ref in made or not ref.owner:
                 continue
             entry = _kept(problem, prices, name, ref, step)
-            if ref[0] == "value":
-                storage = problem.graph.storage(ref[1])
+            if ref.kind is VALUE:
+                storage = problem.graph.stored(ref)
                 entry = replace(entry, bytes=0) if storage in counted else entry
                 counted.add(storage)
             found[ref] = entry
@@ -156,16 +146,9 @@ def kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, 
 
 
 def _kept(problem: Problem, prices: Prices, name: str, ref: Ref, step: Step) -> Kept:
-    graph, kind = problem.graph, ref[0]
-    given = kind == "value" and graph.producer(graph.storage(ref[1])) is None
-    names = {
-        "value": lambda: graph.values[ref[1]].name,
-        "parameter": lambda: graph.parameters[ref[1]].name,
-        "cast": lambda: f"cast {graph.parameters[ref[1]].name}",
-        "seed": lambda: "seed",
-    }
-    text = names[kind]() if kind in names else f"{step.name}: {name}"
-    return Kept(ref, text, prices.size(ref), "input" if given else _OWNERS[kind])
+    graph = problem.graph
+    text = f"{step.name}: {name}" if ref.name else ref.label(graph)
+    return Kept(ref, text, prices.size(ref), graph.owner(ref))
 
 
 # --------------------------------------------------------------------------------------------------- segments
@@ -183,7 +166,7 @@ def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
         for p in node.parameters.values():
             if graph.parameter_needs[p] and p not in counted:
                 counted.add(p)
-                size += costs.bytes_of(graph.parameter_specs[p])
+                size += bytes_of(graph.parameter_specs[p])
         if following is None:
             break
         beside = any(not n.is_row and n.parameters for n in (node, following))
@@ -202,8 +185,8 @@ def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
     for edge in backward:
         if edge.whole is not None:
             found |= set(range(edge.whole[0] + 1, edge.whole[1]))
-        for value in edge.recomputes:
-            standing_for = [v.index for v in graph.values if graph.root(v.index) == value and graph.consumers(v.index)]
+        for ref in edge.recomputes:
+            standing_for = [v.index for v in graph.values if graph.ref(v.index) == ref and graph.consumers(v.index)]
             found |= set(range(edge.stop, max(graph.consumers(v)[-1] for v in standing_for) + 1))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.backward_candidates import saved_by
@@ -12,7 +12,7 @@ from te_fuser.fuser.graph import Node
 from te_fuser.fuser.plan import FusionTask, OpForward, Step
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import SEED, Ref, emitted_ref, value_ref
+from te_fuser.fuser.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref
 from te_fuser.fusions import registry
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import UnfusedOperation
@@ -59,12 +59,13 @@ class ForwardCandidates:
         return [(fusion, whole) for (fusion, _, _), whole in found.items()]
 
     def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
-        stores = dict.fromkeys(self.graph.root(v) for v in stretch.values_leaving(start, stop))
+        stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
         for node in self.nodes[start:stop]:
-            if value_ref(self.graph.root(node.output)) in self.demands:
-                stores[self.graph.root(node.output)] = None
+            for value in (node.output, *node.named_out):
+                if self.graph.ref(value) in self.demands:
+                    stores[self.graph.first(value)] = None
         made = [v for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop]
-        digests = [d[2] for d in sorted(r for r in self.demands if r[0] == "statistic" and r[1] == stretch.start)]
+        digests = sorted(r.name for r in self.demands if r.kind is STATISTIC and r.index == stretch.start)
         try:
             kernel = stretch.forward(start, stop, made, stretch.statistics_of(start, stop, digests))
         except NotOneKernel as why:
@@ -77,12 +78,12 @@ class ForwardCandidates:
     # ------------------------------------------------------------------------------------ opaque ops
 
     def _opaque(self, node: Node) -> Edge:
-        inputs: list[tuple[str, Ref]] = [("input", value_ref(self.graph.root(node.input)))]
+        inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(node.input))]
         inputs += [(p, self.problem.parameter_ref(node, p)) for p in node.parameters]
-        inputs += [(a, value_ref(self.graph.root(v))) for a, v in node.named_in.items()]
+        inputs += [(a, self.graph.ref(v)) for a, v in node.named_in.items()]
         inputs += [("seed", SEED)] if node.draws else []
         assert isinstance(node.op, UnfusedOperation)
-        outputs = [("output", value_ref(node.output)), *((n, emitted_ref(node.index, n)) for n in node.op.emits)]
+        outputs = [("output", self.graph.ref(node.output)), *((n, emitted_ref(node.index, n)) for n in node.op.emits)]
         c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
         start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
         step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpForward(node), c, seconds)
@@ -95,7 +96,7 @@ class ForwardCandidates:
         if not self.problem.ends_in_a_tensor(nodes):
             self.ledger.refuse(fusion.direction, start, stop, fusion.name, NO_TENSOR)
             return None
-        inside = {self.graph.root(v) for n in nodes for v in (n.output, *n.named_out)}
+        inside = {self.graph.ref(v) for n in nodes for v in (n.output, *n.named_out)}
         owed = self._owed(nodes, inside)
         why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
         if why is not None:
@@ -112,60 +113,51 @@ class ForwardCandidates:
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
 
-    def _owed(self, nodes: tuple[Node, ...], inside: set[int]) -> set[int]:
-        """The values of a range that backward or somebody outside it reads, by storage."""
+    def _owed(self, nodes: tuple[Node, ...], inside: set[Ref]) -> set[Ref]:
+        """The values of a range that backward or somebody outside it reads."""
         start, stop = nodes[0].index, nodes[-1].index + 1
         made = [v for n in nodes for v in (n.output, *n.named_out)]
-        outside = {self.graph.root(v) for v in made if self.problem.read_outside(v, start, stop)}
-        return self._demanded(inside) | outside
-
-    def _demanded(self, values: set[int]) -> set[int]:
-        return {r[1] for r in self.demands if r[0] == "value" and r[1] in values}
+        outside = {self.graph.ref(v) for v in made if self.problem.read_outside(v, start, stop)}
+        return self.demands & inside | outside
 
     def _why_no_fusion(
-        self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[int], inside: set[int], joint: bool
+        self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[Ref], inside: set[Ref], joint: bool
     ) -> str | None:
         """What the fusion would have to give and does not."""
-        emitted = _emitted_values(fusion, nodes, self.graph.root)
-        missing = owed - {*emitted.values(), self.graph.root(nodes[-1].output), self.graph.root(nodes[0].input)}
+        emitted = self.problem.emitted(fusion, nodes)
+        missing = owed - {*emitted.values(), self.graph.ref(nodes[-1].output), self.graph.ref(nodes[0].input)}
         if missing:
-            wants = ", ".join(sorted(self.graph.values[v].name for v in missing))
-            reader = "backward" if missing <= self._demanded(inside) else "a later op"
+            wants = ", ".join(sorted(r.label(self.graph) for r in missing))
+            reader = "backward" if missing <= self.demands else "a later op"
             has = ", ".join(("its output", *fusion.emits))
             return f"{reader} reads {wants}, and it gives only {has}"
         if not joint and self._statistics_owed(nodes[0].index, nodes[-1].index + 1):
             return "backward reads per-row statistics or op results that it does not give"
         return None
 
-    def _fusion_inputs(self, nodes: tuple[Node, ...], inside: set[int]) -> list[tuple[str, Ref]]:
-        inputs: list[tuple[str, Ref]] = [("input", value_ref(self.graph.root(nodes[0].input)))]
+    def _fusion_inputs(self, nodes: tuple[Node, ...], inside: set[Ref]) -> list[tuple[str, Ref]]:
+        inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(nodes[0].input))]
         for k, node in enumerate(nodes):
             inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in node.parameters]
-            named = [(a, self.graph.root(v)) for a, v in node.named_in.items()]
-            inputs += [(f"{k}.{a}", value_ref(v)) for a, v in named if v not in inside]
+            named = [(f"{k}.{a}", self.graph.ref(v)) for a, v in node.named_in.items()]
+            inputs += [(name, ref) for name, ref in named if ref not in inside]
         return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
 
-    def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[int]) -> list[tuple[str, Ref]]:
-        last = self.graph.root(nodes[-1].output)
-        emitted = _emitted_values(fusion, nodes, self.graph.root).items()
-        return [("output", value_ref(last)), *((n, value_ref(v)) for n, v in emitted if v in owed and v != last)]
+    def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[Ref]) -> list[tuple[str, Ref]]:
+        last = self.graph.ref(nodes[-1].output)
+        emitted = self.problem.emitted(fusion, nodes).items()
+        return [("output", last), *((name, ref) for name, ref in emitted if ref in owed and ref != last)]
 
     def _statistics_owed(self, start: int, stop: int) -> bool:
         for r in self.demands:
-            if r[0] == "emitted" and start <= r[1] < stop:
+            if r.kind is EMITTED and start <= r.index < stop:
                 return True
-            if r[0] == "statistic":
-                stretch = next(s for s in self.problem.stretches if s.start == r[1])
+            if r.kind is STATISTIC:
+                stretch = next(s for s in self.problem.stretches if s.start == r.index)
                 low, high = max(start, stretch.start), min(stop, stretch.stop)
-                if low < high and stretch.statistics_of(low, high, [r[2]]):
+                if low < high and stretch.statistics_of(low, high, [r.name]):
                     return True
         return False
-
-
-def _emitted_values(fusion: Fusion, nodes: tuple[Node, ...], root: Callable[[int], int]) -> dict[str, int]:
-    """What the fusion can emit -> the value, by storage."""
-    outputs = {f"{k}.output": root(n.output) for k, n in enumerate(nodes)}
-    return {name: outputs[name] for name in fusion.emits if name in outputs}
 
 
 def _breaks(edge: Edge, joint: Edge) -> bool:

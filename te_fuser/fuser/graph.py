@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import networkx as nx
 import torch
 
+from te_fuser.dtypes import FLOATING, text_of
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.refs import DTYPE_NAMES
+from te_fuser.fuser.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, Place, RowOp, Spec, UnfusedOperation
 
 
@@ -29,7 +30,12 @@ class ListedOp:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor on an edge. `alias_of` is the value whose storage it shares (Fork, Identity)."""
+    """A tensor on an edge.
+
+    Attributes:
+        alias_of: the value that it is under another name (Fork, Identity), maybe in another form.
+        gradient: the dtype in which its gradient arrives, where that is not its own.
+    """
 
     index: int
     name: str
@@ -37,6 +43,12 @@ class Value:
     axes: Axes | None
     needs_grad: bool
     alias_of: int | None = None
+    gradient: torch.dtype | None = None
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient arrives."""
+        return self.spec.dtype if self.gradient is None else self.gradient
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,21 @@ class Graph:
         return found
 
     @functools.cached_property
+    def _refs(self) -> list[Ref]:
+        made = [self.values[root].spec.dtype for root in self._roots]
+        return [
+            Ref(VALUE, root, AS_MADE if v.spec.dtype == dtype else Form(v.spec.dtype))
+            for v, root, dtype in zip(self.values, self._roots, made, strict=True)
+        ]
+
+    @functools.cached_property
+    def _firsts(self) -> dict[Ref, int]:
+        found: dict[Ref, int] = {}
+        for value, ref in enumerate(self._refs):
+            found.setdefault(ref, value)
+        return found
+
+    @functools.cached_property
     def _storages(self) -> list[int]:
         found = list(self._roots)
         for n in self.nodes:  # what a node reads comes before what it makes
@@ -111,9 +138,29 @@ class Graph:
         """The value that this one is, under another name."""
         return self._roots[value]
 
+    def ref(self, value: int) -> Ref:
+        """The tensor of a value: that of the value that it is, in its own form."""
+        return self._refs[value]
+
+    def again(self, value: int) -> Ref:
+        """The same tensor, computed again in backward."""
+        return self._refs[value]._replace(kind=RECOMPUTED)
+
+    def first(self, value: int) -> int:
+        """The first value that is this tensor: the same value in the same form."""
+        return self._firsts[self._refs[value]]
+
     def storage(self, value: int) -> int:
         """The first value in this one's memory: through other names, and through ops whose output is a view."""
         return self._storages[value]
+
+    def stored(self, ref: Ref) -> Ref:
+        """The first name of the memory of a tensor: a value may be a view of an earlier one."""
+        return self._refs[self._storages[ref.index]] if ref.kind is VALUE and ref.form == AS_MADE else ref
+
+    def owner(self, ref: Ref) -> str:
+        """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
+        return "input" if ref.kind is VALUE and self.producer(self.stored(ref).index) is None else ref.owner
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""
@@ -329,7 +376,7 @@ class GraphBuilder:
             narrow = x.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
             if not (isinstance(op, RowOp) and narrow):
                 raise TypeError(
-                    f"{label}: parameter {name} is {_dtype(tensor.dtype)}, its input {_dtype(x.dtype)}; "
+                    f"{label}: parameter {name} is {text_of(tensor.dtype)}, its input {text_of(x.dtype)}; "
                     "convert one with .to(), or run under torch.autocast"
                 )
 
@@ -381,7 +428,7 @@ class GraphBuilder:
         _check_floating(f"{label}, input {_plain(name)!r}", spec)
         if torch.promote_types(x.dtype, spec.dtype) not in (x.dtype, spec.dtype) or _is_double(x) != _is_double(spec):
             raise TypeError(
-                f"{label}: {_plain(name)!r} is {_dtype(spec.dtype)}, the main input {_dtype(x.dtype)}; "
+                f"{label}: {_plain(name)!r} is {text_of(spec.dtype)}, the main input {text_of(x.dtype)}; "
                 "convert one with .to()"
             )
         if given.axes == Axes.FULL and spec.shape != x.shape:
@@ -481,10 +528,6 @@ def _where(listed: ListedOp) -> str:
     return f" {listed.path!r}" if listed.path else ""
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _is_double(spec: Spec) -> bool:
     return spec.dtype == torch.float64
 
@@ -511,24 +554,15 @@ def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding
 
 
 def _check_floating(label: str, spec: Spec) -> None:
-    if spec.dtype.is_floating_point and spec.dtype not in DTYPE_NAMES:
-        raise TypeError(
-            f"{label}: takes {', '.join(DTYPE_NAMES.values())}, got {_dtype(spec.dtype)}; convert with .bfloat16()"
-        )
+    if spec.dtype.is_floating_point and spec.dtype not in FLOATING.values():
+        raise TypeError(f"{label}: takes {', '.join(FLOATING)}, got {text_of(spec.dtype)}; convert with .bfloat16()")
     if not spec.dtype.is_floating_point:
-        raise TypeError(f"{label}: takes floating-point tensors, got {_dtype(spec.dtype)}; convert with .float()")
+        raise TypeError(f"{label}: takes floating-point tensors, got {text_of(spec.dtype)}; convert with .float()")
 
 
 def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
     """The spec of a tensor, as if it were on `device` where one is given."""
     return Spec(tuple(t.shape), t.dtype, device or t.device)
-
-
-def replace_value(graph: Graph, index: int, **changes: object) -> Graph:
-    """The graph with one value changed."""
-    values = list(graph.values)
-    values[index] = dataclasses.replace(values[index], **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(graph, values=tuple(values))
 
 
 def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp]:

@@ -27,12 +27,11 @@ from te_fuser.codegen import overwriting
 from te_fuser.codegen.description import item_size
 from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.fuser.plan import AddTask, FusionTask, Plan, Step
-from te_fuser.fuser.refs import Ref, gradient_ref, value_ref
+from te_fuser.fuser.refs import PARAMETER_GRADIENT, Ref, gradient_ref
 from te_fuser.fuser.segment import crossing, kept_refs
 from te_fuser.fuser.stretch import KernelPlan
 
 LEAST_BYTES = 2**20
-_OF_A_VALUE = ("value", "gradient", "recomputed")
 
 
 def with_overwriting(plan: Plan) -> Plan:
@@ -44,8 +43,8 @@ def with_overwriting(plan: Plan) -> Plan:
     for start, stop in plan.segments:
         forward, backward = _of_segment(plan.forward, start, stop), _of_segment(plan.backward, start, stop)
         values_in, values_out = crossing(plan, start, stop)
-        stays = {*kept_refs(backward), *(value_ref(plan.graph.root(v)) for v in values_out)}
-        returned = {r for s in backward for r in s.writes() if r[0] == "parameter gradient"}
+        stays = {*kept_refs(backward), *(plan.graph.ref(v) for v in values_out)}
+        returned = {r for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
         returned |= {gradient_ref(v) for v in values_in}
         for steps, lives in ((forward, _Lives.of(forward, stays)), (backward, _Lives.of(backward, returned, ours))):
             changed |= {id(s): _overwriting(plan, s, k, lives) for k, s in enumerate(steps)}
@@ -64,7 +63,7 @@ def _kept_of_our_own(plan: Plan) -> set[Ref]:
     """What forward makes and one segment alone keeps, and neither the caller nor other code ever sees."""
     graph = plan.graph
     seen = Counter(r for start, stop in plan.segments for r in kept_refs(_of_segment(plan.backward, start, stop)))
-    given = {value_ref(graph.root(v.index)) for v in graph.values if graph.leaves(v.index)}
+    given = {graph.ref(v.index) for v in graph.values if graph.leaves(v.index)}
     everywhere = _Lives.of([*plan.forward, *plan.backward], given)
     made = {r for s in plan.forward for r in s.writes()}
     return {
@@ -96,9 +95,8 @@ def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
 
 def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:
     """The sizes of a value, or of its gradient; None for anything else."""
-    if ref[0] == "term":
-        return shape_of(plan, ref[1])
-    return plan.graph.values[ref[1]].spec.shape if ref[0] in _OF_A_VALUE else None
+    spec = ref.spec(plan.graph) if ref.is_of_a_value else None
+    return None if spec is None else spec.shape
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from te_fuser import dtypes
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.fuser import cost as costs
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import DTYPE_NAMES, Ref, value_ref
+from te_fuser.fuser.refs import Ref
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import UnfusedOperation
 
-_SEED_BYTES = 16
 _SCRATCH_LAUNCHES = 10
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
@@ -41,32 +39,14 @@ class Prices:
 
     def size(self, ref: Ref) -> int:
         """The bytes of a tensor."""
-        kind, number = ref[0], ref[-1] if ref[0] == "seed" else ref[1]
-        if kind in ("value", "recomputed", "gradient"):
-            return costs.bytes_of(self.graph.values[number].spec)
-        if kind in ("parameter", "parameter gradient"):
-            return costs.bytes_of(self.graph.parameter_specs[number])
-        if kind == "cast":
-            return costs.bytes_of(replace(self.graph.parameter_specs[number], dtype=ref[2]))
-        if kind == "statistic":
-            first = self.graph.values[self.graph.nodes[number].input].spec
-            return first.rows * (8 if first.dtype == torch.float64 else 4)
-        if kind == "emitted":
-            node = self.graph.nodes[number]
-            assert isinstance(node.op, UnfusedOperation)
-            return node.op.emitted_bytes(self.graph.values[node.input].spec).get(ref[2], 0)
-        if kind == "term":
-            return self.size(number)
-        return _SEED_BYTES if kind == "seed" else self._sizes.get(ref, 0)
+        learned = self._sizes.get(ref)
+        return ref.bytes(self.graph) if learned is None else learned
 
     def kept_bytes(self, refs: Iterable[Ref]) -> int:
         """What keeping these for backward takes, the call's own inputs and parameters apart; a view takes nothing."""
-        storages = {value_ref(self.graph.storage(r[1])) if r[0] == "value" else r for r in refs}
-        return sum(
-            self.size(r)
-            for r in storages
-            if r[0] in ("emitted", "fused") or r[0] == "value" and self.graph.producer(r[1]) is not None
-        )
+        storages = {self.graph.stored(r) for r in refs}
+        ours = (r for r in storages if r.kind.counts != "parameters" and self.graph.owner(r) == "activation")
+        return sum(map(self.size, ours))
 
     def of_keeping(self, refs: Iterable[Ref], weight: float) -> float:
         """Seconds that keeping these is worth, where a kept byte is worth `weight` passes over it."""
@@ -77,7 +57,7 @@ class Prices:
     def seconds(self, cost: Cost, node: Node) -> float:
         """The predicted time, in the dtype that an op gets."""
         dtype = self.graph.values[node.input].spec.dtype
-        return self.problem.options.device.seconds(cost, DTYPE_NAMES[dtype])
+        return self.problem.options.device.seconds(cost, dtypes.name_of(dtype))
 
     def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
         """One launch that reads and writes these tensors once."""

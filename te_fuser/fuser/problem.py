@@ -11,15 +11,7 @@ from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.device import Device
 from te_fuser.fuser.graph import Graph, Node
 from te_fuser.fuser.plan import Refusal
-from te_fuser.fuser.refs import (
-    Ref,
-    cast_ref,
-    emitted_ref,
-    gradient_ref,
-    parameter_gradient_ref,
-    parameter_ref,
-    value_ref,
-)
+from te_fuser.fuser.refs import VALUE, Ref, emitted_ref, gradient_ref, parameter_gradient_ref, parameter_ref
 from te_fuser.fuser.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
@@ -120,7 +112,7 @@ class Problem:
         return not any(p == "input" or p in node.named_in for p in gradient.produces)
 
     def _hanging_reads(self) -> dict[int, bool]:
-        """Values (by storage) that opaque gradients read -> whether only hanging nodes read them."""
+        """Values that opaque gradients read -> whether only hanging nodes read them."""
         found: dict[int, bool] = {}
         for node in self.nodes:
             if node.is_row:
@@ -129,8 +121,8 @@ class Problem:
                 for name in gradient.reads:
                     value = {"input": node.input, "output": node.output, **node.named_in}.get(name)
                     if value is not None:
-                        root = self.graph.root(value)
-                        found[root] = found.get(root, True) and self.is_hanging(node, gradient)
+                        first = self.graph.first(value)
+                        found[first] = found.get(first, True) and self.is_hanging(node, gradient)
         return found
 
     # ----------------------------------------------------------------------------------------- refs
@@ -139,17 +131,22 @@ class Problem:
         """What an op calls `name` when it reads: a value, a parameter, what it emitted; None: none of these."""
         values = {"input": node.input, "output": node.output, **node.named_in}
         if name in values:
-            return value_ref(self.graph.root(values[name]))
+            return self.graph.ref(values[name])
         if name in node.parameters:
             return self.parameter_ref(node, name)
         if name in getattr(node.op, "emits", ()):
             return emitted_ref(node.index, name)
         return None
 
+    def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
+        """What a fusion can give beside its output, as far as the ops that its forward covers have it."""
+        places = ((name, *name.split(".", 1)) for name in fusion.emits)
+        found = {name: self.read_ref(nodes[int(k)], what) for name, k, what in places if int(k) < len(nodes)}
+        return {name: ref for name, ref in found.items() if ref is not None}
+
     def parameter_ref(self, node: Node, name: str) -> Ref:
         """A parameter of an op, in the dtype that it runs in."""
-        index = node.parameters[name]
-        return cast_ref(index, node.casts[name]) if name in node.casts else parameter_ref(index)
+        return parameter_ref(node.parameters[name], node.casts.get(name))
 
     def gradient_target(self, node: Node, name: str) -> Ref:
         """The gradient of what an op calls `name`."""
@@ -168,7 +165,7 @@ class Problem:
 
     def made_by_row_op(self, ref: Ref) -> bool:
         """Whether a ref is a value that a row op makes."""
-        producer = self.graph.producer(ref[1]) if ref[0] == "value" else None
+        producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
         return producer is not None and self.nodes[producer].is_row
 
     def ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:

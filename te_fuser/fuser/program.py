@@ -12,11 +12,12 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen.description import KernelDescription, Load
+from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.random import RandomStream
 from te_fuser.fuser import memory
 from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGradient, Plan, Step
-from te_fuser.fuser.refs import DTYPES, SEED, Ref
+from te_fuser.fuser.refs import DOUBLED, NOTES, PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.base import OpCall, TensorFunction, UnfusedOperation, batch_layout
@@ -60,7 +61,7 @@ def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap
     """A generated kernel as a native step: inputs made contiguous, outputs allocated, or those that die, launched."""
     description = plan.description
     refs = list(plan.inputs) + ([SEED] if description.streams else [])
-    widest = max((o.width * DTYPES[o.dtype].itemsize for o in plan.outputs if o.axes & Axes.OUTER), default=0)
+    widest = max((o.width * FLOATING[o.dtype].itemsize for o in plan.outputs if o.axes & Axes.OUTER), default=0)
     return _native.KernelStep(
         description.name,
         # The native kernel itself, where there is one: its Python front takes as long as launching it.
@@ -69,7 +70,7 @@ def _kernel_step(plan: KernelPlan, kernel: KernelFunction | None, slots: SlotMap
         slots[plan.lead],
         plan.batch_dim,
         [
-            (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, DTYPES[o.dtype])
+            (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, FLOATING[o.dtype])
             for o, alike in zip(plan.outputs, _alike(plan, len(refs)), strict=True)
         ],
         plan.streams,
@@ -101,13 +102,13 @@ def _alike(plan: KernelPlan, inputs: int) -> list[int | None]:
     for k, (ref, load) in enumerate(zip(plan.inputs, plan.description.loads, strict=True)):
         if ref == plan.lead:
             forms[_ROWS, load.width, load.dtype] = k
-        elif ref[0] == "parameter":
-            forms[ref[1], load.dtype] = k
+        elif ref.kind is PARAMETER:
+            forms[ref.index, load.dtype] = k
     found = []
     for k, o in enumerate(plan.outputs, inputs):
         form: Any = (_ROWS, o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
-        if o.ref[0] == "parameter gradient":
-            form = (o.ref[1], o.dtype)
+        if o.ref.kind is PARAMETER_GRADIENT and not o.ref.term:
+            form = (o.ref.index, o.dtype)
         found.append(forms.get(form))
         forms.setdefault(form, k)
     return found
@@ -137,7 +138,7 @@ class OpRunner:
         self._inputs, given = _named_slots(step.inputs, slots, "seed")
         self._input, self._seed = dict(self._inputs)["input"], given["seed"]
         self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
-        self._notes = slots[("notes", task.node.index)]
+        self._notes = slots[Ref(NOTES, task.node.index)]
         self._draws = task.node.draws
 
     def __call__(self, slots: Slots) -> None:
@@ -176,7 +177,7 @@ class GradientRunner:
         self._inputs, given = _named_slots(step.inputs, slots, "dy", "seed")
         self._dy, self._seed = given["dy"], given["seed"]
         self._outputs = tuple((name.removeprefix("d_"), slots[r]) for name, r in step.outputs)
-        self._notes = slots[("notes", task.node.index)]
+        self._notes = slots[Ref(NOTES, task.node.index)]
         self._draws = task.node.draws
 
     def __call__(self, slots: Slots) -> None:
@@ -317,7 +318,7 @@ def build_program(
     """
     slots = SlotMap()
     # Two inputs may be one tensor under two names; nobody reads the second.
-    numbers_in = tuple(slots[("again", k) if r in slots else r] for k, r in enumerate(inputs))
+    numbers_in = tuple(slots[Ref(DOUBLED, k) if r in slots else r] for k, r in enumerate(inputs))
     numbers_out = tuple(slots[r] for r in outputs)
     last: dict[int, int] = {}
     for k, step in enumerate(steps):

@@ -14,18 +14,20 @@ from te_fuser import _native
 from te_fuser.fuser.plan import Plan, Step
 from te_fuser.fuser.program import KernelFunction, Program, SlotMap, Wrapper, build_program
 from te_fuser.fuser.refs import (
+    AS_MADE,
+    NOTES,
+    PARAMETER,
+    PARAMETER_GRADIENT,
     SEED,
     Ref,
     gradient_ref,
     parameter_gradient_ref,
     parameter_ref,
-    value_ref,
 )
 from te_fuser.fuser.stretch import KernelPlan
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
 Build = Callable[..., tuple[Program, SlotMap]]  # (steps, inputs, outputs)
-_CREATED_HERE = ("gradient", "parameter gradient", "recomputed", "term")
 
 
 @dataclass(frozen=True)
@@ -184,16 +186,17 @@ class _Refs:
         # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
         self._made = {r for s in self.backward_steps for r in s.writes()}
         self.parameters = sorted(
-            {r[1] for r in reads if r[0] == "parameter"} | {r[1] for r in self._made if r[0] == "parameter gradient"}
+            {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
+            | {r.index for r in self._made if r.kind is PARAMETER_GRADIENT}
         )
         self.uses_seed = SEED in reads
         self.kept = kept_refs(self.backward_steps)
         self.notes: list[Ref] = [
-            ("notes", n) for n in sorted({r.task.node.index for r in self.forward_steps if hasattr(r.task, "node")})
+            Ref(NOTES, n) for n in sorted({r.task.node.index for r in self.forward_steps if hasattr(r.task, "node")})
         ]
-        self.inputs = [value_ref(graph.root(v)) for v in self.values_in] + [parameter_ref(p) for p in self.parameters]
+        self.inputs = [graph.ref(v) for v in self.values_in] + [parameter_ref(p) for p in self.parameters]
         self.inputs += [SEED] if self.uses_seed else []
-        self.outputs = [value_ref(graph.root(v)) for v in self.values_out]
+        self.outputs = [graph.ref(v) for v in self.values_out]
 
     def marked(self) -> tuple[tuple[int, int], ...]:
         """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
@@ -300,7 +303,7 @@ def kept_refs(backward_steps: list[Step]) -> list[Ref]:
     kept: dict[Ref, None] = {}
     for step in backward_steps:
         for ref in step.reads():
-            if ref not in made and ref[0] not in _CREATED_HERE:
+            if ref not in made and ref.owner:
                 kept[ref] = None
         made |= set(step.writes())
     return list(kept)

@@ -13,22 +13,13 @@ from typing import Any
 
 import torch
 
+from te_fuser import dtypes
 from te_fuser.codegen.description import KernelDescription, NotOneKernel, Target, describe
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr, substitute, topological
 from te_fuser.fuser.graph import Graph, Node
-from te_fuser.fuser.refs import (
-    DTYPE_NAMES,
-    Ref,
-    cast_ref,
-    gradient_ref,
-    parameter_gradient_ref,
-    parameter_ref,
-    recomputed_ref,
-    statistic_ref,
-    value_ref,
-)
+from te_fuser.fuser.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.ops.base import RowOp
 
 
@@ -165,8 +156,8 @@ class Stretch:
             axes = Axes.FEATURE if spec.shape else Axes.NONE
             dtype, ref = spec.dtype, parameter_ref(index)
             if name in node.casts and node.op.autocast != "follow":  # it is as well read as it is
-                dtype, ref = node.casts[name], cast_ref(index, node.casts[name])
-            self.leaves[found] = _Leaf(ref, axes, width, DTYPE_NAMES[dtype], parameter=index)
+                dtype, ref = node.casts[name], parameter_ref(index, node.casts[name])
+            self.leaves[found] = _Leaf(ref, axes, width, dtypes.name_of(dtype), parameter=index)
         leaf = self.leaves[found]
         return expr.leaf(found, leaf.axes, leaf.width)
 
@@ -174,7 +165,7 @@ class Stretch:
         v = self.graph.values[value]
         axes = v.axes if v.axes is not None else Axes.FULL
         self.leaves[name] = _Leaf(
-            value_ref(self.graph.root(value)), axes, v.spec.features, DTYPE_NAMES[v.spec.dtype], value=value
+            self.graph.ref(value), axes, v.spec.features, dtypes.name_of(v.spec.dtype), value=value
         )
         self.env[value] = expr.leaf(name, axes, v.spec.features)
 
@@ -219,7 +210,7 @@ class Stretch:
 
     def _value_leaf(self, value: int) -> _Leaf:
         v = self.graph.values[value]
-        return _Leaf(value_ref(self.graph.root(value)), Axes.FULL, v.spec.features, DTYPE_NAMES[v.spec.dtype], value)
+        return _Leaf(self.graph.ref(value), Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype), value)
 
     def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelPlan | None:
         """The kernel that makes the given values and statistics; None when they are all there already.
@@ -231,9 +222,9 @@ class Stretch:
         cut = self._cut(start)
         gives = _Gives(cut)
         for value in stores:
-            v, ref = self.graph.values[value], value_ref(self.graph.root(value))
+            v, ref = self.graph.values[value], self.graph.ref(value)
             if ref not in {o.ref for o in gives.outputs}:
-                output = Output(ref, Axes.FULL, v.spec.features, DTYPE_NAMES[v.spec.dtype])
+                output = Output(ref, Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype))
                 gives.add(self._output_name(value), cut.of(self.env[value]), output)
         for k, digest in enumerate(statistics):
             output = Output(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
@@ -293,10 +284,10 @@ class Stretch:
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             gives.add(f"d_{name}", e, output)
         for value, e in zip(recompute, reduced[len(wanted) :], strict=True):
-            spec, ref = self.graph.values[value].spec, recomputed_ref(self.graph.root(value))
-            gives.store(self._output_name(value), e, Output(ref, Axes.FULL, spec.features, DTYPE_NAMES[spec.dtype]))
+            spec, ref = self.graph.values[value].spec, self.graph.again(value)
+            gives.store(self._output_name(value), e, Output(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype)))
         read = {leaf.ref for leaf in used.used_leaves(gives.targets, gives.sums)}
-        bad = [self.graph.values[v].name for v in forbidden if value_ref(v) in read]
+        bad = [self.graph.values[v].name for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)]
         if bad:
             raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
         return self._kernel(start, stop, "bwd", used, gives)
@@ -310,7 +301,8 @@ class Stretch:
             name = f"d_{self._output_name(value)}"
             while name in cut.leaves:
                 name += "_"
-            cut.leaves[name] = _Leaf(gradient_ref(value), Axes.FULL, v.spec.features, DTYPE_NAMES[v.spec.dtype])
+            dtype = dtypes.name_of(v.gradient_dtype)
+            cut.leaves[name] = _Leaf(gradient_ref(value), Axes.FULL, v.spec.features, dtype)
             leaf = expr.leaf(name, Axes.FULL, v.spec.features)
             e = cut.of(self.env[value])
             seeds[e] = expr.add(seeds[e], leaf) if e in seeds else leaf
@@ -344,7 +336,7 @@ class Stretch:
                 continue
             leaf = cut.of(self.env[value])
             axes = leaf.axes
-            dtype = DTYPE_NAMES[v.spec.dtype]
+            dtype = dtypes.name_of(v.gradient_dtype)
             shape = None if axes & Axes.OUTER else v.spec.shape
             output = Output(gradient_ref(value), axes, leaf.width, dtype, shape)
             name = leaf.attrs[0]
@@ -356,7 +348,7 @@ class Stretch:
             info, spec = cut.leaves[name], self.graph.parameter_specs[index]
             leaf = expr.leaf(name, info.axes, info.width)
             ref = parameter_gradient_ref(index)
-            wanted[name] = (leaf, Output(ref, info.axes, info.width, DTYPE_NAMES[spec.dtype], spec.shape))
+            wanted[name] = (leaf, Output(ref, info.axes, info.width, dtypes.name_of(spec.dtype), spec.shape))
         return wanted
 
     def _reduce(
@@ -406,7 +398,7 @@ class Stretch:
     def _any_full(self, start: int, stop: int, direction: str) -> Ref:
         """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
         if direction == "fwd":
-            return value_ref(self.graph.root(self.graph.nodes[start].input))
+            return self.graph.ref(self.graph.nodes[start].input)
         return gradient_ref(next(v for v in self.values_leaving(start, stop) if self.graph.needs_grad(v)))
 
 

@@ -17,7 +17,7 @@ from te_fuser.fuser.kernels import load_column_sums, load_kernels
 from te_fuser.fuser.plan import AddTask, CastTask, Plan, Step
 from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions, kernel_rows
 from te_fuser.fuser.reference import run_nodes
-from te_fuser.fuser.refs import SEED, Ref, gradient_ref
+from te_fuser.fuser.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.segment import build_segments
 from te_fuser.ops.base import unrounded
 from te_fuser.ops.main_grad import caught
@@ -111,25 +111,18 @@ class _Watch:
             run_nodes(nodes, values, parameters, self.seed, exact)
         return values
 
-    def record(self, nodes: Iterable[Node], stored: Mapping[int, torch.Tensor]) -> None:
+    def record(self, nodes: Iterable[Node], stored: Mapping[Ref, torch.Tensor]) -> None:
         """Keep the values that a forward step made: as stored, or, if they were not, as they are exactly."""
         nodes = list(nodes)
         with torch.no_grad():
             exact = self.run(nodes, {k: t.double() for k, t in self.data(nodes).items()}, True)
         for value, t in exact.items():
-            root = self.graph.root(value)
-            kept = stored.get(root, self.values.get(root))
+            kept = stored.get(self.graph.ref(value), self.values.get(self.graph.root(value)))
             self.values.setdefault(value, t.to(self.graph.values[value].spec.dtype) if kept is None else kept.detach())
 
     def name(self, ref: Ref) -> str:
         """A tensor of a step in words."""
-        if ref[0] == "term":
-            return self.name(ref[1])
-        if ref[0] == "parameter gradient":
-            owner = next(node for node in self.graph.nodes if ref[1] in node.parameters.values())
-            return f"gradient of {self.graph.parameters[ref[1]].name} of {owner.label}"
-        value = self.graph.values[ref[1]].name
-        return f"gradient of {value}" if ref[0] == "gradient" else value
+        return ref.label(self.graph)
 
 
 class _CheckedRunner:
@@ -161,7 +154,7 @@ class _CheckedRunner:
     def _into_main_grad(self) -> list[int]:
         """The parameters whose gradient goes to their main_grad in this step."""
         added = [node for node in self.nodes if getattr(node.op, "accumulate_into_main_grad", False)]
-        written = {_number(ref) for ref, _ in self.outputs if ref[0] in _CHECKED}
+        written = {_number(ref) for ref, _ in self.outputs if ref.kind in _CHECKED}
         return [p for node in added if (p := node.parameters["weight"]) in written]
 
     def _run(self, slots: Slots) -> dict[int, torch.Tensor]:
@@ -176,14 +169,14 @@ class _CheckedRunner:
         return next(slots[k].device.type for _, k in self.outputs)
 
     def _check_forward(self, slots: Slots) -> None:
-        stored = {ref[1]: slots[k].detach() for ref, k in self.outputs if ref[0] == "value"}
+        stored = {ref: slots[k].detach() for ref, k in self.outputs if ref.kind is VALUE}
 
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
             with torch.no_grad():
                 values = self.watch.run(self.nodes, data, exact)
-            return {self._name(("value", v)): values[v] for v in stored}
+            return {self._name(ref): values[ref.index] for ref in stored}
 
-        self._judge({self._name(("value", v)): t for v, t in stored.items()}, self.watch.data(self.nodes), evaluate)
+        self._judge({self._name(ref): t for ref, t in stored.items()}, self.watch.data(self.nodes), evaluate)
         self.watch.record(self.nodes, stored)
 
     def _check_backward(
@@ -197,7 +190,7 @@ class _CheckedRunner:
         data |= {f"{UPSTREAM}{v}": given[gradient_ref(v)] for v in leaving}
         found: dict[str, torch.Tensor] = {}
         for ref, k in self.outputs:
-            if ref[0] in _CHECKED:
+            if ref.kind in _CHECKED:
                 self._add(found, ref, main_grads.get(_number(ref), self._as_returned(ref, slots[k])))
 
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
@@ -207,12 +200,12 @@ class _CheckedRunner:
 
     def _gradients(self, data: Tensors, exact: bool, leaving: list[int]) -> dict[str, torch.Tensor]:
         """What the step is to make, by autograd over the reference."""
-        refs = [ref for ref, _ in self.outputs if ref[0] in _CHECKED]
-        sources = {ref: _source(ref) for ref in refs if ref[0] != "recomputed"}
+        refs = [ref for ref, _ in self.outputs if ref.kind in _CHECKED]
+        sources = {ref: _source(ref) for ref in refs if ref.kind is not RECOMPUTED}
         wanted = set(sources.values())
         leaves = {k: t.detach().requires_grad_(k in wanted) for k, t in data.items() if not k.startswith(UPSTREAM)}
         values = self.watch.run(self.nodes, leaves, exact)
-        found = {self._name(ref): values[ref[1]].detach() for ref in refs if ref[0] == "recomputed"}
+        found = {self._name(ref): values[ref.index].detach() for ref in refs if ref.kind is RECOMPUTED}
         ends = [v for v in leaving if values[v].requires_grad]
         order = [k for k in leaves if k in wanted]
         gradients: Iterable[torch.Tensor | None] = [None] * len(order)
@@ -229,16 +222,13 @@ class _CheckedRunner:
 
     def _add(self, found: dict[str, torch.Tensor], ref: Ref, t: torch.Tensor) -> None:
         """Note a result. The ends of a fork are one value, and how its gradient is shared among them says nothing."""
-        base = ref[1] if ref[0] == "term" else ref
-        if base[0] == "gradient":
-            base = gradient_ref(self.watch.graph.root(base[1]))
-        name = self._name(base)
+        whole = gradient_ref(self.watch.graph.root(ref.index)) if ref.kind is GRADIENT else ref
+        name = self._name(whole)
         found[name] = found[name] + t if name in found else t
 
     def _as_returned(self, ref: Ref, t: torch.Tensor) -> torch.Tensor:
         """Under autocast a gradient comes in the dtype of the cast parameter, and autograd gives it the parameter's."""
-        base = ref[1] if ref[0] == "term" else ref
-        return t.to(self.watch.graph.parameter_specs[base[1]].dtype) if base[0] == "parameter gradient" else t
+        return t.to(self.watch.graph.parameter_specs[ref.index].dtype) if ref.kind is PARAMETER_GRADIENT else t
 
     def _name(self, ref: Ref) -> str:
         return self.watch.name(ref)
@@ -254,17 +244,14 @@ class _CheckedRunner:
 
 
 # What a backward step makes that can be checked by itself; wrong statistics show in what is made of them.
-_CHECKED = ("gradient", "parameter gradient", "term", "recomputed")
+_CHECKED = (GRADIENT, PARAMETER_GRADIENT, RECOMPUTED)
 
 
 def _number(ref: Ref) -> int:
     """The parameter whose gradient it is; -1 where it is none's."""
-    base = ref[1] if ref[0] == "term" else ref
-    return int(base[1]) if base[0] == "parameter gradient" else -1
+    return ref.index if ref.kind is PARAMETER_GRADIENT else -1
 
 
 def _source(ref: Ref) -> str:
     """The datum whose gradient it is."""
-    if ref[0] == "term":
-        return _source(ref[1])
-    return f"{_VALUE if ref[0] == 'gradient' else _PARAMETER}{ref[1]}"
+    return f"{_VALUE if ref.kind is GRADIENT else _PARAMETER}{ref.index}"

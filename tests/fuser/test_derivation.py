@@ -11,6 +11,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser import derivation
 from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.refs import PARAMETER
 from te_fuser.fuser.stretch import KernelPlan, Stretch
 
 
@@ -91,7 +92,7 @@ def test_a_shared_kernel_reads_and_makes_the_tensors_of_its_place() -> None:
             if isinstance(step.task, KernelPlan):
                 nodes = found.graph.nodes[step.start : step.stop]
                 parameters = {p for n in nodes for p in n.parameters.values()}
-                assert {r[1] for r in step.reads() if r[0] == "parameter"} <= parameters
+                assert {r.index for r in step.reads() if r.kind is PARAMETER} <= parameters
                 assert set(step.task.streams) <= {n.index for n in nodes}
                 assert not made & set(step.writes())
                 made |= set(step.writes())

@@ -19,7 +19,7 @@ from te_fuser.codegen import overwriting as allowed
 from te_fuser.fuser import finish, fuser, measure, overwriting
 from te_fuser.fuser.plan import Plan, Step
 from te_fuser.fuser.program import Program, build_program
-from te_fuser.fuser.refs import gradient_ref
+from te_fuser.fuser.refs import VALUE, gradient_ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
 from te_fuser.verify import steps
@@ -212,7 +212,7 @@ def test_an_input_of_another_shape_is_left_alone(ours: None, monkeypatch: pytest
 
     def shape_of(plan: Plan, ref: tuple[Any, ...]) -> tuple[int, ...] | None:
         found = known(plan, ref)
-        return (ROWS, 1, found[-1]) if ref[0] == "value" and found is not None else found
+        return (ROWS, 1, found[-1]) if ref.kind is VALUE and found is not None else found
 
     assert len(pairs(mlp().plan(x_of()).backward)["bias_gelu_bwd"]) == 2
     monkeypatch.setattr(overwriting, "shape_of", shape_of)
@@ -404,7 +404,7 @@ def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan.segments) > 2
     first = next(s for s in plan.backward if "swiglu" in s.name)
     start = next(start for start, stop in plan.segments if start <= first.start < stop)
-    kept = {ref for _, ref in first.inputs if ref[0] == "value"}
+    kept = {ref for _, ref in first.inputs if ref.kind is VALUE}
     makers = [s for s in plan.forward if kept & set(s.writes())]
     assert [s.start < start for s in makers] == [True]
     assert ("d_x", "x") in pairs(plan.backward)[first.name]

@@ -13,6 +13,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.plan import FusionTask
 from te_fuser.fuser.planner import LAMBDA
+from te_fuser.fuser.refs import RECOMPUTED, STATISTIC, VALUE
 from te_fuser.fusions import Cost
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -343,7 +344,7 @@ def test_what_is_computed_again_is_not_kept():
     again = {c.value for c in plan.choices if c.recomputed}
     assert "layer_norm.output" in again
     assert not again & {k.name for k in plan.kept}
-    assert any(ref[0] == "recomputed" for s in plan.backward for ref in s.writes())
+    assert any(ref.kind is RECOMPUTED for s in plan.backward for ref in s.writes())
     fast = mlp(memory="fast").plan(X)
     assert not any(c.recomputed for c in fast.choices)
     assert again <= {k.name for k in fast.kept}
@@ -409,7 +410,7 @@ def test_steps_cover_the_list_once_in_order():
         available = {k.ref for k in plan.kept}
         for step in plan.backward:
             missing = [
-                r for r in step.reads() if r[0] in ("recomputed", "value", "statistic", "term") and r not in available
+                r for r in step.reads() if (r.kind in (RECOMPUTED, VALUE, STATISTIC) or r.term) and r not in available
             ]
             assert not missing, (step.name, missing)
             available |= set(step.writes())

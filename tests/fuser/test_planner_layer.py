@@ -13,6 +13,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser import cost, derivation, finish
 from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.refs import RECOMPUTED
 from te_fuser.fuser.stretch import KernelPlan
 
 MIB = 2**20
@@ -193,7 +194,7 @@ def test_segments_end_where_gradients_pile_up() -> None:
         beside = plan.graph.nodes[start - 1 : start + 1]
         assert any(n.op.kind is ops.MatMul for n in beside)
         made = {r for s in plan.backward if start <= s.start < stop for r in s.writes()}
-        again = {r for s in plan.backward if start <= s.start < stop for r in s.reads() if r[0] == "recomputed"}
+        again = {r for s in plan.backward if start <= s.start < stop for r in s.reads() if r.kind is RECOMPUTED}
         assert again <= made
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from te_fuser.dtypes import text_of as text_of_dtype
 from te_fuser.fuser.device import Device, device_named
 from te_fuser.fuser.explain import Explanation
 from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.refs import Ref
+from te_fuser.fuser.refs import EMITTED, GRADIENT, RECOMPUTED, SAVED, SEED, STATISTIC, Ref
 from te_fuser.fuser.stretch import KernelPlan
 from tests.plans.models import Case
 
@@ -99,24 +100,20 @@ def _kernel(step: Step) -> Iterator[str]:
 
 def name_of(plan: Plan, ref: Ref) -> str:
     """A tensor of a plan, for people."""
-    kind, graph = ref[0], plan.graph
-    if kind == "value":
-        return f"value {ref[1]} {graph.values[ref[1]].name}"
-    if kind == "recomputed":
-        return f"value {ref[1]} {graph.values[ref[1]].name} again"
-    if kind == "gradient":
-        return f"gradient of value {ref[1]} {graph.values[ref[1]].name}"
-    if kind in ("parameter", "parameter gradient"):
-        return f"{kind} {ref[1]}"
-    if kind == "cast":
-        return f"parameter {ref[1]} in {str(ref[2]).removeprefix('torch.')}"
-    if kind == "statistic":
-        return f"statistic {ref[2][:8]} of {ref[1]}"
-    if kind == "emitted":
-        return f"{ref[2]} of op {ref[1]}"
-    if kind == "fused":
-        return f"{ref[3]} of {ref[2]} at {ref[1]}"
-    if kind == "term":
-        return f"term {ref[2]} of {name_of(plan, ref[1])}"
-    assert kind == "seed", ref
-    return "seed"
+    term = f"term {ref.term - 1} of " if ref.term else ""
+    form = "" if ref.form.dtype is None else f" in {text_of_dtype(ref.form.dtype)}"
+    return f"{term}{_whole(plan, ref)}{form}"
+
+
+def _whole(plan: Plan, ref: Ref) -> str:
+    if ref.is_of_a_value:
+        name = f"value {ref.index} {plan.graph.values[ref.index].name}"
+        return {GRADIENT: f"gradient of {name}", RECOMPUTED: f"{name} again"}.get(ref.kind, name)
+    if ref.kind is STATISTIC:
+        return f"statistic {ref.name[:8]} of {ref.index}"
+    if ref.kind is EMITTED:
+        return f"{ref.name} of op {ref.index}"
+    if ref.kind is SAVED:
+        fusion, _, name = ref.name.partition(": ")
+        return f"{name} of {fusion} at {ref.index}"
+    return "seed" if ref == SEED else f"{ref.kind.name} {ref.index}"
