@@ -26,7 +26,7 @@ class DerivedStretch:
     def __init__(self, graph: Graph, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.exact = Stretch(graph, start, stop)
-        self._graph = graph
+        self._graph, self._first_stream = graph, graph.nodes[start].stream
         nodes = graph.nodes[start:stop]
         values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
         self._values = tuple(dict.fromkeys([*values, *map(graph.root, values)]))
@@ -40,6 +40,7 @@ class DerivedStretch:
         """Everything that the kernels depend on."""
         number = self._inward["values"]
         parameter = self._inward["parameters"]
+        first = self._first_stream
         ops = tuple(
             (
                 n.role,
@@ -49,7 +50,7 @@ class DerivedStretch:
                 tuple(sorted((name, number[v]) for name, v in n.named_in.items())),
                 tuple(number[v] for v in n.named_out),
                 tuple(sorted((name, parameter[p], n.casts.get(name)) for name, p in n.parameters.items())),
-                n.draws,
+                n.draws and n.stream - first,
                 n.op.batch_dim(),
             )
             for n in nodes
@@ -118,7 +119,7 @@ class DerivedStretch:
         if found is _MISSING:
             try:
                 made = derive()
-                found = made and self._moved(made, self._numbered, -self.start)
+                found = made and self._moved(made, self._numbered, -self._first_stream)
             except NotOneKernel as why:
                 found = why
             if len(_derived) >= _KEPT:
@@ -126,7 +127,7 @@ class DerivedStretch:
             _derived[whole] = found
         if isinstance(found, NotOneKernel):
             raise NotOneKernel(str(found))
-        return found and self._moved(found, self._placed, self.start)
+        return found and self._moved(found, self._placed, self._first_stream)
 
     def _numbered(self, ref: Ref) -> Ref:
         return ref._replace(index=self._inward[ref.kind.counts][ref.index])

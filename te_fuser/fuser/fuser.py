@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from te_fuser.fuser.device import Device, device_of
-from te_fuser.fuser.graph import CallSpecs, Graph, GraphBuilder, ListedOp, list_ops, spec_of
+from te_fuser.fuser.graph import Graph, GraphBuilder
 from te_fuser.fuser.kernels import (
     GENERATED_DTYPES,
     load_column_sums,
@@ -22,6 +22,7 @@ from te_fuser.fuser.kernels import (
     target_on_gpu,
     written_kernels,
 )
+from te_fuser.fuser.listed import CallSpecs, ListedOp, autocast_of, list_ops
 from te_fuser.fuser.overwriting import with_overwriting
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
@@ -180,7 +181,6 @@ class Fuser:
         """The shapes of a call, and everything else that its plan depends on."""
         grad = torch.is_grad_enabled()
         kind = x.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         shapes: tuple[torch.Size, ...] = (x.shape,)
         named: tuple[Any, ...] = ()
         if inputs:
@@ -193,7 +193,7 @@ class Fuser:
             x.device,
             grad and x.requires_grad,
             grad,
-            autocast,
+            autocast_of(kind),
             outputs,
             named,
             registry.state(),
@@ -253,7 +253,7 @@ class Fuser:
             raise TypeError("te_fuser does not run under torch.jit.trace; model.reference is plain PyTorch and does")
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        graph = GraphBuilder(self._listed, self._specs(x, inputs, outputs, there)).build()
+        graph = GraphBuilder(self._listed, CallSpecs.of(x, inputs, outputs, there)).build()
         if device is not None and device.kind == "cuda":
             return graph, Options(device, target_on_gpu(x.dtype, self.kernels), capability=device.capability)
         options = Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
@@ -273,19 +273,6 @@ class Fuser:
         if not at_hand or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
             return plan
         return replace(plan, notes=(*plan.notes, *missing_notes(plan.kernels, plan.x.device, plan.x.dtype)))
-
-    def _specs(
-        self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        absent: torch.device | None,
-    ) -> CallSpecs:
-        kind = (absent or x.device).type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        named = {name: (spec_of(t, absent), t.requires_grad) for name, t in inputs.items()}
-        x_spec = spec_of(x, absent)
-        return CallSpecs(x_spec, x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast, absent)
 
 
 def prepare(plan: Plan, outputs: tuple[str, ...], instead: Mapping[str, KernelFunction] | None = None) -> Prepared:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -13,19 +12,10 @@ import torch
 
 from te_fuser.dtypes import FLOATING, text_of
 from te_fuser.formula.expr import Axes
+from te_fuser.fuser.listed import CallSpecs, ListedOp, output_of, spec_of
+from te_fuser.fuser.lowering import lower
 from te_fuser.fuser.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
-from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, NamedInput, Place, RowOp, Spec, UnfusedOperation
-
-
-@dataclass(frozen=True)
-class ListedOp:
-    """An op in a flattened list: its path in the module tree and the names of its side edges, qualified by path."""
-
-    lowered: LoweredOp
-    path: str
-    names_in: Mapping[str, str]  # argument -> the name it reads
-    names_out: tuple[str, ...]  # names it gives to its output
-    scope: str = ""
+from te_fuser.ops.base import Binding, FusableOperation, NamedInput, Place, RowOp, Spec, UnfusedOperation
 
 
 @dataclass(frozen=True)
@@ -65,6 +55,7 @@ class Node:
     named_in: Mapping[str, int]
     named_out: tuple[int, ...]
     draws: bool
+    stream: int  # the number of its random stream
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     path: str = ""  # in the module tree
     places: tuple[Place, ...] = ()  # in fused operations
@@ -194,52 +185,17 @@ class Graph:
         return picture
 
 
-def autocast_dtype(op: FusableOperation, x: Spec, target: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that torch.autocast to `target` runs an op in; None where it leaves the op alone."""
-    if target is None or op.autocast in (None, "follow") or x.dtype == torch.float64:
-        return None
-    if op.autocast == "lower":
-        return target
-    return torch.float32 if x.device.type == "cuda" else None
-
-
-def autocast_parameters(
-    op: FusableOperation, x: torch.dtype, parameters: Mapping[str, torch.Tensor], target: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    """Name -> dtype of the parameters that torch.autocast to `target` casts for an op; `x` is what it runs in."""
-    if target is None or x != target:
-        return {}
-    if op.autocast == "lower":
-        return {name: x for name, p in parameters.items() if p.dtype != x}
-    if op.autocast == "follow":
-        return {name: x for name, p in parameters.items() if p.dtype == torch.float32}
-    return {}
-
-
 def snake(name: str) -> str:
     """LayerNorm -> layer_norm; RMSNorm -> rms_norm; GELU -> gelu; SwiGLU -> swiglu."""
     name = re.sub(r"(Si|Swi|S?Re)G?LU$", lambda unit: unit.group().capitalize(), name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-@dataclass(frozen=True)
-class CallSpecs:
-    """What planning knows of one call."""
-
-    x: Spec
-    x_needs_grad: bool
-    named: Mapping[str, tuple[Spec, bool]]
-    outputs: tuple[str, ...]
-    grad: bool
-    autocast: torch.dtype | None
-    absent: torch.device | None = None  # planned for instead of where the tensors are
-
-
 class GraphBuilder:
-    """Builds the graph of a flattened list for one call signature."""
+    """Builds the graph of a flattened list, lowered for one call signature."""
 
     def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
-        self.ops, self.call = ops, call
+        self.ops, self.call = lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.parameters: dict[tuple[int, str], int] = {}
@@ -279,13 +235,11 @@ class GraphBuilder:
         label = self._label(listed)
         _check_kind(label, op, listed.lowered.bindings)
         _check_floating(label, self.values[current].spec)
-        current, casts = self._autocast(listed, current)
-        label = self._label(listed)  # a Cast may have come before it
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
         named = op.named_inputs()
         named_in = self._named(label, listed, named, self.values[current].spec)
         x = self.values[current].spec
-        self._check_parameters(label, op, x, listed.lowered.bindings, casts)
+        self._check_parameters(label, op, x, listed)
         out = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
@@ -312,7 +266,8 @@ class GraphBuilder:
                 named_in,
                 tuple(named_out),
                 op.draws(),
-                casts,
+                listed.stream,
+                listed.casts,
                 listed.path,
                 listed.lowered.places,
             )
@@ -321,16 +276,6 @@ class GraphBuilder:
 
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
-
-    def _autocast(self, listed: ListedOp, current: int) -> tuple[int, dict[str, torch.dtype]]:
-        """Under autocast, put a Cast op before an op that runs in lower precision, and cast its parameters."""
-        op, spec = listed.lowered.op, self.values[current].spec
-        wanted = autocast_dtype(op, spec, self.call.autocast)
-        if wanted is not None and spec.dtype != wanted:
-            cast = LoweredOp(FusableOperation.make_cast(wanted), {})
-            current = self._append(ListedOp(cast, f"{listed.path}.cast", {}, ()), current)
-        given = {name: b.get() for name, b in listed.lowered.bindings.items()}
-        return current, autocast_parameters(op, self.values[current].spec.dtype, given, self.call.autocast)
 
     def _parameter(self, binding: Binding) -> int:
         key = (id(binding.owner), binding.name)
@@ -344,16 +289,9 @@ class GraphBuilder:
         self.roles[stem] = self.roles.get(stem, 0) + 1
         return stem
 
-    def _check_parameters(
-        self,
-        label: str,
-        op: FusableOperation,
-        x: Spec,
-        bindings: Mapping[str, Binding],
-        casts: Mapping[str, torch.dtype],
-    ) -> None:
+    def _check_parameters(self, label: str, op: FusableOperation, x: Spec, listed: ListedOp) -> None:
         shapes = op.parameter_shapes()
-        for name, binding in bindings.items():
+        for name, binding in listed.lowered.bindings.items():
             tensor = binding.get()
             # isinstance() would call a parameter made of a DTensor a plain one too.
             if type(tensor) is not torch.Tensor and torch.nn.Parameter not in type(tensor).__mro__:
@@ -371,13 +309,13 @@ class GraphBuilder:
                 raise ValueError(
                     f"{label}: parameter {name} is on {tensor.device}, its input on {x.device}; move one with .to()"
                 )
-            if name in casts or tensor.dtype == x.dtype:
+            if name in listed.casts or tensor.dtype == x.dtype:
                 continue
             narrow = x.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
             if not (isinstance(op, RowOp) and narrow):
+                advice = "convert one with .to()" + (", or run under torch.autocast" * (self.call.autocast is None))
                 raise TypeError(
-                    f"{label}: parameter {name} is {text_of(tensor.dtype)}, its input {text_of(x.dtype)}; "
-                    "convert one with .to(), or run under torch.autocast"
+                    f"{label}: parameter {name} is {text_of(tensor.dtype)}, its input {text_of(x.dtype)}; {advice}"
                 )
 
     def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
@@ -458,10 +396,7 @@ class GraphBuilder:
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
         try:
             op.check_inputs(x, dict(named))
-            out = op.infer(x)
-            if isinstance(op, RowOp) and op.promotes:
-                return dataclasses.replace(out, dtype=op.result_dtype(x.dtype, [s.dtype for s in named.values()]))
-            return out
+            return output_of(op, x, named.values())
         except (ValueError, TypeError) as error:
             raise type(error)(f"{label}: {error}") from error
 
@@ -558,18 +493,3 @@ def _check_floating(label: str, spec: Spec) -> None:
         raise TypeError(f"{label}: takes {', '.join(FLOATING)}, got {text_of(spec.dtype)}; convert with .bfloat16()")
     if not spec.dtype.is_floating_point:
         raise TypeError(f"{label}: takes floating-point tensors, got {text_of(spec.dtype)}; convert with .float()")
-
-
-def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
-    """The spec of a tensor, as if it were on `device` where one is given."""
-    return Spec(tuple(t.shape), t.dtype, device or t.device)
-
-
-def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp]:
-    """A flat list of ops outside any Sequential: every name stays as it is."""
-    listed = []
-    for op in ops:
-        for low in op.lower():
-            names = {arg: given.name for arg, given in low.op.named_inputs().items()}
-            listed.append(ListedOp(low, prefix + low.suffix, names, low.op.named_outputs()))
-    return listed

@@ -144,7 +144,7 @@ class OpRunner:
     def __call__(self, slots: Slots) -> None:
         call = OpCall({name: slots[k] for name, k in self._inputs})
         if self._draws:
-            call.random = stream_of(slots[self._seed], self._node.index, (1, 1))
+            call.random = stream_of(slots[self._seed], self._node.stream, (1, 1))
         y = self._function(call, slots[self._input])
         slots[self._notes] = call.notes
         for name, k in self._outputs:
@@ -184,7 +184,7 @@ class GradientRunner:
         call = OpCall({name: slots[k] for name, k in self._inputs}, self._needed)
         call.notes = slots[self._notes] or {}
         if self._draws:
-            call.random = stream_of(slots[self._seed], self._node.index, (1, 1))
+            call.random = stream_of(slots[self._seed], self._node.stream, (1, 1))
         made = self._function(call, slots[self._dy])
         for name, k in self._outputs:
             slots[k] = _gradient(self._node.label, made, name)
@@ -243,7 +243,7 @@ class FusionRunner:
         for k, node in self._streams:
             layout = batch_layout(first.shape, node.op.batch_dim())
             # Read only when somebody draws from it: a seed on a GPU is waited for.
-            streams[k] = functools.partial(stream_of, tensors["seed"], node.index, layout)
+            streams[k] = functools.partial(stream_of, tensors["seed"], node.stream, layout)
         call = FusionCall(self._ops, tensors, self._needed, streams, later)
         result = self._function(call, first)
         if self._forward:

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 
 from te_fuser.formula.random import RandomStream
-from te_fuser.fuser.graph import ListedOp, Node, autocast_dtype, autocast_parameters, spec_of
+from te_fuser.fuser.graph import Node
+from te_fuser.fuser.listed import CallSpecs, ListedOp
+from te_fuser.fuser.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall, batch_layout
 
 
 def reference_run(
-    listed: Iterable[ListedOp],
+    listed: Sequence[ListedOp],
     x: torch.Tensor,
     values: MutableMapping[str, torch.Tensor],
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run a flattened list op by op, under torch.autocast as the plan would.
+    """Run a flattened list op by op, lowered as for a plan.
 
     Args:
         values: named tensors; those that ops bind are added.
         seed: (seed, offset) of the call's random draws.
     """
-    kind = x.device.type
-    target = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    # The casts are made here as a plan has them, so that autocast must not make others inside the ops.
-    with torch.autocast(kind, enabled=False):
-        index = 0
-        for item in listed:
-            op = item.lowered.op
+    lowered = lower(listed, CallSpecs.of(x, values))
+    # What autocast casts is in the list; it must not cast once more inside the ops.
+    with torch.autocast(x.device.type, enabled=False):
+        for item in lowered:
             parameters = {name: binding.get() for name, binding in item.lowered.bindings.items()}
-            wanted = autocast_dtype(op, spec_of(x), target)
-            if wanted is not None:
-                index += x.dtype != wanted  # the plan's Cast counts as an op, and streams are numbered by op
-                x = x.to(wanted)
-            casts = autocast_parameters(op, x.dtype, parameters, target)
-            parameters |= {name: parameters[name].to(dtype) for name, dtype in casts.items()}
+            parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
-            x = run_op(op, index, x, {**parameters, **named}, seed)
+            x = run_op(item.lowered.op, item.stream, x, {**parameters, **named}, seed)
             for name in item.names_out:
                 values[name] = x
-            index += 1
     return x
 
 
@@ -65,22 +58,22 @@ def run_nodes(
             cast = None if exact else node.casts.get(name)
             tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
         tensors.update({argument: values[v] for argument, v in node.named_in.items()})
-        y = run_op(node.op, node.index, values[node.input], tensors, seed)
+        y = run_op(node.op, node.stream, values[node.input], tensors, seed)
         values.update(dict.fromkeys((node.output, *node.named_out), y))
 
 
 def run_op(
     op: FusableOperation,
-    index: int,
+    stream: int,
     x: torch.Tensor,
     tensors: Mapping[str, torch.Tensor | None],
     seed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One op by its meaning; `index` is its place in the plan, which numbers its random stream."""
+    """One op by its meaning; `stream` is the number of its random stream."""
     call = OpCall({**tensors, "input": x})
     if op.draws():
         if seed is None:
-            raise RuntimeError(f"op {index} ({op.kind.__name__}) draws random numbers: give the call's seed")
+            raise RuntimeError(f"{op.kind.__name__} draws random numbers: give the call's seed")
         value, offset = seed.tolist()
-        call.random = RandomStream(value, offset, index, *batch_layout(x.shape, op.batch_dim()))
+        call.random = RandomStream(value, offset, stream, *batch_layout(x.shape, op.batch_dim()))
     return op.reference(call, x)

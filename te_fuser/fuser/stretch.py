@@ -109,7 +109,7 @@ class Stretch:
             hint = "; a formula is written with the functions of te_fuser.formula" if "Expr" in str(error) else ""
             raise kind(f"{node.label}: {error}{hint}") from error
         if node.draws:
-            y = self._name_stream(y, role, node.index)
+            y = self._name_stream(y, role, node.stream)
         features = self.graph.values[node.output].spec.features
         if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
@@ -124,8 +124,8 @@ class Stretch:
             self.marks[f"{role}.output"] = node.output
         return marked
 
-    def _name_stream(self, y: Expr, role: str, index: int) -> Expr:
-        self.streams[role] = index
+    def _name_stream(self, y: Expr, role: str, number: int) -> Expr:
+        self.streams[role] = number
 
         def rename(e: Expr) -> Expr | None:
             if e.op != "keep" or e.attrs[0] != "keep":
@@ -155,7 +155,7 @@ class Stretch:
                 width *= size
             axes = Axes.FEATURE if spec.shape else Axes.NONE
             dtype, ref = spec.dtype, parameter_ref(index)
-            if name in node.casts and node.op.autocast != "follow":  # it is as well read as it is
+            if name in node.casts and node.op.autocast == "lower":  # else it is as well read as it is
                 dtype, ref = node.casts[name], parameter_ref(index, node.casts[name])
             self.leaves[found] = _Leaf(ref, axes, width, dtypes.name_of(dtype), parameter=index)
         leaf = self.leaves[found]

@@ -148,3 +148,37 @@ def test_a_formula_reads_the_bias_as_it_is_under_autocast():
         assert steps and all(ref.kind is not PARAMETER or ref.form == AS_MADE for s in steps for ref in s.reads())
         plain = model.reference(x)
         assert (model(x) - plain).abs().max() <= 2**-7 * plain.abs().max()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_another_half_precision(dtype, bias):
+    """autocast casts them as PyTorch does, and their gradients have their own dtype."""
+    ours, theirs = ops.Linear(24, 16, bias=bias).to(dtype), nn.Linear(24, 16, bias=bias).to(dtype)
+    theirs.load_state_dict(randomize(ours).state_dict())
+    x = tensor(9, 24, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, want = ours(x), theirs(x)
+    dy = tensor(9, 16, grad=False, seed=1).to(y.dtype)
+    got = torch.autograd.grad(y, [x, *ours.parameters()], dy)
+    meant = torch.autograd.grad(want, [x, *theirs.parameters()], dy)
+    for a, b in zip((y, *got), (want, *meant), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [ops.LayerNorm, ops.RMSNorm])
+def test_norms_in_half_precision_under_cuda_autocast(kind):
+    """They run in float32, and read their parameters as they are."""
+    model = te_fuser.Sequential(ops.Linear(64, 64), kind(64)).to(torch.bfloat16)
+    x = torch.empty(32, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with autocast_on_cuda():
+        plan = model.to("meta").plan(x, device="h200")
+    assert plan.graph.values[plan.graph.output].spec.dtype == torch.float32
+    (norm,) = (s for s in plan.forward if s.name.endswith("norm_fwd"))
+    assert {str(r.form.dtype) for r in norm.reads()} == {"None"}
+
+
+def test_what_autocast_cannot_mend_is_not_blamed_on_its_absence():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"convert one with \.to\(\)$"):
+        ops.LayerNorm(8).double()(tensor(4, 8, dtype=torch.float32))

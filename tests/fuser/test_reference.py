@@ -74,3 +74,20 @@ def test_unrounded_keeps_float64_through_a_cast() -> None:
     assert model.reference(x).dtype == torch.bfloat16
     with unrounded():
         assert torch.equal(model.reference(x), 3.0 * x)
+
+
+def test_casts_move_no_draw() -> None:
+    """Streams are numbered by an op's place in the list: what autocast adds before it changes no mask."""
+    model = sequential(ops.Dropout(0.5), ops.Linear(64, 64), ops.Dropout(0.5), ops.ReLU(), dtype=torch.float32)
+    torch.nn.init.eye_(model[1].weight)
+    torch.nn.init.zeros_(model[1].bias)
+    x = torch.ones(32, 64, requires_grad=True)
+
+    def kept() -> torch.Tensor:
+        torch.manual_seed(7)
+        return model(x) != 0
+
+    plain = kept()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [n.op.kind.__name__ for n in model.plan(x).graph.nodes].count("Cast") == 1
+        assert torch.equal(kept(), plain)

@@ -1,0 +1,99 @@
+"""A flattened list of ops, and what planning knows of a call of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from te_fuser.ops.base import FusableOperation, LoweredOp, RowOp, Spec
+
+
+@dataclass(frozen=True)
+class ListedOp:
+    """An op in a flattened list.
+
+    Attributes:
+        path: where it is in the module tree.
+        names_in, names_out: argument -> the name it reads, and the names it gives to its output, qualified by path.
+        casts: parameters that it reads in another dtype than their own.
+        stream: the number of its random stream: its place in the list before anything was added to that.
+    """
+
+    lowered: LoweredOp
+    path: str
+    names_in: Mapping[str, str]
+    names_out: tuple[str, ...]
+    scope: str = ""
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+    stream: int = -1
+
+
+@dataclass(frozen=True)
+class CallSpecs:
+    """What planning knows of one call.
+
+    Attributes:
+        named: name -> the spec of a named input, and whether it needs a gradient.
+        autocast: the dtype that torch.autocast runs in; None outside of it.
+        absent: the device planned for instead of where the tensors are.
+    """
+
+    x: Spec
+    x_needs_grad: bool
+    named: Mapping[str, tuple[Spec, bool]]
+    outputs: tuple[str, ...]
+    grad: bool
+    autocast: torch.dtype | None
+    absent: torch.device | None = None
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...] = (),
+        absent: torch.device | None = None,
+    ) -> CallSpecs:
+        """The specs of a call made now."""
+        named = {name: (spec_of(t, absent), t.requires_grad) for name, t in inputs.items()}
+        spec = spec_of(x, absent)
+        autocast = autocast_of(spec.device.type)
+        return cls(spec, x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast, absent)
+
+
+def autocast_of(kind: str) -> torch.dtype | None:
+    """The dtype that torch.autocast runs in on a kind of device; None outside of it."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
+    """The spec of a tensor, as if it were on `device` where one is given."""
+    return Spec(tuple(t.shape), t.dtype, device or t.device)
+
+
+def output_of(op: FusableOperation, x: Spec, named: Iterable[Spec]) -> Spec:
+    """The output's shape and dtype.
+
+    Raises:
+        ValueError, TypeError: when the op cannot take x.
+    """
+    out = op.infer(x)
+    if isinstance(op, RowOp) and op.promotes:
+        return dataclasses.replace(out, dtype=op.result_dtype(x.dtype, [s.dtype for s in named]))
+    return out
+
+
+def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp]:
+    """A flat list of ops outside any Sequential: every name stays as it is."""
+    listed = []
+    for op in ops:
+        for low in op.lower():
+            names = {arg: given.name for arg, given in low.op.named_inputs().items()}
+            listed.append(ListedOp(low, prefix + low.suffix, names, low.op.named_outputs()))
+    return listed
+
+
+__all__ = ["CallSpecs", "ListedOp", "autocast_of", "list_ops", "output_of", "spec_of"]
