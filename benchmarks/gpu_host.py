@@ -25,9 +25,10 @@ from torch.nn import functional
 from te_fuser import Fuser, fusions, ops
 from te_fuser.codegen import cuda_loader
 from te_fuser.codegen.description import KernelDescription, elements
+from te_fuser.fuser.kernel_task import KernelTask
 from te_fuser.fuser.measure import measured_run
-from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.step import Step
 
 GPU = torch.device("cuda")
 TOKENS, HIDDEN = 16, 256  # so few that only the host counts
@@ -65,7 +66,7 @@ def kernel_steps(plan: Plan) -> Iterator[tuple[str, Step, KernelDescription]]:
     """The generated kernels of a plan: (direction, step, description)."""
     for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
         for step in steps:
-            if isinstance(step.task, KernelPlan):
+            if isinstance(step.task, KernelTask):
                 yield direction, step, step.task.description
 
 

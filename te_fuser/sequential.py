@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, check_input, check_options, draw_seed, named_tensors
+from te_fuser.fuser.fuser import Fuser, check_input, check_options, named_tensors
 from te_fuser.fuser.listed import ListedOp
+from te_fuser.fuser.loading import draw_seed
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.reference import reference_run
 from te_fuser.ops.add import Add

@@ -20,7 +20,6 @@ from rich.console import Console
 from torch.nn import functional
 
 import te_fuser
-from te_fuser.fuser import fuser, measure
 from tests import fake_cuda
 from tests.needs import needs_compiler
 
@@ -191,7 +190,6 @@ def test_parts_run_cuda_kernels(name: str, gpu_bench: Bench, tmp_path: Path, mon
     """By their emulation on the CPU; where nothing is drawn, the part itself compares results with eager's."""
     emulation = fake_cuda.Emulation(tmp_path)
     with fake_cuda.in_place(fake_cuda.compile_driver(tmp_path)) as driver, emulation.in_plans():
-        monkeypatch.setattr(measure, "load_kernels", fuser.load_kernels)
         assert all("left_out" not in entry for entry in gpu_parts.PARTS[name].run(gpu_bench))
         assert driver.launches > 50
 

@@ -7,14 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from te_fuser.codegen.description import NotOneKernel
-from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, Limits, chosen, kernel_step, row_edges
+from te_fuser.fuser.candidates import (
+    NO_TENSOR,
+    Edge,
+    Ledger,
+    Limits,
+    fusion_task,
+    kernel_step,
+    phases,
+    row_edges,
+    saved_by,
+)
 from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.keeping import Keeping
-from te_fuser.fuser.plan import Choice, FusionTask, OpGradient, Step
+from te_fuser.fuser.op_tasks import OpTask
+from te_fuser.fuser.plan import Choice
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import AS_MADE, EMITTED, SEED, VALUE, Ref, gradient_ref, saved_ref
+from te_fuser.fuser.refs import AS_MADE, EMITTED, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match
 from te_fuser.fusions.registry import Fusion
@@ -77,7 +89,7 @@ class BackwardCandidates:
             step = self._gradient_step(node, gradient, needed)
             if step is None:
                 return None
-            steps.append(step)
+            steps += phases(step)
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
         weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
@@ -100,7 +112,7 @@ class BackwardCandidates:
             node.index + 1,
             tuple(inputs),
             tuple(outputs),
-            OpGradient(node, gradient, needed),
+            OpTask(node, gradient, needed),
             c,
             self.prices.seconds(c, node),
             chain=not self.problem.is_hanging(node, gradient),
@@ -193,8 +205,7 @@ class BackwardCandidates:
             return _WITHHELD
         c = self.prices.of_fusion(fusion, fit.match, nodes, "backward", inputs, outputs)
         seconds = self.prices.seconds(c, nodes[0])
-        body = chosen(fusion, fit.match, "backward")
-        task = FusionTask(fusion, "backward", nodes, frozenset(needed), body=body)
+        task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, frozenset(needed))
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         kept = [*step.reads(), *self._left_for_hanging(nodes)]
         return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(kept), fusion)
@@ -246,8 +257,8 @@ class BackwardCandidates:
             return None
         outputs = tuple((name, targets[name]) for name in gradient.produces)
         c = self.prices.of_node(fusion, fit.match, nodes, k, inputs, outputs)
-        body = chosen(fusion, fit.match, gradient.method)
-        task = FusionTask(fusion, "backward", nodes, frozenset(gradient.produces), gradient, body)
+        produces = frozenset(gradient.produces)
+        task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, produces, gradient)
         seconds, chain = self.prices.seconds(c, nodes[0]), "input" in gradient.produces
         return Step(fusion.name, fit.start, fit.stop, tuple(inputs), outputs, task, c, seconds, chain=chain)
 
@@ -307,15 +318,6 @@ class BackwardCandidates:
             f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
             '"k.<parameter>" or "k.<named input>"'
         )
-
-
-def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> Named:
-    """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
-    start, _ = fusion.covers("forward", *whole)
-    found = [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]
-    sizes = fusion.saved_bytes(match) if fusion.saved_bytes else {}
-    prices.learn({ref: sizes.get(name, 0) for name, ref in found})
-    return found
 
 
 __all__ = ["BackwardCandidates"]

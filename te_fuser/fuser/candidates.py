@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from te_fuser.fuser.derivation import DerivedStretch
-from te_fuser.fuser.plan import Choice, Refusal, Step
+from te_fuser.fuser.fusion_task import FusionTask
+from te_fuser.fuser.graph import Node
+from te_fuser.fuser.kernel_task import KernelTask
+from te_fuser.fuser.op_tasks import OpTask
+from te_fuser.fuser.plan import Choice, Refusal
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import SEED, Ref
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.refs import SEED, Ref, saved_ref
+from te_fuser.fuser.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.fusions.registry import Fusion
-from te_fuser.ops.base import batch_layout
+from te_fuser.ops.base import Gradient, batch_layout
 
 # Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
 TICK = 1e-13
@@ -97,11 +100,6 @@ class Ledger:
         self.refuse(fusion.direction, start, stop, fusion.name, reason)
 
 
-def chosen(fusion: Fusion, match: Match, method: str) -> Callable[..., Any] | None:
-    """The function that a fusion chooses for a match; None where it leaves that to its declaration."""
-    return fusion.choose(match, method) if fusion.choose is not None else None
-
-
 def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
     """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
     parts = [f.covers(d, start, stop) for f, start, stop in problem.matches for d in ("forward", "backward")]
@@ -122,7 +120,7 @@ def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edg
     return found
 
 
-def kernel_step(problem: Problem, prices: Prices, kernel: KernelPlan, start: int, stop: int) -> Step:
+def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
     """A row kernel as the step for the ops start..stop-1."""
     description = kernel.description
     first = problem.nodes[start]
@@ -139,10 +137,64 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelPlan, start: int
     inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in made]
     if kernel.lead not in {r for _, r in inputs}:
         inputs.append(("shape", kernel.lead))
-    empty = not description.stores and not description.sums
-    name = "alias" if empty else description.name
-    c = Cost(launches=0) if empty else c
+    name = description.name if kernel.computes else "alias"
+    c = c if kernel.computes else Cost(launches=0)
     return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, prices.seconds(c, first))
 
 
-__all__ = ["NO_TENSOR", "TICK", "Edge", "Ledger", "Limits", "chosen", "kernel_step", "row_edges"]
+def fusion_task(
+    problem: Problem,
+    fusion: Fusion,
+    direction: str,
+    nodes: tuple[Node, ...],
+    match: Match,
+    needed: frozenset[str] = frozenset(),
+    gradient: Gradient | None = None,
+) -> FusionTask:
+    """A direction of a fusion over the ops that it covers, or one node of its backward, where `match` fits."""
+    method = direction if gradient is None else gradient.method
+    body = fusion.choose(match, method) if fusion.choose is not None else None
+    covered = problem.match(nodes[0].index, nodes[-1].index + 1) if fusion.compiles is not None else None
+    return FusionTask(fusion, direction, nodes, needed, gradient, body, covered)
+
+
+def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> list[tuple[str, Ref]]:
+    """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
+    start, _ = fusion.covers("forward", *whole)
+    found = [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]
+    sizes = fusion.saved_bytes(match) if fusion.saved_bytes else {}
+    prices.learn({ref: sizes.get(name, 0) for name, ref in found})
+    return found
+
+
+def phases(step: Step) -> tuple[Step, ...]:
+    """The step, or the two of an op that starts something and waits for it later.
+
+    What is under way is read by the second: it also counts as reading what the first read, so that none of it dies.
+    """
+    task = step.task
+    assert isinstance(task, OpTask)
+    if task.waiting_method is None:
+        return (step,)
+    started = (("started", task.started),)
+    first = replace(step, name=f"{step.name}.start", outputs=started, task=replace(task, phase="start"))
+    last = replace(task, phase="wait")
+    nothing = Cost(launches=0)
+    second = replace(
+        step, name=f"{step.name}.wait", inputs=(*started, *step.inputs), task=last, cost=nothing, seconds=0.0
+    )
+    return first, second
+
+
+__all__ = [
+    "NO_TENSOR",
+    "TICK",
+    "Edge",
+    "Ledger",
+    "Limits",
+    "fusion_task",
+    "kernel_step",
+    "phases",
+    "row_edges",
+    "saved_by",
+]

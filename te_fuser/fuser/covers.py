@@ -19,10 +19,11 @@ from te_fuser.fuser.both_ways import BothWays
 from te_fuser.fuser.candidates import TICK, Edge, Ledger, Limits
 from te_fuser.fuser.forward_candidates import ForwardCandidates
 from te_fuser.fuser.keeping import Keeping
-from te_fuser.fuser.plan import FusionTask, OpGradient, Refusal, Step
+from te_fuser.fuser.plan import Refusal
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
 from te_fuser.fuser.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VALUE, Ref
+from te_fuser.fuser.step import Step
 
 _TIE = 0.05e-6  # seconds: shown as nothing
 
@@ -213,8 +214,7 @@ def in_running_order(backward: list[Edge]) -> list[Step]:
 
 def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
     """A hanging node reads what was computed again, where something was."""
-    apart = isinstance(step.task, OpGradient) or isinstance(step.task, FusionTask) and step.task.gradient is not None
-    if not apart or step.chain:
+    if not step.task.hangs or step.chain:
         return step
     inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
     return replace(step, inputs=inputs)

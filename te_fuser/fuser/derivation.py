@@ -6,17 +6,17 @@ which list it stands. So a result is kept under that form, with its tensors by t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.graph import Graph, Node
+from te_fuser.fuser.kernel_task import KernelTask
 from te_fuser.fuser.refs import Ref
-from te_fuser.fuser.stretch import KernelPlan, Stretch
+from te_fuser.fuser.stretch import Stretch
 
 _KEPT = 4096
-_derived: dict[Any, KernelPlan | NotOneKernel | None] = {}
+_derived: dict[Any, KernelTask | NotOneKernel | None] = {}
 _MISSING = object()
 
 
@@ -74,7 +74,7 @@ class DerivedStretch:
 
     # -------------------------------------------------------------------------------------- the kernels
 
-    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelPlan | None:
+    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
         """See `Stretch.forward`."""
         stores, statistics = tuple(stores), tuple(statistics)
         key = ("forward", self._place(start, stop), self._numbers(stores), statistics)
@@ -88,7 +88,7 @@ class DerivedStretch:
         forbidden: frozenset[int],
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
-    ) -> KernelPlan | None:
+    ) -> KernelTask | None:
         """See `Stretch.backward`."""
         known = frozenset(self._values)
         readable, forbidden = readable & known, forbidden & known
@@ -113,13 +113,13 @@ class DerivedStretch:
     def _numbers(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._inward["values"][v] for v in values)
 
-    def _once(self, key: Any, derive: Callable[[], KernelPlan | None]) -> KernelPlan | None:
+    def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
         whole = (self._form, key)
         found: Any = _derived.get(whole, _MISSING)
         if found is _MISSING:
             try:
                 made = derive()
-                found = made and self._moved(made, self._numbered, -self._first_stream)
+                found = made and made.moved(self._numbered, -self._first_stream)
             except NotOneKernel as why:
                 found = why
             if len(_derived) >= _KEPT:
@@ -127,25 +127,13 @@ class DerivedStretch:
             _derived[whole] = found
         if isinstance(found, NotOneKernel):
             raise NotOneKernel(str(found))
-        return found and self._moved(found, self._placed, self._first_stream)
+        return found and found.moved(self._placed, self._first_stream)
 
     def _numbered(self, ref: Ref) -> Ref:
         return ref._replace(index=self._inward[ref.kind.counts][ref.index])
 
     def _placed(self, ref: Ref) -> Ref:
         return ref._replace(index=self._outward[ref.kind.counts][ref.index])
-
-    @staticmethod
-    def _moved(plan: KernelPlan, move: Callable[[Ref], Ref], distance: int) -> KernelPlan:
-        return KernelPlan(
-            plan.description,
-            tuple(map(move, plan.inputs)),
-            tuple(dataclasses.replace(o, ref=move(o.ref)) for o in plan.outputs),
-            tuple(s + distance for s in plan.streams),
-            plan.batch_dim,
-            tuple((move(new), move(old)) for new, old in plan.aliases),
-            move(plan.lead),
-        )
 
 
 def forget() -> None:

@@ -17,9 +17,9 @@ from te_fuser.codegen.description import KernelDescription
 from te_fuser.dtypes import name_of
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.measure import Measured
-from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, Kept, Plan, Refusal, Step, size_text
+from te_fuser.fuser.plan import Kept, Plan, Refusal, size_text
 from te_fuser.fuser.refs import RECOMPUTED, SEED, VALUE, Ref
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.step import Step
 from te_fuser.kernels.matmul import product_sizes, products
 from te_fuser.kernels.tuned_products import Problem, found_for
 
@@ -96,8 +96,8 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
 
 
 def _over(step: Step) -> tuple[str, ...]:
-    pairs = step.task.description.overwrites if isinstance(step.task, KernelPlan) else ()
-    return tuple(f"{store} over {load}" for store, load in pairs)
+    description = step.task.description
+    return tuple(f"{store} over {load}" for store, load in description.overwrites) if description else ()
 
 
 def _place(node: Node) -> str:
@@ -108,18 +108,16 @@ def _place(node: Node) -> str:
 
 
 def _what(plan: Plan, step: Step) -> str:
-    if step.cost.launches == 0 and isinstance(step.task, KernelPlan):
+    if step.task.description is None:
+        return step.task.what
+    if step.cost.launches == 0:
         return "no kernel:"
-    if isinstance(step.task, KernelPlan):
-        return "formula" if plan.kernels == "torch" else "kernel"
-    if isinstance(step.task, FusionTask):
-        return "fusion"
-    return "torch" if isinstance(step.task, (AddTask, CastTask)) else "op"
+    return "formula" if plan.kernels == "torch" else step.task.what
 
 
 def _algorithm(plan: Plan, step: Step) -> str:
     """What the product of a step runs by, as far as its problem is known: each one that is planned for is."""
-    body = step.task.body if isinstance(step.task, FusionTask) else None
+    body = getattr(step.task, "body", None)
     made_by = getattr(body, "__self__", None)
     form = next((form for form, product in products.items() if product is made_by), None)
     if form is None:
@@ -197,9 +195,9 @@ class Explanation:
         for plan in self.plans:
             for direction, steps in (("forward", plan.forward), ("backward", plan.backward)):
                 for step in steps:
-                    if not isinstance(step.task, KernelPlan) or step.name == "alias":
-                        continue
                     d = step.task.description
+                    if d is None or d.key not in plan.generated:
+                        continue
                     _, _, users = found.setdefault(d.key, (plan, d, []))
                     users.append(f"{direction}, {_range(step.start, step.stop - 1)}")
         return {f"{d.name}: {'; '.join(_few(users, 4))}": _source(plan, d) for plan, d, users in found.values()}
@@ -425,8 +423,8 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
 
 def _segments_with_sums(plan: Plan) -> int:
     """Segments that end with a launch which adds up the column sums of their kernels."""
-    places = [s.start for s in plan.backward if s.sums()]
-    return sum(any(a <= k < b for k in places) for a, b in plan.segments) if plan.kernels == "cuda" else 0
+    with_sums = sum(any(s.sums() for s in segment.backward) for segment in plan.segments)
+    return with_sums if plan.kernels == "cuda" else 0
 
 
 # ------------------------------------------------------------------------------------------------------- words

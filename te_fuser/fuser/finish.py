@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from te_fuser.fuser.candidates import Edge
 from te_fuser.fuser.covers import Covers, in_running_order
-from te_fuser.fuser.plan import AddTask, CastTask, Kept, Plan, Step
+from te_fuser.fuser.graph import Graph
+from te_fuser.fuser.plan import Kept, Plan, SegmentPlan
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import AS_MADE, PARAMETER, VALUE, Ref, bytes_of, parameter_ref
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, SEED, Ref, bytes_of, parameter_ref
+from te_fuser.fuser.step import Step
+from te_fuser.fuser.torch_tasks import AddTask, CastTask
 from te_fuser.fusions.match import Cost
 
 SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
@@ -21,21 +22,18 @@ _SHORT_END = 1 / 16  # of that: too little for a segment of its own
 
 def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     """The plan of these covers."""
-    parts = segments(problem, covers)
-    # Each segment makes its own casts and sums: what comes from several of them autograd adds up.
-    forward_steps = [s for e in covers.forward for s in e.steps]
-    forward = _by_segment(lambda steps: _with_casts(problem, prices, steps), forward_steps, parts)
-    backward_steps = in_running_order(covers.backward)
-    backward = _by_segment(lambda steps: _with_sums(problem, prices, steps), backward_steps, parts[::-1])
-    taken = {(s.name, s.start, s.stop) for s in (*forward, *backward)}
+    forward = [s for e in covers.forward for s in e.steps]
+    backward = in_running_order(covers.backward)
+    found = tuple(
+        _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
+        for part in segments(problem, covers)
+    )
+    taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
     refused = (r for r in covers.refusals if (r.name, r.start, r.stop) not in taken)
     memory = problem.options.memory
     return Plan(
         problem.graph,
-        tuple(forward),
-        tuple(backward),
-        kept(problem, prices, backward),
-        parts,
+        found,
         problem.options.device,
         problem.options.kernels,
         memory if isinstance(memory, str) else f"at most {memory} bytes",
@@ -44,10 +42,52 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     )
 
 
-def _by_segment(
-    change: Callable[[list[Step]], list[Step]], steps: list[Step], parts: Iterable[tuple[int, int]]
-) -> list[Step]:
-    return [s for start, stop in parts for s in change([s for s in steps if start <= s.start < stop])]
+def _within(steps: list[Step], part: tuple[int, int]) -> list[Step]:
+    return [s for s in steps if part[0] <= s.start < part[1]]
+
+
+def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
+    """A segment makes its own casts and sums: what comes from several of them autograd adds up."""
+    forward, backward = (
+        waiting_late(change(problem, prices, s)) for change, s in zip((_with_casts, _with_sums), steps, strict=True)
+    )
+    reads = {r for s in (*forward, *backward) for r in s.reads()}
+    parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
+    parameters |= {r.index for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT}
+    return SegmentPlan(
+        *part,
+        tuple(forward),
+        tuple(backward),
+        *_crossing(problem.graph, *part),
+        tuple(sorted(parameters)),
+        SEED in reads,
+        _kept(problem, prices, backward),
+    )
+
+
+def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The values that enter the segment start..stop-1 and those that leave it."""
+    values_in: dict[int, None] = {}
+    values_out: dict[int, None] = {}
+    for node in graph.nodes[start:stop]:
+        for value in (node.input, *node.named_in.values()):
+            producer = graph.producer(value)
+            if producer is None or producer < start:
+                values_in[value] = None
+        for value in (node.output, *node.named_out):
+            if graph.leaves(value) or any(c >= stop for c in graph.consumers(value)):
+                values_out[value] = None
+    return tuple(values_in), tuple(values_out)
+
+
+def waiting_late(steps: list[Step]) -> list[Step]:
+    """The steps with each that waits for something under way just before the first that reads what it gives."""
+    found = list(steps)
+    for step in [s for s in steps if s.task.waits]:
+        at, made = found.index(step), set(step.writes())
+        readers = (k for k in range(at + 1, len(found)) if made & set(found[k].reads()))
+        found.insert(next(readers, len(found)) - 1, found.pop(at))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ casts
@@ -115,40 +155,21 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
         outputs.append((name, renames.get(ref, ref)))
     if not renames:
         return step
-    task = step.task
-    if isinstance(task, KernelPlan):
-        outs = tuple(replace(o, ref=renames.get(o.ref, o.ref)) for o in task.outputs)
-        aliases = tuple((renames.get(a, a), renames.get(b, b)) for a, b in task.aliases)
-        task = replace(task, outputs=outs, aliases=aliases)
-    return replace(step, outputs=tuple(outputs), task=task)
+    return replace(step, outputs=tuple(outputs), task=step.task.renamed(renames))
 
 
 # ----------------------------------------------------------------------------------------------- what is kept
 
 
-def kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
-    """Everything that backward steps read and none of them makes; of views of one memory only the first has bytes."""
-    found: dict[Ref, Kept] = {}
-    made: set[Ref] = set()
-    counted: set[Ref] = set()
+def _kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
+    """Everything that backward steps read and none of them makes."""
+    graph, found = problem.graph, dict[Ref, Kept]()
     for step in backward:
         for name, ref in step.inputs:
-            if ref in found or ref in made or not ref.owner:
-                continue
-            entry = _kept(problem, prices, name, ref, step)
-            if ref.kind is VALUE:
-                storage = problem.graph.stored(ref)
-                entry = replace(entry, bytes=0) if storage in counted else entry
-                counted.add(storage)
-            found[ref] = entry
-        made |= set(step.writes())
+            if ref not in found and ref.owner:
+                text = f"{step.name}: {name}" if ref.name else ref.label(graph)
+                found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
     return tuple(found.values())
-
-
-def _kept(problem: Problem, prices: Prices, name: str, ref: Ref, step: Step) -> Kept:
-    graph = problem.graph
-    text = f"{step.name}: {name}" if ref.name else ref.label(graph)
-    return Kept(ref, text, prices.size(ref), graph.owner(ref))
 
 
 # --------------------------------------------------------------------------------------------------- segments
@@ -191,4 +212,4 @@ def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
     return found
 
 
-__all__ = ["SEGMENT_BYTES", "finish", "kept", "segments"]
+__all__ = ["SEGMENT_BYTES", "finish", "segments", "waiting_late"]

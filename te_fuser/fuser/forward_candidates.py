@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from te_fuser.codegen.description import NotOneKernel
-from te_fuser.fuser.backward_candidates import saved_by
-from te_fuser.fuser.candidates import NO_TENSOR, Edge, Ledger, chosen, kernel_step, row_edges
+from te_fuser.fuser.candidates import (
+    NO_TENSOR,
+    Edge,
+    Ledger,
+    fusion_task,
+    kernel_step,
+    phases,
+    row_edges,
+    saved_by,
+)
 from te_fuser.fuser.derivation import DerivedStretch
 from te_fuser.fuser.graph import Node
-from te_fuser.fuser.plan import FusionTask, OpForward, Step
+from te_fuser.fuser.op_tasks import OpTask
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
 from te_fuser.fuser.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref
+from te_fuser.fuser.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import UnfusedOperation
@@ -86,8 +95,8 @@ class ForwardCandidates:
         outputs = [("output", self.graph.ref(node.output)), *((n, emitted_ref(node.index, n)) for n in node.op.emits)]
         c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
         start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
-        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpForward(node), c, seconds)
-        return Edge(start, stop, node.role, (step,), seconds)
+        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds)
+        return Edge(start, stop, node.role, phases(step), seconds)
 
     # --------------------------------------------------------------------------------------- fusions
 
@@ -109,7 +118,7 @@ class ForwardCandidates:
             outputs += saved_by(fusion, match, whole, self.prices)
         c = self.prices.of_fusion(fusion, match, nodes, "forward", inputs, outputs)
         seconds = self.prices.seconds(c, nodes[0])
-        task = FusionTask(fusion, "forward", nodes, body=chosen(fusion, match, "forward"))
+        task = fusion_task(self.problem, fusion, "forward", nodes, match)
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
 

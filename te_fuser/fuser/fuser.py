@@ -2,68 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from te_fuser import dtypes
 from te_fuser.fuser.device import Device, device_of
 from te_fuser.fuser.graph import Graph, GraphBuilder
-from te_fuser.fuser.kernels import (
-    GENERATED_DTYPES,
-    load_column_sums,
-    load_kernels,
-    missing_notes,
-    target_for,
-    target_on_gpu,
-    written_kernels,
-)
+from te_fuser.fuser.kernels import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.listed import CallSpecs, ListedOp, autocast_of, list_ops
-from te_fuser.fuser.overwriting import with_overwriting
+from te_fuser.fuser.loading import Prepared, execute, load
 from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.planner import LAMBDA, Options, Planner, find_matches
-from te_fuser.fuser.program import KernelFunction, descriptions, kernel_rows
-from te_fuser.fuser.segment import Segment, SegmentFunction, build_segments
+from te_fuser.fuser.planner import LAMBDA, make_plan
+from te_fuser.fuser.problem import Options, find_matches
 from te_fuser.fuser.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fusions import registry
 from te_fuser.ops.base import Binding, FusableOperation
 
 _PLANS_KEPT = 16
 _SHAPES_KEPT = 64
-_OFFSETS_PER_CALL = 4  # PyTorch's offsets count in fours
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_drawing = threading.Lock()
-_apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A plan with its segments ready to run."""
-
-    plan: Plan
-    segments: tuple[Segment, ...]
-    with_grad: bool
-    draws: bool
-    autocast: bool
-    named: tuple[tuple[str, int], ...]
-    result: int
-    extras: tuple[int, ...]
-
-    @functools.cached_property
-    def alone(self) -> Segment | None:
-        """The only segment, where it takes the input and all parameters as they come, and gives the result alone."""
-        if len(self.segments) != 1 or self.extras:
-            return None
-        (segment,) = self.segments
-        everything = tuple(range(len(self.plan.graph.parameters)))
-        fits = segment.values_in == (0,) and segment.values_out == (self.result,) and segment.parameters == everything
-        return segment if fits else None
 
 
 class Fuser:
@@ -211,7 +175,7 @@ class Fuser:
         shapes, rest = signature
         places = tuple(find_matches(graph, options)[0])
         key = (tuple(_shape_class(s) for s in shapes), rest, places)
-        prepared = self._plans.get(key) or prepare(self._planned(graph, options), outputs)
+        prepared = self._plans.get(key) or load(make_plan(graph, options), outputs)
         with self._lock:
             _remember(self._plans, key, prepared, _PLANS_KEPT)
             _remember(self._by_shape, signature, prepared, _SHAPES_KEPT)
@@ -237,7 +201,7 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        return self._planned(*self.problem(x, named_tensors(inputs or {}), outputs, device))
+        return make_plan(*self.problem(x, named_tensors(inputs or {}), outputs, device))
 
     def problem(
         self,
@@ -255,95 +219,21 @@ class Fuser:
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
         graph = GraphBuilder(self._listed, CallSpecs.of(x, inputs, outputs, there)).build()
         if device is not None and device.kind == "cuda":
-            return graph, Options(device, target_on_gpu(x.dtype, self.kernels), capability=device.capability)
-        options = Options(device or device_of(x.device), target_for(there or x.device, x.dtype, self.kernels))
+            target = target_on_gpu(x.dtype, self.kernels)
+            return graph, Options(device, target, self.memory, capability=device.capability)
+        target = target_for(there or x.device, x.dtype, self.kernels)
+        options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
 
-    def _planned(self, graph: Graph, options: Options) -> Plan:
-        plan = with_overwriting(Planner(graph, replace(options, memory=self.memory)).plan())
-        if options.tuned:
-            listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
-            plan = replace(plan, notes=(*plan.notes, f"measured choices of tune(): {listed}"))
-        if plan.device.estimate:
-            plan = replace(plan, notes=(*plan.notes, plan.device.estimate_note()))
-        at_hand = options.capability is None
-        if not at_hand or self.kernels == "reference" or plan.x.dtype not in GENERATED_DTYPES:
-            return plan
-        return replace(plan, notes=(*plan.notes, *missing_notes(plan.kernels, plan.x.device, plan.x.dtype)))
-
-
-def prepare(plan: Plan, outputs: tuple[str, ...], instead: Mapping[str, KernelFunction] | None = None) -> Prepared:
-    """A plan made ready to run: its kernels compiled and loaded, its segments built.
-
-    Args:
-        instead: description key -> another kernel for it.
-    """
-    found = descriptions([*plan.forward, *plan.backward])
-    kernels = load_kernels(
-        list(found.values()), plan.kernels, plan.x.device, kernel_rows(plan), written_kernels(plan)
-    ) | dict(instead or {})
-    with_sums = any(s.sums() for s in (*plan.forward, *plan.backward))
-    sums = load_column_sums(plan.kernels, plan.x.device) if with_sums else None
-    return Prepared(
-        plan,
-        build_segments(plan, kernels, sums=sums),
-        bool(plan.backward),
-        # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
-        any(n.draws for n in plan.graph.nodes),
-        torch.is_autocast_enabled(plan.x.device.type),
-        tuple(plan.graph.named_inputs.items()),
-        plan.graph.output,
-        tuple(plan.graph.named_outputs[name] for name in outputs),
-    )
-
-
-def execute(
-    prepared: Prepared,
-    x: torch.Tensor,
-    inputs: Mapping[str, torch.Tensor],
-    parameters: Sequence[torch.Tensor] | None = None,
-) -> Any:
-    """Run a prepared plan.
-
-    Args:
-        parameters: those of the plan's graph, in its order, where the caller has them already.
-    """
-    if parameters is None:
-        parameters = [b.get() for b in prepared.plan.graph.parameters]
-    if not prepared.autocast:
-        return _execute(prepared, x, inputs, parameters)
-    # The plan has the casts; what runs inside must not cast again.
-    with torch.autocast(x.device.type, enabled=False):
-        return _execute(prepared, x, inputs, parameters)
-
-
-def _execute(
-    prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
-) -> Any:
-    seed = draw_seed(x.device) if prepared.draws else None
-    if prepared.alone is not None:
-        return _run(prepared.alone, [x, *parameters], seed)[0]
-    values: dict[int, torch.Tensor] = {0: x}
-    for name, index in prepared.named:
-        values[index] = inputs[name]
-    for segment in prepared.segments:
-        tensors = [values[v] for v in segment.values_in]
-        tensors += [parameters[p] for p in segment.parameters]
-        values.update(zip(segment.values_out, _run(segment, tensors, seed), strict=True))
-    if not prepared.extras:
-        return values[prepared.result]
-    return (values[prepared.result], *(values[v] for v in prepared.extras))
-
-
-def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | None) -> Sequence[torch.Tensor]:
-    if segment.uses_seed:
-        tensors.append(seed)  # type: ignore[arg-type]
-    if segment.backward is not None:
-        return _apply(segment, *tensors)  # type: ignore[no-any-return]
-    return segment.results(segment.run_forward(tensors))
+    def _missing(self, target: str, graph: Graph) -> tuple[str, ...]:
+        """What plans for a device at hand have to do without, where kernels were wanted."""
+        x = graph.values[0].spec
+        if self.kernels == "reference" or x.dtype not in dtypes.GENERATED:
+            return ()
+        return tuple(missing_notes(target, x.device, x.dtype))
 
 
 def _shape_class(shape: torch.Size) -> tuple[Any, ...]:
@@ -369,23 +259,6 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if type(t) not in _PLAIN:
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
     return found
-
-
-def draw_seed(device: torch.device) -> torch.Tensor:
-    """(seed, offset) for one call, from the device's generator, which goes on by it.
-
-    So manual_seed, checkpointing, trackers of random states and CUDA-graph replay govern it as they do torch's own
-    dropout. On a GPU it lies on the host and costs no kernel; while a graph is captured it is drawn on the device, so
-    that each replay draws anew.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.empty(2, dtype=torch.int64, device=device).random_()
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    with _drawing:  # reading and going on are two calls
-        seed, offset = generator.initial_seed(), generator.get_offset()
-        generator.set_offset(offset + _OFFSETS_PER_CALL)
-    signed = seed - (seed >> 63 << 64)  # the same 64 bits, with a sign
-    return torch.tensor((signed, offset), device="cpu")  # whatever the default device is
 
 
 def check_options(memory: str | int, kernels: str, fallback: str) -> None:
@@ -447,4 +320,4 @@ def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.
 
 FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]
 
-__all__ = ["Fuser", "Prepared", "check_input", "check_options", "draw_seed", "named_tensors"]
+__all__ = ["Fuser", "check_input", "check_options", "named_tensors"]

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from te_fuser import _native
-from te_fuser.codegen.description import KernelDescription
-from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.codegen.written import WrittenKernel
+from te_fuser import dtypes
 from te_fuser.config import config
-from te_fuser.fuser.plan import FusionTask, Plan
-from te_fuser.fuser.problem import Options, match_at
-from te_fuser.fuser.program import KernelFunction
-from te_fuser.kernels.column_sums import ColumnSumsKernel, column_sums
 from te_fuser.kernels.matmul import problem as cublaslt_problem
 
-GENERATED_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -38,7 +30,7 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
         return "cuda" if device.type == "cuda" else "cpp"
     if kernels == "generated" and dtype != torch.float64:
         raise RuntimeError(f"generated kernels were asked for, but {why}")
-    if device.type == "cuda" and dtype in GENERATED_DTYPES:
+    if device.type == "cuda" and dtype in dtypes.GENERATED:
         _warn_once(why)
     return "torch"
 
@@ -55,7 +47,7 @@ def _check_products(kernels: str) -> None:
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
     """Which target a GPU that is not at hand would run row kernels by."""
-    return "cuda" if kernels != "reference" and dtype in GENERATED_DTYPES else "torch"
+    return "cuda" if kernels != "reference" and dtype in dtypes.GENERATED else "torch"
 
 
 def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
@@ -72,7 +64,7 @@ def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iter
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why generated kernels cannot run on a device at hand, in words that say what to do; None if they can."""
-    if dtype not in GENERATED_DTYPES:
+    if dtype not in dtypes.GENERATED:
         return f"{dtype} runs the reference"
     if device.type == "cuda":
         return _cuda_obstacle(device.index if device.index is not None else torch.cuda.current_device())
@@ -128,49 +120,3 @@ def _warn_once(why: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def written_kernels(plan: Plan) -> tuple[WrittenKernel, ...]:
-    """The kernels written by hand that a plan launches, for its fusions and for its column sums, each once."""
-    found: dict[WrittenKernel, None] = {}
-    steps = [*plan.forward, *plan.backward]
-    if any(s.sums() for s in steps):
-        found[ColumnSumsKernel()] = None
-    for step in steps:
-        task = step.task
-        if isinstance(task, FusionTask) and task.fusion.compiles is not None:
-            match = match_at(plan.graph, Options(plan.device, plan.kernels), step.start, step.stop)
-            found |= dict.fromkeys(task.fusion.compiles(match, task.direction, task.needed))
-    return tuple(found)
-
-
-def load_kernels(
-    wanted: Sequence[KernelDescription],
-    target: str,
-    device: torch.device,
-    rows: Mapping[str, int] | None = None,
-    written: Sequence[WrittenKernel] = (),
-) -> dict[str, KernelFunction]:
-    """Description key -> kernel, for tensors on `device`.
-
-    Args:
-        rows: description key -> about how many rows the kernel will have.
-        written: kernels written by hand that are compiled and loaded beside these, where the target is "cuda".
-    """
-    if target == "cpp":
-        from te_fuser.codegen import compiler
-
-        found = compiler.find_compiler(config.compiler)
-        handles = compiler.load(wanted, cache_dir=config.cache_dir, compiler=found)
-        return {d.key: h for d, h in zip(wanted, handles, strict=True)}
-    if target == "cuda":
-        from te_fuser.codegen import cuda_loader
-
-        kernels = cuda_loader.load(wanted, device, rows=rows, cache_dir=config.cache_dir, written=written)
-        return {d.key: k.run for d, k in zip(wanted, kernels, strict=True)}
-    return {d.key: InterpretedKernel(d) for d in wanted}
-
-
-def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | None:
-    """What adds up the column sums of a program's kernels at its end; None where each does it at once."""
-    return column_sums(device) if target == "cuda" else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Mapping
@@ -11,11 +10,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, Prepared, execute
-from te_fuser.fuser.kernels import load_kernels
-from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions, kernel_rows
-from te_fuser.fuser.segment import build_segments
+from te_fuser.fuser.fuser import Fuser
+from te_fuser.fuser.loading import execute, load
+from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.step import Runner, SlotMap, Slots, Step
 
 _WARM_UP = 2
 
@@ -48,28 +46,20 @@ def measured_run(
     Returns:
         The plan, the times, and what the call returns.
     """
-    prepared = fuser.prepare(x, inputs, outputs)
+    plan = fuser.prepare(x, inputs, outputs).plan
     clock = _CudaClock() if x.device.type == "cuda" else _Clock()
-    timed = _timed(prepared, clock)
-    wanted = [t for t in (x, *inputs.values(), *(b.get() for b in prepared.plan.graph.parameters)) if t.requires_grad]
+    timed = load(plan, outputs, wrap=clock.wrap)
+    wanted = [t for t in (x, *inputs.values(), *(b.get() for b in plan.graph.parameters)) if t.requires_grad]
     result: Any = None
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
         for run in range(_WARM_UP + repeats):
             clock.recording = run >= _WARM_UP
             result = execute(timed, x, inputs)
-            if prepared.with_grad:
+            if timed.with_grad:
                 made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
                 torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
     times = clock.medians()
-    plan = prepared.plan
     return plan, Measured(*(tuple(times[id(s)] for s in steps) for steps in (plan.forward, plan.backward))), result
-
-
-def _timed(prepared: Prepared, clock: _Clock) -> Prepared:
-    plan = prepared.plan
-    found = descriptions([*plan.forward, *plan.backward])
-    kernels = load_kernels(list(found.values()), plan.kernels, plan.x.device, kernel_rows(plan))
-    return dataclasses.replace(prepared, segments=build_segments(plan, kernels, clock.wrap))
 
 
 class _Clock:

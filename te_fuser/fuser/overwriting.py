@@ -22,49 +22,45 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from te_fuser import _native
 from te_fuser.codegen import overwriting
 from te_fuser.codegen.description import item_size
 from te_fuser.codegen.nvrtc import arch_of
-from te_fuser.fuser.plan import AddTask, FusionTask, Plan, Step
+from te_fuser.fuser.kernel_task import KernelTask
+from te_fuser.fuser.plan import Plan, SegmentPlan
+from te_fuser.fuser.problem import Options
 from te_fuser.fuser.refs import PARAMETER_GRADIENT, Ref, gradient_ref
-from te_fuser.fuser.segment import crossing, kept_refs
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.step import Step
 
 LEAST_BYTES = 2**20
 
 
-def with_overwriting(plan: Plan) -> Plan:
+def with_overwriting(plan: Plan, options: Options) -> Plan:
     """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
     if plan.kernels != "cuda":
         return plan
-    changed: dict[int, Step] = {}
     ours = _kept_of_our_own(plan)
-    for start, stop in plan.segments:
-        forward, backward = _of_segment(plan.forward, start, stop), _of_segment(plan.backward, start, stop)
-        values_in, values_out = crossing(plan, start, stop)
-        stays = {*kept_refs(backward), *(plan.graph.ref(v) for v in values_out)}
-        returned = {r for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
-        returned |= {gradient_ref(v) for v in values_in}
-        for steps, lives in ((forward, _Lives.of(forward, stays)), (backward, _Lives.of(backward, returned, ours))):
-            changed |= {id(s): _overwriting(plan, s, k, lives) for k, s in enumerate(steps)}
-    return replace(
-        plan,
-        forward=tuple(changed.get(id(s), s) for s in plan.forward),
-        backward=tuple(changed.get(id(s), s) for s in plan.backward),
+    return replace(plan, segments=tuple(_in_segment(plan, s, ours) for s in plan.segments))
+
+
+def _in_segment(plan: Plan, segment: SegmentPlan, ours: set[Ref]) -> SegmentPlan:
+    graph, forward, backward = plan.graph, segment.forward, segment.backward
+    stays = {*(k.ref for k in segment.kept), *segment.gives(graph)}
+    returned = {r for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
+    returned |= {gradient_ref(v) for v in segment.values_in}
+    lives = _Lives.of(forward, stays), _Lives.of(backward, returned, ours)
+    changed = (
+        tuple(_overwriting(plan, s, k, alive) for k, s in enumerate(steps))
+        for steps, alive in zip((forward, backward), lives, strict=True)
     )
-
-
-def _of_segment(steps: Iterable[Step], start: int, stop: int) -> list[Step]:
-    return [s for s in steps if start <= s.start < stop]
+    return replace(segment, **dict(zip(("forward", "backward"), changed, strict=True)))  # type: ignore[arg-type]
 
 
 def _kept_of_our_own(plan: Plan) -> set[Ref]:
     """What forward makes and one segment alone keeps, and neither the caller nor other code ever sees."""
     graph = plan.graph
-    seen = Counter(r for start, stop in plan.segments for r in kept_refs(_of_segment(plan.backward, start, stop)))
+    seen = Counter(k.ref for segment in plan.segments for k in segment.kept)
     given = {graph.ref(v.index) for v in graph.values if graph.leaves(v.index)}
-    everywhere = _Lives.of([*plan.forward, *plan.backward], given)
+    everywhere = _Lives.of(plan.steps, given)
     made = {r for s in plan.forward for r in s.writes()}
     return {
         r for r, times in seen.items()
@@ -75,7 +71,7 @@ def _kept_of_our_own(plan: Plan) -> set[Ref]:
 def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
     """The step, number so and so of its program, with what its kernel may overwrite."""
     task = step.task
-    if not isinstance(task, KernelPlan):
+    if not isinstance(task, KernelTask):
         return step
     d = task.description
     dying = {
@@ -127,10 +123,10 @@ class _Lives:
         for k, step in enumerate(steps):
             touched = [*step.reads(), *step.writes()]
             last |= dict.fromkeys(touched, k)
-            if not _is_plain(step):
+            if not step.task.own_memory:
                 foreign.update(touched)
                 continue
-            aliases = step.task.aliases if isinstance(step.task, KernelPlan) else ()
+            aliases = step.task.aliases
             own.update(set(step.writes()) - {new for new, _ in aliases})
             for new, old in aliases:
                 names = same.get(new, frozenset([new])) | same.get(old, frozenset([old]))
@@ -155,13 +151,6 @@ class _Lives:
             and self.last[ref] == number
             and all(self.last[r] < number for r in others)
         )
-
-
-def _is_plain(step: Step) -> bool:
-    """Whether a step makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone."""
-    if isinstance(step.task, FusionTask):
-        return isinstance(getattr(step.task.body, "__self__", None), _native.CudaMatmul)
-    return isinstance(step.task, (KernelPlan, AddTask))
 
 
 __all__ = ["LEAST_BYTES", "shape_of", "with_overwriting"]

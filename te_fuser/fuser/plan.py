@@ -1,106 +1,19 @@
-"""Plans as data: steps of the two directions, what is kept in between, and why it came out so."""
+"""Plans as data: segments with their steps in both directions, what is kept in between, and why it came out so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Union
+import functools
+from dataclasses import dataclass, replace
 
-import torch
-
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fuser.device import Device
-from te_fuser.fuser.graph import Graph, Node
-from te_fuser.fuser.refs import Ref
-from te_fuser.fuser.stretch import KernelPlan
-from te_fuser.fusions.match import Cost
-from te_fuser.fusions.registry import Fusion
-from te_fuser.ops.base import Gradient, Spec
-
-
-@dataclass(frozen=True)
-class OpForward:
-    """An opaque op's own forward."""
-
-    node: Node
-
-
-@dataclass(frozen=True)
-class OpGradient:
-    """One node of an opaque op's backward."""
-
-    node: Node
-    gradient: Gradient
-    needed: frozenset[str]
-
-
-@dataclass(frozen=True)
-class FusionTask:
-    """A registered fusion in one direction over the ops start..stop-1.
-
-    Attributes:
-        gradient: which node of a backward fusion whose nodes run apart.
-        body: the plain function of tensors that was chosen to run here; None: what the fusion declares.
-    """
-
-    fusion: Fusion
-    direction: str
-    nodes: tuple[Node, ...]
-    needed: frozenset[str] = frozenset()
-    gradient: Gradient | None = None
-    body: Callable[..., Any] | None = None
-
-
-@dataclass(frozen=True)
-class AddTask:
-    """Adds up the contributions to one gradient."""
-
-
-@dataclass(frozen=True)
-class CastTask:
-    """A parameter in another dtype, for autocast."""
-
-    dtype: torch.dtype
-
-
-Task = Union[KernelPlan, OpForward, OpGradient, FusionTask, AddTask, CastTask]  # noqa: UP007 - a type alias at run time
-
-
-@dataclass(frozen=True)
-class Step:
-    """One entry of a plan.
-
-    Attributes:
-        name: the kernel or library call.
-        start, stop: the ops it covers.
-        inputs, outputs: (name, ref) of what it reads and makes.
-        cost, seconds: what it moves and computes, and the predicted time.
-        chain: in backward, whether the next step's gradient depends on it.
-    """
-
-    name: str
-    start: int
-    stop: int
-    inputs: tuple[tuple[str, Ref], ...]
-    outputs: tuple[tuple[str, Ref], ...]
-    task: Task
-    cost: Cost
-    seconds: float
-    chain: bool = True
-
-    def reads(self) -> list[Ref]:
-        """The refs it reads."""
-        return [r for _, r in self.inputs]
-
-    def writes(self) -> list[Ref]:
-        """The refs it makes."""
-        return [r for _, r in self.outputs]
-
-    def sums(self) -> list[Ref]:
-        """Those of them that are column sums whose last addition may wait, as far as the step itself is concerned."""
-        if isinstance(self.task, KernelPlan):
-            return [o.ref for o in self.task.outputs[len(self.task.description.stores) :]]
-        declared = self.task.fusion.sums if isinstance(self.task, FusionTask) else ()
-        return [r for name, r in self.outputs if name in declared]
+from te_fuser.fuser.graph import Graph
+from te_fuser.fuser.kernel_task import KernelTask
+from te_fuser.fuser.refs import SEED, Ref, gradient_ref, parameter_gradient_ref, parameter_ref
+from te_fuser.fuser.step import Step
+from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.ops.base import Spec, batch_layout
 
 
 @dataclass(frozen=True)
@@ -157,20 +70,121 @@ def size_text(count: float) -> str:
 
 
 @dataclass(frozen=True)
+class SegmentPlan:
+    """The ops start..stop-1: one autograd node.
+
+    Attributes:
+        forward, backward: its steps in running order; no backward where nobody needs a gradient.
+        values_in, values_out: values of the graph that enter and leave it.
+        parameters: the graph's parameters that it reads, or gives a gradient of.
+        uses_seed: whether it reads the seed of random draws.
+        kept: what its backward reads and does not make.
+    """
+
+    start: int
+    stop: int
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    values_in: tuple[int, ...]
+    values_out: tuple[int, ...]
+    parameters: tuple[int, ...]
+    uses_seed: bool
+    kept: tuple[Kept, ...]
+
+    def takes(self, graph: Graph) -> list[Ref]:
+        """What enters it, in order: values, parameters, the seed."""
+        values = [graph.ref(v) for v in self.values_in]
+        return [*values, *map(parameter_ref, self.parameters), *([SEED] if self.uses_seed else [])]
+
+    def gives(self, graph: Graph) -> list[Ref]:
+        """What leaves it."""
+        return [graph.ref(v) for v in self.values_out]
+
+    def arriving(self, graph: Graph) -> list[Ref | None]:
+        """The gradient of each output; None for one that takes none."""
+        return [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_out]
+
+    def returned(self, graph: Graph) -> list[Ref | None]:
+        """The gradient of each input; None for one that needs none, or that nothing reaches."""
+        # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
+        there = {r for s in self.backward for r in s.writes()}.union(r for r in self.arriving(graph) if r is not None)
+        found: list[Ref | None] = [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_in]
+        found += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in self.parameters]
+        found += [None] if self.uses_seed else []
+        return [r if r in there else None for r in found]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A generated kernel of a plan, with rows, batch_inner and samples of its largest call."""
+
+    description: KernelDescription
+    sizes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Both plans of one signature."""
 
     graph: Graph
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    kept: tuple[Kept, ...]
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[SegmentPlan, ...]
     device: Device
     kernels: str
     memory: str
     refusals: tuple[Refusal, ...] = ()
     choices: tuple[Choice, ...] = ()
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def forward(self) -> tuple[Step, ...]:
+        """The steps of forward in running order."""
+        return tuple(s for segment in self.segments for s in segment.forward)
+
+    @functools.cached_property
+    def backward(self) -> tuple[Step, ...]:
+        """The steps of backward in running order."""
+        return tuple(s for segment in reversed(self.segments) for s in segment.backward)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All of them."""
+        return *self.forward, *self.backward
+
+    @functools.cached_property
+    def kept(self) -> tuple[Kept, ...]:
+        """What is kept between forward and backward; of tensors in one memory only the first has bytes."""
+        found: dict[Ref, Kept] = {}
+        counted: set[Ref] = set()
+        for entry in (k for segment in reversed(self.segments) for k in segment.kept):
+            if entry.ref not in found:
+                memory = self.graph.stored(entry.ref)
+                found[entry.ref] = replace(entry, bytes=0) if memory in counted else entry
+                counted.add(memory)
+        return tuple(found.values())
+
+    @functools.cached_property
+    def generated(self) -> dict[str, Generated]:
+        """Description key -> a generated kernel that it launches."""
+        found: dict[str, Generated] = {}
+        for step in self.steps:
+            task = step.task
+            if isinstance(task, KernelTask) and task.computes:
+                x = self.graph.values[self.graph.nodes[step.start].input].spec
+                key, sizes = task.description.key, (x.rows, *batch_layout(x.shape, task.batch_dim))
+                known = found.get(key)
+                found[key] = Generated(task.description, max(known.sizes, sizes) if known else sizes)
+        return found
+
+    @functools.cached_property
+    def has_sums(self) -> bool:
+        """Whether there are column sums whose last addition may wait for the end of a program."""
+        return any(s.sums() for s in self.steps)
+
+    @property
+    def written(self) -> tuple[WrittenKernel, ...]:
+        """The kernels written by hand that it launches, for its steps and for its column sums, each once."""
+        sums = [ColumnSumsKernel()] if self.has_sums else []
+        return tuple(dict.fromkeys([*sums, *(kernel for s in self.steps for kernel in s.task.written)]))
 
     @property
     def x(self) -> Spec:
@@ -183,4 +197,8 @@ class Plan:
 
     def seconds(self) -> float:
         """Predicted time of both directions."""
-        return sum(s.seconds for s in (*self.forward, *self.backward))
+        return sum(s.seconds for s in self.steps)
+
+    def noted(self, *notes: str) -> Plan:
+        """The same with more to say of it."""
+        return replace(self, notes=(*self.notes, *notes)) if notes else self

@@ -1,4 +1,4 @@
-"""The planner: which steps cover the list, in each direction, and what is kept in between.
+"""From a graph to its plan: the covers that keep what memory allows, then passes over the plan, in this order.
 
 Backward is covered first: that says which values it reads. Then forward, which must emit them. docs/design.md says
 which module does what.
@@ -6,30 +6,51 @@ which module does what.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from te_fuser.fuser.both_ways import BothWays
 from te_fuser.fuser.covers import cover
 from te_fuser.fuser.finish import finish
 from te_fuser.fuser.graph import Graph
 from te_fuser.fuser.keeping import LAMBDA, Keeping, plan_for_memory
+from te_fuser.fuser.overwriting import with_overwriting
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.prices import Prices
-from te_fuser.fuser.problem import Options, Problem, find_matches
+from te_fuser.fuser.problem import Options, Problem
 
 
-class Planner:
-    """Plans one graph."""
+def covered(graph: Graph, options: Options) -> Plan:
+    """The plan whose steps cover the graph at the least price, for the memory that was asked for."""
+    problem = Problem(graph, options)
+    prices = Prices(problem)
+    both = BothWays(problem, prices)
 
-    def __init__(self, graph: Graph, options: Options) -> None:
-        self.problem = Problem(graph, options)
-        self.prices = Prices(self.problem)
-        self.both = BothWays(self.problem, self.prices)
+    def weighed(keeping: Keeping) -> Plan:
+        return finish(problem, prices, cover(problem, prices, both, keeping))
 
-    def plan(self) -> Plan:
-        """Both plans, for the memory that was asked for."""
-        return plan_for_memory(self.problem.options.memory, self._weighed)
-
-    def _weighed(self, keeping: Keeping) -> Plan:
-        return finish(self.problem, self.prices, cover(self.problem, self.prices, self.both, keeping))
+    return plan_for_memory(options.memory, weighed)
 
 
-__all__ = ["LAMBDA", "Options", "Planner", "find_matches"]
+def _with_notes(plan: Plan, options: Options) -> Plan:
+    """What is to be said of where its prices and choices come from."""
+    found = []
+    if options.tuned:
+        listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
+        found.append(f"measured choices of tune(): {listed}")
+    if plan.device.estimate:
+        found.append(plan.device.estimate_note())
+    return plan.noted(*found, *options.notes)
+
+
+PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overwriting, _with_notes)
+
+
+def make_plan(graph: Graph, options: Options) -> Plan:
+    """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again."""
+    plan = covered(graph, options)
+    for change in PASSES:
+        plan = change(plan, options)
+    return plan
+
+
+__all__ = ["LAMBDA", "PASSES", "covered", "make_plan"]

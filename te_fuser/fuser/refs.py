@@ -155,6 +155,7 @@ STATISTIC = Kind("statistic", "stretches", "statistic", bytes=_bytes_of_statisti
 EMITTED = Kind("emission", "nodes", "activation", bytes=_bytes_of_emission)
 SAVED = Kind("saved", "nodes", "activation", label=lambda graph, ref: ref.name.partition(": ")[2])
 NOTES = Kind("notes", "nodes", "")  # what is no tensor, from an opaque op's forward to its backward
+STARTED = Kind("started", "nodes", "")  # what a step left under way for the one that waits for it
 SEEDS = Kind("seed", "", "statistic", bytes=lambda graph, ref: 16, label=lambda graph, ref: "seed")
 # One tensor that enters a program twice: nobody reads the second.
 DOUBLED = Kind("doubled", "inputs", "")
@@ -203,6 +204,7 @@ __all__ = [
     "RECOMPUTED",
     "SAVED",
     "SEED",
+    "STARTED",
     "STATISTIC",
     "VALUE",
     "Form",

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from te_fuser import _native
-from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.program import KernelFunction, Program, SlotMap, Wrapper, build_program
-from te_fuser.fuser.refs import (
-    AS_MADE,
-    NOTES,
-    PARAMETER,
-    PARAMETER_GRADIENT,
-    SEED,
-    Ref,
-    gradient_ref,
-    parameter_gradient_ref,
-    parameter_ref,
-)
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.graph import Graph
+from te_fuser.fuser.plan import Plan, SegmentPlan
+from te_fuser.fuser.program import Loaded, Program, build_program
+from te_fuser.fuser.refs import Ref, parameter_ref
+from te_fuser.fuser.step import SlotMap, Step
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
-Build = Callable[..., tuple[Program, SlotMap]]  # (steps, inputs, outputs)
 
 
 @dataclass(frozen=True)
@@ -158,63 +146,9 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
     return torch.zeros(meta[0], dtype=meta[1], device=meta[2])
 
 
-def build_segments(
-    plan: Plan,
-    kernels: Mapping[str, KernelFunction],
-    wrap: Wrapper | None = None,
-    sums: _native.ColumnSums | None = None,
-) -> tuple[Segment, ...]:
-    """Every segment of a plan, ready to run.
-
-    Args:
-        wrap: what runs in each step's place.
-        sums: adds up column sums at the end of a program; without it each kernel adds up its own.
-    """
-    build = functools.partial(build_program, kernels=kernels, wrap=wrap, sums=sums)
-    return tuple(_build(plan, start, stop, build) for start, stop in plan.segments)
-
-
-class _Refs:
-    """What the two programs of a segment take and give, as refs."""
-
-    def __init__(self, plan: Plan, start: int, stop: int) -> None:
-        graph = self.graph = plan.graph
-        self.forward_steps = [s for s in plan.forward if start <= s.start < stop]
-        self.backward_steps = [s for s in plan.backward if start <= s.start < stop]
-        self.values_in, self.values_out = crossing(plan, start, stop)
-        reads = _reads(self.forward_steps, self.backward_steps)
-        # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
-        self._made = {r for s in self.backward_steps for r in s.writes()}
-        self.parameters = sorted(
-            {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
-            | {r.index for r in self._made if r.kind is PARAMETER_GRADIENT}
-        )
-        self.uses_seed = SEED in reads
-        self.kept = kept_refs(self.backward_steps)
-        self.notes: list[Ref] = [
-            Ref(NOTES, n) for n in sorted({r.task.node.index for r in self.forward_steps if hasattr(r.task, "node")})
-        ]
-        self.inputs = [graph.ref(v) for v in self.values_in] + [parameter_ref(p) for p in self.parameters]
-        self.inputs += [SEED] if self.uses_seed else []
-        self.outputs = [graph.ref(v) for v in self.values_out]
-
-    def marked(self) -> tuple[tuple[int, int], ...]:
-        """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
-        ops = [n for n in self.graph.nodes if getattr(n.op, "accumulate_into_main_grad", False)]
-        refs = {parameter_ref(p) for n in ops for p in n.parameters.values()}
-        return tuple((k, self.inputs.index(r)) for k, r in enumerate(self.kept) if r in refs)
-
-    def arriving(self) -> list[Ref | None]:
-        """The gradient of each output; None for one that takes none."""
-        return [gradient_ref(v) if self.graph.needs_grad(v) else None for v in self.values_out]
-
-    def returned(self) -> list[Ref | None]:
-        """The gradient of each input; None for one that needs none, or that nothing reaches."""
-        graph, there = self.graph, self._made.union(r for r in self.arriving() if r is not None)
-        found = [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_in]
-        found += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in self.parameters]
-        found += [None] if self.uses_seed else []
-        return [r if r in there else None for r in found]
+def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
+    """Every segment of a plan, ready to run."""
+    return tuple(_build(plan, segment, loaded) for segment in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -229,31 +163,43 @@ class _Backward:
     gradients_out: tuple[int, ...] = ()
 
 
-def _build_backward(refs: _Refs, forward_slots: SlotMap, build: Build) -> _Backward:
-    if not refs.backward_steps:
+def _build_backward(
+    graph: Graph, segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded
+) -> _Backward:
+    if not segment.backward:
         return _Backward()
-    arriving, returned = refs.arriving(), refs.returned()
-    given = [*(r for r in arriving if r is not None), *refs.kept]
-    backward, slots = build(refs.backward_steps, given, [r for r in returned if r is not None])
+    arriving, returned, kept = segment.arriving(graph), segment.returned(graph), [k.ref for k in segment.kept]
+    given = [*(r for r in arriving if r is not None), *kept]
+    backward, slots = build_program(segment.backward, given, [r for r in returned if r is not None], loaded)
     return _Backward(
         backward,
-        tuple(forward_slots[r] for r in refs.kept),
-        refs.marked(),
-        tuple((forward_slots[r], slots[r]) for r in refs.notes if r in slots),
+        tuple(forward_slots[r] for r in kept),
+        _marked(graph, segment),
+        tuple((forward_slots[r], slots[r]) for r in notes if r in slots),
         tuple(None if r is None else slots[r] for r in arriving),
         tuple(backward.size if r is None else slots[r] for r in returned),
     )
 
 
-def _build(plan: Plan, start: int, stop: int, build: Build) -> Segment:
-    refs = _Refs(plan, start, stop)
-    forward, slots = build(refs.forward_steps, refs.inputs, [*refs.outputs, *refs.kept, *refs.notes])
-    back = _build_backward(refs, slots, build)
+def _marked(graph: Graph, segment: SegmentPlan) -> tuple[tuple[int, int], ...]:
+    """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
+    ops = [n for n in graph.nodes if getattr(n.op, "accumulate_into_main_grad", False)]
+    refs, inputs = {parameter_ref(p) for n in ops for p in n.parameters.values()}, segment.takes(graph)
+    return tuple((k, inputs.index(entry.ref)) for k, entry in enumerate(segment.kept) if entry.ref in refs)
+
+
+def _build(plan: Plan, segment: SegmentPlan, loaded: Loaded) -> Segment:
+    graph, steps = plan.graph, segment.forward
+    inputs, outputs = segment.takes(graph), segment.gives(graph)
+    notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
+    held = [*outputs, *(k.ref for k in segment.kept), *notes]
+    forward, slots = build_program(steps, inputs, held, loaded)
+    back = _build_backward(graph, segment, notes, slots, loaded)
     return Segment(
-        tuple(refs.values_in),
-        tuple(refs.values_out),
-        tuple(refs.parameters),
-        refs.uses_seed,
+        segment.values_in,
+        segment.values_out,
+        segment.parameters,
+        segment.uses_seed,
         forward,
         back.backward,
         back.kept,
@@ -261,10 +207,10 @@ def _build(plan: Plan, start: int, stop: int, build: Build) -> Segment:
         back.notes,
         back.gradients_in,
         back.gradients_out,
-        tuple(slots[r] for r in refs.outputs),
-        _aliased(refs.inputs, refs.outputs, refs.forward_steps),
-        plan.graph.values[0].spec.device.type,
-        any(isinstance(s.task, KernelPlan) and s.task.description.overwrites for s in refs.backward_steps),
+        tuple(slots[r] for r in outputs),
+        _aliased(inputs, outputs, steps),
+        plan.x.device.type,
+        any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
         _picker(back.kept),
         _picker(back.gradients_out),
     )
@@ -277,42 +223,10 @@ def _picker(places: tuple[int, ...]) -> Picker:
     return lambda items: tuple(items[k] for k in places)
 
 
-def crossing(plan: Plan, start: int, stop: int) -> tuple[list[int], list[int]]:
-    """The values that enter the segment start..stop-1 and those that leave it."""
-    graph = plan.graph
-    values_in: dict[int, None] = {}
-    values_out: dict[int, None] = {}
-    for node in graph.nodes[start:stop]:
-        for value in (node.input, *node.named_in.values()):
-            producer = graph.producer(value)
-            if producer is None or producer < start:
-                values_in[value] = None
-        for value in (node.output, *node.named_out):
-            if graph.leaves(value) or any(c >= stop for c in graph.consumers(value)):
-                values_out[value] = None
-    return list(values_in), list(values_out)
-
-
-def _reads(*groups: list[Step]) -> set[Ref]:
-    return {r for steps in groups for s in steps for r in s.reads()}
-
-
-def kept_refs(backward_steps: list[Step]) -> list[Ref]:
-    """What the backward steps of a segment read and none of them makes, gradients apart."""
-    made: set[Ref] = set()
-    kept: dict[Ref, None] = {}
-    for step in backward_steps:
-        for ref in step.reads():
-            if ref not in made and ref.owner:
-                kept[ref] = None
-        made |= set(step.writes())
-    return list(kept)
-
-
-def _aliased(inputs: list[Ref], outputs: list[Ref], steps: list[Step]) -> tuple[bool, ...]:
+def _aliased(inputs: Sequence[Ref], outputs: Sequence[Ref], steps: Sequence[Step]) -> tuple[bool, ...]:
     same: dict[Ref, Ref] = {}
     for step in steps:
-        for new, old in getattr(step.task, "aliases", ()):
+        for new, old in step.task.aliases:
             same[new] = same.get(old, old)
     seen = set(inputs)
     flags = []

@@ -14,46 +14,14 @@ from typing import Any
 import torch
 
 from te_fuser import dtypes
-from te_fuser.codegen.description import KernelDescription, NotOneKernel, Target, describe
+from te_fuser.codegen.description import NotOneKernel, Target, describe
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr, substitute, topological
 from te_fuser.fuser.graph import Graph, Node
+from te_fuser.fuser.kernel_task import KernelOutput, KernelTask
 from te_fuser.fuser.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.ops.base import RowOp
-
-
-@dataclass(frozen=True)
-class Output:
-    """A tensor that a kernel step makes: its ref, and its shape as (axes, width), or a fixed shape (parameters)."""
-
-    ref: Ref
-    axes: Axes
-    width: int
-    dtype: str
-    shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class KernelPlan:
-    """A generated kernel in its place: the description and what its tensors are."""
-
-    description: KernelDescription
-    inputs: tuple[Ref, ...]
-    outputs: tuple[Output, ...]
-    streams: tuple[int, ...]
-    batch_dim: int | None
-    aliases: tuple[tuple[Ref, Ref], ...]  # (new name, the tensor it is)
-    lead: Ref  # a full-size tensor whose leading dimensions the outputs have
-
-    def emits(self) -> set[Ref]:
-        """Every ref it makes."""
-        return {o.ref for o in self.outputs} | {new for new, _ in self.aliases}
-
-    def overwritten(self) -> list[Ref]:
-        """The inputs whose memory outputs may be stored in."""
-        names = {load for _, load in self.description.overwrites}
-        return [ref for ref, load in zip(self.inputs, self.description.loads, strict=True) if load.name in names]
 
 
 @dataclass
@@ -212,7 +180,7 @@ class Stretch:
         v = self.graph.values[value]
         return _Leaf(self.graph.ref(value), Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype), value)
 
-    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelPlan | None:
+    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
         """The kernel that makes the given values and statistics; None when they are all there already.
 
         Args:
@@ -224,10 +192,10 @@ class Stretch:
         for value in stores:
             v, ref = self.graph.values[value], self.graph.ref(value)
             if ref not in {o.ref for o in gives.outputs}:
-                output = Output(ref, Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype))
+                output = KernelOutput(ref, Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype))
                 gives.add(self._output_name(value), cut.of(self.env[value]), output)
         for k, digest in enumerate(statistics):
-            output = Output(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
+            output = KernelOutput(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
         return self._kernel(start, stop, "fwd", cut, gives)
 
@@ -256,7 +224,7 @@ class Stretch:
         forbidden: frozenset[int],
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
-    ) -> KernelPlan | None:
+    ) -> KernelTask | None:
         """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
 
         Args:
@@ -285,7 +253,9 @@ class Stretch:
             gives.add(f"d_{name}", e, output)
         for value, e in zip(recompute, reduced[len(wanted) :], strict=True):
             spec, ref = self.graph.values[value].spec, self.graph.again(value)
-            gives.store(self._output_name(value), e, Output(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype)))
+            gives.store(
+                self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
+            )
         read = {leaf.ref for leaf in used.used_leaves(gives.targets, gives.sums)}
         bad = [self.graph.values[v].name for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)]
         if bad:
@@ -315,12 +285,12 @@ class Stretch:
         node = self.graph.nodes[producer]
         return f"{role}.output" if value == node.output else f"{role}.branch"
 
-    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr | None, Output]]:
+    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr | None, KernelOutput]]:
         """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient.
 
         Where both ends of a fork enter, they are one leaf: one gets its whole adjoint, the other none, which is 0.
         """
-        wanted: dict[str, tuple[Expr | None, Output]] = {}
+        wanted: dict[str, tuple[Expr | None, KernelOutput]] = {}
         entering: dict[int, None] = {}
         parameters: dict[int, None] = {}
         inside: set[int] = set()
@@ -338,7 +308,7 @@ class Stretch:
             axes = leaf.axes
             dtype = dtypes.name_of(v.gradient_dtype)
             shape = None if axes & Axes.OUTER else v.spec.shape
-            output = Output(gradient_ref(value), axes, leaf.width, dtype, shape)
+            output = KernelOutput(gradient_ref(value), axes, leaf.width, dtype, shape)
             name = leaf.attrs[0]
             wanted[name if name not in wanted else f"{name}_{value}"] = (leaf if name not in wanted else None, output)
         for index in parameters:
@@ -348,7 +318,7 @@ class Stretch:
             info, spec = cut.leaves[name], self.graph.parameter_specs[index]
             leaf = expr.leaf(name, info.axes, info.width)
             ref = parameter_gradient_ref(index)
-            wanted[name] = (leaf, Output(ref, info.axes, info.width, dtypes.name_of(spec.dtype), spec.shape))
+            wanted[name] = (leaf, KernelOutput(ref, info.axes, info.width, dtypes.name_of(spec.dtype), spec.shape))
         return wanted
 
     def _reduce(
@@ -379,7 +349,7 @@ class Stretch:
         reduced = substitute(roots, replace)
         return reduced, _Range({}, [], [], leaves)
 
-    def _kernel(self, start: int, stop: int, direction: str, cut: _Range, gives: _Gives) -> KernelPlan | None:
+    def _kernel(self, start: int, stop: int, direction: str, cut: _Range, gives: _Gives) -> KernelTask | None:
         if gives.nothing():
             return None
         # What hands its input through (Fork, say) does nothing that the kernel could be named by.
@@ -393,7 +363,7 @@ class Stretch:
         streams = tuple(self.streams[s] for s in description.streams)
         outputs = (*gives.outputs, *gives.sum_outputs)
         batch_dim = self.batch_dim(start, stop)
-        return KernelPlan(description, inputs, outputs, streams, batch_dim, tuple(gives.aliases), lead)
+        return KernelTask(description, inputs, outputs, streams, batch_dim, tuple(gives.aliases), lead)
 
     def _any_full(self, start: int, stop: int, direction: str) -> Ref:
         """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
@@ -456,12 +426,12 @@ class _Gives:
         self._cut = cut
         self._stored: dict[Any, Ref] = {}
         self.targets: list[Target] = []
-        self.outputs: list[Output] = []
+        self.outputs: list[KernelOutput] = []
         self.sums: list[Target] = []
-        self.sum_outputs: list[Output] = []
+        self.sum_outputs: list[KernelOutput] = []
         self.aliases: list[tuple[Ref, Ref]] = []
 
-    def add(self, name: str, e: Expr, output: Output) -> None:
+    def add(self, name: str, e: Expr, output: KernelOutput) -> None:
         """Give `e`: a sum where it has no rows, a tensor that is there, or one to store."""
         if not output.axes & Axes.OUTER:
             self.sums.append(_target(name, e, output))
@@ -475,7 +445,7 @@ class _Gives:
         elif same != output.ref:
             self.aliases.append((output.ref, same))
 
-    def store(self, name: str, e: Expr, output: Output) -> None:
+    def store(self, name: str, e: Expr, output: KernelOutput) -> None:
         """Store `e`, whatever is there already."""
         self.targets.append(_target(name, e, output))
         self.outputs.append(output)
@@ -485,5 +455,5 @@ class _Gives:
         return not (self.targets or self.sums or self.aliases)
 
 
-def _target(name: str, e: Expr, output: Output) -> Target:
+def _target(name: str, e: Expr, output: KernelOutput) -> Target:
     return Target(name, e, output.axes, output.width, output.dtype)

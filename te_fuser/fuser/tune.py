@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, Prepared, execute, prepare
+from te_fuser.fuser.fuser import Fuser
+from te_fuser.fuser.fusion_task import FusionTask
 from te_fuser.fuser.graph import Graph
-from te_fuser.fuser.overwriting import with_overwriting
-from te_fuser.fuser.plan import FusionTask, Plan, size_text
-from te_fuser.fuser.planner import Planner
+from te_fuser.fuser.loading import Prepared, execute, load
+from te_fuser.fuser.plan import Plan, size_text
+from te_fuser.fuser.planner import make_plan
 from te_fuser.fuser.problem import Options, find_matches, match_at
-from te_fuser.fuser.program import KernelFunction
+from te_fuser.fuser.step import KernelFunction
 from te_fuser.fuser.tune_check import Check
 from te_fuser.fuser.tune_products import tune_products
 from te_fuser.fuser.tune_schedules import tune_schedules
@@ -96,7 +97,7 @@ class _Rounds:
 
     def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Prepared:
         """A plan ready to run, some of its kernels by other ones."""
-        return prepare(plan, self.outputs, kernels)
+        return load(plan, self.outputs, instead=kernels)
 
     def call(self, prepared: Prepared) -> Callable[[], None]:
         """The call by a plan."""
@@ -124,7 +125,7 @@ def tune(
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
     graph, options = fuser.problem(x, inputs, outputs)
     # What an earlier tuning left out is a candidate again.
-    options = dataclasses.replace(options, memory=fuser.memory, tuned={})
+    options = dataclasses.replace(options, tuned={})
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
         search = _Search(graph, options, rounds)
         for place, choice in _candidates(search.first, options):
@@ -190,7 +191,7 @@ class _Search:
         return total
 
     def _plan(self, choices: Choices) -> Plan:
-        return with_overwriting(Planner(self._graph, dataclasses.replace(self._options, tuned=choices)).plan())
+        return make_plan(self._graph, dataclasses.replace(self._options, tuned=choices))
 
     def _checked_by(self, prepared: Prepared) -> Check:
         return Check(prepared, self._rounds.x, self._rounds.inputs)
@@ -220,8 +221,7 @@ def _product_trials(prepared: Prepared, rounds: _Rounds, check: Check) -> list[T
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
     """(place, choice) of every fusion that fits somewhere: the other choice than the plan's."""
-    steps = [s for s in (*plan.forward, *plan.backward) if isinstance(s.task, FusionTask)]
-    taken = {(s.task.fusion.name, s.start, s.stop) for s in steps}  # type: ignore[union-attr]
+    taken = {(s.task.fusion.name, s.start, s.stop) for s in plan.steps if isinstance(s.task, FusionTask)}
     found: dict[str, str] = {}
     for fusion, start, stop in find_matches(plan.graph, options)[0]:
         place = place_of(fusion, match_at(plan.graph, options, start, stop))

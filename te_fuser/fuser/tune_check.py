@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from te_fuser.compare import Tensors, judge_alike, neighbour
-from te_fuser.fuser.fuser import Prepared, execute
+from te_fuser.fuser.loading import Prepared, execute
 from te_fuser.fuser.plan import Plan
 from te_fuser.ops.main_grad import caught, held_main_grad
 

@@ -17,7 +17,7 @@ from te_fuser.codegen.description import KernelDescription, elements
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.program import KernelFunction, descriptions, kernel_sizes
+from te_fuser.fuser.step import KernelFunction
 from te_fuser.fuser.tune_trials import Trial, concluded
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def tune_schedules(
         margin: the share of the model's time that a schedule must gain.
         reason_not: tells wrong kernels from right ones.
     """
-    device, all_sizes = plan.x.device, kernel_sizes(plan)
+    device = plan.x.device
     taken, trials = list[_Variant](), list[Trial]()
-    for key, description in descriptions([*plan.forward, *plan.backward]).items():
-        variant = _fastest_alone(description, all_sizes[key], device)
+    for description, sizes in ((g.description, g.sizes) for g in plan.generated.values()):
+        variant = _fastest_alone(description, sizes, device)
         trial = _try(description, variant, taken, compare, margin, reason_not)
         if variant is not None and trial.taken:
             taken.append(dataclasses.replace(variant, in_model=trial.ratio))

@@ -92,13 +92,16 @@ class Gradient:
     `produces` names "input", parameters and the method takes (call, dy) and returns {name: gradient}
     (one that nobody needs may be missing or None). `reads` names "input", "output", parameters,
     named inputs and names the forward emits; what a forward did not read needs no naming. `work` is its matrix
-    products' operations over those of forward; None: forward's for each gradient that is needed.
+    products' operations over those of forward; None: forward's for each gradient that is needed. Where `wait` names a
+    second method, the first only starts something, and the second takes (call, what that gave) and gives the gradients:
+    other steps may run in between.
     """
 
     produces: tuple[str, ...]
     reads: tuple[str, ...]
     method: str
     work: float | None = None
+    wait: str | None = None
 
 
 @dataclass
@@ -457,6 +460,9 @@ class UnfusedOperation(FusableOperation):
     reads: ClassVar[tuple[str, ...]] = ("input",)
     emits: ClassVar[tuple[str, ...]] = ()
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
+    # op_wait(call, started) -> the output, of an op whose op_forward only starts something and gives what is under way:
+    # other steps may run in between.
+    op_wait: ClassVar[Callable[..., torch.Tensor] | None] = None
 
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
         """The bytes of each of `emits`, for the plan; what is missing counts as none."""
@@ -482,7 +488,8 @@ class UnfusedOperation(FusableOperation):
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """op_forward, recorded by autograd: so verify checks op_backward against it."""
-        return self.op_forward(call, x)
+        started = self.op_forward(call, x)
+        return started if self.op_wait is None else self.op_wait(call, started)
 
 
 class FusedOperation(FusableOperation):

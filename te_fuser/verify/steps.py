@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 
 from te_fuser import _native
 from te_fuser.compare import UPSTREAM, Tensors, judge, same_bits
-from te_fuser.fuser.fuser import Fuser, execute
+from te_fuser.fuser.fuser import Fuser
 from te_fuser.fuser.graph import Node
-from te_fuser.fuser.kernels import load_column_sums, load_kernels
-from te_fuser.fuser.plan import AddTask, CastTask, Plan, Step
-from te_fuser.fuser.program import Runner, SlotMap, Slots, descriptions, kernel_rows
+from te_fuser.fuser.loading import execute, load, load_column_sums
+from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.reference import run_nodes
 from te_fuser.fuser.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
-from te_fuser.fuser.segment import build_segments
+from te_fuser.fuser.step import Runner, SlotMap, Slots, Step
 from te_fuser.ops.base import unrounded
 from te_fuser.ops.main_grad import caught
 from te_fuser.verify.report import VerificationError
@@ -34,18 +32,14 @@ def run_verified(
     Raises:
         VerificationError: naming the step that erred, from this call or from the backward of its result.
     """
-    prepared = fuser.prepare(x, inputs, outputs)
-    plan = prepared.plan
+    known = fuser.prepare(x, inputs, outputs)
+    plan = known.plan
     parameters = [b.get() for b in plan.graph.parameters]  # once: computed ones may be others the next time
-    entering = {0: x, **{index: inputs[name] for name, index in prepared.named}}
-    with_sums = any(s.sums() for s in (*plan.forward, *plan.backward))
-    sums = load_column_sums(plan.kernels, x.device) if with_sums else None
+    entering = {0: x, **{index: inputs[name] for name, index in known.named}}
+    sums = load_column_sums(plan.kernels, x.device) if plan.has_sums else None
     watch = _Watch(plan, entering, parameters, sums)
-    found = descriptions([*plan.forward, *plan.backward])
-    kernels = load_kernels(list(found.values()), plan.kernels, x.device, kernel_rows(plan))
     # Segments of this call's own: what backward is checked against is what this forward saw.
-    segments = build_segments(plan, kernels, watch.wrap)
-    return execute(dataclasses.replace(prepared, segments=segments), x, inputs, parameters)
+    return execute(load(plan, outputs, wrap=watch.wrap), x, inputs, parameters)
 
 
 class _Watch:
@@ -68,7 +62,7 @@ class _Watch:
 
     def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
         """`runner`, checked; steps that are a single PyTorch operation run as they are."""
-        if isinstance(step.task, (AddTask, CastTask)):
+        if not step.task.compares:
             return runner
         direction = "forward" if id(step) in self.forward_steps else "backward"
         if self.sums is not None and step.sums() and not self.read & set(step.sums()):

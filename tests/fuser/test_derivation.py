@@ -10,9 +10,10 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser import derivation
+from te_fuser.fuser.kernel_task import KernelTask
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.refs import PARAMETER
-from te_fuser.fuser.stretch import KernelPlan, Stretch
+from te_fuser.fuser.stretch import Stretch
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_a_shared_kernel_reads_and_makes_the_tensors_of_its_place() -> None:
     for steps in (found.forward, found.backward):
         made: set[Any] = set()
         for step in steps:
-            if isinstance(step.task, KernelPlan):
+            if isinstance(step.task, KernelTask):
                 nodes = found.graph.nodes[step.start : step.stop]
                 parameters = {p for n in nodes for p in n.parameters.values()}
                 assert {r.index for r in step.reads() if r.kind is PARAMETER} <= parameters

@@ -168,7 +168,7 @@ def test_source_of_each_distinct_kernel(device: str, kernels: str, word: str) ->
     explanation = model.explain(sample(), device=device, source=True)
     sources = explanation.sources()
     plan = explanation.plans[0]
-    keys = {s.task.description.key for s in (*plan.forward, *plan.backward) if hasattr(s.task, "description")}
+    keys = plan.generated
     assert len(sources) == len(keys) and all(word in text for text in sources.values())
     printed = str(explanation)
     for text in sources.values():

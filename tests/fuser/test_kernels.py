@@ -16,8 +16,8 @@ import torch
 from te_fuser import Fuser, Sequential, _native, fusions, ops
 from te_fuser.codegen import compiler, nvrtc
 from te_fuser.fuser import fuser, kernels
-from te_fuser.fuser.fuser import draw_seed
 from te_fuser.fuser.kernels import missing_notes, obstacle, target_for
+from te_fuser.fuser.loading import draw_seed
 from te_fuser.fusions import fusion
 from te_fuser.fusions.match import Match
 
@@ -136,7 +136,7 @@ def test_a_fusion_is_asked_for_its_kernels_in_each_direction() -> None:
 
     with fusions.only(both):
         plan = Sequential(ops.Bias(4), ops.SiLU()).plan(torch.ones(3, 4, requires_grad=True))
-    assert [k.name for k in kernels.written_kernels(plan)] == ["shared", "forward", "backward"]
+    assert [k.name for k in plan.written] == ["shared", "forward", "backward"]
     assert asked == [(1, "forward", frozenset()), (2, "backward", frozenset({"input", "0.bias"}))]
 
 

@@ -16,11 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from te_fuser import Residual, Sequential, ops
 from te_fuser.codegen import overwriting as allowed
-from te_fuser.fuser import finish, fuser, measure, overwriting
-from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.program import Program, build_program
+from te_fuser.fuser import finish, loading, overwriting, planner
+from te_fuser.fuser.fusion_task import FusionTask
+from te_fuser.fuser.kernel_task import KernelTask
+from te_fuser.fuser.op_tasks import OpTask
+from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.problem import Options
+from te_fuser.fuser.program import Loaded, Program, build_program
 from te_fuser.fuser.refs import VALUE, gradient_ref
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.step import Step
 from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
 from te_fuser.verify import steps
 from tests.fake_cuda import Emulation, FakeDriver
@@ -43,8 +47,8 @@ def emulated(driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.Monke
 @pytest.fixture
 def ours(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's products count as ours."""
-    known = overwriting._is_plain
-    monkeypatch.setattr(overwriting, "_is_plain", lambda s: known(s) or "mat" in s.name)
+    monkeypatch.setattr(OpTask, "own_memory", property(lambda task: task.node.role == "mat_mul"))
+    monkeypatch.setattr(FusionTask, "own_memory", property(lambda task: "mat" in task.fusion.name))
 
 
 def mlp(*parts: Any, **options: Any) -> Sequential:
@@ -77,14 +81,14 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def pairs(plan_steps: tuple[Step, ...]) -> dict[str, tuple[tuple[str, str], ...]]:
     """Kernel -> what it may store over what, where it may."""
-    found = {s.name: s.task.description.overwrites for s in plan_steps if isinstance(s.task, KernelPlan)}
+    found = {s.name: s.task.description.overwrites for s in plan_steps if isinstance(s.task, KernelTask)}
     return {name: over for name, over in found.items() if over}
 
 
 def without(model: Sequential, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What `run` gives by plans that overwrite nothing."""
     with monkeypatch.context() as patch:
-        patch.setattr(fuser, "with_overwriting", lambda plan: plan)
+        patch.setattr(planner, "PASSES", ())
         other = mlp(*list(model)[4:])
         other.load_state_dict(model.state_dict())
         assert not pairs(other.plan(x_of()).backward)
@@ -167,12 +171,13 @@ def test_small_tensors_are_not_overwritten(ours: None, monkeypatch: pytest.Monke
     assert list(pairs(model.plan(x_of()).backward)) == ["bias_gelu_bwd"]
     monkeypatch.setattr(overwriting, "LEAST_BYTES", ROWS * HIDDEN * 4 + 1)
     plan = mlp(ops.LayerNorm(WIDTH)).plan(x_of())
-    assert not pairs(plan.backward) and overwriting.with_overwriting(plan).backward == plan.backward
+    again = overwriting.with_overwriting(plan, Options(plan.device))
+    assert not pairs(plan.backward) and again.backward == plan.backward
 
 
 def test_only_cuda_kernels_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overwriting, "LEAST_BYTES", 1)
-    monkeypatch.setattr(overwriting, "_is_plain", lambda s: True)
+    monkeypatch.setattr(OpTask, "own_memory", True)
     for kernels in ("generated", "reference"):
         plan = mlp(kernels=kernels).plan(x_of())
         assert plan.kernels != "cuda" and not pairs(plan.backward)
@@ -403,7 +408,7 @@ def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, x = cut.plan(x_of()), x_of()
     assert len(plan.segments) > 2
     first = next(s for s in plan.backward if "swiglu" in s.name)
-    start = next(start for start, stop in plan.segments if start <= first.start < stop)
+    start = next(s.start for s in plan.segments if s.start <= first.start < s.stop)
     kept = {ref for _, ref in first.inputs if ref.kind is VALUE}
     makers = [s for s in plan.forward if kept & set(s.writes())]
     assert [s.start < start for s in makers] == [True]
@@ -438,9 +443,7 @@ def test_what_two_segments_keep_is_not_overwritten(ours: None, monkeypatch: pyte
 def test_steps_that_are_checked_or_measured_find_their_inputs_as_they_were(
     ours: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (measure, steps):
-        monkeypatch.setattr(module, "load_kernels", fuser.load_kernels)
-    monkeypatch.setattr(steps, "load_column_sums", fuser.load_column_sums)
+    monkeypatch.setattr(steps, "load_column_sums", loading.load_column_sums)
     model = mlp(ops.LayerNorm(WIDTH))
     plain = run(model)
     checked = mlp(ops.LayerNorm(WIDTH), verify=True)
@@ -467,12 +470,12 @@ def test_memory_that_runs_out_leaves_the_model_usable(ours: None) -> None:
 def program(emulated: None) -> Program:
     """gelu' as a program of two inputs, the first of which it may overwrite."""
     (step,) = Sequential(ops.GELU("tanh"), kernels="generated").plan(x_of()).backward
-    assert isinstance(step.task, KernelPlan)
+    assert isinstance(step.task, KernelTask)
     d = step.task.description
     d = dataclasses.replace(d, overwrites=allowed.pairs(d, {d.loads[0].name}))
     changed = dataclasses.replace(step, task=dataclasses.replace(step.task, description=d))
-    kernels = fuser.load_kernels([d], "cuda", torch.device("cpu"))
-    return build_program([changed], step.task.inputs, [gradient_ref(0)], kernels)[0]
+    kernels = loading.load_kernels([d], "cuda", torch.device("cpu"))
+    return build_program([changed], step.task.inputs, [gradient_ref(0)], Loaded(kernels))[0]
 
 
 def overwritten(program: Program, tensors: list[torch.Tensor], **options: Any) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.plan import FusionTask
+from te_fuser.fuser.fusion_task import FusionTask
 from te_fuser.fuser.planner import LAMBDA
 from te_fuser.fuser.refs import RECOMPUTED, STATISTIC, VALUE
 from te_fuser.fusions import Cost

@@ -12,9 +12,9 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser import cost, derivation, finish
+from te_fuser.fuser.kernel_task import KernelTask
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.refs import RECOMPUTED
-from te_fuser.fuser.stretch import KernelPlan
 
 MIB = 2**20
 
@@ -63,7 +63,7 @@ def kinds(plan: Plan, start: int, stop: int) -> str:
 def kernels(plan: Plan, direction: str) -> list[str]:
     """What each generated kernel covers, in running order."""
     steps = plan.forward if direction == "forward" else plan.backward
-    return [kinds(plan, s.start, s.stop) for s in steps if isinstance(s.task, KernelPlan)]
+    return [kinds(plan, s.start, s.stop) for s in steps if isinstance(s.task, KernelTask)]
 
 
 STRETCHES = ["Bias Dropout Add Fork LayerNorm", "Bias GELU", "Bias Dropout Add"]
@@ -148,7 +148,7 @@ def test_a_budget_that_no_plan_keeps_is_noted() -> None:
 def test_equal_layers_have_equal_plans() -> None:
     plan = seed_plan(layers=4)
     assert recomputed(plan) == {"gelu.output": [True] * 4, "layer_norm.output": [False] * 8}
-    descriptions = {s.task.description.key for s in plan.forward if isinstance(s.task, KernelPlan)}
+    descriptions = {s.task.description.key for s in plan.forward if isinstance(s.task, KernelTask)}
     assert len(descriptions) == 3  # the first norm, a stretch that repeats, the last sum
 
 
@@ -188,9 +188,9 @@ def test_emitted_tensors_are_counted() -> None:
 
 def test_segments_end_where_gradients_pile_up() -> None:
     plan = seed_plan(layers=2)
-    assert plan.segments[0][0] == 0 and plan.segments[-1][1] == len(plan.graph.nodes)
+    assert plan.segments[0].start == 0 and plan.segments[-1].stop == len(plan.graph.nodes)
     assert len(plan.segments) == 6  # the last bias is in that of the product before it
-    for start, stop in plan.segments[1:]:
+    for start, stop in ((s.start, s.stop) for s in plan.segments[1:]):
         beside = plan.graph.nodes[start - 1 : start + 1]
         assert any(n.op.kind is ops.MatMul for n in beside)
         made = {r for s in plan.backward if start <= s.start < stop for r in s.writes()}

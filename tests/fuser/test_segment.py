@@ -487,7 +487,7 @@ def test_several_segments(segment_bytes, memory, monkeypatch):
     model = many_layers(memory=memory)
     plan = model.plan(X, **EXTRA)
     assert len(plan.segments) >= (4 if segment_bytes == 1 else 2)
-    assert plan.segments[0][0] == 0 and plan.segments[-1][1] == len(plan.graph.nodes)
+    assert plan.segments[0].start == 0 and plan.segments[-1].stop == len(plan.graph.nodes)
     torch.testing.assert_close(assert_as_meant(model, X, ("middle",), **EXTRA), want)
     assert_as_meant(model, X.detach(), **EXTRA)
 
@@ -521,7 +521,7 @@ def test_a_short_end_is_part_of_the_segment_before(monkeypatch):
     monkeypatch.setattr(finish, "SEGMENT_BYTES", 8 * 8 * 32)  # a weight in float64
     model = sequential(*parts)
     plan = model.plan(X)
-    assert [len(plan.graph.nodes), *(start for start, _ in plan.segments)] == [5, 0, 3]
+    assert [len(plan.graph.nodes), *(s.start for s in plan.segments)] == [5, 0, 3]
     assert_as_meant(model, X)
 
 

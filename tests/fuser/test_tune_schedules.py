@@ -21,12 +21,11 @@ from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.codegen.schedule import Schedule
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.fuser import fuser as fuser_module
-from te_fuser.fuser import measure, tune_schedules
+from te_fuser.fuser import loading, tune_schedules
 from te_fuser.fuser import tune as tuning
 from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.program import KernelFunction, descriptions, kernel_rows, kernel_sizes
+from te_fuser.fuser.step import KernelFunction
 from te_fuser.kernels import column_sums
-from te_fuser.verify import steps
 from tests.fake_cuda import FakeDriver, as_new_process, in_place
 
 GPU_NAME = "NVIDIA H200"
@@ -56,7 +55,7 @@ def source() -> torch.Tensor:
 
 def kernels_of(plan: Plan) -> dict[str, KernelDescription]:
     """By name."""
-    return {d.name: d for d in descriptions([*plan.forward, *plan.backward]).values()}
+    return {g.description.name: g.description for g in plan.generated.values()}
 
 
 def variants(d: KernelDescription) -> list[tuple[Schedule, ...]]:
@@ -68,7 +67,7 @@ def variants(d: KernelDescription) -> list[tuple[Schedule, ...]]:
 
 def test_rows_are_those_of_the_kernels_call() -> None:
     plan = reshaped().plan(source())
-    rows = {name: kernel_rows(plan)[d.key] for name, d in kernels_of(plan).items()}
+    rows = {g.description.name: g.sizes[0] for g in plan.generated.values()}
     assert rows == {"rms_norm_fwd": 40, "rms_norm_bwd": 40, "bias_bwd": 10}
 
 
@@ -78,7 +77,7 @@ def test_a_kernel_in_several_places_has_the_rows_of_the_largest() -> None:
     plan = model.plan(torch.randn(40, 16))
     (d,) = kernels_of(plan).values()
     assert [s.name for s in plan.forward].count(d.name) == 3  # of 40, 160 and 40 rows
-    assert kernel_sizes(plan) == {d.key: (160, 1, 1)}
+    assert plan.generated[d.key].sizes == (160, 1, 1)
 
 
 def test_measured_schedules_are_looked_up_by_the_rows_of_each_kernel(driver: FakeDriver, tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_measured_schedules_are_looked_up_by_the_rows_of_each_kernel(driver: Fak
     store = store_for(GPU_NAME, tmp_path)
     store.put(d.key, own, 40)
     store.put(d.key, other, 10)
-    fuser_module.prepare(model.plan(x), ())
+    loading.load(model.plan(x))
     (kernel,) = (k for k in cuda_loader.loaded() if k.description.key == d.key)
     assert kernel.text.schedules == own
 
@@ -103,8 +102,7 @@ def test_whoever_loads_a_plans_kernels_says_their_rows(monkeypatch: pytest.Monke
         given.append({d.name: rows[d.key] for d in wanted})
         return {d.key: InterpretedKernel(d) for d in wanted}
 
-    for module in (fuser_module, measure, steps):
-        monkeypatch.setattr(module, "load_kernels", load)
+    monkeypatch.setattr(loading, "load_kernels", load)
     model, x = reshaped(verify=True), source()
     model(x)
     model.explain(x, measure=True)
@@ -141,7 +139,7 @@ class Times:
 def kept(plan: Plan, folder: Path) -> list[str]:
     """The kernels whose schedules are on disk for their rows."""
     store = store_for(GPU_NAME, folder)
-    return [name for name, d in kernels_of(plan).items() if store.find(d.key, kernel_rows(plan)[d.key])]
+    return [name for name, d in kernels_of(plan).items() if store.find(d.key, plan.generated[d.key].sizes[0])]
 
 
 NAMES = ["rms_norm_fwd", "rms_norm_bwd", "bias_bwd"]
@@ -166,8 +164,8 @@ def test_what_gains_is_kept_and_loaded_from_then_on(faster_alone: None, tmp_path
     assert kept(plan, tmp_path) == ["rms_norm_fwd", "bias_bwd"]
     d = kernels_of(plan)["rms_norm_fwd"]
     before = len(cuda_loader.loaded())
-    fuser_module.prepare(plan, ())
-    (kernel,) = cuda_loader.load([d], GPU, rows=kernel_rows(plan), cache_dir=tmp_path)
+    loading.load(plan)
+    (kernel,) = cuda_loader.load([d], GPU, rows={d.key: plan.generated[d.key].sizes[0]}, cache_dir=tmp_path)
     assert kernel.text.schedules == variants(d)[1] and len(cuda_loader.loaded()) == before
 
 

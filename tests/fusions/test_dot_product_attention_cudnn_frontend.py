@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.kernels import written_kernels
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import cudnn_frontend
@@ -65,7 +64,7 @@ def test_it_is_taken_for_the_pass_that_it_saves(installed) -> None:
 def test_the_bias_before_it_gets_its_gradient_elsewhere(installed) -> None:
     p = plan(ops.Bias(FEATURES), attention())
     assert covered(p) == {NAME: (1, 2), "bias_bwd": (0, 1)}
-    assert not any(isinstance(kernel, PackedPass) for kernel in written_kernels(p))
+    assert not any(isinstance(kernel, PackedPass) for kernel in p.written)
 
 
 def test_a_rotation_before_it_turns_back_in_a_pass_of_its_own(installed) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.kernels import written_kernels
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import cudnn_frontend, flash_attn_4
@@ -59,7 +58,7 @@ def reasons(p: Plan) -> set[str]:
 
 def test_the_seed_layer_takes_it_and_nothing_is_left_to_pack(installed) -> None:
     p = plan(*seed_layer())
-    assert taken(p) == [NAME, NAME] and not any(isinstance(kernel, PackedPass) for kernel in written_kernels(p))
+    assert taken(p) == [NAME, NAME] and not any(isinstance(kernel, PackedPass) for kernel in p.written)
     (step,) = (s for s in p.backward if s.name == NAME)
     x, y = (2048 * 4 * n * HEADS * DIM * 2 for n in (3, 1))
     assert (step.cost.read, step.cost.written, step.stop - step.start) == (x + 2 * y, x, 1)

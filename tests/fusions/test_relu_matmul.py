@@ -12,7 +12,8 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.planner import Options, Planner
+from te_fuser.fuser.planner import make_plan
+from te_fuser.fuser.problem import Options
 from te_fuser.fuser.tuned import ON
 from te_fuser.kernels import matmul as products
 from te_fuser.ops.base import FusableOperation
@@ -80,7 +81,7 @@ def tuned() -> Plan:
     found = plan(*mlp(), memory="fast")
     assert NAME not in {s.name for s in (*found.forward, *found.backward)}
     options = Options(found.device, found.kernels, "fast", found.device.capability, {f"{NAME} 4096>4096": ON})
-    return Planner(found.graph, options).plan()
+    return make_plan(found.graph, options)
 
 
 def test_what_tune_found_is_taken() -> None:

@@ -97,7 +97,7 @@ def test_plans_without_generated_kernels(options: dict[str, object]) -> None:
 
 def test_on_a_cpu_the_op_runs_itself() -> None:
     model, x = sequential(rotary()), tensor(5, 2, FEATURES)
-    assert [type(s.task).__name__ for s in model.plan(x).forward] == ["OpForward"]
+    assert [s.task.what for s in model.plan(x).forward] == ["op"]
     assert reasons(model.plan(x), "rotary_embedding_forward", 0) == {"it runs on cuda, the input is on cpu"}
 
 

@@ -12,11 +12,10 @@ from unittest import mock
 
 from te_fuser import fusions
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.fuser import finish, fuser
+from te_fuser.fuser import finish, fuser, loading
 from te_fuser.fuser.device import DEVICES, Device
 from te_fuser.fusions import Cost, Fusion, Match
 from te_fuser.ops import FusableOperation
-from te_fuser.verify import steps
 
 
 @contextlib.contextmanager
@@ -37,8 +36,7 @@ def as_if_generated(seed: int) -> Iterator[None]:
 
     with (
         mock.patch.object(fuser, "target_for", target),
-        mock.patch.object(fuser, "load_kernels", load),
-        mock.patch.object(steps, "load_kernels", load),
+        mock.patch.object(loading, "load_kernels", load),
     ):
         yield
 

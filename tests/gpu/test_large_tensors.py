@@ -9,8 +9,8 @@ import torch
 
 from te_fuser import Sequential, ops
 from te_fuser.formula.random import keep_bits, threshold
-from te_fuser.fuser.fuser import draw_seed
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.kernel_task import KernelTask
+from te_fuser.fuser.loading import draw_seed
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def generated(x: torch.Tensor, *parts: ops.RowOp) -> Sequential:
     model = randomize(Sequential(*parts, kernels="generated")).to(GPU, torch.bfloat16)
     plan = model.plan(x)
     steps = (*plan.forward, *plan.backward)
-    assert plan.kernels == "cuda" and all(isinstance(s.task, KernelPlan) for s in steps)
+    assert plan.kernels == "cuda" and all(isinstance(s.task, KernelTask) for s in steps)
     return model
 
 

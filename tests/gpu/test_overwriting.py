@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import Residual, Sequential, ops
-from te_fuser.fuser import fuser, overwriting
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser import overwriting, planner
+from te_fuser.fuser.kernel_task import KernelTask
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def pairs(model: Sequential) -> int:
     """How many inputs the plan says may be overwritten in backward."""
     found = [s.task for s in model.plan(x_of(next(model.parameters()).dtype)).backward]
-    return sum(len(t.description.overwrites) for t in found if isinstance(t, KernelPlan))
+    return sum(len(t.description.overwrites) for t in found if isinstance(t, KernelTask))
 
 
 def copied(model: Sequential, *parts: Any, **options: Any) -> Sequential:
@@ -98,7 +98,7 @@ def test_the_same_bits_and_right_ones(
     got = run(model, model)
     assert same(got, run(model, model))
     with monkeypatch.context() as patch:
-        patch.setattr(fuser, "with_overwriting", lambda plan: plan)
+        patch.setattr(planner, "PASSES", ())
         plain = copied(model, *MODELS[name](), memory=memory)
         assert pairs(plain) == 0
         assert same(run(plain, plain), got)
@@ -131,7 +131,7 @@ def test_less_memory_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cuda.max_memory_allocated() - before
 
     less = peak()
-    monkeypatch.setattr(fuser, "with_overwriting", lambda plan: plan)
+    monkeypatch.setattr(planner, "PASSES", ())
     assert less <= peak() - 1.5 * size
 
 
@@ -255,5 +255,5 @@ def test_a_whole_step_captured() -> None:
 
 def test_small_tensors_are_not_overwritten() -> None:
     model, x = mlp(), normal(64, WIDTH).requires_grad_()
-    tasks = [s.task for s in model.plan(x).backward if isinstance(s.task, KernelPlan)]
+    tasks = [s.task for s in model.plan(x).backward if isinstance(s.task, KernelTask)]
     assert 64 * HIDDEN * 2 < overwriting.LEAST_BYTES and not any(t.description.overwrites for t in tasks)

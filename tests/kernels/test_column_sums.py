@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import _native, ops
 from te_fuser.codegen import nvrtc
-from te_fuser.fuser import fuser
+from te_fuser.fuser import loading
 from te_fuser.kernels import column_sums
 from te_fuser.verify import steps as verify_steps
 from tests.codegen import ptx
@@ -85,8 +85,7 @@ def test_sums_of_verified_steps_come_by_the_same_kernel(
     checked = te_fuser.Sequential(*layers(torch.float32), verify=True)
     x = tensor(90, WIDTH, dtype=torch.float32)
     with emulation.in_plans():
-        monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
-        monkeypatch.setattr(verify_steps, "load_column_sums", fuser.load_column_sums)
+        monkeypatch.setattr(verify_steps, "load_column_sums", loading.load_column_sums)
         found, launches, last = launched(driver, checked, x)
         together, fewer, _ = launched(driver, layers(torch.float32), x)
     assert last == b"column_sums" and launches == fewer + 2  # three kernels have sums
@@ -110,8 +109,7 @@ def test_verified_steps_add_up_by_themselves_what_a_step_reads(
 
     monkeypatch.setattr(verify_steps._CheckedRunner, "_run", watched)
     with emulation.in_plans():
-        monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
-        monkeypatch.setattr(verify_steps, "load_column_sums", fuser.load_column_sums)
+        monkeypatch.setattr(verify_steps, "load_column_sums", loading.load_column_sums)
         gradients(model, tensor(90, WIDTH, dtype=torch.float32))
     assert b"column_sums" not in names and any(name.endswith(b"_finish") for name in names)
 

@@ -13,7 +13,6 @@ from te_fuser.codegen import cuda_loader, nvrtc
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.config import config
 from te_fuser.fuser import fuser as fuser_module
-from te_fuser.fuser.kernels import written_kernels
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import column_sums, packed_heads
@@ -98,7 +97,7 @@ def test_the_first_call_compiles_and_loads_nothing(
     fuser, x = Fuser(listed), torch.randn(5, 2, FEATURES, dtype=dtype, requires_grad=True)
     with fusions.only(*IN_FORCE):
         prepared = fuser.prepare(x, {})
-        written = [kernel.name for kernel in written_kernels(prepared.plan)]
+        written = [kernel.name for kernel in prepared.plan.written]
         assert written.count("packed_heads") == count == compiled.count("packed_heads")
         before = driver.loads, list(compiled)
         y = fuser(x)
@@ -158,4 +157,4 @@ def test_what_adds_up_column_sums_is_made_beside_them(
         assert compiled.count("column_sums") == 1
         bias.requires_grad_(False)
         prepared = Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
-    assert "column_sums" not in [kernel.name for kernel in written_kernels(prepared.plan)]
+    assert "column_sums" not in [kernel.name for kernel in prepared.plan.written]

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser
 from te_fuser import Fuser, fusions, ops
-from te_fuser.fuser import fuser
+from te_fuser.fuser import loading
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.fusions.registry import Fusion
@@ -225,8 +225,7 @@ def test_totals_live_until_they_are_added_up(driver: FakeDriver, monkeypatch: py
 
 def verified(monkeypatch: pytest.MonkeyPatch) -> te_fuser.Sequential:
     """A model whose steps are checked, on the driver that is imitated."""
-    monkeypatch.setattr(verify_steps, "load_kernels", fuser.load_kernels)
-    monkeypatch.setattr(verify_steps, "load_column_sums", fuser.load_column_sums)
+    monkeypatch.setattr(verify_steps, "load_column_sums", loading.load_column_sums)
     return layer("bias and attention", verify=True)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from te_fuser.dtypes import text_of as text_of_dtype
 from te_fuser.fuser.device import Device, device_named
 from te_fuser.fuser.explain import Explanation
-from te_fuser.fuser.plan import Plan, Step
+from te_fuser.fuser.kernel_task import KernelTask
+from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.refs import EMITTED, GRADIENT, RECOMPUTED, SAVED, SEED, STATISTIC, Ref
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.step import Step
 from tests.plans.models import Case
 
 RATES = {"float32": 0.26e12, "bfloat16": 0.65e12, "float16": 0.09e12, "float64": 0.05e12}
@@ -71,7 +72,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
                 f"{step.seconds:.17g} s"
             )
             yield from _kernel(step)
-    yield f"segments {' '.join(f'{a}-{b - 1}' for a, b in plan.segments)}"
+    yield f"segments {' '.join(f'{a}-{b - 1}' for a, b in ((s.start, s.stop) for s in plan.segments))}"
     for k in plan.kept:
         yield f"kept {name_of(plan, k.ref)}: {k.name}, {k.bytes} B, {k.owner}"
     for choice in plan.choices:
@@ -88,7 +89,7 @@ def _tensors(plan: Plan, named: tuple[tuple[str, Ref], ...]) -> str:
 
 def _kernel(step: Step) -> Iterator[str]:
     task = step.task
-    if not isinstance(task, KernelPlan):
+    if not isinstance(task, KernelTask):
         return
     d = task.description
     yield f"  kernel {d.key[:16]}, streams {list(task.streams)}, samples along {task.batch_dim}"
