@@ -218,6 +218,7 @@ class FusableOperation(torch.nn.Module):
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
+    other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -301,6 +302,14 @@ class FusableOperation(torch.nn.Module):
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The meaning in differentiable PyTorch operations, whatever the dtype."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
+        """An op of this kind, for verify: `changed` has another value of an argument, and `name` is a free one.
+
+        What it is called with goes to the constructor; overridden where that needs more than its defaults.
+        """
+        return cls(**changed)
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """An op like this one for `features` input features, for verify, the fuzzer and the benchmark."""

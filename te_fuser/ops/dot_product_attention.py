@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -249,6 +250,7 @@ class DotProductAttention(UnfusedOperation):
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
     global_state = staticmethod(switches)
+    other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
 
     def __init__(
         self,
@@ -344,6 +346,10 @@ class DotProductAttention(UnfusedOperation):
         """The scores, the same masked, their exponentials, and the probabilities."""
         samples, positions = self.packed.lengths(x.shape)
         return 4 * 4 * samples * self.heads * positions**2
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> DotProductAttention:
+        return cls(2, 8, **changed)
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same attention with other heads; a given mask becomes a causal one, since an example has one input.

@@ -109,6 +109,10 @@ class MatMul(UnfusedOperation):
     weight_gradient = gradient_of("weight", _weight_gradient, "dy", "input")
     main_gradient = gradient_of("weight", _main_gradient, "dy", "input", "weight")
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> MatMul:
+        return cls(features, features, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> MatMul:
         made = MatMul(
             features,
