@@ -200,8 +200,8 @@ class _Refs:
 
     def marked(self) -> tuple[tuple[int, int], ...]:
         """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
-        ops = [n for n in self.graph.nodes if getattr(n.op, "accumulate_into_main_grad", False)]
-        refs = {parameter_ref(p) for n in ops for p in n.parameters.values()}
+        nodes = self.graph.nodes
+        refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
         return tuple((k, self.inputs.index(r)) for k, r in enumerate(self.kept) if r in refs)
 
     def arriving(self) -> list[Ref | None]:

@@ -92,13 +92,15 @@ class Gradient:
     `produces` names "input", parameters and the method takes (call, dy) and returns {name: gradient}
     (one that nobody needs may be missing or None). `reads` names "input", "output", parameters,
     named inputs and names the forward emits; what a forward did not read needs no naming. `work` is its matrix
-    products' operations over those of forward; None: forward's for each gradient that is needed.
+    products' operations over those of forward; None: forward's for each gradient that is needed. `by_attributes` names
+    parameters whose attributes (main_grad) say where their gradient goes: the method gets the parameters themselves.
     """
 
     produces: tuple[str, ...]
     reads: tuple[str, ...]
     method: str
     work: float | None = None
+    by_attributes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -278,6 +280,10 @@ class FusableOperation(torch.nn.Module):
         Raises:
             TypeError, ValueError: when one is missing or cannot be taken; the message names it and says what to do.
         """
+
+    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Which of these bound parameters have attributes that say where their gradient goes."""
+        return ()
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
@@ -474,6 +480,9 @@ class UnfusedOperation(FusableOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
         return (Gradient(("input", *names), self.reads, "whole_backward"),)
+
+    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple([name for gradient in self.gradients(names) for name in gradient.by_attributes])
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The output for x."""

@@ -101,7 +101,7 @@ class MatMul(UnfusedOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         weight = Gradient(("weight",), ("input",), "weight_gradient")
         if self.accumulate_into_main_grad:
-            weight = Gradient(("weight",), ("input", "weight"), "main_gradient")
+            weight = Gradient(("weight",), ("input", "weight"), "main_gradient", by_attributes=("weight",))
         return Gradient(("input",), ("weight",), "input_gradient"), weight
 
     op_forward = forward_of(_forward, "input", "weight")
