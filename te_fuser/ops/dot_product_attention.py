@@ -223,8 +223,28 @@ KERNEL_SWITCHES: dict[str, Callable[[], bool]] = {
 }
 
 
+def refuse_context_parallel() -> None:
+    """Refuse to run where PyTorch's context_parallel is on: it replaces torch's attention alone.
+
+    Raises:
+        RuntimeError: inside of it.
+    """
+    module = torch.nn.functional.scaled_dot_product_attention.__module__ or ""
+    if module.startswith("torch.distributed.tensor.experimental"):
+        raise RuntimeError(
+            "DotProductAttention: inside torch's context_parallel each process holds a part of the sequence, and this "
+            "op would attend to that part alone; call it outside of context_parallel, or use "
+            "torch.nn.functional.scaled_dot_product_attention in its place"
+        )
+
+
 def switches() -> tuple[bool, ...]:
-    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now."""
+    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now; asked at each call.
+
+    Raises:
+        RuntimeError: inside torch's context_parallel.
+    """
+    refuse_context_parallel()
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 
 
@@ -308,6 +328,7 @@ class DotProductAttention(UnfusedOperation):
 
     def infer(self, x: Spec) -> Spec:
         """[.., heads * head_dim]."""
+        refuse_context_parallel()
         self.packed.check(type(self).__name__, x)
         return x.with_features(self.heads * self.head_dim)
 
@@ -370,6 +391,7 @@ class DotProductAttention(UnfusedOperation):
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """An explicit softmax, recorded by autograd."""
+        refuse_context_parallel()
         q, k, v = self.packed.split(raised(x))
         scores = _scores(q, k, self.scale)
         hidden = self._hidden(call, scores)
