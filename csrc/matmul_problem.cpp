@@ -30,11 +30,6 @@ constexpr Epilogue epilogues[] = {
 constexpr size_t most_problems = 4096;  // of one product; beyond that it starts afresh
 constexpr uint32_t most_alignment = 256;
 
-int data_type(const DType& dtype) {
-  const std::string name = dtype.name;
-  return name == "bfloat16" ? Lt::r_16bf : name == "float16" ? Lt::r_16f : Lt::r_32f;
-}
-
 uint32_t alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   if (address == 0) return most_alignment;
@@ -108,6 +103,13 @@ std::string known_epilogues() {
   return names;
 }
 
+int product_type(const DType& dtype) {
+  const std::string name = dtype.name;
+  if (name == "float32") return Lt::r_32f;
+  if (name == "bfloat16") return Lt::r_16bf;
+  return name == "float16" ? Lt::r_16f : -1;
+}
+
 bool MatmulKey::operator==(const MatmulKey& other) const {
   return m == other.m && n == other.n && k == other.k && lda == other.lda && ldb == other.ldb && ldout == other.ldout &&
          ldc == other.ldc && ldaux == other.ldaux && flags == other.flags;
@@ -135,7 +137,7 @@ MatmulProblem::~MatmulProblem() {
 Lt::Status MatmulProblem::describe(const MatmulForm& form, const MatmulKey& key, const MatmulCall& call) {
   const Lt& lt = *on_.library;
   const int compute = call.tf32 ? Lt::compute_32f_fast_tf32 : Lt::compute_32f;
-  const int in = data_type(form.dtype), out = data_type(form.out_dtype);
+  const int in = product_type(form.dtype), out = product_type(form.out_dtype);
   const int op_a = form.transpose_b != call.b.flipped ? Lt::op_t : Lt::op_n;
   const int op_b = form.transpose_a != call.a.flipped ? Lt::op_t : Lt::op_n;
   Lt::Status status = lt.description_create(&description_, compute, Lt::r_32f);

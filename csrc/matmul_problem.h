@@ -38,6 +38,9 @@ struct Epilogue {
 const Epilogue* find_epilogue(const std::string& name);
 std::string known_epilogues();
 
+// The library's number of a dtype; -1 for one that products do not take.
+int product_type(const DType& dtype);
+
 // What is added to the product before the epilogue: nothing, what the output held, or a tensor of its own.
 enum class Addend : uint8_t { none, out, c };
 

@@ -18,9 +18,8 @@ bool refuse(const char* name, const std::string& problem) {
 
 bool read_dtype(const char* name, const char* dtype, DType* found) {
   const DType* known = find_dtype(dtype);
-  const std::string text = dtype;
-  if (known == nullptr || (text != "float32" && text != "bfloat16" && text != "float16")) {
-    return refuse(name, "its dtypes are float32, bfloat16 and float16, got " + text);
+  if (known == nullptr || product_type(*known) < 0) {
+    return refuse(name, "its dtypes are float32, bfloat16 and float16, got " + std::string(dtype));
   }
   *found = *known;
   return true;

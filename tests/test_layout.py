@@ -66,18 +66,7 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {"__init__", "base", "checks", "main_grad", "parameters", "products"}
 ASPECTS = {
-    "": {
-        "bad_input",
-        "benchmarks",
-        "cuda_native",
-        "docs",
-        "gpu_benchmarks",
-        "gpu_plots",
-        "gpu_tests",
-        "layout",
-        "native",
-        "steps",
-    },
+    "": {"bad_input", "benchmarks", "docs", "gpu_benchmarks", "gpu_plots", "gpu_tests", "layout"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }
@@ -259,13 +248,11 @@ def test_one_file_for_each_provider_of_attention(provider: Provider):
 def test_tests_mirror_the_package(path):
     """A test file has the name of a module in the same folder, maybe with an aspect of it behind, or is listed."""
     folder = path.parent.relative_to(TESTS)
-    home = PACKAGE / folder
+    home = PACKAGE.parent / folder if str(folder) == "csrc" else PACKAGE / folder
     if not home.is_dir():
         return  # tests of the examples, of a GPU, and the like
     stem = path.stem.removeprefix("test_")
     if stem in ASPECTS.get("" if str(folder) == "." else str(folder), set()):
         return
-    modules = {p.stem for p in home.glob("*.py")} | {p.name for p in home.iterdir() if p.is_dir()}
-    assert any(stem == m or stem.startswith(f"{m}_") for m in modules), (
-        f"no module of te_fuser/{folder} is called {stem}"
-    )
+    modules = {p.stem for p in home.iterdir() if p.is_dir() or p.suffix in (".py", ".cpp")}
+    assert any(stem == m or stem.startswith(f"{m}_") for m in modules), f"nothing of {home} is called {stem}"

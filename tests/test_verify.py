@@ -262,9 +262,51 @@ def test_ops_can_be_given() -> None:
     def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x + x
 
-    with pytest.raises(ValueError, match=r"cannot make a Twice.*verify\(fusion, ops="):
+    with pytest.raises(ValueError, match=r"cannot make a Twice.*'how'.*define Twice.prototype.*verify\(fusion, ops="):
         check(twice)
     assert check(twice, ops=[[Twice(1)]]).passed
+
+
+class Centred(ops.RowOp):
+    """y = x - offset or offset - x."""
+
+    other_choices = {"sign": "minus"}
+
+    def __init__(self, offset: torch.Tensor, sign: str = "plus") -> None:
+        super().__init__()
+        self.offset, self.sign = torch.nn.Parameter(offset), sign
+
+    def compute(self, x: Any, offset: Any) -> Any:
+        return x - offset if self.sign == "plus" else offset - x
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Centred:
+        return cls(torch.zeros(features), **changed)
+
+    def example(self, features: int, rng: torch.Generator) -> Centred:
+        return Centred(torch.randn(features, generator=rng), self.sign)
+
+
+def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
+    @fusion(forward=[Centred], when=lambda m: m[0].op.sign == "plus" or "minus", registered=False)
+    def right(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - m[0].offset
+
+    assert check(right).passed
+    wrong = dataclasses.replace(right, when=None)
+    with pytest.raises(VerificationError, match="Centred with sign='minus'"):
+        check(wrong)
+
+
+def test_an_op_without_an_example_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Centred, "example")
+
+    @fusion(forward=[Centred], registered=False)
+    def centred(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - m[0].offset
+
+    with pytest.raises(ValueError, match=r"Centred gives no example\): define .* and \.example\(features, rng\)"):
+        check(centred)
 
 
 # ------------------------------------------------------------------------------------------------ example lists

@@ -58,10 +58,17 @@ class Device:
         return limits.pop("launch") + apart + max(limits.values())
 
     def limits(self, cost: Cost, dtype: str) -> dict[str, float]:
-        """The least time for each resource at its full rate: "memory", "products", "arithmetic", "launch"."""
+        """The least time for each resource at its full rate: "memory", "products", "arithmetic", "launch".
+
+        Raises:
+            ValueError: when the rate of products in `dtype` is not known.
+        """
+        if dtype not in self.matrix_rate:
+            known = ", ".join(self.matrix_rate)
+            raise ValueError(f"{self.name}: the rate of matrix products in {dtype} is not known, those in {known} are")
         return {
             "memory": (cost.read + cost.written) / self.bandwidth,
-            "products": cost.flops / self.matrix_rate.get(dtype, self.matrix_rate["float32"]),
+            "products": cost.flops / self.matrix_rate[dtype],
             "arithmetic": cost.vector_operations / self.vector_rate,
             "launch": cost.launches * self.launch,
         }

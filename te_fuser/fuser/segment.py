@@ -183,8 +183,8 @@ def _build_backward(
 
 def _marked(graph: Graph, segment: SegmentPlan) -> tuple[tuple[int, int], ...]:
     """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
-    ops = [n for n in graph.nodes if getattr(n.op, "accumulate_into_main_grad", False)]
-    refs, inputs = {parameter_ref(p) for n in ops for p in n.parameters.values()}, segment.takes(graph)
+    nodes, inputs = graph.nodes, segment.takes(graph)
+    refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
     return tuple((k, inputs.index(entry.ref)) for k, entry in enumerate(segment.kept) if entry.ref in refs)
 
 

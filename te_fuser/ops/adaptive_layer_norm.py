@@ -86,6 +86,10 @@ class AdaptiveLayerNorm(RowOp):
                     f"{self.sample_dim} of {list(x.shape)}), got {list(inputs[argument].shape)}"
                 )
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> AdaptiveLayerNorm:
+        return cls(features, scale=f"{name}_scale", shift=f"{name}_shift", batch_dim=0, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> AdaptiveLayerNorm:
         return AdaptiveLayerNorm(
             features, self.eps, scale=self.scale, shift=self.shift, per=self.per, batch_dim=self.sample_dim

@@ -32,5 +32,9 @@ class Add(RowOp):
     def compute(self, x: Any, other: Any) -> Any:
         return x + other
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Add:
+        return cls(name, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> Add:
         return Add(self.name)

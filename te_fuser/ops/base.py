@@ -92,15 +92,17 @@ class Gradient:
     `produces` names "input", parameters and the method takes (call, dy) and returns {name: gradient}
     (one that nobody needs may be missing or None). `reads` names "input", "output", parameters,
     named inputs and names the forward emits; what a forward did not read needs no naming. `work` is its matrix
-    products' operations over those of forward; None: forward's for each gradient that is needed. Where `wait` names a
-    second method, the first only starts something, and the second takes (call, what that gave) and gives the gradients:
-    other steps may run in between.
+    products' operations over those of forward; None: forward's for each gradient that is needed. `by_attributes` names
+    parameters whose attributes (main_grad) say where their gradient goes: the method gets the parameters themselves.
+    Where `wait` names a second method, the first only starts something, and the second takes (call, what that gave) and
+    gives the gradients: other steps may run in between.
     """
 
     produces: tuple[str, ...]
     reads: tuple[str, ...]
     method: str
     work: float | None = None
+    by_attributes: tuple[str, ...] = ()
     wait: str | None = None
 
 
@@ -221,6 +223,7 @@ class FusableOperation(torch.nn.Module):
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
+    other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -281,6 +284,10 @@ class FusableOperation(torch.nn.Module):
             TypeError, ValueError: when one is missing or cannot be taken; the message names it and says what to do.
         """
 
+    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Which of these bound parameters have attributes that say where their gradient goes."""
+        return ()
+
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
         return {}
@@ -304,6 +311,14 @@ class FusableOperation(torch.nn.Module):
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The meaning in differentiable PyTorch operations, whatever the dtype."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
+        """An op of this kind, for verify: `changed` has another value of an argument, and `name` is a free one.
+
+        What it is called with goes to the constructor; overridden where that needs more than its defaults.
+        """
+        return cls(**changed)
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """An op like this one for `features` input features, for verify, the fuzzer and the benchmark."""
@@ -471,6 +486,9 @@ class UnfusedOperation(FusableOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
         return (Gradient(("input", *names), self.reads, "whole_backward"),)
+
+    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple([name for gradient in self.gradients(names) for name in gradient.by_attributes])
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The output for x."""

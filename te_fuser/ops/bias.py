@@ -47,5 +47,9 @@ class Bias(RowOp):
         check_features(self, x, self.features)
         return super().infer(x)
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Bias:
+        return cls(features, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> Bias:
         return randomized(Bias(features, device="meta"), rng)

@@ -31,6 +31,10 @@ class Cast(RowOp):
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Cast:
+        return cls(torch.bfloat16, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> Cast:
         return Cast(self.dtype)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -222,8 +223,28 @@ KERNEL_SWITCHES: dict[str, Callable[[], bool]] = {
 }
 
 
+def refuse_context_parallel() -> None:
+    """Refuse to run where PyTorch's context_parallel is on: it replaces torch's attention alone.
+
+    Raises:
+        RuntimeError: inside of it.
+    """
+    module = torch.nn.functional.scaled_dot_product_attention.__module__ or ""
+    if module.startswith("torch.distributed.tensor.experimental"):
+        raise RuntimeError(
+            "DotProductAttention: inside torch's context_parallel each process holds a part of the sequence, and this "
+            "op would attend to that part alone; call it outside of context_parallel, or use "
+            "torch.nn.functional.scaled_dot_product_attention in its place"
+        )
+
+
 def switches() -> tuple[bool, ...]:
-    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now."""
+    """Deterministic mode, and PyTorch's switches for attention kernels, as they are now; asked at each call.
+
+    Raises:
+        RuntimeError: inside torch's context_parallel.
+    """
+    refuse_context_parallel()
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 
 
@@ -249,6 +270,7 @@ class DotProductAttention(UnfusedOperation):
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
     global_state = staticmethod(switches)
+    other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
 
     def __init__(
         self,
@@ -306,6 +328,7 @@ class DotProductAttention(UnfusedOperation):
 
     def infer(self, x: Spec) -> Spec:
         """[.., heads * head_dim]."""
+        refuse_context_parallel()
         self.packed.check(type(self).__name__, x)
         return x.with_features(self.heads * self.head_dim)
 
@@ -345,6 +368,10 @@ class DotProductAttention(UnfusedOperation):
         samples, positions = self.packed.lengths(x.shape)
         return 4 * 4 * samples * self.heads * positions**2
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> DotProductAttention:
+        return cls(2, 8, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same attention with other heads; a given mask becomes a causal one, since an example has one input.
 
@@ -364,6 +391,7 @@ class DotProductAttention(UnfusedOperation):
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """An explicit softmax, recorded by autograd."""
+        refuse_context_parallel()
         q, k, v = self.packed.split(raised(x))
         scores = _scores(q, k, self.scale)
         hidden = self._hidden(call, scores)

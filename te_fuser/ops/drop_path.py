@@ -47,5 +47,9 @@ class DropPath(RowOp):
         check_batch_dim(self, x, self.sample_dim)
         return super().infer(x)
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> DropPath:
+        return cls(0.25, 0, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> DropPath:
         return DropPath(self.p, self.sample_dim)

@@ -36,6 +36,10 @@ class Dropout(RowOp):
             return x
         return x * (keep_mask(x, self.p) * kept_scale(self.p))
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Dropout:
+        return cls(0.25, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> Dropout:
         return Dropout(self.p)
 

@@ -27,5 +27,9 @@ class Fork(RowOp):
     def compute(self, x: Any) -> Any:
         return x
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Fork:
+        return cls(name, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> Fork:
         return Fork(self.name)

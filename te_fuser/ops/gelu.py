@@ -39,6 +39,8 @@ class GELU(RowOp):
     Source: Hendrycks and Gimpel, "Gaussian error linear units (GELUs)" (2016).
     """
 
+    other_choices = {"approximate": "none"}
+
     def __init__(self, approximate: str = "tanh") -> None:
         super().__init__()
         if approximate not in _FORMS:

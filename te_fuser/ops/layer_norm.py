@@ -71,6 +71,10 @@ class LayerNorm(RowOp):
         check_features(self, x, self.features)
         return super().infer(x)
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> LayerNorm:
+        return cls(features, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> LayerNorm:
         op = LayerNorm(
             features,

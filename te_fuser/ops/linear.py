@@ -94,6 +94,10 @@ class Linear(FusableOperation):
             x = part.op.reference(call, x)
         return x
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Linear:
+        return cls(features, features, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> Linear:
         op = Linear(features, self.out_features, self.bias is not None, device="meta")
         return randomized(op, rng, spread=max(features, 1) ** -0.5)

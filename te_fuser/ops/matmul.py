@@ -101,13 +101,17 @@ class MatMul(UnfusedOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         weight = Gradient(("weight",), ("input",), "weight_gradient")
         if self.accumulate_into_main_grad:
-            weight = Gradient(("weight",), ("input", "weight"), "main_gradient")
+            weight = Gradient(("weight",), ("input", "weight"), "main_gradient", by_attributes=("weight",))
         return Gradient(("input",), ("weight",), "input_gradient"), weight
 
     op_forward = forward_of(_forward, "input", "weight")
     input_gradient = gradient_of("input", _input_gradient, "dy", "weight")
     weight_gradient = gradient_of("weight", _weight_gradient, "dy", "input")
     main_gradient = gradient_of("weight", _main_gradient, "dy", "input", "weight")
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> MatMul:
+        return cls(features, features, **changed)
 
     def example(self, features: int, rng: torch.Generator) -> MatMul:
         made = MatMul(

@@ -29,5 +29,9 @@ class Output(RowOp):
     def compute(self, x: Any) -> Any:
         return x
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Output:
+        return cls(name, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> Output:
         return Output(self.name)

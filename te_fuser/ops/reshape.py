@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,6 +46,10 @@ class Reshape(UnfusedOperation):
 
     def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
         return dy.reshape(call.notes["shape"])  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Reshape:
+        return cls(-1, features, **changed)
 
     def example(self, features: int, rng: torch.Generator) -> Reshape:
         return Reshape(-1, features)

@@ -58,6 +58,10 @@ class RMSNorm(RowOp):
         check_features(self, x, self.features)
         return super().infer(x)
 
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> RMSNorm:
+        return cls(features, **changed)
+
     def example(self, features: int, rng: torch.Generator) -> RMSNorm:
         op = RMSNorm(features, self.eps, zero_centered_gamma=self.zero_centered_gamma, device="meta")
         return randomized(op, rng, center=0.0 if self.zero_centered_gamma else 1.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,6 +95,7 @@ class RotaryEmbedding(UnfusedOperation):
     """
 
     reads = ()
+    other_choices = {"layout": "batch_first", "packing": "blocked", "style": "interleaved"}
 
     def __init__(
         self,
@@ -138,6 +140,10 @@ class RotaryEmbedding(UnfusedOperation):
         """As x."""
         self.packed.check(type(self).__name__, x)
         return x
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> RotaryEmbedding:
+        return cls(8, heads=2, **changed)
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same embedding of other heads, with as many of their features turning as here or all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,30 +24,6 @@ _STANDS_FOR: dict[type[FusableOperation], type[FusableOperation]] = {
     FusableOperation: GELU,
     RowOp: GELU,
     UnfusedOperation: MatMul,
-}
-# Argument of an op's constructor -> its value, for `features` input features and a free name.
-_ARGUMENTS: dict[str, Callable[[int, str], Any]] = {
-    "features": lambda features, name: features,
-    "in_features": lambda features, name: features,
-    "out_features": lambda features, name: features,
-    "name": lambda features, name: name,
-    "scale": lambda features, name: f"{name}_scale",
-    "shift": lambda features, name: f"{name}_shift",
-    "p": lambda features, name: 0.25,
-    "batch_dim": lambda features, name: 0,
-    "dtype": lambda features, name: torch.bfloat16,
-    "heads": lambda features, name: 2,
-    "head_dim": lambda features, name: 8,
-    "shape": lambda features, name: (-1, features),
-}
-# The same arguments as something else where they configure the parameters or the arithmetic.
-_KEEP_DEFAULT = {("scale", float), ("scale", type(None)), ("dtype", type(None))}
-# Argument -> another value that a fusion might forget to look at; of any bool and float argument one is made up.
-_OTHER_CHOICES: dict[str, Any] = {
-    "approximate": "none",
-    "mask": "causal",
-    "layout": "batch_first",
-    "packing": "blocked",
 }
 
 
@@ -111,46 +87,25 @@ def _chain(
     opened: list[str] = []
     x = Spec((2, 4, features), torch.float32, torch.device("cpu"))
     for place, kind in enumerate(kinds):
-        reads = not _binds(kind)
-        name = opened.pop() if opened and reads and _takes_name(kind) else f"value{place}"
-        arguments = _arguments(kind, x.features, name)
-        if change is not None and change[0] == place:
-            arguments[change[1]] = change[2]
-        op = _made(kind, arguments, x.features, rng)
+        name, changed = f"value{place}", {} if change is None or change[0] != place else {change[1]: change[2]}
+        op = _made(kind, x.features, name, changed, rng)
+        if opened and name in [given.name for given in op.named_inputs().values()]:
+            op = _made(kind, x.features, opened.pop(), changed, rng)
         if op.named_outputs() and not op.exports:
             opened.append(name)
         yield op
         x = op.infer(x)
 
 
-def _binds(kind: type[FusableOperation]) -> bool:
-    return kind.named_outputs is not FusableOperation.named_outputs
-
-
-def _takes_name(kind: type[FusableOperation]) -> bool:
-    return "name" in inspect.signature(kind).parameters
-
-
-def _arguments(kind: type[FusableOperation], features: int, name: str) -> dict[str, Any]:
-    found = {}
-    for argument, parameter in inspect.signature(kind).parameters.items():
-        default = parameter.default
-        if argument in _ARGUMENTS and (argument, type(default)) not in _KEEP_DEFAULT:
-            found[argument] = _ARGUMENTS[argument](features, name)
-    return found
-
-
 def _made(
-    kind: type[FusableOperation], arguments: dict[str, Any], features: int, rng: torch.Generator
+    kind: type[FusableOperation], features: int, name: str, changed: dict[str, Any], rng: torch.Generator
 ) -> FusableOperation:
     try:
-        places = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.VAR_POSITIONAL]
-        positional = [arguments[p] for p in places if p in arguments]
-        named = {k: v for k, v in arguments.items() if k not in places}
-        return kind(*positional, **named).example(features, rng)
-    except TypeError as error:
+        return kind.prototype(features, name, **changed).example(features, rng)
+    except (TypeError, NotImplementedError) as error:
         raise ValueError(
-            f"verify cannot make a {kind.__name__} by itself ({error}): give the ops to verify with, "
+            f"verify cannot make a {kind.__name__} by itself ({error}): define {kind.__name__}.prototype(features, "
+            "name, **changed) and .example(features, rng), or give the ops to verify with, "
             "verify(fusion, ops=[[...], ...])"
         ) from error
 
@@ -163,5 +118,5 @@ def _changes(kinds: Kinds) -> Iterator[tuple[int, str, Any]]:
                 yield place, argument, not default
             elif isinstance(default, float):
                 yield place, argument, default * 2.0 + 0.125
-            elif isinstance(default, str) and argument in _OTHER_CHOICES:
-                yield place, argument, _OTHER_CHOICES[argument]
+            elif argument in kind.other_choices:
+                yield place, argument, kind.other_choices[argument]

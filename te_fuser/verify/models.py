@@ -55,9 +55,9 @@ class Subject:
         self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         self.modes = {name: m.training for name, m in model.named_modules()}
         for item in listed_ops(self.fused):
-            if getattr(item.lowered.op, "accumulate_into_main_grad", False):
-                weight = item.lowered.bindings["weight"].get()
-                weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+            for name in item.lowered.op.marked_parameters(tuple(item.lowered.bindings)):
+                marked = item.lowered.bindings[name].get()
+                marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
 
     def check(self, case: Case, call: Call) -> list[Row]:
         """One row for each result of the case, and for each promise that is not about accuracy."""

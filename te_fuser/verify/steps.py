@@ -147,9 +147,9 @@ class _CheckedRunner:
 
     def _into_main_grad(self) -> list[int]:
         """The parameters whose gradient goes to their main_grad in this step."""
-        added = [node for node in self.nodes if getattr(node.op, "accumulate_into_main_grad", False)]
+        marked = [n.parameters[name] for n in self.nodes for name in n.op.marked_parameters(tuple(n.parameters))]
         written = {_number(ref) for ref, _ in self.outputs if ref.kind in _CHECKED}
-        return [p for node in added if (p := node.parameters["weight"]) in written]
+        return [p for p in marked if p in written]
 
     def _run(self, slots: Slots) -> dict[int, torch.Tensor]:
         """Run the step; what it gave to main_grads, by the number of the parameter."""

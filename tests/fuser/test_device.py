@@ -10,6 +10,7 @@ import torch
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import fuser
 from te_fuser.fuser.device import DEVICES, Device, _estimated, cpu_device, device_named, device_of
+from te_fuser.fusions import Cost
 from tests.conftest import CPUS
 
 GPU = torch.device("cuda", 0)
@@ -127,6 +128,13 @@ def test_a_cpu_follows_from_its_threads_and_vectors() -> None:
     assert wide.matrix_rate["bfloat16"] == 2.5 * wide.matrix_rate["float32"]
     assert narrow.matrix_rate["bfloat16"] == 0.2 * narrow.matrix_rate["float32"] == narrow.matrix_rate["float16"]
     assert narrow.vector_rate > cpu_device(2, "NEON", 0.2).vector_rate
+
+
+def test_a_dtype_without_a_rate_is_no_float32() -> None:
+    device, cost = DEVICES["h200"], Cost(flops=1e12)
+    assert device.seconds(cost, "bfloat16") < device.seconds(cost, "float32")
+    with pytest.raises(ValueError, match="h200: the rate of matrix products in int8 is not known, those in float32, "):
+        device.seconds(cost, "int8")
 
 
 def test_tests_plan_for_the_cpu_that_the_command_names(request: pytest.FixtureRequest) -> None:

@@ -34,6 +34,21 @@ def test_ddp(one_process):
         assert_same_gradients(got, {n: p.grad for n, p in twin.named_parameters()})
 
 
+def test_attention_refuses_context_parallel(one_process):
+    """Of a sequence that is spread over processes it would see its own part alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    model, x = sequential(ops.GELU(), ops.DotProductAttention(2, 4)), tensor(6, 2, 24)
+    want = model(x)
+    with context_parallel(init_device_mesh("cpu", (1,)), buffers=[torch.zeros(6, 2)], buffer_seq_dims=[0]):
+        for call in (model, model.plan, model.reference, ops.DotProductAttention(2, 4)):
+            with pytest.raises(RuntimeError, match="DotProductAttention: inside torch's context_parallel.*outside of"):
+                call(x)
+        sequential(ops.GELU())(x)
+    torch.testing.assert_close(model(x), want)
+
+
 @pytest.mark.parametrize("parts", [(), (0, 1, 3), (1,)])
 def test_fsdp2(one_process, parts, planned):
     from torch.distributed.device_mesh import init_device_mesh

@@ -352,6 +352,8 @@ def test_its_arguments_are_named() -> None:
         ({"epilogue": "swiglu"}, "the epilogue 'swiglu' is unknown .known: none, bias, relu_bias"),
         ({"add": "beta"}, "add is 'none', 'out' or 'c', got 'beta'"),
         ({"out_dtype": "float64"}, "its dtypes are float32, bfloat16 and float16, got float64"),
+        ({"out_dtype": "uint8"}, "its dtypes are float32, bfloat16 and float16, got uint8"),
+        ({"out_dtype": "float8_e4m3fn"}, "its dtypes are float32, bfloat16 and float16, got float8_e4m3fn"),
     ],
 )
 def test_wrong_configurations(options: dict[str, str], message: str) -> None:

@@ -14,6 +14,7 @@ from te_fuser import fusions, ops
 from te_fuser.fuser import finish
 from te_fuser.fuser.graph import Node
 from te_fuser.ops import matmul
+from te_fuser.ops.base import Gradient, OpCall
 from tests.fusions.products import covered, plan, reasons
 from tests.ops.check import normal
 
@@ -178,6 +179,37 @@ def test_what_does_not_fit(held: torch.Tensor | None, message: str) -> None:
         m[1].weight.main_grad = held
     with pytest.raises(RuntimeError, match=message):
         m(x).sum().backward()
+
+
+class Gain(ops.UnfusedOperation):
+    """y = x w, with the gradient of w in its main_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.linspace(0.5, 2.0, IN))
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return (Gradient(("input", "gain"), ("input", "gain"), "both", by_attributes=("gain",)),)
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return x * call["gain"]
+
+    def both(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+        gain = call["gain"]
+        if call.needs("gain"):
+            gain.main_grad += (dy * call["input"]).sum(0)
+        return {"input": dy * gain, "gain": torch.zeros_like(gain)}
+
+
+def test_an_op_of_ones_own_names_such_parameters() -> None:
+    m, x = te_fuser.Sequential(ops.SiLU(), Gain(), verify=True), normal(3, IN).float().requires_grad_()
+    (want,) = torch.autograd.grad(m.reference(x).sum(), m[1].gain)
+    m[1].gain.main_grad = torch.ones(IN)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, torch.clone):
+        y = m(x)
+    y.sum().backward()
+    torch.testing.assert_close(m[1].gain.main_grad, 1 + want)
+    assert te_fuser.verify(m, torch.randn(5, IN)).passed
 
 
 def test_without_it_nothing_changes() -> None:

@@ -152,7 +152,7 @@ def test_the_declarations_are_the_drivers(tmp_path: Path) -> None:
         """
         + checks
     )
-    ours = Path(__file__).parents[1] / "csrc"
+    ours = Path(__file__).parents[2] / "csrc"
     command = [str(CXX), "-std=c++17", "-fsyntax-only", f"-I{folders[0]}", f"-I{ours}", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:3000]
