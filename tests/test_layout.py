@@ -68,12 +68,8 @@ OP_HELPERS = {"__init__", "base", "checks", "main_grad", "parameters", "products
 ASPECTS = {
     "": {
         "bad_input",
-        "benchmarks",
         "cuda_native",
         "docs",
-        "gpu_benchmarks",
-        "gpu_plots",
-        "gpu_tests",
         "layout",
         "native",
         "steps",
