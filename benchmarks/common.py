@@ -21,6 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 RESULTS = ROOT / "benchmarks/results"
+SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -275,6 +276,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: 
 __all__ = [
     "RESULTS",
     "ROOT",
+    "SHORT_NAMES",
     "Effort",
     "Outcome",
     "Timing",

@@ -25,6 +25,7 @@ from benchmarks import models
 from benchmarks.common import (
     RESULTS,
     ROOT,
+    SHORT_NAMES,
     Effort,
     Outcome,
     as_data,
@@ -84,11 +85,7 @@ class Case:
     @property
     def name(self) -> str:
         """How it is called in tables and records."""
-        return f"{self.family.name} {self.tokens}x{self.hidden} {_short(self.dtype)} {self.direction}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+        return f"{self.family.name} {self.tokens}x{self.hidden} {SHORT_NAMES[self.dtype]} {self.direction}"
 
 
 def cases(families: Sequence[Family], sizes: Sequence[tuple[int, int]] = ()) -> list[Case]:
@@ -130,7 +127,7 @@ def as_record(case: Case, outcome: Outcome) -> dict[str, Any]:
         "family": case.family.name,
         "tokens": case.tokens,
         "hidden": case.hidden,
-        "dtype": _short(case.dtype),
+        "dtype": SHORT_NAMES[case.dtype],
         "direction": case.direction,
         "goal": case.family.goal,
         "met": outcome.ratio <= case.family.goal,

@@ -19,8 +19,7 @@ from rich.table import Table
 from torch.nn import functional
 
 from benchmarks import models
-from benchmarks.common import Effort, command_parser, compete, write_record
-from benchmarks.models import Pair
+from benchmarks.common import SHORT_NAMES, Effort, command_parser, compete, write_record
 from te_fuser import Fuser, fusions, ops
 from te_fuser.codegen import cuda_loader
 from te_fuser.codegen.description import KernelDescription, elements
@@ -120,34 +119,15 @@ def single_calls(rounds: int) -> Iterator[Line]:
 def four_ops(effort: Effort) -> Iterator[Line]:
     """LayerNorm, Linear, GELU, Linear: eager and te_fuser in turns."""
     for dtype in (torch.bfloat16, torch.float32):
-        pair = models.four_ops(TOKENS, HIDDEN, kernels="generated")
+        pair = models.rivals(models.four_ops(TOKENS, HIDDEN, kernels="generated"), dtype, GPU)
         for direction in ("forward", "forward+backward"):
-            eager, fused = calls(pair, direction, dtype)
-            found = compete({"eager": eager, "te_fuser": fused}, effort, torch.cuda.synchronize)
-            name = f"four ops {TOKENS}x{HIDDEN} {str(dtype).removeprefix('torch.')}, {direction}"
+            taking_part = {name: rival.runner(direction) for name, rival in pair.items()}
+            found = compete(taking_part, effort, torch.cuda.synchronize)
+            name = f"four ops {TOKENS}x{HIDDEN} {SHORT_NAMES[dtype]}, {direction}"
             timings = found.timings
             yield Line(f"{name}: eager", timings["eager"].seconds * 1e6, "us", f"spread {timings['eager'].spread:.0%}")
             ours = timings["te_fuser"]
             yield Line(f"{name}: te_fuser", ours.seconds * 1e6, "us", f"spread {ours.spread:.0%}", found.ratio)
-
-
-def calls(pair: Pair, direction: str, dtype: torch.dtype) -> list[Callable[[], object]]:
-    """One call of each model."""
-    x = torch.randn(pair.shape, device=GPU, dtype=dtype, requires_grad=direction != "forward")
-    dy = torch.randn(pair.shape, device=GPU, dtype=dtype)
-
-    def forward(model: torch.nn.Module) -> object:
-        with torch.no_grad():
-            return model(x)
-
-    def both(model: torch.nn.Module) -> object:
-        for p in model.parameters():
-            p.grad = None
-        return model(x).backward(dy)
-
-    run = forward if direction == "forward" else both
-    found = [m.to(GPU, dtype) for m in (pair.eager, pair.fused)]
-    return [lambda m=m: run(m) for m in found]  # type: ignore[misc]
 
 
 # ------------------------------------------------------------------------------- a stretch between products

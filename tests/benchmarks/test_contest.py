@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+import te_fuser
 from benchmarks import models
 from benchmarks.gpu.contest import libraries, measure
 from benchmarks.gpu.contest.entries import compared
 from benchmarks.gpu.contest.goals import Goal, judged, sentence
-from benchmarks.gpu.parts.floor import Product, gated_work, layer_work, make_floor, multiplications
+from benchmarks.gpu.parts.floor import Heads, Product, make_floor, multiplications, work_of
 from benchmarks.gpu.record import tables
+from benchmarks.models import rivals
 from tests.benchmarks.pretended import CPU, event, result
 
 
@@ -105,14 +107,18 @@ def test_kept_bytes_are_those_that_autograd_saves() -> None:
     assert measure.kept_bytes(forward, [weight]) == 4 * (40 + 3 * 30)
 
 
-def test_the_floor_has_a_layers_products() -> None:
-    attention = models.Attention(128, 16)
-    work = layer_work(attention, gated_work)(32, 64)
-    build = models.llama(attention)(32, 64)
-    weights = [p.shape for p in build.eager.parameters() if p.dim() == 2]
-    assert [(p.outputs, p.inputs) for p in work.products] == [tuple(s) for s in weights]
-    floor = make_floor(work.times(2), torch.float32, CPU)
-    assert floor.taken == {"torch.mm": 2 * 3 * 4}
+def test_the_floor_has_the_products_and_the_attention_of_a_model() -> None:
+    layer = models.llama(models.Attention(8, 16, sharing=2, dropout=0.1))(32, 32)
+    qkv, heads, *others = work_of(layer.eager, layer.shape)
+    assert (qkv, heads) == (Product(32, 32, 64), Heads(2, 16, (4, 2, 8), 0.1))
+    assert others == [Product(32, 32, 32), Product(32, 32, 224), Product(32, 112, 32)]
+
+
+def test_the_floor_calls_each_product_and_its_gradients() -> None:
+    layers = [models.llama(models.Attention(8, 16))(32, 32) for _ in range(2)]
+    eager = torch.nn.Sequential(*(layer.eager for layer in layers))
+    pair = models.Pair(eager, te_fuser.Sequential(*(layer.fused for layer in layers)), layers[0].shape)
+    assert make_floor(rivals(pair, torch.float32)["eager"], CPU).taken == {"torch.mm": 2 * 3 * 4}
 
 
 def test_products_have_the_shapes_of_a_linear_layer() -> None:

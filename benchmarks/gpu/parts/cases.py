@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from benchmarks.gpu.contest.bench import Bench
 from benchmarks.gpu.contest.entrants import Entrants
 from benchmarks.gpu.contest.entries import MIB, OURS, Entry, add_details, attempt, compared
 from benchmarks.gpu.contest.goals import Goal, judged
-from benchmarks.gpu.contest.measure import Step, contest
-from benchmarks.gpu.parts.floor import Work, make_floor
+from benchmarks.gpu.contest.measure import Effort, Result, Step, contest
+from benchmarks.gpu.parts.floor import make_floor
 from benchmarks.models import Builder, Rival, copy_parameters
 from te_fuser.fuser.explain import step_rows
 
@@ -42,7 +42,6 @@ class Case:
 
     name: str
     builder: Builder
-    works: Sequence[Work]
     tokens: int
     hidden: int
     dtype: torch.dtype
@@ -57,17 +56,23 @@ def measure_case(bench: Bench, case: Case) -> Entry:
     """Everything about one model."""
     torch.manual_seed(0)
     entrants = _model_rivals(bench, case)
-    found = entrants.found
-    floor = make_floor(case.works, case.dtype, bench.card)  # after tuning: its products too run as tuned
-    steps: dict[str, Step] = {"floor": floor.run, **{n: r.forward_and_backward for n, r in found.items()}}
-    results = contest(steps, bench.effort, bench.card)
-    entry = compared(case.name, results)
-    entry |= {"floor_products": floor.taken, **entrants.remarks()}
-    add_details(entry, steps, found, bench.card)
+    entry, _ = against_floor(bench, case.name, entrants.found, bench.effort, entrants.remarks())
     if case.with_plan:
         attempt(entry, "the plan's times", lambda: entry.update(plan=plan_rows(entrants.ours)))
     entry["goals"] = judged(case.goals, entry)
     return entry
+
+
+def against_floor(
+    bench: Bench, case: str, found: Mapping[str, Rival], effort: Effort, remarks: Entry | None = None
+) -> tuple[Entry, dict[str, Result]]:
+    """Models, which are tuned by now, and the floor of eager's: its products too run as tuned."""
+    floor = make_floor(found["eager"], bench.card)
+    steps: dict[str, Step] = {"floor": floor.run, **{n: r.forward_and_backward for n, r in found.items()}}
+    results = contest(steps, effort, bench.card)
+    entry = {**compared(case, results), "floor_products": floor.taken, **(remarks or {})}
+    add_details(entry, steps, found, bench.card)
+    return entry, results
 
 
 def _model_rivals(bench: Bench, case: Case) -> Entrants:

@@ -6,17 +6,19 @@ since a product that is timed alone has another clock. Attention is cuDNN's wher
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.contest.measure import Card, Step
-from benchmarks.models import Attention, gated_features
+from benchmarks.models import CausalAttention, Rival
 from te_fuser.kernels import matmul
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -42,50 +44,24 @@ class Product:
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's attention."""
+    """A layer's attention; `heads`: of queries, of keys and values, and features of each."""
 
-    attention: Attention
-    tokens: int
-    hidden: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a model's floor consists of; attention stands after the first product."""
-
-    products: tuple[Product, ...]
-    heads: Heads | None = None
-
-    def times(self, count: int) -> list[Work]:
-        """The same several times over."""
-        return [self] * count
+    batch: int
+    positions: int
+    heads: tuple[int, int, int]
+    dropout: float
 
 
-def mlp_work(tokens: int, hidden: int) -> Work:
-    """Of `models.mlp`."""
-    return Work((Product(tokens, hidden, 4 * hidden), Product(tokens, 4 * hidden, hidden)))
-
-
-def gated_work(tokens: int, hidden: int) -> Work:
-    """Of `models.gated_mlp`."""
-    inner = gated_features(hidden)
-    return Work((Product(tokens, hidden, 2 * inner), Product(tokens, inner, hidden)))
-
-
-def linear_residual_work(tokens: int, hidden: int) -> Work:
-    """Of `models.linear_residual`."""
-    return Work((Product(tokens, 4 * hidden, hidden),))
-
-
-def layer_work(attention: Attention, mlp: Callable[[int, int], Work]) -> Callable[[int, int], Work]:
-    """Of a layer with this attention and this MLP."""
-
-    def work(tokens: int, hidden: int) -> Work:
-        qkv = Product(tokens, hidden, attention.packed(hidden))
-        out = Product(tokens, hidden, hidden)
-        return Work((qkv, out, *mlp(tokens, hidden).products), Heads(attention, tokens, hidden))
-
-    return work
+def work_of(model: nn.Module, shape: Sequence[int]) -> list[Product | Heads]:
+    """What a model of torch.nn multiplies and attends to, in its order, for an input of this shape."""
+    found: list[Product | Heads] = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            found.append(Product(math.prod(shape[:-1]), module.in_features, module.out_features))
+        elif isinstance(module, CausalAttention):
+            heads = module.heads, module.kv_heads, module.head_dim
+            found.append(Heads(shape[0], shape[1], heads, module.dropout))
+    return found
 
 
 # --------------------------------------------------------------------------------------------- the products
@@ -170,9 +146,10 @@ class _Clocked:
 class _Attending:
     """Attention forward and backward on packed queries, keys and values; gradients come out apart."""
 
-    def __init__(self, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
-        batch, positions, _ = heads.attention.shape(heads.tokens, heads.hidden)
-        count, kv_count, head_dim = heads.attention.heads(heads.hidden)
+    products: tuple[Multiplication, ...] = ()
+
+    def __init__(self, work: Heads, dtype: torch.dtype, device: torch.device) -> None:
+        batch, positions, (count, kv_count, head_dim) = work.batch, work.positions, work.heads
         sizes = [n * head_dim for n in (count, kv_count, kv_count)]
         packed = torch.randn(batch, positions, sum(sizes), dtype=dtype, device=device)
         self.parts = [
@@ -180,7 +157,7 @@ class _Attending:
             for part in packed.split(sizes, -1)
         ]
         self.dy = torch.randn(batch, positions, count, head_dim, dtype=dtype, device=device).transpose(1, 2)
-        self.options = {"is_causal": True, "dropout_p": heads.attention.dropout, "enable_gqa": count != kv_count}
+        self.options = {"is_causal": True, "dropout_p": work.dropout, "enable_gqa": count != kv_count}
 
     def forward(self) -> torch.Tensor:
         with torch.enable_grad(), sdpa_kernel(_BACKENDS, set_priority=True):
@@ -201,36 +178,30 @@ class Floor:
     taken: dict[str, int]
 
 
-def make_floor(works: Sequence[Work], dtype: torch.dtype, card: Card) -> Floor:
-    """The floor of models that follow one another."""
-    layers = [_Layer(work, dtype, card.device) for work in works]
+def make_floor(eager: Rival, card: Card) -> Floor:
+    """Of a model of torch.nn, for its input."""
+    kinds = {Product: _Multiplying, Heads: _Attending}
+    works = work_of(eager.model, eager.x.shape)
+    pieces = [kinds[type(work)](work, eager.x.dtype, card.device) for work in works]
 
     def run() -> None:
-        outputs = [layer.forward() for layer in layers]
-        for layer, y in zip(reversed(layers), reversed(outputs), strict=True):
-            layer.backward(y)
+        outputs = [piece.forward() for piece in pieces]
+        for piece, y in zip(reversed(pieces), reversed(outputs), strict=True):
+            piece.backward(y)
 
-    steps = [m for layer in layers for three in layer.products for m in three]
     run()
+    steps = [m for piece in pieces for m in piece.products]
     return Floor(run, choose(steps, run, ways_to_multiply(card), card))
 
 
-class _Layer:
-    def __init__(self, work: Work, dtype: torch.dtype, device: torch.device) -> None:
-        self.products = [multiplications(p, dtype, device) for p in work.products]
-        self.attending = _Attending(work.heads, dtype, device) if work.heads else None
+class _Multiplying:
+    def __init__(self, work: Product, dtype: torch.dtype, device: torch.device) -> None:
+        self.products = multiplications(work, dtype, device)
 
-    def forward(self) -> torch.Tensor | None:
-        y = None
-        for k, (product, _, _) in enumerate(self.products):
-            product()
-            if k == 0 and self.attending:
-                y = self.attending.forward()
-        return y
+    def forward(self) -> None:
+        self.products[0]()
 
-    def backward(self, y: torch.Tensor | None) -> None:
-        for k, (_, by_input, by_weight) in reversed(list(enumerate(self.products))):
-            if k == 0 and self.attending and y is not None:
-                self.attending.backward(y)
-            by_input()
-            by_weight()
+    def backward(self, y: None) -> None:
+        _, by_input, by_weight = self.products
+        by_input()
+        by_weight()

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import te_fuser
 from benchmarks import models
+from benchmarks.common import SHORT_NAMES
 from benchmarks.gpu.contest.bench import Bench, forget
-from benchmarks.gpu.contest.entries import OURS, Entry, add_details, compared
+from benchmarks.gpu.contest.entries import OURS, Entry
 from benchmarks.gpu.contest.goals import AHEAD, GELU_MLP, SEED_LAYER, Goal, judged, over_floor
-from benchmarks.gpu.contest.measure import Effort, Step, contest, no_longer
-from benchmarks.gpu.parts.cases import Case, measure_case
-from benchmarks.gpu.parts.floor import gated_work, layer_work, linear_residual_work, make_floor, mlp_work
+from benchmarks.gpu.contest.measure import Effort, no_longer
+from benchmarks.gpu.parts.cases import Case, against_floor, measure_case
 from benchmarks.models import rivals
-
-_SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _seed_case(bench: Bench, dtype: torch.dtype, dropout: float, **options: Any) -> Case:
     scale, attention = bench.scale, bench.scale.attention(dropout)
     return Case(
-        f"seed layer {_SHORT_NAMES[dtype]} dropout {dropout:g}",
+        f"seed layer {SHORT_NAMES[dtype]} dropout {dropout:g}",
         models.gpt(dropout, attention),
-        [layer_work(attention, mlp_work)(scale.tokens, scale.hidden)],
         scale.tokens,
         scale.hidden,
         dtype,
@@ -53,26 +49,21 @@ def layer_fp16(bench: Bench) -> Iterator[Entry]:
 def mlp(bench: Bench) -> Iterator[Entry]:
     """MLP blocks, and a product with bias and residual."""
     rows = (
-        ("LayerNorm-GELU MLP", models.mlp, mlp_work, GELU_MLP),
-        ("RMSNorm-SwiGLU MLP", models.gated_mlp, gated_work, (over_floor(1.05), AHEAD)),
-        ("Linear + bias + residual", models.linear_residual, linear_residual_work, (over_floor(1.02),)),
+        ("LayerNorm-GELU MLP", models.mlp, GELU_MLP, ("fast",)),
+        ("RMSNorm-SwiGLU MLP", models.gated_mlp, (over_floor(1.05), AHEAD), ("fast",)),
+        ("Linear + bias + residual", models.linear_residual, (over_floor(1.02),), ()),
     )
-    tokens, hidden = bench.scale.tokens, bench.scale.hidden
-    for name, builder, work, goals in rows:
-        works = [work(tokens, hidden)]
-        case = Case(f"{name} bf16", builder, works, tokens, hidden, torch.bfloat16, goals=goals, library=name)
-        yield measure_case(bench, replace(case, memories=("fast",) if name.endswith("MLP") else ()))
+    at = bench.scale.tokens, bench.scale.hidden, torch.bfloat16
+    for name, builder, goals, memories in rows:
+        yield measure_case(bench, Case(f"{name} bf16", builder, *at, goals, memories, library=name))
 
 
 def llama(bench: Bench) -> Iterator[Entry]:
     """A layer of Llama with 32 query and 8 key/value heads."""
     scale = bench.scale
-    attention = scale.attention(sharing=4, rotary=True)
-    works = [layer_work(attention, gated_work)(scale.tokens, scale.hidden)]
-    builder = models.llama(attention)
-    yield measure_case(
-        bench, Case("Llama layer bf16", builder, works, scale.tokens, scale.hidden, torch.bfloat16, goals=(AHEAD,))
-    )
+    builder = models.llama(scale.attention(sharing=4, rotary=True))
+    case = Case("Llama layer bf16", builder, scale.tokens, scale.hidden, torch.bfloat16, goals=(AHEAD,))
+    yield measure_case(bench, case)
 
 
 STACKED = 4
@@ -89,14 +80,8 @@ def stack(bench: Bench) -> Iterator[Entry]:
     one = te_fuser.Sequential(*(p.fused for p in pairs), **bench.options)
     found = rivals(models.Pair(eager, one, pairs[0].shape, exact=False), torch.bfloat16, bench.device)
     found[SEPARATE] = found[OURS].like(torch.nn.Sequential(*(p.fused for p in pairs)))
-    works = layer_work(attention, mlp_work)(scale.tokens, scale.hidden).times(STACKED)
-    floor = make_floor(works, torch.bfloat16, bench.card)
-    steps: dict[str, Step] = {"floor": floor.run, **{n: r.forward_and_backward for n, r in found.items()}}
-    results = contest(steps, bench.effort, bench.card)
-    entry = compared(f"{STACKED} seed layers bf16 dropout 0.1", results)
-    contenders = entry["contenders"]
-    entry["over_separate"] = contenders[OURS]["over_separate"] = results[OURS].over(results[SEPARATE])
-    add_details(entry, steps, found, bench.card)
+    entry, results = against_floor(bench, f"{STACKED} seed layers bf16 dropout 0.1", found, bench.effort)
+    entry["over_separate"] = entry["contenders"][OURS]["over_separate"] = results[OURS].over(results[SEPARATE])
     entry["goals"] = judged((Goal("over_separate", 1.0), AHEAD), entry)
     yield entry
 
@@ -116,10 +101,6 @@ def _of_size(bench: Bench, tokens: int, hidden: int) -> Entry:
     torch.manual_seed(0)
     attention = bench.scale.attention(0.1)
     found = rivals(bench.build(models.gpt(0.1, attention), tokens, hidden), torch.bfloat16, bench.device)
-    floor = make_floor([layer_work(attention, mlp_work)(tokens, hidden)], torch.bfloat16, bench.card)
-    steps: dict[str, Step] = {"floor": floor.run, **{n: r.forward_and_backward for n, r in found.items()}}
     effort = no_longer(bench.effort, Effort(3, 0.5, 0.5))
-    entry = compared(f"seed layer, {tokens} x {hidden}", contest(steps, effort, bench.card))
-    entry["floor_products"] = floor.taken
-    add_details(entry, steps, found, bench.card)
+    entry, _ = against_floor(bench, f"seed layer, {tokens} x {hidden}", found, effort)
     return entry
