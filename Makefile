@@ -21,10 +21,10 @@ lint:
 	./dev lint
 
 gpu-test:
-	$(PYTHON) benchmarks/gpu_tests.py $(CHOSEN)
+	$(PYTHON) -m benchmarks.gpu.tests $(CHOSEN)
 
 gpu-bench:
-	$(PYTHON) benchmarks/gpu.py $(CHOSEN) $(if $(QUICK),--quick) $(if $(TUNE),--tune)
+	$(PYTHON) -m benchmarks.gpu $(CHOSEN) $(if $(QUICK),--quick) $(if $(TUNE),--tune)
 
 gpu-docs:
-	$(PYTHON) benchmarks/gpu.py --only-docs
+	$(PYTHON) -m benchmarks.gpu --only-docs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import platform
@@ -18,6 +19,16 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+RESULTS = ROOT / "benchmarks/results"
+SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Of a command that is called by its module's name; its description is printed as it stands."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {module}", description=description, formatter_class=raw)
+
 
 # ------------------------------------------------------------------------------------------------ measuring
 
@@ -222,7 +233,9 @@ def _processor() -> str:
 
 def command_line() -> str:
     """How this program was called."""
-    return without_folders(" ".join(["python", *sys.argv]))
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", module.name.removesuffix(".__main__")] if module else sys.argv[:1]
+    return without_folders(" ".join(["python", *program, *sys.argv[1:]]))
 
 
 def without_folders(command: str) -> str:
@@ -254,19 +267,22 @@ def replace_between(path: Path, name: str, text: str) -> None:
     path.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}")
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text in the first column, numbers in the others."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """Words in the first columns, numbers in the others."""
+    lines = [header, [*["---"] * words, *["---:"] * (len(header) - words)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 __all__ = [
+    "RESULTS",
     "ROOT",
+    "SHORT_NAMES",
     "Effort",
     "Outcome",
     "Timing",
     "as_data",
     "command_line",
+    "command_parser",
     "commit",
     "compete",
     "machine",

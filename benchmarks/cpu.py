@@ -1,8 +1,8 @@
 """te_fuser against eager torch.nn on a CPU: layers, chains between products, norms, and what a call itself costs.
 
-python benchmarks/cpu.py                      # everything, some ten minutes; writes a record into results/
-python benchmarks/cpu.py --case host --quick  # one family, fewer rounds, nothing is written
-python benchmarks/cpu.py --write-docs         # everything, and the tables in docs/performance.md
+python -m benchmarks.cpu                      # everything, some ten minutes; writes a record into results/
+python -m benchmarks.cpu --case host --quick  # one family, fewer rounds, nothing is written
+python -m benchmarks.cpu --write-docs         # everything, and the tables in docs/performance.md
 """
 
 from __future__ import annotations
@@ -16,19 +16,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
-from common import ROOT, Effort, Outcome, as_data, compete, machine, markdown_table, replace_between, write_record
-from models import Builder, Rival
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from benchmarks import models
+from benchmarks.common import (
+    RESULTS,
+    ROOT,
+    SHORT_NAMES,
+    Effort,
+    Outcome,
+    as_data,
+    command_parser,
+    compete,
+    machine,
+    markdown_table,
+    replace_between,
+    write_record,
+)
+from benchmarks.models import Builder, Rival
 
 LAYERS = ((512, 512), (2048, 1024))  # tokens, hidden
 CHAINS = ((2048, 1024), (2048, 4096))
 BOTH = (torch.float32, torch.bfloat16)
 NEVER_SLOWER = 1.02  # beyond noise
-RESULTS = ROOT / "benchmarks/results"
 
 
 @dataclass(frozen=True)
@@ -72,11 +85,7 @@ class Case:
     @property
     def name(self) -> str:
         """How it is called in tables and records."""
-        return f"{self.family.name} {self.tokens}x{self.hidden} {_short(self.dtype)} {self.direction}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+        return f"{self.family.name} {self.tokens}x{self.hidden} {SHORT_NAMES[self.dtype]} {self.direction}"
 
 
 def cases(families: Sequence[Family], sizes: Sequence[tuple[int, int]] = ()) -> list[Case]:
@@ -118,7 +127,7 @@ def as_record(case: Case, outcome: Outcome) -> dict[str, Any]:
         "family": case.family.name,
         "tokens": case.tokens,
         "hidden": case.hidden,
-        "dtype": _short(case.dtype),
+        "dtype": SHORT_NAMES[case.dtype],
         "direction": case.direction,
         "goal": case.family.goal,
         "met": outcome.ratio <= case.family.goal,
@@ -205,7 +214,7 @@ def _memory(text: str) -> str | int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     names = [f.name for f in FAMILIES]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("benchmarks.cpu", __doc__)
     parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
     parser.add_argument("--size", nargs="+", type=_size, default=(), metavar="TxH", help="tokens x hidden instead")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")

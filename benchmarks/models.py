@@ -208,8 +208,8 @@ class _Residual(nn.Sequential):
         return x + super().forward(x)
 
 
-class _CausalAttention(nn.Module):
-    """On [all queries | all keys | all values]."""
+class CausalAttention(nn.Module):
+    """Eager's, on [all queries | all keys | all values]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -246,7 +246,7 @@ def _eager_attention(hidden: int, attention: Attention, dropout: float) -> nn.Mo
         OrderedDict(
             norm=nn.LayerNorm(hidden),
             qkv=nn.Linear(hidden, attention.packed(hidden)),
-            attention=_CausalAttention(hidden, attention),
+            attention=CausalAttention(hidden, attention),
             out=nn.Linear(hidden, hidden),
             dropout=nn.Dropout(dropout),
         )
@@ -306,7 +306,7 @@ def llama(attention: Attention) -> Builder:
             _Residual(
                 nn.RMSNorm(hidden, eps=1e-5),
                 nn.Linear(hidden, packed, bias=False),
-                _CausalAttention(hidden, attention),
+                CausalAttention(hidden, attention),
                 nn.Linear(hidden, hidden, bias=False),
             ),
             _Residual(*_eager_gated(hidden, inner)),

@@ -11,7 +11,7 @@
 # that need not run again. TRAIN_STEPS: 500. BUDGET: seconds of a slot, 580.
 # FOLDER (build/slots) gets summary.txt, log.txt, logs.tar.gz, bench.json, tests.json and gpu-kernels-*.json; of several
 # GPUs each has a folder of its own in there. Then
-#   python benchmarks/gpu.py --take-in build/slots/bench.json build/slots/tests.json && make gpu-docs
+#   python -m benchmarks.gpu --take-in build/slots/bench.json build/slots/tests.json && make gpu-docs
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONUNBUFFERED=1 FOLDER=${FOLDER:-build/slots}
@@ -67,7 +67,7 @@ lane() { # number, parts...: tests beside other lanes, since most of their time 
   local number=$1 code=0
   shift
   (($#)) || return 0
-  $PYTHON benchmarks/gpu_tests.py --part "$@" --limit 200 --commit "$COMMIT" --record "$LOGS/tests-$number.json" \
+  $PYTHON -m benchmarks.gpu.tests --part "$@" --limit 200 --commit "$COMMIT" --record "$LOGS/tests-$number.json" \
     >"$LOGS/tests-$number.log" 2>&1 </dev/null || code=$?
   return $code
 }
@@ -76,7 +76,7 @@ tests() {
   # The longest alone; what is new, or needs an optional package, goes into the last lane.
   local first="cuda-kernels-in-plans" second="packed-heads attention-in-plans generated-kernels"
   local third="matmul matmul-fusions elsewhere capture tune" others="" name begin=$SECONDS most
-  for name in $($PYTHON benchmarks/gpu_tests.py --part list | awk '{print $1}'); do
+  for name in $($PYTHON -m benchmarks.gpu.tests --part list | awk '{print $1}'); do
     case " $first $second $third memcheck racecheck " in *" $name "*) ;; *) others="$others $name" ;; esac
   done
   most=$((BUDGET - SECONDS))
@@ -112,12 +112,12 @@ part() {
   case $name in
     tests) tests; DONE="$DONE$name "; return 0 ;;
     memcheck | racecheck)
-      attempt "$name" 330 $PYTHON benchmarks/gpu_tests.py --part "$name" --commit "$COMMIT" \
+      attempt "$name" 330 $PYTHON -m benchmarks.gpu.tests --part "$name" --commit "$COMMIT" \
         --record "$FOLDER/tests.json" ;;
     kernels)
-      attempt kernels 150 $PYTHON benchmarks/gpu_kernels.py --layer --commit "$COMMIT" --record "$FOLDER" ;;
+      attempt kernels 150 $PYTHON -m benchmarks.gpu.kernels --layer --commit "$COMMIT" --record "$FOLDER" ;;
     train) options=(--train-steps "$TRAIN_STEPS") ;;&
-    *) attempt "$name" 330 $PYTHON benchmarks/gpu.py --part "$name" --commit "$COMMIT" --record "$FOLDER/bench.json" \
+    *) attempt "$name" 330 $PYTHON -m benchmarks.gpu --part "$name" --commit "$COMMIT" --record "$FOLDER/bench.json" \
       "${options[@]}" ;;
   esac && DONE="$DONE$name " || failed="$failed $name"
   keep "$name"

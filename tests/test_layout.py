@@ -66,7 +66,7 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {"__init__", "base", "checks", "main_grad", "parameters", "products"}
 ASPECTS = {
-    "": {"bad_input", "benchmarks", "docs", "gpu_benchmarks", "gpu_plots", "gpu_tests", "layout"},
+    "": {"bad_input", "docs", "layout"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

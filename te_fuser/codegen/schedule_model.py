@@ -2,7 +2,7 @@
 
 A kernel of this kind waits for memory, so its merit is the share of the memory's bandwidth that it can be expected to
 reach. The rules were fitted to some 4,000 timings on an H200 (norms, gated units, dropout and residual stretches, 512
-to 16,384 features, 16 to 32,768 rows; `benchmarks/gpu_kernels.py --variants` repeats them):
+to 16,384 features, 16 to 32,768 rows; `python -m benchmarks.gpu.kernels --variants` repeats them):
 
 - Without column sums each block does one row, or as many as its threads hold at once, and ends. The GPU hands out
   blocks as multiprocessors become free; blocks that walk over a fixed share of the rows are 4 to 8 % slower, because

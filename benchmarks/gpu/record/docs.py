@@ -1,0 +1,95 @@
+"""The document's share of the records: a table for each part, with what was measured, how long, and what it reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import ROOT, markdown_table, replace_between
+from benchmarks.gpu.contest.goals import sentence
+from benchmarks.gpu.record.records import Data, origin
+from benchmarks.gpu.record.tables import plan_table, table_of, time_table
+
+DOCUMENT = ROOT / "docs/performance.md"
+
+
+def write_docs(records: Sequence[Data], path: Path = DOCUMENT) -> None:
+    """Put each part's table, of each GPU, between its marks in the document."""
+    for part in sorted({part for record in records for part in record["parts"]}):
+        found = [record["parts"][part] for record in records if part in record["parts"]]
+        replace_between(path, f"gpu {part}", "\n\n".join(_section(r) for r in found))
+    plans = [
+        (entry, origin(part))
+        for r in records
+        for part in r["parts"].values()
+        for entry in part["cases"]
+        if "plan" in entry
+    ]
+    if plans:
+        replace_between(path, "gpu plan", "\n\n".join(f"{e['case']} ({o}):\n\n{plan_table(e)}" for e, o in plans))
+        replace_between(path, "gpu time", "\n\n".join(f"{e['case']} ({o}), ms:\n\n{time_table(e)}" for e, o in plans))
+
+
+def _section(part: Data) -> str:
+    used = part["versions"]
+    card = ", ".join(f"{name} {value}" for name, value in part["card"].items() if name != "energy")
+    libraries = ", ".join(f"{name} {used[name]}" for name in ("torch", "cuda", "cudnn") if name in used)
+    when, command = part["written"][:10], part["command"]
+    head = f"**{part['gpu']}** ({card}); {libraries}; {origin(part)}, {when};{_effort(part)} `{command}`."
+    header, rows = table_of(part["cases"])
+    notes = [_note(entry) for entry in part["cases"]] + [_goals(part["cases"]), _slow_copies(part["cases"])]
+    if "problem" in part:
+        notes.append(f"This part was not measured to its end: {part['problem'].strip().splitlines()[-1]}")
+    return "\n\n".join([head, markdown_table(header, rows, words=2), *filter(None, notes)])
+
+
+def _effort(part: Data) -> str:
+    """How long it was measured, for a contest; other parts run once. A part may have fewer rounds than asked for."""
+    options = part["options"]
+    contenders = [data for entry in part["cases"] for data in entry["contenders"].values()]
+    rounds = sorted({len(data["rounds_ms"]) for data in contenders if "rounds_ms" in data})
+    if not rounds:
+        return ""
+    hint = " (take it as a hint)" if options["quick"] else ""
+    number = " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
+    noun = "round" if rounds == [1] else "rounds"
+    return f" {number} {noun} of blocks of {options['block_seconds']:g} s or less{hint};"
+
+
+def _goals(cases: Sequence[Data]) -> str:
+    """What was to be reached, and whether it was."""
+    found = [(e["case"], "; ".join(map(sentence, e.get("goals", ())))) for e in cases]
+    lines = [f"- {case}: {goals}" for case, goals in found if goals]
+    return "\n".join(["Goals:", "", *lines]) if lines else ""
+
+
+_USUAL_COPY = 0.85  # of the fastest one
+
+
+def _slow_copies(cases: Sequence[Data]) -> str:
+    """Copies that ran slower than others are no yardstick."""
+    speeds = {e["case"]: e["contenders"]["copy"]["gbps"] for e in cases if "copy" in e["contenders"]}
+    slow = [
+        f"{case} ({speed:.0f} GB/s)" for case, speed in speeds.items() if speed < _USUAL_COPY * max(speeds.values())
+    ]
+    return f"The copy ran slowly in {', '.join(slow)}: take the GB/s there, not the ratios." if slow else ""
+
+
+def _note(entry: Data) -> str:
+    """What a table cannot hold."""
+    if "over_separate" in entry:
+        return f"One Sequential over separate layers: {entry['over_separate']:.3f}."
+    if "largest_difference" in entry:
+        ours = entry["contenders"]["te_fuser"]
+        late = f" ({entry['late_difference']:.3f} in the second half)" if "late_difference" in entry else ""
+        noise = ""
+        if "noise" in entry:
+            early = f", each of the first ten by {entry['early_difference']:.4f} at most"
+            _, twin, measure = entry["contenders"]
+            noise = f"{early}; those of `{measure}` differ from `{twin}`'s by {entry['noise']:.4f}"
+        return (
+            f"te_fuser trains {ours['speed_up']:.2f} times as fast. The training losses, averaged over 20 steps, "
+            f"differ by {entry['largest_difference']:.4f} nats at most{late}{noise}; "
+            f"a bigram model has {entry['bigram_loss']:.3f}."
+        )
+    return ""

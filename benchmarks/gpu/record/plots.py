@@ -1,0 +1,218 @@
+"""The pictures of a GPU's record: time over the floor, growth, losses. The same record gives the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT
+from benchmarks.gpu.record.records import origin
+
+IMAGES = ROOT / "docs/images"
+
+Data = Mapping[str, Any]
+
+_COLOURS = {"eager": "#9aa5b1", "torch.compile": "#5c7fa3", "te_fuser": "#d1495b"}
+_OTHER = "#c9ba9b"
+
+
+def write_plots(record: Data, folder: Path = IMAGES) -> None:
+    """Every picture that the record has numbers for; no quick runs."""
+    plot_floor(record, folder / "gpu.svg")
+    plot_growth(record, folder / "gpu-growth.svg")
+    plot_losses(record, folder / "gpu-loss.svg")
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure  # needs no display, and takes a second to import
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    """As SVG without anything that differs from one time to the next."""
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "te_fuser"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _full_run(record: Data, name: str) -> Data | None:
+    """A part, if it was measured, and not in a quick run."""
+    part = record["parts"].get(name)
+    return None if part is None or part["options"]["quick"] else part
+
+
+# ------------------------------------------------------------------------------------------- time over the floor
+
+_COMPARED = ("layer", "layer-fp16", "mlp", "llama")
+
+
+def plot_floor(record: Data, path: Path) -> None:
+    """Time over the floor of every layer and block, by contender: a picture for the README."""
+    parts = [part for name in _COMPARED if (part := _full_run(record, name))]
+    cases = [(entry, part) for part in parts for entry in part["cases"]]
+    bars = [bar for entry, part in reversed(cases) for bar in _bars(entry, part)]
+    if not bars:
+        return
+    figure = _figure(8, 0.9 + 0.22 * len(bars))
+    axes = figure.add_subplot()
+    for k, (label, ratio, colour, hatch) in enumerate(bars):
+        if ratio is not None:
+            axes.barh(k, ratio - 1, left=1, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+            axes.text(max(ratio, 1) + 0.002, k, f"{ratio:.3f}", va="center", fontsize=8)
+        else:
+            place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(label, (1, k), fontsize=9, fontweight="bold", **place)
+    axes.set_yticks(range(len(bars)), ["" if ratio is None else label for label, ratio, *_ in bars], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(left=1)
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    what = "time over the floor (products and attention alone)"
+    figure.supxlabel(f"{what}, forward + backward, {record['gpu']}", fontsize="medium")  # the labels are wide
+    _save(figure, path)
+
+
+def _bars(entry: Data, part: Data) -> list[tuple[str, float | None, str, str]]:
+    """(label, ratio, colour, hatch) of one case, from below; the case's name has no ratio."""
+    found = {name: (data["over_floor"], "") for name, data in entry["contenders"].items() if name != "floor"}
+    for name, ratio in entry.get("earlier", {}).get("over_floor", {}).items():
+        found[f"{name} (earlier)"] = (ratio, "////")
+    bars: list[tuple[str, float | None, str, str]] = [
+        (name, ratio, _COLOURS.get(name.split()[0], _OTHER), hatch) for name, (ratio, hatch) in found.items()
+    ]
+    order: Callable[[Any], float] = lambda bar: bar[1]  # noqa: E731
+    return [*sorted(bars, key=order), (f"{entry['case']} ({origin(part)})", None, "", "")]
+
+
+# -------------------------------------------------------------------------------------------------------- growth
+
+_GROWING = {"tokens": "tokens, {hidden} features", "hidden": "features, {tokens} tokens"}  # what grows, what does not
+
+
+def plot_growth(record: Data, path: Path) -> None:
+    """Time over the floor, and memory over eager's, of the seed layer against tokens and against features."""
+    part = _full_run(record, "growth")
+    columns = {what: [e for e in part["cases"] if e["grows"] == what] for what in _GROWING} if part else {}
+    columns = {what: entries for what, entries in columns.items() if entries}
+    if part is None or not columns:
+        return
+    figure = _figure(8, 4.8)
+    widths = [len(entries) + 1 for entries in columns.values()]
+    grid = figure.subplots(2, len(columns), squeeze=False, sharex="col", sharey="row", width_ratios=widths)
+    for (times, memory), (what, entries) in zip(grid.T, columns.items(), strict=True):
+        sizes = [entry[what] for entry in entries]
+        _lines(times, sizes, _ratios(entries))
+        _lines(memory, sizes, _memory_ratios(entries))
+        memory.set_xscale("log", base=2)
+        memory.set_xticks(sizes, [_short(size) for size in sizes])
+        memory.set_xlabel(_GROWING[what].format_map(entries[0]))
+    grid[0, 0].set_ylabel("time over the floor")
+    grid[1, 0].set_ylabel("memory over eager's")
+    for axes in grid[:, 0]:
+        axes.legend(fontsize=8, frameon=False)
+    title = f"seed layer bf16 dropout 0.1, forward + backward, {record['gpu']} ({origin(part)})"
+    figure.suptitle(title, fontsize="medium")
+    _save(figure, path)
+
+
+Line = tuple[str, Sequence[float], dict[str, Any]]  # label, a value for each size, style
+
+
+def _ratios(entries: Sequence[Data]) -> list[Line]:
+    """Times over the floor."""
+    return [
+        (name, [e["contenders"][name]["over_floor"] for e in entries], {"color": _COLOURS[name]})
+        for name in ("eager", "te_fuser")
+    ]
+
+
+def _memory_ratios(entries: Sequence[Data]) -> list[Line]:
+    """te_fuser's memory over eager's: the most that a step needs, and what is kept for backward."""
+    styles: dict[str, dict[str, Any]] = {"peak": {}, "kept": {"linestyle": "--", "markerfacecolor": "white"}}
+    return [
+        (
+            f"te_fuser, {what}",
+            [e["contenders"]["te_fuser"][f"{what}_mib"] / e["contenders"]["eager"][f"{what}_mib"] for e in entries],
+            {"color": _COLOURS["te_fuser"], **style},
+        )
+        for what, style in styles.items()
+    ]
+
+
+def _lines(axes: Any, sizes: Sequence[int], lines: Sequence[Line]) -> None:
+    """Over a line at 1."""
+    axes.axhline(1, color="black", linewidth=0.8)
+    for label, values, style in lines:
+        axes.plot(sizes, values, label=label, marker="o", markersize=4, **style)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+def _short(size: int) -> str:
+    return f"{size // 1024}k" if size % 1024 == 0 else str(size)
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+_TRAINED = {"train": "dropout {dropout:g}", "train-exact": "without dropout"}
+_TWIN = "torch.nn"
+
+
+def plot_losses(record: Data, path: Path) -> None:
+    """The loss curves of the training example beside eager's, and how far each lies from it."""
+    parts = {name: part for name in _TRAINED if (part := _full_run(record, name))}
+    if not parts:
+        return
+    figure = _figure(8, 5)
+    grid = figure.subplots(2, len(parts), squeeze=False, sharex="col", sharey="row", height_ratios=(3, 2))
+    for (losses, differences), (name, part) in zip(grid.T, parts.items(), strict=True):
+        (entry,) = part["cases"]
+        _loss_curves(losses, entry)
+        _loss_differences(differences, entry)
+        title = _TRAINED[name].format_map(entry["settings"])
+        losses.set_title(f"{title} ({origin(part)})", fontsize=9)
+        differences.set_xlabel("step")
+    grid[0, 0].set_ylim(top=1.6 * entry["bigram_loss"])  # the first steps, at 5.5, say nothing
+    grid[0, 0].set_ylabel("loss, nats per byte")
+    grid[1, 0].set_ylabel("minus eager's")
+    with_points = any("validation_steps" in part["cases"][0] for part in parts.values())
+    what = "training loss (lines) and validation loss (points)" if with_points else "training loss"
+    figure.suptitle(f"{what}, {record['gpu']}", fontsize="medium")
+    _save(figure, path)
+
+
+def _loss_curves(axes: Any, entry: Data) -> None:
+    axes.axhline(entry["bigram_loss"], color="black", linestyle=":", linewidth=0.8, label="bigram model")
+    for name, data in reversed(entry["contenders"].items()):  # te_fuser's over the others
+        style = _style(name)
+        axes.plot(*zip(*data["training_losses"], strict=True), label=_label(name), **style)
+        if "validation_steps" in entry:
+            axes.plot(entry["validation_steps"], data["validation_losses"], "o", color=style["color"], markersize=4)
+    axes.legend(fontsize=8, frameon=False)
+    _plain(axes)
+
+
+def _loss_differences(axes: Any, entry: Data) -> None:
+    curves = {name: dict(data["training_losses"]) for name, data in entry["contenders"].items()}
+    twin = curves[_TWIN]
+    for name, curve in reversed(curves.items()):
+        axes.plot(list(twin), [curve[step] - loss for step, loss in twin.items()], **_style(name))
+    _plain(axes)
+
+
+def _label(name: str) -> str:
+    return name.replace(_TWIN, "eager")
+
+
+def _style(name: str) -> dict[str, Any]:
+    """Eager's line is wide, so that another on it leaves it seen."""
+    return {"color": _COLOURS.get(_label(name), _OTHER), "linewidth": 2.5 if name == _TWIN else 1.2}

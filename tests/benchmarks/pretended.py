@@ -1,0 +1,100 @@
+"""What stands for a GPU and its profiler, and for what was measured on one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.contest import measure
+from benchmarks.gpu.contest.bench import TOY as TOY_SCALE
+from benchmarks.gpu.contest.bench import Bench
+from benchmarks.gpu.contest.entries import compared
+from benchmarks.gpu.contest.goals import judged, over_floor
+from benchmarks.gpu.record import records
+
+CPU = measure.Card(torch.device("cpu"))
+TOY = Bench(CPU, TOY_SCALE, measure.TRIAL, with_compile=False)
+
+
+class PretendedGpu(measure.Card):
+    """The CPU, asked as a GPU is."""
+
+    is_gpu, name = True, "Pretended"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def joules(self) -> float:
+        return 1.0
+
+    def clock_mhz(self) -> int:
+        return 1980
+
+
+class PretendedEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def elapsed_time(self, other: PretendedEvent) -> float:
+        assert self.recorded and other.recorded
+        return 1.0
+
+
+class PretendedStream:
+    def wait_stream(self, other: PretendedStream) -> None:
+        assert isinstance(other, PretendedStream)
+
+
+class PretendedGraph:
+    def replay(self) -> None:
+        pass
+
+
+def event(name: str, ts: float, dur: float, cat: str = "kernel") -> Mapping[str, Any]:
+    return {"name": name, "ts": ts, "dur": dur, "cat": cat}
+
+
+class PretendedProfile:
+    """What the profiler writes: two kernels for each call."""
+
+    def __init__(self, activities: object, acc_events: bool) -> None:
+        pass
+
+    def __enter__(self) -> PretendedProfile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def export_chrome_trace(self, path: str) -> None:
+        names = ("nvjet_hsh_128x256", "layer_norm_fwd") * measure._TRACED
+        events = [event(name, 10.0 * k, 8.0) for k, name in enumerate(names)]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def result(*seconds: float) -> measure.Result:
+    return measure.Result(tuple(measure.Block(s, None, None) for s in seconds))
+
+
+ABOUT = {
+    "written": "2026-01-02T03:04:05+00:00", "gpu": "NVIDIA Test 1", "commit": "abc", "versions": {"torch": "2"},
+    "command": "python -m benchmarks.gpu", "card": {"driver": "1"},
+}  # fmt: skip
+
+
+def layer_record() -> dict[str, Any]:
+    results = {"floor": result(1.0), "eager": result(1.3), "te_fuser": result(1.1)}
+    entry = compared("seed layer bf16 dropout 0.1", results)
+    spent = {"products_ms": 8.0, "attention_ms": 1.0, "rest_ms": 0.5, "idle_ms": 0.25}
+    entry["contenders"]["te_fuser"] |= spent
+    row = {"direction": "forward", "step": "mat_mul", "ops": "MatMul", "moved_mib": 1.0, "predicted_ms": 1.0}
+    entry["plan"] = [{**row, "measured_ms": 2.0, "limit": "products", "share": 0.5}]
+    entry["goals"] = judged((over_floor(1.05),), entry)
+    return records.part_record(ABOUT, measure.FULL, {"quick": False}, 12.34, [entry])

@@ -1,0 +1,126 @@
+"""How contenders are measured and judged: turns, ratios, traces, memory, goals, and the floor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_fuser
+from benchmarks import models
+from benchmarks.gpu.contest import libraries, measure
+from benchmarks.gpu.contest.entries import compared
+from benchmarks.gpu.contest.goals import Goal, judged, sentence
+from benchmarks.gpu.parts.floor import Heads, Product, make_floor, multiplications, work_of
+from benchmarks.gpu.record import tables
+from benchmarks.models import rivals
+from tests.benchmarks.pretended import CPU, event, result
+
+
+def test_contenders_take_turns_and_change_who_begins() -> None:
+    calls: list[str] = []
+    steps = {name: lambda name=name: calls.append(name) for name in ("a", "b", "c")}
+    results = measure.contest(steps, measure.TRIAL, CPU)
+    assert calls[-6:] == ["a", "b", "c", "b", "c", "a"]
+    assert all(len(r.blocks) == measure.TRIAL.rounds for r in results.values())
+
+
+def test_an_effort_in_shorter_blocks_is_as_long() -> None:
+    assert measure.SHORT.in_shorter_blocks(5) == measure.Effort(25, measure.SHORT.block / 5, 0.5)
+
+
+def test_ratios_are_of_rounds() -> None:
+    # The clock halves in the last two rounds: the ratio of the medians would be 1.6 / 2.
+    assert result(0.8, 1.6, 1.6).over(result(1.0, 2.0, 2.0)) == pytest.approx(0.8)
+    assert result(1.0, 3.0, 2.0).as_data()["range_ms"] == [1000.0, 3000.0]
+
+
+def test_entries_know_the_best_rival_measured_or_earlier() -> None:
+    case = "seed layer bf16 dropout 0.1"
+    results = {"floor": result(1.0), "eager": result(1.3), "torch.compile": result(1.2), "te_fuser": result(1.1)}
+    entry = compared(case, results)
+    earlier = 17.90 / 15.95
+    assert entry["best_rival"] == libraries.TE and entry["earlier"]["over_floor"][libraries.TE] == earlier
+    assert entry["contenders"]["te_fuser"]["over_best_rival"] == pytest.approx(1.1 / earlier)
+    results[libraries.TE] = result(1.25)  # it is here: what it reached earlier does not count
+    entry = compared(case, results)
+    assert entry["best_rival"] == "torch.compile" and "earlier" not in entry
+    assert "over_best_rival" not in entry["contenders"]["eager"]
+
+
+def test_a_trace_counts_kernels_and_finds_products() -> None:
+    events = [
+        event("at::cuda::spin_kernel(long)", -900.0, 890.0),  # what the calls queue up behind
+        event("nvjet_tst_128x256", 0.0, 50.0),
+        event("layer_norm_fwd", 50.0, 10.0),
+        event("Memset (Device)", 60.0, 1.0, "gpu_memset"),
+        event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 61.0, 29.0),
+        event("aten::mm", 0.0, 100.0, "cpu_op"),
+    ]
+    trace = measure.summarized(events, repeats=2)
+    assert (trace.kernels, trace.memsets) == (1.5, 0.5) and trace.span == pytest.approx(45e-6)
+    assert [trace.products, trace.attention, trace.rest] == pytest.approx([25e-6, 14.5e-6, 5.5e-6])
+    assert trace.names["layer_norm_fwd"] == pytest.approx((0.5, 5e-6))
+    assert trace.as_data()["over_own_products"] == pytest.approx(45 / 39.5)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        measure.summarized(events[-1:], 1)
+
+
+def test_kernels_of_cutes_compiler_are_known_by_what_follows_its_name() -> None:
+    kinds = {
+        "kernel_cutlass_kernel_quackepiloguefrontendGemmMod_linear_act_epi": "products",
+        "kernel_cutlass_kernel_quackrmsnormRMSNormBackward_object_at": "rest",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16>": "products",
+    }
+    assert {name: measure._kind(name) for name in kinds} == kinds
+
+
+def test_kernels_that_begin_early_do_not_count_twice() -> None:
+    events = [
+        event("nvjet", 0.0, 50.0), event("layer_norm_fwd", 40.0, 20.0), event("nvjet", 70.0, 10.0),
+        event("layer_norm_fwd", 75.0, 10.0),
+    ]  # fmt: skip
+    trace = measure.summarized(events, repeats=2)
+    assert [trace.products, trace.rest, trace.span] == pytest.approx([30e-6, 7.5e-6, 42.5e-6])
+    assert trace.as_data()["idle_ms"] == pytest.approx(5e-3)  # of both calls, from 60 to 70
+    assert trace.order == ("nvjet", "layer_norm_fwd")
+    assert measure.summarized(events[:3], repeats=3).order == ()
+    assert tables.kernels_in_order(trace.as_data()) == "nvjet 30 us | layer_norm_fwd 15 us"
+    assert tables.kernels_in_order({"by_name": [{"kernel": "a", "count": 2.0, "ms": 0.01}]}) == "2 x a 5 us"
+    assert tables.kernels_in_order({}) == ""
+
+
+def test_goals_are_judged_where_their_numbers_are() -> None:
+    goals = (Goal("ms", 2.0), Goal("gbps", 3800.0, at_least=True), Goal("peak_mib", 1.0))
+    found = judged(goals, {"contenders": {"te_fuser": {"ms": 1.5, "gbps": 3700.0}}})
+    assert [(v["what"], v["met"]) for v in found] == [("ms", True), ("gbps", False)]
+    assert sentence(found[1]) == "te_fuser gbps 3700 >= 3800 (missed)"
+
+
+def test_kept_bytes_are_those_that_autograd_saves() -> None:
+    x, weight = torch.randn(10, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = torch.nn.functional.linear(x, weight)  # saves x and the weight
+        return (y.exp() * y.view(30).view(10, 3)).sin()  # saves exp's result, y and a view of it, the product
+
+    assert measure.kept_bytes(forward, [weight]) == 4 * (40 + 3 * 30)
+
+
+def test_the_floor_has_the_products_and_the_attention_of_a_model() -> None:
+    layer = models.llama(models.Attention(8, 16, sharing=2, dropout=0.1))(32, 32)
+    qkv, heads, *others = work_of(layer.eager, layer.shape)
+    assert (qkv, heads) == (Product(32, 32, 64), Heads(2, 16, (4, 2, 8), 0.1))
+    assert others == [Product(32, 32, 32), Product(32, 32, 224), Product(32, 112, 32)]
+
+
+def test_the_floor_calls_each_product_and_its_gradients() -> None:
+    layers = [models.llama(models.Attention(8, 16))(32, 32) for _ in range(2)]
+    eager = torch.nn.Sequential(*(layer.eager for layer in layers))
+    pair = models.Pair(eager, te_fuser.Sequential(*(layer.fused for layer in layers)), layers[0].shape)
+    assert make_floor(rivals(pair, torch.float32)["eager"], CPU).taken == {"torch.mm": 2 * 3 * 4}
+
+
+def test_products_have_the_shapes_of_a_linear_layer() -> None:
+    y, dx, dw = (m() for m in multiplications(Product(5, 3, 7), torch.float32, CPU.device))
+    assert (y.shape, dx.shape, dw.shape) == ((5, 7), (5, 3), (7, 3))
