@@ -36,6 +36,7 @@ from te_fuser.codegen.schedule import Schedule, device_of
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes
+from te_fuser.formula.substitution import substitute
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
 from tests.codegen.cuda_calls import arguments
@@ -69,7 +70,7 @@ def stretch(kit: Kit, width: int) -> corpus.Pair:
     adjoints = differentiate(seeds, [x, bias, skip, weight, shift])
     targets = []
     for leaf, adjoint in adjoints.items():
-        (e,) = expr.substitute([adjoint], lambda n: kept.get(id(n)))
+        (e,) = substitute([adjoint], lambda n: kept.get(id(n)))
         targets.append(kit.target(f"d{leaf.attrs[0]}", e, leaf.axes, width))
     stores = [t for t in targets if t.axes & Axes.OUTER]
     sums = [t for t in targets if not t.axes & Axes.OUTER]

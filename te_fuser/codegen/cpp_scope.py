@@ -11,7 +11,6 @@ from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
 from te_fuser.codegen.text import COMPARISONS, Lines
 from te_fuser.formula.expr import Axes, Expr
 
-_REDUCTIONS = ("row_sum", "row_max")
 _INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 _LONGEST = 64  # characters of an expression before it gets a name of its own
 _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "lt": "below", "gt": "above"}
@@ -99,7 +98,7 @@ class Scope:
         self.uses = _count_uses(roots, [n for n in ordered(roots, self._is_made_here) if self._is_made_here(n)])
 
     def _is_made_here(self, e: Expr) -> bool:
-        return id(e) not in self.known and e.op not in _REDUCTIONS
+        return id(e) not in self.known and not e.reduces
 
     def number(self, e: Expr) -> Fragment:
         """`e` as a number or a vec, even when it is a comparison."""

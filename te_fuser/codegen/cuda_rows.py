@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from te_fuser.codegen import schedule as plan
 from te_fuser.codegen.cuda_body import KernelText
-from te_fuser.codegen.cuda_text import bare, number, part_role
+from te_fuser.codegen.cuda_text import bare, literal, number, part_role
 from te_fuser.codegen.description import KernelDescription, Store, Sum
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.functions import FUNCTIONS
 
 
 class RowText(KernelText):
@@ -211,12 +212,10 @@ class RowText(KernelText):
                 yield
 
     def _reducing_pass(self, stage: int, p: plan.Pass, known: dict[int, str]) -> None:
-        names, kinds = [], []
-        for r in p.reductions:
-            kind = "Sum" if r.op == "row_sum" else "Max"
-            names.append(self.names.fresh(f"row_{kind.lower()}"))
-            kinds.append(f"te::{kind}")
-            self.text(f"float {names[-1]} = {'0.0f' if kind == 'Sum' else '-te::infinity()'};")
+        kinds = [FUNCTIONS[r.op] for r in p.reductions]
+        names = [self.names.fresh(k.name) for k in kinds]
+        for name, k in zip(names, kinds, strict=True):
+            self.text(f"float {name} = {literal(k.start)};")
         before = self.passes[stage - 1].waits if stage else ()
         new = [n for n in p.waits if n.op != "input" and all(n is not b for b in before)]
         with self._chunks():
@@ -226,9 +225,9 @@ class RowText(KernelText):
                 for n in new:
                     self.text(f"{shelved[id(n)]}[i] = {bare(inner[id(n)])};")
                     inner[id(n)] = f"{shelved[id(n)]}[i]"
-                for r, name in zip(p.reductions, names, strict=True):
-                    value = bare(number(r.args[0], inner))
-                    self.text(f"{name} += {value};" if r.op == "row_sum" else f"{name} = te::maximum({name}, {value});")
+                for r, name, k in zip(p.reductions, names, kinds, strict=True):
+                    value, joins = bare(number(r.args[0], inner)), FUNCTIONS[k.joins].cuda
+                    self.text(f"{name} = {joins}({name}, {value});" if joins else f"{name} += {value};")
 
             self._chunk_elements([*new, *(r.args[0] for r in p.reductions)], before, known, then)
             if self.s.kind == Kind.SHARED:
@@ -237,10 +236,10 @@ class RowText(KernelText):
         listed = ", ".join(names)
         if self.s.lanes > 32:
             exchange = f"exchange_{len(names)}[phase]"
-            self.text(f"te::reduce_block<kThreads, {', '.join(kinds)}>({exchange}, {listed});")
+            self.text(f"te::reduce_block<kThreads, {', '.join(k.cuda for k in kinds)}>({exchange}, {listed});")
             self.text("phase ^= 1;")
         elif self.s.lanes > 1:
-            self.text(f"te::reduce_lanes<kLanes, {', '.join(kinds)}>({listed});")
+            self.text(f"te::reduce_lanes<kLanes, {', '.join(k.cuda for k in kinds)}>({listed});")
         known.update({id(r): name for r, name in zip(p.reductions, names, strict=True)})
 
     def _forget(self, p: plan.Pass) -> None:

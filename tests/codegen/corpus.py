@@ -19,6 +19,7 @@ from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.random import RandomStream, threshold
+from te_fuser.formula.substitution import substitute
 
 Pair = tuple[KernelDescription, ...]
 
@@ -67,7 +68,7 @@ class Kit:
         adjoints = differentiate(seeds, wanted)
         stores, sums = [], []
         for leaf, adjoint in adjoints.items():
-            (adjoint,) = expr.substitute([adjoint], lambda node: kept.get(id(node)))
+            (adjoint,) = substitute([adjoint], lambda node: kept.get(id(node)))
             leaf_name, _, width = leaf.attrs
             target = self.target("d" + leaf_name, adjoint, leaf.axes, width)
             (stores if leaf.axes & Axes.OUTER else sums).append(target)
