@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_fuser.formula import expr, random, reductions
-from te_fuser.formula.expr import ONE, ZERO, Axes, Expr, compare, const, div, mul, sub, unary
+from te_fuser.formula.expr import ONE, ZERO, Axes, Expr, add, compare, const, div, mul, sub, unary
 
 Operand = Any  # a tensor, an expression or a number
 Contributions = tuple[Expr | None, ...]
@@ -105,6 +105,10 @@ def _pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.softplus(x, threshold=40.0)  # from there on x itself, in float64 too
+
+
 _ROWS = (
     Function("add", operator.add, lambda e, g: (g, g)),
     Function("sub", operator.sub, lambda e, g: (g, mul(const(-1), g))),
@@ -148,6 +152,34 @@ _ROWS = (
     ),
     Function("exp", torch.exp, lambda e, g: (mul(g, e),), math.exp, operations=8, gpu=3, cpu=16),
     Function("log", torch.log, lambda e, g: (div(g, e.args[0]),), math.log, operations=10, gpu=12, cpu=24),
+    Function(
+        "log1p",
+        torch.log1p,
+        lambda e, g: (div(g, add(ONE, e.args[0])),),
+        math.log1p,
+        cuda="log1pf", operations=16, gpu=15, cpu=36,
+    ),
+    Function(
+        "softplus",
+        _softplus,
+        lambda e, g: (mul(g, unary("sigmoid", e.args[0])),),
+        lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))),
+        cuda="te::softplus", operations=26, gpu=20, cpu=54,
+    ),
+    Function(
+        "sin",
+        torch.sin,
+        lambda e, g: (mul(g, unary("cos", e.args[0])),),
+        math.sin,
+        cuda="sinf", operations=20, gpu=20, cpu=44,
+    ),
+    Function(
+        "cos",
+        torch.cos,
+        lambda e, g: (mul(const(-1), mul(g, unary("sin", e.args[0]))),),
+        math.cos,
+        cuda="cosf", operations=20, gpu=20, cpu=44,
+    ),
     Function("tanh", torch.tanh, lambda e, g: (mul(g, sub(ONE, mul(e, e))),), math.tanh, operations=14, gpu=12, cpu=28),
     Function("erf", torch.erf, _erf, math.erf, operations=18, gpu=24, cpu=28),
     Function(
@@ -171,6 +203,12 @@ _ROWS = (
         lambda x: x.amax(-1, keepdim=True),
         lambda e, g: _shared(e, g, "ge"),
         cuda="te::Max", joins="maximum", start=-math.inf, picks=True,
+    ),
+    Function(
+        "row_min",
+        lambda x: x.amin(-1, keepdim=True),
+        lambda e, g: _shared(e, g, "le"),
+        cuda="te::Min", joins="minimum", start=math.inf, picks=True,
     ),
     # What only the text of CUDA kernels has, where a formula is written in base two.
     Function("exp2", torch.exp2),
@@ -202,6 +240,10 @@ def _lifted(name: str) -> Callable[..., Any]:
 
 exp = _lifted("exp")
 log = _lifted("log")
+log1p = _lifted("log1p")
+softplus = _lifted("softplus")
+sin = _lifted("sin")
+cos = _lifted("cos")
 tanh = _lifted("tanh")
 erf = _lifted("erf")
 sigmoid = _lifted("sigmoid")
@@ -264,6 +306,11 @@ def row_mean(x: Operand) -> Any:
 def row_max(x: Operand) -> Any:
     """The largest feature of each row, [rows, 1]; ties share the gradient evenly, as torch.amax does."""
     return reductions.extreme("row_max", x) if isinstance(x, Expr) else x.amax(-1, keepdim=True)
+
+
+def row_min(x: Operand) -> Any:
+    """The smallest feature of each row, [rows, 1]; ties share the gradient evenly, as torch.amin does."""
+    return reductions.extreme("row_min", x) if isinstance(x, Expr) else x.amin(-1, keepdim=True)
 
 
 def split(x: Operand, parts: int) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from te_fuser.formula import expr
 from te_fuser.formula import functions as f
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus, ptx
-from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
+from tests.codegen.corpus import RARE, Kit, descriptions, inputs, outputs, rare_inputs, reference
 from tests.codegen.cuda_calls import complaints
 from tests.codegen.cuda_on_cpu import Emulated, build
 from tests.needs import needs_compiler, needs_nvrtc
@@ -135,6 +135,19 @@ def check(kernel: Emulated, d: KernelDescription, rows: int, batch: tuple[int, i
 def test_values_are_the_interpreters(name: str, emulated: dict[str, Emulated]) -> None:
     for rows, batch in ((0, (1, 1)), (1, (1, 1)), (13, (1, 1)), (24, (2, 3)), (7, (2, 3))):
         check(emulated[name], CORPUS[name], rows, batch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "choices_fwd-40-f32"])
+def test_rare_values_are_as_in_torch(name: str, emulated: dict[str, Emulated]) -> None:
+    d = CORPUS[name]
+    tensors, rows = rare_inputs(d), len(RARE)
+    made = outputs(d, rows)
+    emulated[name](d, tensors, made, rows)
+    for store, got, want in zip(d.stores, made, reference(d, tensors, rows, dtype=torch.float32), strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=3e-7, atol=2e-45, equal_nan=True, msg=lambda m, s=store: f"{s.name}: {m}"
+        )
 
 
 @needs_compiler

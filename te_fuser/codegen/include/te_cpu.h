@@ -38,6 +38,7 @@ typedef float vec __attribute__((vector_size(lanes * 4)));
 typedef int32_t mask __attribute__((vector_size(lanes * 4)));  // of a comparison of vecs: 0 or -1 in each lane
 typedef uint32_t words __attribute__((vector_size(lanes * 4)));
 typedef uint64_t doublewords __attribute__((vector_size(lanes * 4)));
+typedef double doubles __attribute__((vector_size(lanes * 8)));  // two registers
 typedef uint16_t halves __attribute__((vector_size(lanes * 2)));
 
 struct bf16 {
@@ -78,6 +79,13 @@ TE_INLINE words lane_numbers() {
   words result{};
   for (int i = 0; i < lanes; ++i) result[i] = static_cast<uint32_t>(i);
   return result;
+}
+
+TE_INLINE bool any(mask condition) {
+  words found = reinterpret_cast<words>(condition);
+#pragma GCC unroll 4
+  for (uint32_t half = lanes / 2; half > 0; half /= 2) found |= shuffle(found, found, lane_numbers() ^ half);
+  return found[0] != 0;
 }
 
 // ---- loops over the features -------------------------------------------------------------------------------------
@@ -316,6 +324,15 @@ TE_INLINE vec log(vec x) {
   return ((x > 0.0f) & (x < infinity)) ? result : rare;
 }
 
+// What 1 + x was rounded by is added as log's slope has it.
+TE_INLINE vec log1p(vec x) {
+  const vec sum = 1.0f + x, plain = log(sum);
+  return ((sum > 0.0f) & (sum < infinity)) ? plain + (x - (sum - 1.0f)) / sum : plain;
+}
+
+// max(x, 0) + log(1 + exp(-|x|)), where nothing overflows, nor is lost for large negative x.
+TE_INLINE vec softplus(vec x) { return relu(x) + log1p(exp(-abs(x))); }
+
 // exp of the negative magnitude does not overflow, and keeps the small values for large negative x.
 TE_INLINE vec sigmoid(vec x) {
   const vec e = exp(-abs(x));
@@ -343,14 +360,64 @@ TE_INLINE vec erf(vec x) {
   return copy_sign(exp_minus_one(-(first + g * y)), x);
 }
 
+// x = n pi / 2 + r with n whole, in the lowest bits of `quarter`, and |r| <= 0.8; up to |x| = 2**17. In double precision:
+// near a root of sine or cosine all that is left of x is what float's pi lacks.
+struct turned {
+  words quarter;
+  vec r;
+};
+
+TE_INLINE turned quarter_turns(vec x) {
+  constexpr float shift = 0x1.8p23f;  // adding it rounds to a whole number
+  const vec rounded = x * 0.636619747f + shift;
+  const doubles n = __builtin_convertvector(rounded - shift, doubles);
+  const doubles r = __builtin_convertvector(x, doubles) - n * 0x1.921fb54p+0 - n * 0x1.10b4611a62633p-30;
+  return {bits_of(rounded), __builtin_convertvector(r, vec)};
+}
+
+// The sine of so many quarter turns and r: that or the cosine of r, with either sign.
+TE_INLINE vec sine(words quarter, vec r) {
+  const vec square = r * r;
+  vec s = square * -0.000195030691f + 0.00833207089f;
+  s = (s * square - 0.166666538f) * (square * r) + r;
+  vec c = square * 2.44191961e-05f - 0.00138871942f;
+  c = (c * square + 0.0416666418f) * (square * square) + (1.0f - square * 0.5f);
+  return as_float(bits_of((quarter & 1u) == 0u ? s : c) ^ ((quarter & 2u) << 30));
+}
+
+// Where an argument is beyond quarter_turns, infinite or no number, the C library computes it.
+template <class Plain>
+TE_INLINE vec with_large(vec x, vec result, const Plain& plain) {
+  const mask large = ~(abs(x) <= 0x1p17f);
+  if (any(large)) {
+#pragma GCC unroll 1
+    for (int i = 0; i < lanes; ++i) result[i] = large[i] ? plain(x[i]) : result[i];
+  }
+  return result;
+}
+
+TE_INLINE vec sin(vec x) {
+  const turned at = quarter_turns(x);
+  return with_large(x, sine(at.quarter, at.r), [](float one) TE_BODY { return __builtin_sinf(one); });
+}
+
+TE_INLINE vec cos(vec x) {
+  const turned at = quarter_turns(x);
+  return with_large(x, sine(at.quarter + 1u, at.r), [](float one) TE_BODY { return __builtin_cosf(one); });
+}
+
 // The same for one number, as rows have them.
 #define TE_SCALAR(function) \
   TE_INLINE float function(float x) { return function(splat(x))[0]; }
 TE_SCALAR(exp)
 TE_SCALAR(log)
+TE_SCALAR(log1p)
+TE_SCALAR(softplus)
 TE_SCALAR(sigmoid)
 TE_SCALAR(tanh)
 TE_SCALAR(erf)
+TE_SCALAR(sin)
+TE_SCALAR(cos)
 TE_SCALAR(abs)
 TE_SCALAR(relu)
 #undef TE_SCALAR
@@ -400,6 +467,14 @@ struct row_max {
     for (int i = 1; i < slots; ++i) best = maximum(best, parts[i]);
     return fold(best, [](vec a, vec b) TE_BODY { return maximum(a, b); });
   }
+};
+
+template <int slots>
+struct row_min {
+  row_max<slots> negated;
+
+  TE_MEMBER void add(vec x, place at) { negated.add(-x, at); }
+  TE_MEMBER float total() const { return -negated.total(); }
 };
 
 // ---- sums over the rows ------------------------------------------------------------------------------------------

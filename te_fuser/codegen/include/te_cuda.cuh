@@ -335,6 +335,9 @@ TE_DEVICE float divide(float a, float b) { return a / b; }
 TE_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 }  // namespace precise
 
+// Nothing overflows, nor is lost for large negative x.
+TE_DEVICE float softplus(float x) { return relu(x) + log1pf(expf(-fabsf(x))); }
+
 // For values that are stored in 16 bits: single instructions, errors of a few 1e-7 where the argument is small.
 // No tanh.approx: it has lost the negative tail of tanh-GELU before the subtraction that needs it.
 namespace fast {
@@ -368,6 +371,9 @@ struct Sum {
 };
 struct Max {
   TE_DEVICE float join(float a, float b) { return maximum(a, b); }
+};
+struct Min {
+  TE_DEVICE float join(float a, float b) { return minimum(a, b); }
 };
 
 constexpr unsigned kWarp = 0xffffffffu;
