@@ -32,7 +32,7 @@ from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, describe
 from te_fuser.codegen.nvrtc import Compiled, Resources
-from te_fuser.codegen.schedule import Schedule, device_of
+from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes
@@ -265,7 +265,7 @@ class Bench:
 
     def kernel(self, case: str, label: str, d: KernelDescription, rows: int) -> Timed:
         """The picked schedule, and the best of others if asked for."""
-        others = schedule_model.variants(rewrite(d), device_of(arch()), self.variants) if self.variants else []
+        others = schedule_model.variants(rewrite(d), limits_of(arch()), self.variants) if self.variants else []
         found = timed(d, rows, [(), *others])
         report(label, found[0], self.copy)
         for t in sorted(found, key=lambda t: t.ms)[: self.best if others else 0]:

@@ -23,7 +23,7 @@ from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, item_size
 from te_fuser.codegen.progress import Progress
-from te_fuser.codegen.schedule import Schedule, device_of
+from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.codegen.written import Loadable, WrittenKernel
 from te_fuser.formula.expr import Axes
@@ -81,7 +81,7 @@ def variants(description: KernelDescription, device: torch.device, most: int = 2
 
     Each is what `load_variant` and `TunedSchedules.put` take: one schedule, or two for stores and sums apart.
     """
-    return schedule_model.variants(rewrite(description), device_of(_arch(_index(device))), most)
+    return schedule_model.variants(rewrite(description), limits_of(_arch(_index(device))), most)
 
 
 def load_variant(
@@ -137,7 +137,7 @@ def _measured(
 
 
 def _misfit(description: KernelDescription, schedules: tuple[Schedule, ...], index: int) -> str:
-    return schedule_model.misfit(rewrite(description), schedules, device_of(_arch(index)))
+    return schedule_model.misfit(rewrite(description), schedules, limits_of(_arch(index)))
 
 
 def _load(

@@ -5,27 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from te_fuser.codegen import schedule as plan
-from te_fuser.codegen.cuda_body import KernelText
+from te_fuser.codegen.cuda_body import CudaKernelText
 from te_fuser.codegen.cuda_text import bare, literal, number, part_role
 from te_fuser.codegen.description import KernelDescription, Store, Sum
-from te_fuser.codegen.schedule import Kind, Schedule, Sums
+from te_fuser.codegen.schedule import Kind, Pass, Schedule, Sums, above, kept, passes, shelves
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 
 
-class RowText(KernelText):
+class RowText(CudaKernelText):
     """Row reductions: `kLanes` threads share a row and walk over it once for each stage, and once more to store."""
 
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         super().__init__(symbol, description, schedule, space)
-        self.passes = plan.passes(description, schedule.kind)
+        self.passes = passes(description, schedule.kind)
         leaves = [n for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE]
         self.full = [n for n in leaves if n.axes & Axes.OUTER]
         self.features = [n for n in leaves if not n.axes & Axes.OUTER]
         self.row_names = {id(n): self.names.fresh(f"{part_role(n)}_row") for n in self.full}
         self.vector_names = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
-        self.kept = plan.kept(description, schedule)
+        self.kept = kept(description, schedule)
         numbers = [n for n in description.nodes if n.op == "input" and n.axes == Axes.ROWS]
         travelling = numbers if schedule.kind == Kind.SHARED and schedule.ahead > 1 else []
         self.coming = {id(n): self.names.fresh(f"{n.attrs[0]}_coming") for n in travelling}
@@ -67,12 +66,12 @@ class RowText(KernelText):
             self._declare_fetch()
 
     def _declare_shelves(self) -> None:
-        shelves = plan.shelves(self.d, self.s)
-        if not shelves:
+        placed = shelves(self.d, self.s)
+        if not placed:
             return
         self.text("extern __shared__ uint4 shelves[];")
         offset, sums = 0, iter(self._feature_sums())
-        for node, size in shelves:
+        for node, size in placed:
             at = f"shelves + {offset // 16}"
             if node is None:
                 self.text(f"float* const {self.sum_names[next(sums)]} = reinterpret_cast<float*>({at});")
@@ -211,7 +210,7 @@ class RowText(KernelText):
             with guard, self.names.scope():
                 yield
 
-    def _reducing_pass(self, stage: int, p: plan.Pass, known: dict[int, str]) -> None:
+    def _reducing_pass(self, stage: int, p: Pass, known: dict[int, str]) -> None:
         kinds = [FUNCTIONS[r.op] for r in p.reductions]
         names = [self.names.fresh(k.name) for k in kinds]
         for name, k in zip(names, kinds, strict=True):
@@ -242,7 +241,7 @@ class RowText(KernelText):
             self.text(f"te::reduce_lanes<kLanes, {', '.join(k.cuda for k in kinds)}>({listed});")
         known.update({id(r): name for r, name in zip(p.reductions, names, strict=True)})
 
-    def _forget(self, p: plan.Pass) -> None:
+    def _forget(self, p: Pass) -> None:
         """What waits in registers waits as it was loaded."""
         waiting = [n for n in self.full if any(n is w for w in p.waits)]
         held = [*(waiting if self.s.kind == Kind.REGISTERS else ()), *self.kept]
@@ -277,10 +276,8 @@ class RowText(KernelText):
         """Vectors and waiting values that a chunk needs, read where they are."""
         inner = dict(known)
         values = [n for n in waiting if n.op != "input"]
-        wanted = {id(n) for n in plan.above(targets, [*known, *map(id, values)])}
-        direct = {id(a) for n in plan.above(targets, [*known, *map(id, values)]) for a in n.args} | set(
-            map(id, targets)
-        )
+        wanted = {id(n) for n in above(targets, [*known, *map(id, values)])}
+        direct = {id(a) for n in above(targets, [*known, *map(id, values)]) for a in n.args} | set(map(id, targets))
         for n in values:
             if id(n) in direct:
                 (name,) = self._shelved([n]).values()

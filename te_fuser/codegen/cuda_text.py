@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from te_fuser.codegen import schedule as plan
 from te_fuser.codegen.cuda_formulas import is_boolean
+from te_fuser.codegen.schedule import above
 from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, shortest, to_float32
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr
@@ -30,7 +30,7 @@ class Text(Lines):
         return self.block(f"for (int {variable} = 0; {variable} < {count}; ++{variable})")
 
 
-class Names(RoleNames):
+class CudaNames(RoleNames):
     """Identifiers made from roles, each given out once."""
 
     own_words = """
@@ -62,12 +62,12 @@ _LONGEST = 72  # characters of an expression before it gets a name of its own
 class Formulas:
     """Writes nodes as statements; a value that is used once stands inside the expression that uses it."""
 
-    names: Names
+    names: CudaNames
     space: str  # "te::fast" or "te::precise"
 
     def write(self, text: Text, targets: Sequence[Expr], known: dict[int, str], leaf: Callable[[Expr], str]) -> None:
         """Emit what `targets` need and is not in `known` (node id -> text), and add their texts to `known`."""
-        order = plan.above(targets, known)
+        order = above(targets, known)
         uses = Counter(id(a) for n in order for a in n.args)
         uses.update(id(t) for t in targets)
         for node in order:

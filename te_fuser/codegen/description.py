@@ -72,7 +72,7 @@ class Counts:
 class KernelDescription:
     """A kernel, free of schedule. `width` is the feature count of one part: every full-size node has this width.
 
-    `overwrites` are pairs (store, load): a call may give both the same memory; see `codegen.overwriting`.
+    `overwrites` are pairs (store, load): a call may give both the same memory; see `codegen.in_place`.
     """
 
     name: str

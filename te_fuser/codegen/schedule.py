@@ -46,7 +46,7 @@ class Sums(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Device:
+class Limits:
     """What limits a schedule on one kind of GPU; every one has 65,536 registers per multiprocessor."""
 
     shared_bytes: int  # that one block may use
@@ -55,21 +55,21 @@ class Device:
 
 
 # The first that fits the architecture's number; 1 KiB of shared memory per block belongs to the system.
-_DEVICES: dict[str, Device] = {
-    "80": Device(163 * 1024, 2048),
-    "86": Device(99 * 1024, 1536),
-    "87": Device(163 * 1024, 1536),
-    "89": Device(99 * 1024, 1536),
-    "90": Device(227 * 1024, 2048),
-    "100": Device(227 * 1024, 2048),
-    "103": Device(227 * 1024, 2048),
+_LIMITS: dict[str, Limits] = {
+    "80": Limits(163 * 1024, 2048),
+    "86": Limits(99 * 1024, 1536),
+    "87": Limits(163 * 1024, 1536),
+    "89": Limits(99 * 1024, 1536),
+    "90": Limits(227 * 1024, 2048),
+    "100": Limits(227 * 1024, 2048),
+    "103": Limits(227 * 1024, 2048),
 }
-_SMALLEST = Device(99 * 1024, 1536)
+_SMALLEST = Limits(99 * 1024, 1536)
 
 
-def device_of(arch: str) -> Device:
+def limits_of(arch: str) -> Limits:
     """The limits of an architecture such as "sm_90a"; an unknown one gets the smallest of all."""
-    return _DEVICES.get(arch.removeprefix("sm_").rstrip("af"), _SMALLEST)
+    return _LIMITS.get(arch.removeprefix("sm_").rstrip("af"), _SMALLEST)
 
 
 @dataclass(frozen=True)
