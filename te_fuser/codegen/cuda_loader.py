@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.codegen import nvrtc, schedule_model
-from te_fuser.codegen.compiler import default_cache_dir
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, RowGrid
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
@@ -131,8 +130,7 @@ def _measured(
     description: KernelDescription, index: int, rows: int | None, cache_dir: Path | None
 ) -> tuple[Schedule, ...]:
     """The schedules that were measured to be the best; none where none were, or where they do not fit any more."""
-    folder = cache_dir or default_cache_dir()
-    found = store_for(torch.cuda.get_device_name(index), folder).find(description.key, rows)
+    found = store_for(torch.cuda.get_device_name(index), cache_dir).find(description.key, rows)
     return () if found and _misfit(description, found, index) else found
 
 
