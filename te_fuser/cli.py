@@ -110,13 +110,13 @@ def _cache(chosen: argparse.Namespace) -> int:
 
 
 def _cache_folders(given: Path | None) -> Iterator[tuple[str, str, Path, str]]:
-    from te_fuser.codegen import compiler, nvrtc
+    from te_fuser.codegen import compiler, entry_file, nvrtc
     from te_fuser.config import config
 
     folder = given or config.cache_dir
     yield "kernels", "CPU kernels", folder or compiler.default_cache_dir(), "*.so"
     yield "kernels", "GPU kernels", folder or nvrtc.cache_folder(), "*.cubin"
-    yield "tuned", "tuned choices", (folder or compiler.default_cache_dir()) / "tuned", "*.json"
+    yield "tuned", "tuned choices", entry_file.tuned_folder(folder), "*.json"
 
 
 def _bytes_on_disk(files: Sequence[Path]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,3 +21,8 @@ class Config:
 
 
 config = Config()
+
+
+def user_cache_dir() -> Path:
+    """te_fuser's own folder in the user's cache folder, where things are kept unless `config.cache_dir` is set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "te_fuser"

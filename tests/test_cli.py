@@ -16,11 +16,12 @@ from te_fuser.fuser.device import DEVICES
 
 
 @pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """An empty cache: the folders of CPU and GPU kernels."""
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Path]:
+    """An empty cache: the folders of CPU and GPU kernels, and of measured choices."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(config, "cache_dir", None)
-    return tmp_path / "te_fuser" / "cpu", tmp_path / "te_fuser" / "cubin"
+    home = tmp_path / "te_fuser"
+    return home / "cpu", home / "cubin", home / "tuned"
 
 
 def lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -37,24 +38,24 @@ def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert len({len(heading), *map(len, rows)}) == 1
 
 
-def test_an_empty_cache(capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]) -> None:
+def test_an_empty_cache(capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path, Path]) -> None:
     cpu, gpu, tuned, total = lines(capsys, "cache")
     assert cpu == f"CPU kernels: 0 in {folders[0]} (0 bytes)"
     assert gpu == f"GPU kernels: 0 in {folders[1]} (0 bytes)"
-    assert tuned == f"tuned choices: 0 in {folders[0] / 'tuned'} (0 bytes)"
+    assert tuned == f"tuned choices: 0 in {folders[2]} (0 bytes)"
     assert total == "together: 0 files, 0 bytes"
     assert not folders[0].exists()
 
 
-def fill(folders: tuple[Path, Path]) -> list[Path]:
+def fill(folders: tuple[Path, Path, Path]) -> list[Path]:
     """Two kernels in one file, one alone, one for the GPU, measured choices, and a file that is none."""
-    for folder in (*folders, folders[0] / "tuned"):
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     first, second, third = (folders[0] / f"{name}.so" for name in "abc")
     first.write_bytes(b"x" * 3000)
     os.link(first, second)
     third.write_bytes(b"x" * 1000)
-    cubin, tuned, other = folders[1] / "d.cubin", folders[0] / "tuned" / "gpu.json", folders[0] / "notes.txt"
+    cubin, tuned, other = folders[1] / "d.cubin", folders[2] / "gpu.json", folders[0] / "notes.txt"
     cubin.write_bytes(b"x" * 24)
     tuned.write_text("{}")
     other.write_text("mine")
@@ -62,7 +63,7 @@ def fill(folders: tuple[Path, Path]) -> list[Path]:
 
 
 def test_the_cache_counts_kernels_and_bytes_on_disk(
-    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path, Path]
 ) -> None:
     fill(folders)
     cpu, gpu, tuned, total = lines(capsys, "cache")
@@ -72,7 +73,7 @@ def test_the_cache_counts_kernels_and_bytes_on_disk(
 
 
 def test_clearing_the_cache_deletes_kernels_alone(
-    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path, Path]
 ) -> None:
     *kernels, other = fill(folders)
     assert lines(capsys, "cache", "--clear")[-1] == "deleted: 5 files, 3.9 KiB"
@@ -82,7 +83,7 @@ def test_clearing_the_cache_deletes_kernels_alone(
 
 @pytest.mark.parametrize(("what", "left"), [("kernels", [4]), ("tuned", [0, 1, 2, 3]), ("all", [])])
 def test_a_part_of_the_cache_is_cleared(
-    what: str, left: list[int], capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+    what: str, left: list[int], capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path, Path]
 ) -> None:
     *files, _ = fill(folders)
     assert lines(capsys, "cache", "--clear", what)[-1].startswith(f"deleted: {5 - len(left)} files, ")
@@ -93,7 +94,7 @@ def test_the_cache_is_where_the_setting_says(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path / "mine"
-    fill((mine, mine))
+    fill((mine, mine, mine / "tuned"))
     # Kernels for either device lie in the one folder that was set.
     found = lines(capsys, "cache", "--folder", str(mine))
     assert [line.split()[2] for line in found] == ["3", "1", "1", "files,"]
@@ -124,7 +125,7 @@ def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_clearing_deletes_what_killed_processes_left(
-    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path]
+    capsys: pytest.CaptureFixture[str], folders: tuple[Path, Path, Path]
 ) -> None:
     folders[1].mkdir(parents=True)
     old, new = (folders[1] / f"a.cubin.{process}.0.new" for process in (1, 2))

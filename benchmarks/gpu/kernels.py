@@ -30,10 +30,11 @@ from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, describe
 from te_fuser.codegen.nvrtc import Compiled, Resources
-from te_fuser.codegen.schedule import Schedule, device_of
+from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes
+from te_fuser.formula.substitution import substitute
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
 from tests.codegen.cuda_calls import arguments
@@ -67,7 +68,7 @@ def stretch(kit: Kit, width: int) -> corpus.Pair:
     adjoints = differentiate(seeds, [x, bias, skip, weight, shift])
     targets = []
     for leaf, adjoint in adjoints.items():
-        (e,) = expr.substitute([adjoint], lambda n: kept.get(id(n)))
+        (e,) = substitute([adjoint], lambda n: kept.get(id(n)))
         targets.append(kit.target(f"d{leaf.attrs[0]}", e, leaf.axes, width))
     stores = [t for t in targets if t.axes & Axes.OUTER]
     sums = [t for t in targets if not t.axes & Axes.OUTER]
@@ -262,7 +263,7 @@ class Bench:
 
     def kernel(self, case: str, label: str, d: KernelDescription, rows: int) -> Timed:
         """The picked schedule, and the best of others if asked for."""
-        others = schedule_model.variants(rewrite(d), device_of(arch()), self.variants) if self.variants else []
+        others = schedule_model.variants(rewrite(d), limits_of(arch()), self.variants) if self.variants else []
         found = timed(d, rows, [(), *others])
         report(label, found[0], self.copy)
         for t in sorted(found, key=lambda t: t.ms)[: self.best if others else 0]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from te_fuser.codegen import cpp
 from te_fuser.codegen.cpp import CppKernel
 from te_fuser.codegen.description import KernelDescription
+from te_fuser.config import user_cache_dir
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from te_fuser._native import CpuKernel
 
 INCLUDE = Path(__file__).parent / "include"
-HEADERS = ("te_cpu.h", "te_kernel_abi.h")
 
 # No -ffast-math: NaN and infinity mean something, and compensated sums would be "simplified" away.
 _FLAGS = (
@@ -62,7 +62,7 @@ class Compiler:
     @functools.cached_property
     def identity(self) -> str:
         """A digest of what a library depends on besides its text."""
-        headers = [(INCLUDE / name).read_text() for name in HEADERS]
+        headers = [path.read_text() for path in sorted(INCLUDE.glob("*.h"))]
         parts = [self.path, self.version, *self.flags, _processor(), *headers]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -110,8 +110,7 @@ _MARK = b"te_fuser"
 
 def default_cache_dir() -> Path:
     """Where libraries are kept: `te_fuser/cpu` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "te_fuser" / "cpu"
+    return user_cache_dir() / "cpu"
 
 
 def _checksum(content: bytes) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_fuser.codegen.cpp_schedule import Loop
-from te_fuser.codegen.cpp_scope import KernelText, LoopScope, Scope
-from te_fuser.codegen.cpp_text import ATOM, ELEMENTS, Fragment, Names, part_name, plus
+from te_fuser.codegen.cpp_scope import CppKernelText, LoopScope, Scope
+from te_fuser.codegen.cpp_text import ATOM, ELEMENTS, CppNames, Fragment, part_name, plus
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, axes_text, item_size
 from te_fuser.formula.expr import Axes, Expr
 
@@ -48,7 +48,7 @@ class RowsSum:
         return plus("sample_partial" if self.per_sample else "partial", self.offset)
 
 
-def _place_sums(d: KernelDescription, names: Names) -> list[RowsSum]:
+def _place_sums(d: KernelDescription, names: CppNames) -> list[RowsSum]:
     """The parts of the sums, one behind the other in a worker's block or a sample's share."""
     placed: list[RowsSum] = []
     offsets = {False: 0, True: 0}  # per sample or not -> the floats given away
@@ -65,7 +65,7 @@ def _place_sums(d: KernelDescription, names: Names) -> list[RowsSum]:
 # -------------------------------------------------------------------------------------------- the kernel
 
 
-class Kernel(KernelText):
+class Kernel(CppKernelText):
     """Writes the functions of one kernel."""
 
     def __init__(self, symbol: str, description: KernelDescription) -> None:

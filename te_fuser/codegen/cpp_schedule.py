@@ -13,13 +13,9 @@ from dataclasses import dataclass
 
 from te_fuser.codegen.description import KernelDescription, Load, Store
 from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.functions import FUNCTIONS
 
-# Rough instruction counts for one vector; a node that is not named costs one.
-_COSTS = {
-    "const": 0, "div": 8, "exp": 16, "log": 24, "tanh": 28, "erf": 28, "sigmoid": 26, "sqrt": 10, "rsqrt": 16,
-    "maximum": 3, "minimum": 3, "clamp": 2, "where": 2, "keep": 3,
-}  # fmt: skip
-_LOAD_COSTS = {"float32": 1, "bfloat16": 2, "float16": 8}
+_LOAD_COSTS = {"float32": 1, "bfloat16": 2, "float16": 8}  # rough instruction counts for one vector
 _BUFFER_ABOVE = 8  # a value this dear is kept for the next loop instead of being computed again
 _UNROLL_BELOW = ((12, 4), (60, 2))  # loop cost, how many accumulators a row reduction gets
 
@@ -45,7 +41,7 @@ class CpuSchedule:
 
     def cost(self, e: Expr) -> int:
         """What a node costs, in rough instructions for one vector."""
-        return self._load_costs[e.attrs[0]] if e.op == "input" else _COSTS.get(e.op, 1)
+        return self._load_costs[e.attrs[0]] if e.op == "input" else FUNCTIONS[e.op].cpu
 
     @functools.cached_property
     def is_one_long_row(self) -> bool:

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from te_fuser.codegen.cpp_schedule import CpuSchedule, Loop, has_features, ordered
-from te_fuser.codegen.cpp_text import ATOM, COMPARISON, PRODUCT, SUM, Fragment, Names, literal, part_name, plus
+from te_fuser.codegen.cpp_text import ATOM, COMPARISON, PRODUCT, SUM, CppNames, Fragment, literal, part_name, plus
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
 from te_fuser.codegen.text import COMPARISONS, Lines
 from te_fuser.formula.expr import Axes, Expr
 
-_REDUCTIONS = ("row_sum", "row_max")
 _INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 _LONGEST = 64  # characters of an expression before it gets a name of its own
 _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quotient", "lt": "below", "gt": "above"}
@@ -19,14 +18,14 @@ _VALUE_NAMES = {"add": "sum", "sub": "difference", "mul": "product", "div": "quo
 # ------------------------------------------------------------------------------------------------ leaves
 
 
-class KernelText:
+class CppKernelText:
     """What the scopes of one kernel share: its lines, the names of its values, and how its tensors are read."""
 
     def __init__(self, description: KernelDescription) -> None:
         self.d = description
         self.schedule = CpuSchedule(description)
         self.lines = Lines()
-        self.names = Names()
+        self.names = CppNames()
         tensors: tuple[Load | Store | Sum, ...] = (*description.loads, *description.outputs)
         self.tensors = {id(t): self.names.fresh(f"{t.name}_tensor") for t in tensors}  # tensor -> its pointer
         self.streams: dict[str, str] = {}  # random stream -> the variable that holds it
@@ -93,13 +92,13 @@ class Scope:
 
     vectors = False
 
-    def __init__(self, kernel: KernelText, roots: Sequence[Expr], known: dict[int, Fragment]) -> None:
+    def __init__(self, kernel: CppKernelText, roots: Sequence[Expr], known: dict[int, Fragment]) -> None:
         self.kernel = kernel
         self.known = known  # node -> the text to use for it
         self.uses = _count_uses(roots, [n for n in ordered(roots, self._is_made_here) if self._is_made_here(n)])
 
     def _is_made_here(self, e: Expr) -> bool:
-        return id(e) not in self.known and e.op not in _REDUCTIONS
+        return id(e) not in self.known and not e.reduces
 
     def number(self, e: Expr) -> Fragment:
         """`e` as a number or a vec, even when it is a comparison."""
@@ -183,7 +182,7 @@ class LoopScope(Scope):
 
     vectors = True
 
-    def __init__(self, kernel: KernelText, loop: Loop, known: dict[int, Fragment]) -> None:
+    def __init__(self, kernel: CppKernelText, loop: Loop, known: dict[int, Fragment]) -> None:
         self.loop = loop
         self.kept = {id(e) for e in loop.buffered}
         super().__init__(kernel, loop.roots, dict(known))

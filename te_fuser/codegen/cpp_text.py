@@ -11,7 +11,7 @@ ELEMENTS = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::f16"}
 ATOM, PRODUCT, SUM, COMPARISON = 3, 2, 1, 0  # how tightly an operation binds
 
 
-class Names(RoleNames):
+class CppNames(RoleNames):
     """Unique names in one function, made in the order of asking."""
 
     own_words = """

@@ -10,15 +10,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from te_fuser.codegen import schedule as plan
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_body import SUFFIX, Parameter
 from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
 from te_fuser.codegen.cuda_rows import RowText
-from te_fuser.codegen.cuda_text import CTYPES, Names, Text
+from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Text
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
-from te_fuser.codegen.schedule import Kind, Schedule
+from te_fuser.codegen.schedule import Kind, Schedule, limits_of, shared_bytes, split
 from te_fuser.formula.expr import Axes
 
 # ------------------------------------------------------------------------------------ what a launch needs
@@ -138,7 +137,7 @@ def generate(
 
     Args:
         arch: the architecture whose limits the schedule keeps, such as "sm_90a".
-        schedules: instead of what `schedule.pick` finds: one, or two for stores and column sums in their own kernels.
+        schedules: instead of what `schedule_model` picks: one, or two for stores and column sums in their own kernels.
         alignment: bytes that every tensor is known to be aligned to; less than 16 makes narrower accesses.
 
     Raises:
@@ -152,12 +151,12 @@ def generate(
                 f"generated kernels store {', '.join(CTYPES)}"
             )
     rewritten = rewrite(description)
-    device = plan.device_of(arch)
+    limits = limits_of(arch)
     if not schedules:
-        whole = model.pick(rewritten, device, alignment)
-        parts = (rewritten,) if whole else plan.split(rewritten)
-        schedules = [s for part in parts if (s := model.pick(part, device, alignment))]
-    parts = (rewritten,) if len(schedules) == 1 else plan.split(rewritten)
+        whole = model.pick(rewritten, limits, alignment)
+        parts = (rewritten,) if whole else split(rewritten)
+        schedules = [s for part in parts if (s := model.pick(part, limits, alignment))]
+    parts = (rewritten,) if len(schedules) == 1 else split(rewritten)
     kernels = list(zip(parts, schedules, strict=True))
     return _assemble(description, kernels, alignment)
 
@@ -168,7 +167,7 @@ def generate(
 def _finish_text(symbol: str, sums: Sequence[Sum]) -> tuple[str, CudaLaunch]:
     """The kernel that adds up the partial sums of all sums, those of the whole batch first."""
     ordered = sorted(sums, key=lambda t: bool(t.axes & Axes.BATCH))
-    names, text = Names(), Text()
+    names, text = CudaNames(), Text()
     parameters = [Parameter("partial", t.name, "const float* __restrict__") for t in ordered]
     parameters += [Parameter("sum", t.name, f"{CTYPES[t.dtype]}* __restrict__") for t in ordered]
     pointers = [names.fresh(p.name + SUFFIX.get(p.kind, "")) for p in parameters]
@@ -221,7 +220,7 @@ def _assemble(
             writer.per_sample,
             bool(d.sums),
         )
-        launches.append(CudaLaunch(writer.symbol, writer.parameters, s.threads, plan.shared_bytes(d, s), grid))
+        launches.append(CudaLaunch(writer.symbol, writer.parameters, s.threads, shared_bytes(d, s), grid))
     if description.sums:
         body, launch = _finish_text(f"{_symbol(description.name)}_finish", description.sums)
         bodies.append(f"// Adds up what the blocks found, in a fixed order.\n{body}")
@@ -241,4 +240,4 @@ _EVERY_ROW = 1 << 18
 
 
 def _symbol(name: str) -> str:
-    return Names().fresh(name)
+    return CudaNames().fresh(name)

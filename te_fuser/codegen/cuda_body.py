@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from te_fuser.codegen import schedule as plan
 from te_fuser.codegen.cuda_formulas import is_boolean
-from te_fuser.codegen.cuda_text import CTYPES, Formulas, Names, Text, bare, number, part_role
+from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, number, part_role
 from te_fuser.codegen.description import KernelDescription, Sum
-from te_fuser.codegen.schedule import Kind, Schedule
+from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
 
 
@@ -34,12 +33,12 @@ class Parameter:
     ctype: str
 
 
-class KernelText:
+class CudaKernelText:
     """What the text of every schedule shares: its parameters, its levels (call, row, element), its sums."""
 
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         self.symbol, self.d, self.s = symbol, description, schedule
-        self.text, self.names = Text(), Names()
+        self.text, self.names = Text(), CudaNames()
         self.formulas = Formulas(self.names, space)
         self.known: dict[int, str] = {}
         self.loads = {t.name: t for t in description.loads}
@@ -68,14 +67,14 @@ class KernelText:
         # What may be the same memory must not be said to be another's: nothing is read by `ld.global.nc` then.
         over, under = {store for store, _ in d.overwrites}, {load for _, load in d.overwrites}
         for t in d.loads:
-            kind = "row_value" if t.name.startswith(plan.ROW_VALUE) else "load"
+            kind = "row_value" if t.name.startswith(ROW_VALUE) else "load"
             yield Parameter(kind, t.name, f"const {CTYPES[t.dtype]}*{'' if t.name in under else _RESTRICT}")
         if d.streams:
             yield Parameter("seed", "seed", "const long long* __restrict__")
             yield Parameter("seed_value", "seed_value", "long long")
             yield Parameter("seed_offset", "seed_offset", "long long")
         for s in d.stores:
-            kind = "row_value" if s.name.startswith(plan.ROW_VALUE) else "store"
+            kind = "row_value" if s.name.startswith(ROW_VALUE) else "store"
             yield Parameter(kind, s.name, f"{CTYPES[s.dtype]}*{'' if s.name in over else _RESTRICT}")
         for total in d.sums:
             yield Parameter("partial", total.name, "float* __restrict__")
@@ -88,7 +87,7 @@ class KernelText:
             yield Parameter("stream", name, "int")
 
     def signature(self) -> str:
-        """The head of the function, with as many registers a thread as the planned blocks leave it."""
+        """The head of the function, with as many registers a thread as the blocks of the schedule leave it."""
         listed = ",\n    ".join(f"{p.ctype} {self.pointer[p.kind, p.name]}" for p in self.parameters)
         bounds = f"{self.s.threads}, {self.s.blocks_per_multiprocessor}"
         return f'extern "C" __global__ void __launch_bounds__({bounds}) {self.symbol}(\n    {listed})'
@@ -146,7 +145,7 @@ class KernelText:
 
     def load_pointer(self, e: Expr) -> str:
         """The parameter that a leaf is read through."""
-        kind = "row_value" if e.attrs[0].startswith(plan.ROW_VALUE) else "load"
+        kind = "row_value" if e.attrs[0].startswith(ROW_VALUE) else "load"
         return self.pointer[kind, e.attrs[0]]
 
     def address(self, pointer: str, axes: Axes, width: int, offset: int) -> str:
@@ -175,7 +174,7 @@ class KernelText:
     ) -> None:
         """The loop over the elements of one vector: computes `targets`, then does `then` with their texts."""
         draws: dict[int, str] = {}
-        for n in plan.above(targets, known):
+        for n in above(targets, known):
             if n.op == "keep":
                 name, _, offset, full = n.attrs
                 draws[id(n)] = self.names.fresh(f"{part_role(n)}_draws")
@@ -221,7 +220,7 @@ class KernelText:
         rows = [s for s in self.d.stores if not s.axes & Axes.FEATURE]
         with self.text.block(f"if ({condition})") if rows else contextlib.nullcontext():
             for s in rows:
-                kind = "row_value" if s.name.startswith(plan.ROW_VALUE) else "store"
+                kind = "row_value" if s.name.startswith(ROW_VALUE) else "store"
                 value = bare(number(s.parts[0], known))
                 self.text(f"{self.pointer[kind, s.name]}[row] = te::rounded<{CTYPES[s.dtype]}>({value});")
         for t in self.d.sums:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from te_fuser.codegen.cuda_body import KernelText
+from te_fuser.codegen.cuda_body import CudaKernelText
 from te_fuser.codegen.cuda_text import part_role
 from te_fuser.formula.expr import Axes, Expr
 
 
-class ColumnText(KernelText):
+class ColumnText(CudaKernelText):
     """No row reductions: a thread owns `kVector` columns and walks down the rows."""
 
     def write(self) -> str:

@@ -11,7 +11,7 @@ from te_fuser.codegen.cuda import CudaKernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.nvrtc import Compiled
-from te_fuser.codegen.schedule import Schedule, device_of
+from te_fuser.codegen.schedule import Schedule, limits_of
 
 _HARMLESS = 16  # bytes that a thread may spill: four registers cost less than a block fewer on each multiprocessor
 _BEARABLE = 64  # and what costs less than a schedule that the model ranks lower, or than reading the inputs twice
@@ -70,9 +70,9 @@ def _compiled(description: KernelDescription, arch: str, schedules: Sequence[Sch
 
 def _others(description: KernelDescription, arch: str, tried: tuple[Schedule, ...]) -> list[tuple[Schedule, ...]]:
     """Schedules of other forms than `tried`, the best first: in one kernel, then with the column sums in their own."""
-    rewritten, device = rewrite(description), device_of(arch)
-    whole = _by_form([(s,) for s in schedule_model.candidates(rewritten, device)], tried)
-    apart = _by_form(schedule_model.apart(rewritten, device), tried)
+    rewritten, limits = rewrite(description), limits_of(arch)
+    whole = _by_form([(s,) for s in schedule_model.candidates(rewritten, limits)], tried)
+    apart = _by_form(schedule_model.apart(rewritten, limits), tried)
     return [*_first_and_last(whole), *_first_and_last(apart)]
 
 

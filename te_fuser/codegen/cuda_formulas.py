@@ -57,8 +57,8 @@ def _everywhere(description: KernelDescription, rules: Sequence[Rule]) -> Kernel
 
 
 def _again(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The node over other arguments; reductions stay what they are, because stages were planned around them."""
-    if node.op in ("row_sum", "row_max"):
+    """The node over other arguments; reductions stay what they are, because schedules know them by their stages."""
+    if node.reduces:
         return expr.make(node.op, args, node.attrs, node.axes, node.width) if args[0].axes & Axes.FEATURE else args[0]
     return expr.rebuild(node.op, args, node.attrs)
 

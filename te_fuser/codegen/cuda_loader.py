@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.codegen import nvrtc, schedule_model
-from te_fuser.codegen.compiler import default_cache_dir
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, RowGrid
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, item_size
 from te_fuser.codegen.progress import Progress
-from te_fuser.codegen.schedule import Schedule, device_of
+from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.codegen.written import Loadable, WrittenKernel
 from te_fuser.formula.expr import Axes
@@ -81,7 +80,7 @@ def variants(description: KernelDescription, device: torch.device, most: int = 2
 
     Each is what `load_variant` and `TunedSchedules.put` take: one schedule, or two for stores and sums apart.
     """
-    return schedule_model.variants(rewrite(description), device_of(_arch(_index(device))), most)
+    return schedule_model.variants(rewrite(description), limits_of(_arch(_index(device))), most)
 
 
 def load_variant(
@@ -131,13 +130,12 @@ def _measured(
     description: KernelDescription, index: int, rows: int | None, cache_dir: Path | None
 ) -> tuple[Schedule, ...]:
     """The schedules that were measured to be the best; none where none were, or where they do not fit any more."""
-    folder = cache_dir or default_cache_dir()
-    found = store_for(torch.cuda.get_device_name(index), folder).find(description.key, rows)
+    found = store_for(torch.cuda.get_device_name(index), cache_dir).find(description.key, rows)
     return () if found and _misfit(description, found, index) else found
 
 
 def _misfit(description: KernelDescription, schedules: tuple[Schedule, ...], index: int) -> str:
-    return schedule_model.misfit(rewrite(description), schedules, device_of(_arch(index)))
+    return schedule_model.misfit(rewrite(description), schedules, limits_of(_arch(index)))
 
 
 def _load(

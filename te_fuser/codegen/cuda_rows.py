@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from te_fuser.codegen import schedule as plan
-from te_fuser.codegen.cuda_body import KernelText
-from te_fuser.codegen.cuda_text import bare, number, part_role
+from te_fuser.codegen.cuda_body import CudaKernelText
+from te_fuser.codegen.cuda_text import bare, literal, number, part_role
 from te_fuser.codegen.description import KernelDescription, Store, Sum
-from te_fuser.codegen.schedule import Kind, Schedule, Sums
+from te_fuser.codegen.schedule import Kind, Pass, Schedule, Sums, above, kept, passes, shelves
 from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.functions import FUNCTIONS
 
 
-class RowText(KernelText):
+class RowText(CudaKernelText):
     """Row reductions: `kLanes` threads share a row and walk over it once for each stage, and once more to store."""
 
     def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
         super().__init__(symbol, description, schedule, space)
-        self.passes = plan.passes(description, schedule.kind)
+        self.passes = passes(description, schedule.kind)
         leaves = [n for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE]
         self.full = [n for n in leaves if n.axes & Axes.OUTER]
         self.features = [n for n in leaves if not n.axes & Axes.OUTER]
         self.row_names = {id(n): self.names.fresh(f"{part_role(n)}_row") for n in self.full}
         self.vector_names = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
-        self.kept = plan.kept(description, schedule)
+        self.kept = kept(description, schedule)
         numbers = [n for n in description.nodes if n.op == "input" and n.axes == Axes.ROWS]
         travelling = numbers if schedule.kind == Kind.SHARED and schedule.ahead > 1 else []
         self.coming = {id(n): self.names.fresh(f"{n.attrs[0]}_coming") for n in travelling}
@@ -66,12 +66,12 @@ class RowText(KernelText):
             self._declare_fetch()
 
     def _declare_shelves(self) -> None:
-        shelves = plan.shelves(self.d, self.s)
-        if not shelves:
+        placed = shelves(self.d, self.s)
+        if not placed:
             return
         self.text("extern __shared__ uint4 shelves[];")
         offset, sums = 0, iter(self._feature_sums())
-        for node, size in shelves:
+        for node, size in placed:
             at = f"shelves + {offset // 16}"
             if node is None:
                 self.text(f"float* const {self.sum_names[next(sums)]} = reinterpret_cast<float*>({at});")
@@ -210,13 +210,11 @@ class RowText(KernelText):
             with guard, self.names.scope():
                 yield
 
-    def _reducing_pass(self, stage: int, p: plan.Pass, known: dict[int, str]) -> None:
-        names, kinds = [], []
-        for r in p.reductions:
-            kind = "Sum" if r.op == "row_sum" else "Max"
-            names.append(self.names.fresh(f"row_{kind.lower()}"))
-            kinds.append(f"te::{kind}")
-            self.text(f"float {names[-1]} = {'0.0f' if kind == 'Sum' else '-te::infinity()'};")
+    def _reducing_pass(self, stage: int, p: Pass, known: dict[int, str]) -> None:
+        kinds = [FUNCTIONS[r.op] for r in p.reductions]
+        names = [self.names.fresh(k.name) for k in kinds]
+        for name, k in zip(names, kinds, strict=True):
+            self.text(f"float {name} = {literal(k.start)};")
         before = self.passes[stage - 1].waits if stage else ()
         new = [n for n in p.waits if n.op != "input" and all(n is not b for b in before)]
         with self._chunks():
@@ -226,9 +224,9 @@ class RowText(KernelText):
                 for n in new:
                     self.text(f"{shelved[id(n)]}[i] = {bare(inner[id(n)])};")
                     inner[id(n)] = f"{shelved[id(n)]}[i]"
-                for r, name in zip(p.reductions, names, strict=True):
-                    value = bare(number(r.args[0], inner))
-                    self.text(f"{name} += {value};" if r.op == "row_sum" else f"{name} = te::maximum({name}, {value});")
+                for r, name, k in zip(p.reductions, names, kinds, strict=True):
+                    value, joins = bare(number(r.args[0], inner)), FUNCTIONS[k.joins].cuda
+                    self.text(f"{name} = {joins}({name}, {value});" if joins else f"{name} += {value};")
 
             self._chunk_elements([*new, *(r.args[0] for r in p.reductions)], before, known, then)
             if self.s.kind == Kind.SHARED:
@@ -237,13 +235,13 @@ class RowText(KernelText):
         listed = ", ".join(names)
         if self.s.lanes > 32:
             exchange = f"exchange_{len(names)}[phase]"
-            self.text(f"te::reduce_block<kThreads, {', '.join(kinds)}>({exchange}, {listed});")
+            self.text(f"te::reduce_block<kThreads, {', '.join(k.cuda for k in kinds)}>({exchange}, {listed});")
             self.text("phase ^= 1;")
         elif self.s.lanes > 1:
-            self.text(f"te::reduce_lanes<kLanes, {', '.join(kinds)}>({listed});")
+            self.text(f"te::reduce_lanes<kLanes, {', '.join(k.cuda for k in kinds)}>({listed});")
         known.update({id(r): name for r, name in zip(p.reductions, names, strict=True)})
 
-    def _forget(self, p: plan.Pass) -> None:
+    def _forget(self, p: Pass) -> None:
         """What waits in registers waits as it was loaded."""
         waiting = [n for n in self.full if any(n is w for w in p.waits)]
         held = [*(waiting if self.s.kind == Kind.REGISTERS else ()), *self.kept]
@@ -278,10 +276,8 @@ class RowText(KernelText):
         """Vectors and waiting values that a chunk needs, read where they are."""
         inner = dict(known)
         values = [n for n in waiting if n.op != "input"]
-        wanted = {id(n) for n in plan.above(targets, [*known, *map(id, values)])}
-        direct = {id(a) for n in plan.above(targets, [*known, *map(id, values)]) for a in n.args} | set(
-            map(id, targets)
-        )
+        wanted = {id(n) for n in above(targets, [*known, *map(id, values)])}
+        direct = {id(a) for n in above(targets, [*known, *map(id, values)]) for a in n.args} | set(map(id, targets))
         for n in values:
             if id(n) in direct:
                 (name,) = self._shelved([n]).values()

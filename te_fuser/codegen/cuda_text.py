@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from te_fuser.codegen import schedule as plan
 from te_fuser.codegen.cuda_formulas import is_boolean
+from te_fuser.codegen.schedule import above
 from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, shortest, to_float32
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.functions import FUNCTIONS
 
 CTYPES = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::fp16"}
 
@@ -29,7 +30,7 @@ class Text(Lines):
         return self.block(f"for (int {variable} = 0; {variable} < {count}; ++{variable})")
 
 
-class Names(RoleNames):
+class CudaNames(RoleNames):
     """Identifiers made from roles, each given out once."""
 
     own_words = """
@@ -54,10 +55,6 @@ def literal(number: float | Fraction) -> str:
 # ------------------------------------------------------------------------------------------ expressions
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", **COMPARISONS}
-_FUNCTIONS = {"maximum": "te::maximum", "minimum": "te::minimum", "relu": "te::relu", "abs": "fabsf"}
-# In te::precise or te::fast.
-_NAMES = {name: name for name in ("exp", "log", "tanh", "erf", "sigmoid", "sqrt", "rsqrt", "exp2", "sigmoid2")}
-_NAMES["div"] = "divide"
 _LONGEST = 72  # characters of an expression before it gets a name of its own
 
 
@@ -65,12 +62,12 @@ _LONGEST = 72  # characters of an expression before it gets a name of its own
 class Formulas:
     """Writes nodes as statements; a value that is used once stands inside the expression that uses it."""
 
-    names: Names
+    names: CudaNames
     space: str  # "te::fast" or "te::precise"
 
     def write(self, text: Text, targets: Sequence[Expr], known: dict[int, str], leaf: Callable[[Expr], str]) -> None:
         """Emit what `targets` need and is not in `known` (node id -> text), and add their texts to `known`."""
-        order = plan.above(targets, known)
+        order = above(targets, known)
         uses = Counter(id(a) for n in order for a in n.args)
         uses.update(id(t) for t in targets)
         for node in order:
@@ -86,7 +83,6 @@ class Formulas:
 
     def _operation(self, node: Expr, known: Mapping[int, str]) -> str:
         args = [number(a, known) for a in node.args]
-        listed = ", ".join(map(bare, args))
         if node.op in _INFIX:
             sign = "-" if node.op == "mul" and expr.is_const(node.args[0], -1) else f"{args[0]} {_INFIX[node.op]} "
             return sign + args[1]
@@ -95,13 +91,9 @@ class Formulas:
         if node.op == "where":
             condition = known[id(node.args[0])] if is_boolean(node.args[0]) else f"{args[0]} != 0.0f"
             return f"{condition} ? {args[1]} : {args[2]}"
-        if node.op == "clamp":
-            return f"te::clamp({listed}, {literal(node.attrs[0])}, {literal(node.attrs[1])})"
-        return (
-            f"{_FUNCTIONS[node.op]}({listed})"
-            if node.op in _FUNCTIONS
-            else f"{self.space}::{_NAMES[node.op]}({listed})"
-        )
+        listed = ", ".join([*map(bare, args), *map(literal, node.attrs)])
+        function = FUNCTIONS[node.op].cuda or f"{{}}::{node.op}"
+        return f"{function.format(self.space)}({listed})"
 
 
 def number(node: Expr, known: Mapping[int, str], one: str = "1.0f") -> str:

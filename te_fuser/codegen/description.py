@@ -11,7 +11,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from te_fuser.formula.expr import Axes, Expr, over, part, render_together, substitute, topological
+from te_fuser.formula import expr
+from te_fuser.formula.expr import Axes, Expr, part, render_together, topological
+from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.reductions import extreme, sum_features
+from te_fuser.formula.substitution import over, substitute
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Counts:
 class KernelDescription:
     """A kernel, free of schedule. `width` is the feature count of one part: every full-size node has this width.
 
-    `overwrites` are pairs (store, load): a call may give both the same memory; see `codegen.overwriting`.
+    `overwrites` are pairs (store, load): a call may give both the same memory; see `codegen.in_place`.
     """
 
     name: str
@@ -98,7 +102,7 @@ class KernelDescription:
     def reductions(self) -> tuple[tuple[Expr, ...], ...]:
         """The row reductions by stage; those of one stage need one synchronization together."""
         deepest = max((r.depth for r in self.roots), default=0)
-        found = [n for n in self.nodes if n.op in ("row_sum", "row_max")]
+        found = [n for n in self.nodes if n.reduces]
         return tuple(tuple(n for n in found if n.depth == d) for d in range(1, deepest + 1))
 
     @functools.cached_property
@@ -253,7 +257,7 @@ def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:
     """
 
     def narrow(node: Expr) -> Expr | None:
-        if node.op not in ("row_sum", "row_max") or node.args[0].width == unit:
+        if not node.reduces or node.args[0].width == unit:
             return None
         if id(node) not in narrowed:
             narrowed[id(node)] = (node, _in_parts(node, unit, narrowed))
@@ -263,10 +267,9 @@ def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:
 
 
 def _in_parts(node: Expr, unit: int, narrowed: _Narrowed) -> Expr:
-    from te_fuser.formula import expr
-
     pieces = node.args[0].width // unit
     parts = [_narrow_reductions(part(node.args[0], k, pieces), unit, narrowed) for k in range(pieces)]
-    if node.op == "row_max":
-        return functools.reduce(lambda a, b: expr.binary("maximum", a, b), map(expr.row_max, parts))
-    return functools.reduce(expr.add, [expr.sum_features(p, unit) for p in parts])
+    if node.op == "row_sum":
+        return functools.reduce(expr.add, [sum_features(p, unit) for p in parts])
+    joins = FUNCTIONS[node.op].joins
+    return functools.reduce(lambda a, b: expr.binary(joins, a, b), [extreme(node.op, p) for p in parts])

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from te_fuser.codegen.compiler import default_cache_dir
 from te_fuser.codegen.whole_file import write_whole
-from te_fuser.config import config
+from te_fuser.config import config, user_cache_dir
 
 Entries = dict[str, dict[str, Any]]
 Store = TypeVar("Store")
@@ -87,6 +86,16 @@ def _stamp_of(path: Path) -> tuple[int, int]:
     return (found.st_mtime_ns, found.st_ino)
 
 
+def tuned_folder(folder: Path | None = None) -> Path:
+    """Where measured choices lie: `tuned` in the folder, or if none is given in the cache folder as it is set now."""
+    if folder or config.cache_dir:
+        return (folder or config.cache_dir) / "tuned"  # type: ignore[operator]
+    home = user_cache_dir()
+    with contextlib.suppress(OSError):  # they lay among the CPU's kernels once; what is at the new place counts more
+        (home / "cpu" / "tuned").rename(home / "tuned")
+    return home / "tuned"
+
+
 class Stores(Generic[Store]):
     """Stores of one kind, one for each device: `tuned/<device><suffix>` in the cache folder.
 
@@ -101,7 +110,7 @@ class Stores(Generic[Store]):
 
     def of(self, device: str, folder: Path | None = None) -> Store:
         """The store of a device, by its name; in the cache folder as it is set now if no other is given."""
-        path = (folder or config.cache_dir or default_cache_dir()) / "tuned" / f"{_file_name(device)}{self._suffix}"
+        path = tuned_folder(folder) / f"{_file_name(device)}{self._suffix}"
         with self._lock:
             if path not in self._made:
                 self._made[path] = self._make(path)
@@ -112,4 +121,4 @@ def _file_name(device: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in device.lower())
 
 
-__all__ = ["Entries", "EntryFile", "Stores"]
+__all__ = ["Entries", "EntryFile", "Stores", "tuned_folder"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from te_fuser.codegen.whole_file import write_whole
+from te_fuser.config import user_cache_dir
 
 INCLUDE = Path(__file__).parent / "include"
 # 177: a constant or an index that a kernel happens not to need.
@@ -62,11 +63,6 @@ def arch_of(capability: tuple[int, int]) -> str:
     return f"sm_{number}a" if number >= 90 else f"sm_{number}"
 
 
-def compile_cubin(source: str, arch: str) -> bytes:
-    """The machine code of `source` for an architecture such as "sm_90a"; see `compile_source`."""
-    return compile_source(source, arch).cubin
-
-
 def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None = None) -> Compiled:
     """Compile CUDA C++ text, or take it from the cache.
 
@@ -89,8 +85,7 @@ def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None
 
 def cache_folder() -> Path:
     """Where machine code is kept: `te_fuser/cubin` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "te_fuser" / "cubin"
+    return user_cache_dir() / "cubin"
 
 
 def key(source: str, arch: str) -> str:

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 import networkx
 
 from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
-from te_fuser.formula.expr import Axes, Expr, leaf, substitute, topological
+from te_fuser.formula.expr import Axes, Expr, leaf, topological
+from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.substitution import substitute
 
 
 class Kind(str, enum.Enum):
@@ -44,7 +46,7 @@ class Sums(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Device:
+class Limits:
     """What limits a schedule on one kind of GPU; every one has 65,536 registers per multiprocessor."""
 
     shared_bytes: int  # that one block may use
@@ -53,21 +55,21 @@ class Device:
 
 
 # The first that fits the architecture's number; 1 KiB of shared memory per block belongs to the system.
-_DEVICES: dict[str, Device] = {
-    "80": Device(163 * 1024, 2048),
-    "86": Device(99 * 1024, 1536),
-    "87": Device(163 * 1024, 1536),
-    "89": Device(99 * 1024, 1536),
-    "90": Device(227 * 1024, 2048),
-    "100": Device(227 * 1024, 2048),
-    "103": Device(227 * 1024, 2048),
+_LIMITS: dict[str, Limits] = {
+    "80": Limits(163 * 1024, 2048),
+    "86": Limits(99 * 1024, 1536),
+    "87": Limits(163 * 1024, 1536),
+    "89": Limits(99 * 1024, 1536),
+    "90": Limits(227 * 1024, 2048),
+    "100": Limits(227 * 1024, 2048),
+    "103": Limits(227 * 1024, 2048),
 }
-_SMALLEST = Device(99 * 1024, 1536)
+_SMALLEST = Limits(99 * 1024, 1536)
 
 
-def device_of(arch: str) -> Device:
+def limits_of(arch: str) -> Limits:
     """The limits of an architecture such as "sm_90a"; an unknown one gets the smallest of all."""
-    return _DEVICES.get(arch.removeprefix("sm_").rstrip("af"), _SMALLEST)
+    return _LIMITS.get(arch.removeprefix("sm_").rstrip("af"), _SMALLEST)
 
 
 @dataclass(frozen=True)
@@ -125,11 +127,6 @@ class Schedule:
 
 # ------------------------------------------------------------------------------ passes, and what waits between
 
-# Instructions per element; what is missing costs one.
-_COST = {
-    "keep": 8, "tanh": 12, "erf": 24, "exp": 3, "exp2": 1, "log": 12, "sigmoid": 5, "sigmoid2": 4,
-    "div": 3, "sqrt": 3, "rsqrt": 3, "clamp": 2,
-}  # fmt: skip
 # A byte that waits against an instruction that is computed again: a register costs as much as two instructions.
 _COST_PER_BYTE = 0.5
 _COST_AGAIN = 0.5  # of an instruction
@@ -141,7 +138,7 @@ def instructions(description: KernelDescription) -> float:
     uses = Counter(id(a) for n in description.nodes for a in n.args)
     uses.update(id(r) for r in description.roots)
     fused = sum(any(a.op == "mul" and uses[id(a)] == 1 for a in n.args) for n in nodes if n.op in ("add", "sub"))
-    return sum(_COST.get(n.op, 1) for n in nodes) - fused
+    return sum(FUNCTIONS[n.op].gpu for n in nodes) - fused
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,7 @@ def _waiting_cost(e: Expr, kind: Kind, early: set[int]) -> float:
 
 def _again(e: Expr) -> float:
     """What it costs to compute this node once more."""
-    return 0.0 if e.op == "input" else _COST_AGAIN * _COST.get(e.op, 1)
+    return 0.0 if e.op == "input" else _COST_AGAIN * FUNCTIONS[e.op].gpu
 
 
 def _cut(needed: list[Expr], depth: int, kind: Kind, early: set[int]) -> list[Expr]:

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 
 from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
 from te_fuser.codegen.schedule import (
-    Device,
     Kind,
+    Limits,
     Schedule,
     Sums,
     full_loads,
@@ -50,27 +50,27 @@ _COLUMN_BYTES = 32  # that one of its threads has on their way
 _MOST_CHUNKS = {Kind.REGISTERS: 5, Kind.SHARED: 8}
 
 
-def pick(description: KernelDescription, device: Device, largest_bytes: int = 16) -> Schedule | None:
+def pick(description: KernelDescription, limits: Limits, largest_bytes: int = 16) -> Schedule | None:
     """The schedule for one kernel; None where its column sums need a kernel of their own."""
-    return next(iter(candidates(description, device, largest_bytes)), None)
+    return next(iter(candidates(description, limits, largest_bytes)), None)
 
 
-def candidates(description: KernelDescription, device: Device, largest_bytes: int = 16) -> list[Schedule]:
+def candidates(description: KernelDescription, limits: Limits, largest_bytes: int = 16) -> list[Schedule]:
     """Every schedule that fits, the best first."""
     vector = vector_of(description, largest_bytes)
     if not description.reductions:
-        return list(dict.fromkeys(_columns(description, vector, device)))
-    found = sorted(_rows(description, vector, device), key=functools.partial(merit, description), reverse=True)
-    return list(dict.fromkeys(found)) + ([] if description.sums else [_reread(description, vector, device)])
+        return list(dict.fromkeys(_columns(description, vector, limits)))
+    found = sorted(_rows(description, vector, limits), key=functools.partial(merit, description), reverse=True)
+    return list(dict.fromkeys(found)) + ([] if description.sums else [_reread(description, vector, limits)])
 
 
-def variants(description: KernelDescription, device: Device, most: int) -> list[tuple[Schedule, ...]]:
+def variants(description: KernelDescription, limits: Limits, most: int) -> list[tuple[Schedule, ...]]:
     """What is worth measuring, the picked one first: one schedule, or two for stores and column sums apart."""
-    whole = [(s,) for s in candidates(description, device)[:most]]
-    return [*whole, *([] if description.overwrites else apart(description, device)[:1])]
+    whole = [(s,) for s in candidates(description, limits)[:most]]
+    return [*whole, *([] if description.overwrites else apart(description, limits)[:1])]
 
 
-def apart(description: KernelDescription, device: Device) -> list[tuple[Schedule, ...]]:
+def apart(description: KernelDescription, limits: Limits) -> list[tuple[Schedule, ...]]:
     """Every schedule for the stores with one for the column sums in their own kernel, the best first.
 
     None where sums and stores are not in each other's way. Two kernels overwrite nothing, whatever they may.
@@ -78,21 +78,21 @@ def apart(description: KernelDescription, device: Device) -> list[tuple[Schedule
     if not (description.sums and description.reductions):
         return []
     rows, columns = split(description)
-    sums = pick(columns, device)
-    return [(s, sums) for s in candidates(rows, device)] if sums else []
+    sums = pick(columns, limits)
+    return [(s, sums) for s in candidates(rows, limits)] if sums else []
 
 
-def misfit(description: KernelDescription, schedules: Sequence[Schedule], device: Device) -> str:
+def misfit(description: KernelDescription, schedules: Sequence[Schedule], limits: Limits) -> str:
     """Why a kernel cannot have these schedules; empty when it can."""
     if len(schedules) == 2 and description.overwrites:
         return "two kernels would read again what the first of them has overwritten"
     parts = (description,) if len(schedules) == 1 else split(description) if description.sums else ()
     if len(parts) != len(schedules):
         return f"{len(schedules)} schedules, where {'one or two are' if description.sums else 'one is'} possible"
-    return next((why for p, s in zip(parts, schedules, strict=True) if (why := _misfit(p, s, device))), "")
+    return next((why for p, s in zip(parts, schedules, strict=True) if (why := _misfit(p, s, limits))), "")
 
 
-def _misfit(description: KernelDescription, s: Schedule, device: Device) -> str:
+def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
     if (s.kind == Kind.COLUMNS) == bool(description.reductions):
         return f"kind {s.kind.value} is not for a kernel {'with' if description.reductions else 'without'} row sums"
     if (s.sums == Sums.NONE) == bool(description.sums) or (s.kind == Kind.REREAD and description.sums):
@@ -107,9 +107,9 @@ def _misfit(description: KernelDescription, s: Schedule, device: Device) -> str:
     if description.width % s.vector or s.tiles(description.width) * s.covered < description.width:
         return f"{description.width} features are not covered by {s}"
     shared = shared_bytes(description, s) + static_bytes(description, s)
-    if s.threads * s.blocks_per_multiprocessor > device.resident_threads or s.threads > 1024:
+    if s.threads * s.blocks_per_multiprocessor > limits.resident_threads or s.threads > 1024:
         return f"{s.threads} threads, {s.blocks_per_multiprocessor} times, are too many"
-    return f"{shared} bytes of shared memory are too much" if shared > device.shared_bytes else ""
+    return f"{shared} bytes of shared memory are too much" if shared > limits.shared_bytes else ""
 
 
 def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
@@ -132,7 +132,7 @@ def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
 # ------------------------------------------------------------------------------------------------ what there is
 
 
-def _columns(description: KernelDescription, vector: int, device: Device) -> Iterator[Schedule]:
+def _columns(description: KernelDescription, vector: int, limits: Limits) -> Iterator[Schedule]:
     """Threads that own columns, the best first."""
     vectors = -(-description.width // vector)
     if description.sums:
@@ -141,17 +141,17 @@ def _columns(description: KernelDescription, vector: int, device: Device) -> Ite
         ahead = max(1, min(4, _COLUMN_BYTES // bytes_ahead))
         for lanes_now, n in ((lanes, ahead), (lanes, 1), (lanes, 2), (min(2 * lanes, 2 * vectors), ahead)):
             draft = Schedule(Kind.COLUMNS, vector, lanes_now, _COLUMN_THREADS // lanes_now, 1, n, 1, Sums.REGISTERS)
-            blocks = max(1, min(4, resident(description, draft, device)))
+            blocks = max(1, min(4, resident(description, draft, limits)))
             yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
     else:
         lanes = min(_ROW_THREADS, 1 << (vectors - 1).bit_length())
         for ahead in (1, 2, 4):
             draft = Schedule(Kind.COLUMNS, vector, lanes, _ROW_THREADS // lanes, 1, ahead, 1, Sums.NONE, rounds=0)
-            blocks = max(1, min(16, resident(description, draft, device)))
+            blocks = max(1, min(16, resident(description, draft, limits)))
             yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
 
 
-def _rows(description: KernelDescription, vector: int, device: Device) -> Iterator[Schedule]:
+def _rows(description: KernelDescription, vector: int, limits: Limits) -> Iterator[Schedule]:
     """Threads that share a row: every schedule that fits."""
     vectors = -(-description.width // vector)
     for lanes in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
@@ -162,7 +162,7 @@ def _rows(description: KernelDescription, vector: int, device: Device) -> Iterat
         for slots in (_ROW_THREADS // lanes, 2 * _ROW_THREADS // lanes) if lanes <= _WARP else (1,):
             for draft in _drafts(description, vector, lanes, slots, chunks):
                 if chunks <= _MOST_CHUNKS[draft.kind]:
-                    yield from _filled(description, draft, device)
+                    yield from _filled(description, draft, limits)
 
 
 def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int, chunks: int) -> Iterator[Schedule]:
@@ -180,21 +180,21 @@ def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int,
         yield row(Kind.SHARED, ahead=ahead, blocks_per_multiprocessor=1, sums=Sums.NONE)
 
 
-def _filled(description: KernelDescription, draft: Schedule, device: Device) -> Iterator[Schedule]:
+def _filled(description: KernelDescription, draft: Schedule, limits: Limits) -> Iterator[Schedule]:
     """The draft with as many blocks as fit; with column sums, fewer as well."""
-    most = min(resident(description, draft, device), 1024 // draft.threads if description.sums else 32)
+    most = min(resident(description, draft, limits), 1024 // draft.threads if description.sums else 32)
     least = min(most, max(1, 256 // draft.threads)) if description.sums else most
     for blocks in range(max(1, least), most + 1):
         yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
 
 
-def _reread(description: KernelDescription, vector: int, device: Device) -> Schedule:
+def _reread(description: KernelDescription, vector: int, limits: Limits) -> Schedule:
     """The row read again for each pass, which any row can be."""
     lanes = min(512, max(_WARP, 1 << max(0, (description.width // vector).bit_length() - 1)))
     chunks = -(-description.width // (lanes * vector))
     slots = _COLUMN_THREADS // lanes if lanes <= _WARP else 1
     draft = Schedule(Kind.REREAD, vector, lanes, slots, chunks, 1, 1, Sums.NONE, rounds=0)
-    return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, resident(description, draft, device))))
+    return dataclasses.replace(draft, blocks_per_multiprocessor=max(1, min(2, resident(description, draft, limits))))
 
 
 # ------------------------------------------------------------------------------------------------ how good it is
@@ -270,15 +270,15 @@ def _travelling_bytes(description: KernelDescription) -> int:
 # ------------------------------------------------------------------------------------------------ what fits
 
 
-def resident(description: KernelDescription, s: Schedule, device: Device) -> int:
+def resident(description: KernelDescription, s: Schedule, limits: Limits) -> int:
     """Blocks of this schedule that fit a multiprocessor at once; 0 where one block is too much."""
     registers = registers_of(description, s)
     shared = shared_bytes(description, s) + static_bytes(description, s)
-    if registers > 255 or shared > device.shared_bytes or s.threads > device.resident_threads:
+    if registers > 255 or shared > limits.shared_bytes or s.threads > limits.resident_threads:
         return 0
-    by_registers = device.registers // (-(-registers // 8) * 8 * s.threads)
-    by_shared = (device.shared_bytes + 1024) // (shared + 1024)
-    return min(by_registers, by_shared, device.resident_threads // s.threads)
+    by_registers = limits.registers // (-(-registers // 8) * 8 * s.threads)
+    by_shared = (limits.shared_bytes + 1024) // (shared + 1024)
+    return min(by_registers, by_shared, limits.resident_threads // s.threads)
 
 
 def registers_of(description: KernelDescription, s: Schedule) -> int:

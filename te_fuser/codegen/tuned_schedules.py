@@ -61,8 +61,8 @@ class TunedSchedules:
         self._file.change(lambda entries: entries.setdefault(key, {}).update({shape_class(rows): found}))
 
 
-def store_for(gpu: str, folder: Path) -> TunedSchedules:
-    """The store for a kind of GPU, by its name, in the cache folder `folder`."""
+def store_for(gpu: str, folder: Path | None = None) -> TunedSchedules:
+    """The store for a kind of GPU, by its name; in the cache folder as it is set now if no other is given."""
     return _stores.of(gpu, folder)
 
 

@@ -2,98 +2,16 @@
 
 Adjoints are added at full extent and reduced over the features once, where a node has none; the sum over rows waits
 until a leaf, because everything below is linear. Subgradients are torch's: ReLU 0 at 0, clamps pass at their limits,
-maximum and minimum halve at ties, row_max shares ties evenly, abs 0 at 0.
+maximum and minimum halve at ties, row_max shares ties evenly, abs 0 at 0 (`functions` has the rules).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from fractions import Fraction
+from collections.abc import Iterable, Mapping
 
-from te_fuser.formula.expr import (
-    ONE,
-    ZERO,
-    Axes,
-    Expr,
-    add,
-    compare,
-    concat,
-    const,
-    div,
-    mul,
-    part,
-    row_sum,
-    sub,
-    sum_features,
-    topological,
-    unary,
-    where,
-)
-
-Contributions = tuple[Expr | None, ...]
-_HALF = const(Fraction(1, 2))
-
-
-def _tie(g: Expr, a: Expr, b: Expr, winner: str) -> Contributions:
-    loser = "lt" if winner == "gt" else "gt"
-    half = mul(_HALF, g)
-    ga = where(compare(winner, a, b), g, where(compare(loser, a, b), ZERO, half))
-    gb = where(compare(loser, a, b), g, where(compare(winner, a, b), ZERO, half))
-    return ga, gb
-
-
-def _row_max(e: Expr, g: Expr) -> Contributions:
-    hit = where(compare("ge", e.args[0], e), ONE, ZERO)
-    return (mul(hit, div(g, row_sum(hit))),)
-
-
-def _where(e: Expr, g: Expr) -> Contributions:
-    return None, where(e.args[0], g, ZERO), where(e.args[0], ZERO, g)
-
-
-def _clamp(e: Expr, g: Expr) -> Contributions:
-    low, high = e.attrs
-    inside = g
-    if high != math.inf:
-        inside = where(compare("le", e.args[0], const(high)), inside, ZERO)
-    if low != -math.inf:
-        inside = where(compare("ge", e.args[0], const(low)), inside, ZERO)
-    return (inside,)
-
-
-def _abs(e: Expr, g: Expr) -> Contributions:
-    x = e.args[0]
-    return (where(compare("gt", x, ZERO), g, where(compare("lt", x, ZERO), mul(const(-1), g), ZERO)),)
-
-
-# node, its adjoint -> the contribution to each argument
-RULES: dict[str, Callable[[Expr, Expr], Contributions]] = {
-    "add": lambda e, g: (g, g),
-    "sub": lambda e, g: (g, mul(const(-1), g)),
-    "mul": lambda e, g: (mul(g, e.args[1]), mul(g, e.args[0])),
-    "div": lambda e, g: (div(g, e.args[1]), mul(const(-1), div(mul(g, e), e.args[1]))),
-    "exp": lambda e, g: (mul(g, e),),
-    "log": lambda e, g: (div(g, e.args[0]),),
-    "tanh": lambda e, g: (mul(g, sub(ONE, mul(e, e))),),
-    "sigmoid": lambda e, g: (mul(g, mul(e, sub(ONE, e))),),
-    "erf": lambda e, g: (
-        mul(g, mul(const(2 / math.sqrt(math.pi)), unary("exp", mul(const(-1), mul(e.args[0], e.args[0]))))),
-    ),
-    "sqrt": lambda e, g: (mul(_HALF, div(g, e)),),
-    "rsqrt": lambda e, g: (mul(const(Fraction(-1, 2)), mul(g, mul(e, mul(e, e)))),),
-    "abs": _abs,
-    "relu": lambda e, g: (where(compare("gt", e.args[0], ZERO), g, ZERO),),
-    "clamp": _clamp,
-    "maximum": lambda e, g: _tie(g, e.args[0], e.args[1], "gt"),
-    "minimum": lambda e, g: _tie(g, e.args[0], e.args[1], "lt"),
-    "where": _where,
-    **dict.fromkeys(("lt", "le", "gt", "ge"), lambda e, g: (None, None)),
-    "row_sum": lambda e, g: (g,),
-    "row_max": _row_max,
-    "value": lambda e, g: (g,),
-    "broadcast": lambda e, g: (g,),
-}
+from te_fuser.formula.expr import ZERO, Axes, Expr, add, concat, const, mul, part, topological
+from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.reductions import sum_features
 
 
 def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
@@ -103,7 +21,7 @@ def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
         for k, a in enumerate(e.args):
             yield a, _counted(width, a, _narrow(g, k, len(e.args), width))
         return
-    for a, contribution in zip(e.args, RULES[e.op](e, g), strict=True):
+    for a, contribution in zip(e.args, FUNCTIONS[e.op].adjoint(e, g), strict=True):
         if contribution is not None:
             yield a, _counted(e.width, a, contribution) if e.axes & Axes.FEATURE else contribution
 

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
 import torch
 
-from te_fuser.formula import functions
 from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.random import RandomStream, keep_bits
-
-_COMPARE: dict[str, Callable[..., Any]] = {"lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge}
-_BINARY: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "maximum": functions.maximum,
-    "minimum": functions.minimum,
-}
-_UNARY: dict[str, Callable[..., Any]] = {
-    "exp": torch.exp,
-    "log": torch.log,
-    "tanh": torch.tanh,
-    "erf": torch.erf,
-    "sigmoid": torch.sigmoid,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "abs": torch.abs,
-    "relu": torch.relu,
-}
 
 
 class Interpreter:
@@ -69,19 +48,15 @@ class Interpreter:
 
     def _node(self, e: Expr) -> Any:
         args = [self.values[id(a)] for a in e.args]
-        if e.op in _BINARY:
-            return _BINARY[e.op](*(self._both(args)))
-        if e.op in _COMPARE:
-            return _COMPARE[e.op](*(self._tensor(a) for a in args)).to(self.dtype)
-        if e.op in _UNARY:
-            return _UNARY[e.op](self._tensor(args[0]))
-        return getattr(self, f"_{e.op}")(e, args)
+        compute = FUNCTIONS[e.op].compute
+        if compute is None:
+            return getattr(self, f"_{e.op}")(e, args)
+        # One of two may stay a number: as a tensor it would be copied to the device.
+        stay = len(args) == 2 and any(isinstance(a, torch.Tensor) for a in args)
+        return compute(*(args if stay else map(self._tensor, args)), *e.attrs).to(self.dtype)
 
     def _tensor(self, found: Any) -> torch.Tensor:
         return torch.as_tensor(found, dtype=self.dtype, device=self.device)
-
-    def _both(self, args: list[Any]) -> list[Any]:
-        return args if any(isinstance(a, torch.Tensor) for a in args) else [self._tensor(a) for a in args]
 
     def _const(self, e: Expr, args: list[Any]) -> Any:
         number = e.attrs[0]
@@ -118,20 +93,6 @@ class Interpreter:
 
     def _broadcast(self, e: Expr, args: list[Any]) -> torch.Tensor:
         return self._spread(e, args[0])
-
-    def _where(self, e: Expr, args: list[Any]) -> torch.Tensor:
-        condition, a, b = (self._tensor(arg) for arg in args)
-        return torch.where(condition != 0, a, b)
-
-    def _clamp(self, e: Expr, args: list[Any]) -> torch.Tensor:
-        low, high = e.attrs
-        return torch.clamp(self._tensor(args[0]), low, high)
-
-    def _row_sum(self, e: Expr, args: list[Any]) -> torch.Tensor:
-        return args[0].sum(-1, keepdim=True)
-
-    def _row_max(self, e: Expr, args: list[Any]) -> torch.Tensor:
-        return args[0].amax(-1, keepdim=True)
 
     def _concat(self, e: Expr, args: list[Any]) -> torch.Tensor:
         width = e.width // len(e.args)

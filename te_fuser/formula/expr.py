@@ -12,9 +12,11 @@ import hashlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
+
+from te_fuser.formula.traversal import Deep, deep, topological
 
 
 class Axes(enum.IntFlag):
@@ -114,6 +116,11 @@ class Expr:
     def __repr__(self) -> str:
         return render(self)
 
+    @property
+    def reduces(self) -> bool:
+        """Whether this is a row reduction."""
+        return self.depth > max((a.depth for a in self.args), default=0)
+
 
 def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, width: int) -> Expr:
     """Return the one node with these fields."""
@@ -125,7 +132,8 @@ def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, wi
     node = Expr()
     node.op, node.args, node.attrs, node.axes, node.width, node.digest = op, args, attrs, axes, width, digest
     below = max((a.depth for a in args), default=0)
-    node.depth = below + 1 if op in ("row_sum", "row_max") else below
+    lost = any(a.axes & Axes.FEATURE for a in args) and not axes & Axes.FEATURE  # which row reductions alone do
+    node.depth = below + 1 if lost else below
     _interned[digest] = node
     return node
 
@@ -351,10 +359,10 @@ def tile(e: Expr, pieces: int) -> tuple[Expr, ...]:
 
 def part(e: Expr, index: int, pieces: int) -> Expr:
     """Part `index` of `pieces` of `e`, pushed down to the leaves, where it is an offset."""
-    return _deep(_part(e, index, pieces, {}))
+    return deep(_part(e, index, pieces, {}))
 
 
-def _part(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> _Deep[Expr]:
+def _part(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> Deep[Expr]:
     if pieces == 1 or not e.axes & Axes.FEATURE:
         return e
     key = (id(e), index, pieces)
@@ -363,14 +371,14 @@ def _part(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Exp
     return done[key]
 
 
-def _parts(of: Iterable[tuple[Expr, int]], pieces: int, done: dict[tuple[int, int, int], Expr]) -> _Deep[list[Expr]]:
+def _parts(of: Iterable[tuple[Expr, int]], pieces: int, done: dict[tuple[int, int, int], Expr]) -> Deep[list[Expr]]:
     found = []
     for e, index in of:
         found.append((yield _part(e, index, pieces, done)))
     return found
 
 
-def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> _Deep[Expr]:
+def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> Deep[Expr]:
     if e.width % pieces:
         raise ValueError(f"cannot split {e.width} features into {pieces} equal parts")
     width = e.width // pieces
@@ -396,106 +404,17 @@ def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr
     return rebuild(e.op, tuple(args), e.attrs)
 
 
-# --------------------------------------------------------------------------------------- row reductions
-
-
-def row_sum(e: Expr) -> Expr:
-    """The sum over the features of each row; a value without a feature axis is its own sum."""
-    return sum_features(e, e.width) if e.axes & Axes.FEATURE else e
-
-
-def sum_features(e: Expr, width: int) -> Expr:
-    """The sum of `e`, broadcast to `width` features, over them.
-
-    Factors without features are pulled out; a sum is distributed only if that removes a stage or a reduction.
-    """
-    return _deep(_sum_once(e, width, {}))
-
-
-def _sum_once(e: Expr, width: int, done: dict[tuple[Expr, int], Expr]) -> _Deep[Expr]:
-    key = (e, width)
-    if key not in done:
-        done[key] = yield _sum(e, width, done)
-    return done[key]
-
-
-def _sum(e: Expr, width: int, done: dict[tuple[Expr, int], Expr]) -> _Deep[Expr]:
-    if not e.axes & Axes.FEATURE:
-        return mul(const(width), e)
-    if e.op == "broadcast":
-        return (yield _sum_once(e.args[0], width, done))
-    if e.op == "concat":
-        total = ZERO
-        for p in e.args:
-            total = add(total, (yield _sum_once(p, width // len(e.args), done)))
-        return total
-    outer, inner = yield _separate(e, {})
-    if outer is not ONE:
-        return mul(outer, (yield _sum_once(inner, width, done)))
-    plain = make("row_sum", (e,), (), e.axes & ~Axes.FEATURE, 1)
-    if e.op in ("add", "sub"):
-        combine = add if e.op == "add" else sub
-        left, right = (yield _sum_once(e.args[0], width, done)), (yield _sum_once(e.args[1], width, done))
-        spread = combine(left, right)
-        if _reduction_cost(spread) < _reduction_cost(plain):
-            return spread
-    return plain
-
-
-def _separate(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> _Deep[tuple[Expr, Expr]]:
-    """`e` as (factor without features) * (rest)."""
-    if id(e) not in done:
-        done[id(e)] = (yield _factor_out(e, done)) if e.op in ("mul", "div") else _as_it_is(e)
-    return done[id(e)]
-
-
-def _as_it_is(e: Expr) -> tuple[Expr, Expr]:
-    return (ONE, e) if e.axes & Axes.FEATURE else (e, ONE)
-
-
-def _factor_out(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> _Deep[tuple[Expr, Expr]]:
-    if not e.axes & Axes.FEATURE:
-        return e, ONE
-    if e.op == "mul":
-        (oa, ia), (ob, ib) = (yield _separate(e.args[0], done)), (yield _separate(e.args[1], done))
-        if oa is ONE and ob is ONE:
-            return ONE, e
-        return mul(oa, ob), mul(ia, ib)
-    if not e.args[1].axes & Axes.FEATURE:
-        outer, inner = yield _separate(e.args[0], done)
-        return div(outer, e.args[1]), inner
-    return ONE, e
-
-
-def _reduction_cost(e: Expr) -> tuple[int, int]:
-    nodes = topological([e], lambda n: not n.depth)  # where the depth is 0 there is no reduction below
-    return e.depth, sum(n.op in ("row_sum", "row_max") for n in nodes)
-
-
-def row_max(e: Expr) -> Expr:
-    """The largest feature of each row."""
-    if not e.axes & Axes.FEATURE:
-        return e
-    if e.op == "broadcast":
-        return row_max(e.args[0])
-    return make("row_max", (e,), (), e.axes & ~Axes.FEATURE, 1)
-
-
-# ------------------------------------------------------------------------------------------- traversal
-
 _BUILDERS: dict[str, Callable[..., Expr]] = {
     "add": add,
     "sub": sub,
     "mul": mul,
     "div": div,
     "where": where,
-    "row_sum": row_sum,
-    "row_max": row_max,
 }
 
 
 def rebuild(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...]) -> Expr:
-    """The node `op` over new arguments, simplified as if written so."""
+    """The pointwise node `op` over new arguments, simplified as if written so."""
     if op in _BUILDERS:
         return _BUILDERS[op](*args)
     if op == "value":
@@ -503,80 +422,7 @@ def rebuild(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...]) -> Expr:
     return pointwise(op, *args, attrs=attrs)
 
 
-def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
-    """Every node below `roots`, arguments first, in an order that depends on structure alone.
-
-    Args:
-        stop: which nodes are left out, and with them what only they lead to.
-    """
-    order: list[Expr] = []
-    seen: set[int] = set()
-    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(list(roots))]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            if stop(node):
-                continue
-            stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args) if id(a) not in seen)
-    return order
-
-
-# A walk that would call itself hands what it would call to `_deep`, by `yield`, and gets the result from there: so
-# formulas may be deeper than Python's own stack.
-Found = TypeVar("Found")
-_Deep = Generator[Any, Any, Found]
-
-
-def _deep(walk: _Deep[Found]) -> Found:
-    """What a walk returns."""
-    waiting: list[_Deep[Any]] = [walk]
-    found: Any = None
-    while waiting:
-        try:
-            further = waiting[-1].send(found)
-        except StopIteration as end:
-            found = end.value
-            waiting.pop()
-        else:
-            found = None
-            waiting.append(further)
-    return found  # type: ignore[no-any-return]
-
-
-def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) -> list[Expr]:
-    """Rebuild `roots` with every node for which `replace` gives another; its arguments are then not visited."""
-    roots = list(roots)
-    done: dict[int, Expr] = {}
-
-    def is_replaced(node: Expr) -> bool:
-        found = replace(node)
-        if found is not None:
-            done[id(node)] = found
-        return found is not None
-
-    for node in topological(roots, is_replaced):
-        done[id(node)] = over(node, tuple(done[id(a)] for a in node.args))
-    return [done[id(r)] for r in roots]
-
-
-def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The node over other arguments, simplified; over as many features as before, where it has some of its own."""
-    if all(x is y for x, y in zip(args, node.args, strict=True)):
-        return node
-    if node.op == "value" and args[0].op not in ("input", "const"):
-        return make("value", args, node.attrs, args[0].axes, args[0].width)
-    if node.op == "concat":
-        return concat(args, node.width)
-    if node.op == "broadcast":
-        return broadcast(args[0], node.axes, node.width)
-    if node.op == "row_sum":
-        return sum_features(args[0], node.args[0].width)
-    return rebuild(node.op, args, node.attrs)
-
+# ------------------------------------------------------------------------------------------------ text
 
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 

@@ -1,40 +1,100 @@
-"""The functions a formula is written with: on tensors they compute, on symbols they build an expression."""
+"""The functions a formula is written with: on tensors they compute, on symbols they build an expression.
+
+`FUNCTIONS` has a row for each kind of node, with all that is particular to it on every target.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 
-from te_fuser.formula import expr, random
-from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula import expr, random, reductions
+from te_fuser.formula.expr import ONE, ZERO, Axes, Expr, add, compare, const, div, mul, sub, unary
 
 Operand = Any  # a tensor, an expression or a number
+Contributions = tuple[Expr | None, ...]
 
 
-def _lifted(name: str, on_tensor: Callable[..., torch.Tensor], on_number: Callable[..., float]) -> Callable[..., Any]:
-    def function(x: Operand) -> Any:
-        if isinstance(x, Expr):
-            return expr.unary(name, x)
-        return on_tensor(x) if isinstance(x, torch.Tensor) else on_number(x)
+@dataclass(frozen=True)
+class Function:
+    """A kind of node. Its costs are three, as three decide by them: plans, schedules on a GPU, schedules on a CPU.
 
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"{name}(x), pointwise."
-    return function
+    Attributes:
+        name: of the node, and of the C++ function in namespace te.
+        compute: from its arguments, of which one of two may be a number, and attributes; None: as the interpreter does.
+        adjoint: node, its adjoint -> the contribution to each argument; as it is, where nothing is computed.
+        number: the same of a number, where formulas know it.
+        cuda: the CUDA function, with {} for `te::precise` or `te::fast`; empty: each of these has one of its name.
+        operations: float32 operations that a call amounts to in a generated kernel.
+        gpu, cpu: about how many instructions it takes, for an element on a GPU and for a vector on a CPU.
+        joins, start: for a row reduction, the function that adds a feature to what was found so far, and its beginning.
+        picks: whether its gradient asks which feature was taken.
+        tells_sign: whether it is positive where its argument is and nowhere else.
+    """
+
+    name: str
+    compute: Callable[..., torch.Tensor] | None = None
+    adjoint: Callable[[Expr, Expr], Contributions] = lambda e, g: (g,)
+    number: Callable[[float], float] | None = None
+    cuda: str = ""
+    operations: int = 1
+    gpu: int = 1
+    cpu: int = 1
+    joins: str = ""
+    start: float = 0.0
+    picks: bool = False
+    tells_sign: bool = False
 
 
-exp = _lifted("exp", torch.exp, math.exp)
-log = _lifted("log", torch.log, math.log)
-tanh = _lifted("tanh", torch.tanh, math.tanh)
-erf = _lifted("erf", torch.erf, math.erf)
-sigmoid = _lifted("sigmoid", torch.sigmoid, lambda x: 1.0 / (1.0 + math.exp(-x)))
-sqrt = _lifted("sqrt", torch.sqrt, math.sqrt)
-rsqrt = _lifted("rsqrt", torch.rsqrt, lambda x: 1.0 / math.sqrt(x))
-absolute = _lifted("abs", torch.abs, abs)
-relu = _lifted("relu", torch.relu, lambda x: max(x, 0.0))
+# ------------------------------------------------------------------------------------------------ adjoints
+
+_HALF = const(Fraction(1, 2))
+
+
+def _tie(g: Expr, a: Expr, b: Expr, winner: str) -> Contributions:
+    loser = "lt" if winner == "gt" else "gt"
+    half = mul(_HALF, g)
+    ga = expr.where(compare(winner, a, b), g, expr.where(compare(loser, a, b), ZERO, half))
+    gb = expr.where(compare(loser, a, b), g, expr.where(compare(winner, a, b), ZERO, half))
+    return ga, gb
+
+
+def _shared(e: Expr, g: Expr, reaches: str) -> Contributions:
+    hit = expr.where(compare(reaches, e.args[0], e), ONE, ZERO)
+    return (mul(hit, div(g, reductions.row_sum(hit))),)
+
+
+def _clamp(e: Expr, g: Expr) -> Contributions:
+    low, high = e.attrs
+    inside = g
+    if high != math.inf:
+        inside = expr.where(compare("le", e.args[0], const(high)), inside, ZERO)
+    if low != -math.inf:
+        inside = expr.where(compare("ge", e.args[0], const(low)), inside, ZERO)
+    return (inside,)
+
+
+def _abs(e: Expr, g: Expr) -> Contributions:
+    x = e.args[0]
+    return (expr.where(compare("gt", x, ZERO), g, expr.where(compare("lt", x, ZERO), mul(const(-1), g), ZERO)),)
+
+
+def _erf(e: Expr, g: Expr) -> Contributions:
+    x = e.args[0]
+    return (mul(g, mul(const(2 / math.sqrt(math.pi)), unary("exp", mul(const(-1), mul(x, x))))),)
+
+
+def _nothing(e: Expr, g: Expr) -> Contributions:
+    return None, None
+
+
+# ------------------------------------------------------------------------------------------------ the table
 
 
 def _pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,6 +103,154 @@ def _pair(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(  # type: ignore[return-value]
         t if isinstance(t, torch.Tensor) else torch.as_tensor(t, dtype=like.dtype, device=like.device) for t in (a, b)
     )
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.softplus(x, threshold=40.0)  # from there on x itself, in float64 too
+
+
+_ROWS = (
+    Function("add", operator.add, lambda e, g: (g, g)),
+    Function("sub", operator.sub, lambda e, g: (g, mul(const(-1), g))),
+    Function("mul", operator.mul, lambda e, g: (mul(g, e.args[1]), mul(g, e.args[0]))),
+    Function(
+        "div",
+        operator.truediv,
+        lambda e, g: (div(g, e.args[1]), mul(const(-1), div(mul(g, e), e.args[1]))),
+        cuda="{}::divide", operations=4, gpu=3, cpu=8,
+    ),
+    Function("lt", operator.lt, _nothing),
+    Function("le", operator.le, _nothing),
+    Function("gt", operator.gt, _nothing),
+    Function("ge", operator.ge, _nothing),
+    Function(
+        "where",
+        lambda condition, a, b: torch.where(condition != 0, a, b),
+        lambda e, g: (None, expr.where(e.args[0], g, ZERO), expr.where(e.args[0], ZERO, g)),
+        cpu=2,
+    ),
+    Function(
+        "maximum",
+        lambda a, b: torch.maximum(*_pair(a, b)),
+        lambda e, g: _tie(g, e.args[0], e.args[1], "gt"),
+        cuda="te::maximum", cpu=3,
+    ),
+    Function(
+        "minimum",
+        lambda a, b: torch.minimum(*_pair(a, b)),
+        lambda e, g: _tie(g, e.args[0], e.args[1], "lt"),
+        cuda="te::minimum", cpu=3,
+    ),
+    Function("clamp", torch.clamp, _clamp, cuda="te::clamp", gpu=2, cpu=2),
+    Function("abs", torch.abs, _abs, abs, cuda="fabsf"),
+    Function(
+        "relu",
+        torch.relu,
+        lambda e, g: (expr.where(compare("gt", e.args[0], ZERO), g, ZERO),),
+        lambda x: max(x, 0.0),
+        cuda="te::relu", tells_sign=True,
+    ),
+    Function("exp", torch.exp, lambda e, g: (mul(g, e),), math.exp, operations=8, gpu=3, cpu=16),
+    Function("log", torch.log, lambda e, g: (div(g, e.args[0]),), math.log, operations=10, gpu=12, cpu=24),
+    Function(
+        "log1p",
+        torch.log1p,
+        lambda e, g: (div(g, add(ONE, e.args[0])),),
+        math.log1p,
+        cuda="log1pf", operations=16, gpu=15, cpu=36,
+    ),
+    Function(
+        "softplus",
+        _softplus,
+        lambda e, g: (mul(g, unary("sigmoid", e.args[0])),),
+        lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))),
+        cuda="te::softplus", operations=26, gpu=20, cpu=54,
+    ),
+    Function(
+        "sin",
+        torch.sin,
+        lambda e, g: (mul(g, unary("cos", e.args[0])),),
+        math.sin,
+        cuda="sinf", operations=20, gpu=20, cpu=44,
+    ),
+    Function(
+        "cos",
+        torch.cos,
+        lambda e, g: (mul(const(-1), mul(g, unary("sin", e.args[0]))),),
+        math.cos,
+        cuda="cosf", operations=20, gpu=20, cpu=44,
+    ),
+    Function("tanh", torch.tanh, lambda e, g: (mul(g, sub(ONE, mul(e, e))),), math.tanh, operations=14, gpu=12, cpu=28),
+    Function("erf", torch.erf, _erf, math.erf, operations=18, gpu=24, cpu=28),
+    Function(
+        "sigmoid",
+        torch.sigmoid,
+        lambda e, g: (mul(g, mul(e, sub(ONE, e))),),
+        lambda x: 1.0 / (1.0 + math.exp(-x)),
+        operations=12, gpu=5, cpu=26,
+    ),
+    Function("sqrt", torch.sqrt, lambda e, g: (mul(_HALF, div(g, e)),), math.sqrt, operations=4, gpu=3, cpu=10),
+    Function(
+        "rsqrt",
+        torch.rsqrt,
+        lambda e, g: (mul(const(Fraction(-1, 2)), mul(g, mul(e, mul(e, e)))),),
+        lambda x: 1.0 / math.sqrt(x),
+        operations=4, gpu=3, cpu=16,
+    ),
+    Function("row_sum", lambda x: x.sum(-1, keepdim=True), cuda="te::Sum", joins="add"),
+    Function(
+        "row_max",
+        lambda x: x.amax(-1, keepdim=True),
+        lambda e, g: _shared(e, g, "ge"),
+        cuda="te::Max", joins="maximum", start=-math.inf, picks=True,
+    ),
+    Function(
+        "row_min",
+        lambda x: x.amin(-1, keepdim=True),
+        lambda e, g: _shared(e, g, "le"),
+        cuda="te::Min", joins="minimum", start=math.inf, picks=True,
+    ),
+    # What only the text of CUDA kernels has, where a formula is written in base two.
+    Function("exp2", torch.exp2),
+    Function("sigmoid2", lambda x: torch.sigmoid(math.log(2) * x), gpu=4),
+    Function("masked"),
+    # Leaves and marks.
+    *map(Function, ("input", "value", "broadcast", "concat")),
+    Function("const", cpu=0),
+    Function("keep", operations=16, gpu=8, cpu=3),
+)  # fmt: skip
+FUNCTIONS = {f.name: f for f in _ROWS}
+
+
+# --------------------------------------------------------------------------------------------- as they are written
+
+
+def _lifted(name: str) -> Callable[..., Any]:
+    row = FUNCTIONS[name]
+
+    def function(x: Operand) -> Any:
+        if isinstance(x, Expr):
+            return unary(name, x)
+        return row.compute(x) if isinstance(x, torch.Tensor) else row.number(x)  # type: ignore[misc]
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"{name}(x), pointwise."
+    return function
+
+
+exp = _lifted("exp")
+log = _lifted("log")
+log1p = _lifted("log1p")
+softplus = _lifted("softplus")
+sin = _lifted("sin")
+cos = _lifted("cos")
+tanh = _lifted("tanh")
+erf = _lifted("erf")
+sigmoid = _lifted("sigmoid")
+sqrt = _lifted("sqrt")
+rsqrt = _lifted("rsqrt")
+absolute = _lifted("abs")
+relu = _lifted("relu")
 
 
 def maximum(a: Operand, b: Operand) -> Any:
@@ -84,20 +292,25 @@ def row_sum(x: Operand) -> Any:
     if isinstance(x, Expr):
         if expr.is_const(x) and not expr.is_const(x, 0):
             raise ValueError(f"row_sum of the constant {x}: multiply it by the feature count instead")
-        return expr.row_sum(x)
+        return reductions.row_sum(x)
     return x.sum(-1, keepdim=True)
 
 
 def row_mean(x: Operand) -> Any:
     """The mean of each row over its features, [rows, 1]."""
     if isinstance(x, Expr):
-        return expr.mul(expr.const(Fraction(1, x.width)), expr.row_sum(x)) if x.axes & Axes.FEATURE else x
+        return mul(const(Fraction(1, x.width)), reductions.row_sum(x)) if x.axes & Axes.FEATURE else x
     return x.mean(-1, keepdim=True)
 
 
 def row_max(x: Operand) -> Any:
     """The largest feature of each row, [rows, 1]; ties share the gradient evenly, as torch.amax does."""
-    return expr.row_max(x) if isinstance(x, Expr) else x.amax(-1, keepdim=True)
+    return reductions.extreme("row_max", x) if isinstance(x, Expr) else x.amax(-1, keepdim=True)
+
+
+def row_min(x: Operand) -> Any:
+    """The smallest feature of each row, [rows, 1]; ties share the gradient evenly, as torch.amin does."""
+    return reductions.extreme("row_min", x) if isinstance(x, Expr) else x.amin(-1, keepdim=True)
 
 
 def split(x: Operand, parts: int) -> tuple[Any, ...]:

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.formula.expr import Axes
+from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.fuser.graph import Graph, Node
 from te_fuser.fusions.match import Cost
 
-# float32 operations that one call of a function amounts to in a generated kernel
-_WEIGHT = {"exp": 8, "log": 10, "tanh": 14, "erf": 18, "sigmoid": 12, "sqrt": 4, "rsqrt": 4, "div": 4, "keep": 16}
 _FREE = {"input", "const", "value", "concat"}
 
 
@@ -18,7 +17,7 @@ def kernel_cost(description: KernelDescription, rows: int, samples: int, generat
     """A row kernel: one pass if it is generated, one PyTorch operation for each node if it is interpreted."""
     full = [n for n in description.nodes if n.axes & Axes.FEATURE and n.axes & Axes.ROWS and n.op not in _FREE]
     size = rows * max(description.width, 1)
-    operations = float(sum(_WEIGHT.get(n.op, 1) for n in full) * size)
+    operations = float(sum(FUNCTIONS[n.op].operations for n in full) * size)
     read, written = description.bytes_moved(rows, samples)
     if generated:
         return Cost(read, written, 0.0, 1, operations)

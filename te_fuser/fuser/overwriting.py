@@ -9,7 +9,7 @@ An input qualifies when
   gradients that autograd hands in) and what other code makes or reads (ops and fusions with functions of their own,
   which may hold a view or read it on another stream) does not;
 - it has the shape of the output;
-- the kernel allows it (`codegen.overwriting`).
+- the kernel allows it (`codegen.in_place`).
 
 At run time an output is stored over it only where nobody else holds it by then (`csrc/sole_owner.h`), and in backward
 only if the graph is not kept and no hooks for saved tensors were active in forward. Otherwise it is a new tensor.
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from te_fuser.codegen import overwriting
+from te_fuser.codegen import in_place
 from te_fuser.codegen.description import item_size
 from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.fuser.kernel_task import KernelTask
@@ -83,8 +83,8 @@ def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
         and shape[:-1] == (shape_of(plan, task.lead) or ())[:-1]
         and math.prod(shape) * item_size(load.dtype) >= LEAST_BYTES
     }
-    pairs = overwriting.pairs(d, dying) if dying else ()
-    if not pairs or overwriting.is_cut(d, arch_of(plan.device.capability or (8, 0))):
+    pairs = in_place.pairs(d, dying) if dying else ()
+    if not pairs or in_place.is_cut(d, arch_of(plan.device.capability or (8, 0))):
         return step
     return replace(step, task=replace(task, description=replace(d, overwrites=pairs)))
 

@@ -17,7 +17,9 @@ from te_fuser import dtypes
 from te_fuser.codegen.description import NotOneKernel, Target, describe
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
-from te_fuser.formula.expr import Axes, Expr, substitute, topological
+from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.substitution import substitute
 from te_fuser.fuser.graph import Graph, Node
 from te_fuser.fuser.kernel_task import KernelOutput, KernelTask
 from te_fuser.fuser.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
@@ -338,9 +340,9 @@ class Stretch:
                 return None
             if self._first_made.get(canonical.digest) in silent:
                 return None
-            # Forward takes the maximum of unrounded features, which no rounded one need reach: whoever asks which
-            # feature is the largest must ask for the largest of those it reads.
-            if e.op == "row_max":
+            # Forward picks among unrounded features, and no rounded one need reach the one it took: whoever asks which
+            # feature that was must pick among those it reads.
+            if FUNCTIONS[e.op].picks:
                 return None
             name = statistics.setdefault(canonical.digest, f"statistic{len(statistics)}")
             leaves[name] = _Leaf(statistic_ref(self.start, canonical.digest), Axes.ROWS, 1, self._wide)
@@ -373,12 +375,12 @@ class Stretch:
 
 
 def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list[Expr]:
-    """The same with ReLU's slope by what it gave, relu(x) > 0 for x > 0, where that can be read; else nothing.
+    """The same with the sign of x by what a function like ReLU gave, where that can be read; else nothing.
 
     A product that follows keeps ReLU's output anyway, and x need then not be there at all.
     """
-    relus = [e for e in cut.nodes if e.op == "value" and e.attrs[0] in readable and e.args[0].op == "relu"]
-    given = {e.args[0].args[0]: e for e in relus}
+    told = [e for e in cut.nodes if e.op == "value" and e.attrs[0] in readable and FUNCTIONS[e.args[0].op].tells_sign]
+    given = {e.args[0].args[0]: e for e in told}
 
     def replace(e: Expr) -> Expr | None:
         slope = e.op == "gt" and e.args[0] in given and e.args[1] is expr.ZERO

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.codegen.compiler import default_cache_dir
 from te_fuser.codegen.description import KernelDescription, elements
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
@@ -96,7 +95,7 @@ def _kernels(variants: Iterable[_Variant]) -> dict[str, KernelFunction]:
 
 def _keep(variants: Iterable[_Variant], device: torch.device) -> None:
     """Put schedules on disk."""
-    store = store_for(torch.cuda.get_device_name(device), config.cache_dir or default_cache_dir())
+    store = store_for(torch.cuda.get_device_name(device))
     for v in variants:
         store.put(v.description.key, v.schedules, v.rows, alone=v.alone, in_model=v.in_model)
 

@@ -19,6 +19,7 @@ from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.random import RandomStream, threshold
+from te_fuser.formula.substitution import substitute
 
 Pair = tuple[KernelDescription, ...]
 
@@ -67,7 +68,7 @@ class Kit:
         adjoints = differentiate(seeds, wanted)
         stores, sums = [], []
         for leaf, adjoint in adjoints.items():
-            (adjoint,) = expr.substitute([adjoint], lambda node: kept.get(id(node)))
+            (adjoint,) = substitute([adjoint], lambda node: kept.get(id(node)))
             leaf_name, _, width = leaf.attrs
             target = self.target("d" + leaf_name, adjoint, leaf.axes, width)
             (stores if leaf.axes & Axes.OUTER else sums).append(target)
@@ -228,9 +229,18 @@ def choices(kit: Kit, width: int) -> Pair:
 def every_function(kit: Kit, width: int) -> Pair:
     """Each unary function, stored on its own: where rare values are looked at."""
     x = kit.full("x", width)
-    unary = (f.exp, f.log, f.tanh, f.erf, f.sigmoid, f.sqrt, f.rsqrt, f.absolute, f.relu)
+    unary = (
+        f.exp, f.log, f.log1p, f.softplus, f.sin, f.cos, f.tanh, f.erf, f.sigmoid, f.sqrt, f.rsqrt, f.absolute, f.relu
+    )  # fmt: skip
     out = {fn.__name__: (fn(x), width) for fn in unary}
     return (kit.forward("every_function", out),)
+
+
+def waves(kit: Kit, width: int) -> Pair:
+    x, weight = kit.full("x", width), kit.feature("weight", width)
+    y = f.sin(x * weight) * f.softplus(x) + f.cos(x) * f.log1p(x * x) - f.row_min(x)
+    out = {"y": (y, width)}
+    return kit.forward("waves_fwd", out), kit.backward("waves_bwd", out, [x, weight])
 
 
 def two_operands(kit: Kit, width: int) -> Pair:
@@ -240,7 +250,7 @@ def two_operands(kit: Kit, width: int) -> Pair:
         "quotient": x / other, "largest": f.maximum(x, other), "smallest": f.minimum(x, other),
         "below": x < other, "at_most": x <= other, "above": x > other, "at_least": x >= other,
         "clamped": f.clamp(x, -1.0, 2.0), "low": f.clamp(x, low=0.25), "picked": f.where(x < other, x, other),
-        "row_largest": f.row_max(x) + 0 * x, "difference": x - other,
+        "row_largest": f.row_max(x) + 0 * x, "row_smallest": f.row_min(x) + 0 * x, "difference": x - other,
     }  # fmt: skip
     return (kit.forward("two_operands", {n: (e, width) for n, e in values.items()}),)
 
@@ -290,6 +300,8 @@ CASES: tuple[tuple[Family, int, tuple[str, str]], ...] = (
     (first_half, 16, _F32),
     (choices, 40, _F32),
     (every_function, 40, _F32),
+    (waves, 257, _F32),
+    (waves, 40, _BF16),
     (two_operands, 16, _F32),
     (geglu_chain, 257, _F32),
 )
@@ -306,6 +318,16 @@ def descriptions() -> dict[str, KernelDescription]:
 
 
 # ------------------------------------------------------------------------------------ inputs and results
+
+RARE = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-38, 3e38, -3e38, 0.5, -2.0, 88.8, -103.9)
+
+
+def rare_inputs(description: KernelDescription) -> dict[str, torch.Tensor]:
+    """Every pair of rare values in x and other, in as many rows as there are."""
+    x = torch.tensor(RARE).repeat(3)[: description.width].repeat(len(RARE), 1)
+    other = torch.tensor(RARE)[:, None].expand(-1, description.width).contiguous()
+    tensors = {"x": x, "other": other, "limit": x[0].flip(0)}
+    return {load.name: tensors[load.name] for load in description.loads}
 
 
 def shape(axes: Axes, width: int, rows: int, samples: int) -> tuple[int, ...]:

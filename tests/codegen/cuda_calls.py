@@ -13,6 +13,7 @@ from te_fuser.codegen.description import KernelDescription, Store, Sum
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Expr
 from te_fuser.formula.random import RandomStream
+from te_fuser.formula.reductions import row_sum
 from tests.codegen.corpus import reference
 
 SEED, OFFSET, FIRST_STREAM = -0x123456789ABCDEF, 7, 2**31 + 5
@@ -85,7 +86,7 @@ def _of_sizes(description: KernelDescription) -> KernelDescription:
 
     def sizes(e: Expr) -> Expr:
         if e.op == "row_sum":
-            return expr.row_sum(sizes(e.args[0]))
+            return row_sum(sizes(e.args[0]))
         return expr.unary("abs", e)
 
     sums = tuple(dataclasses.replace(s, parts=tuple(sizes(p) for p in s.parts)) for s in description.sums)

@@ -122,7 +122,7 @@ def test_another_compiler_flag_or_header_is_another_library(tmp_path: Path, monk
     assert compiled() == compiled() == 1
     monkeypatch.setattr(compiler, "INCLUDE", include)
     assert compiled() == 1
-    header = include / "te_cpu.h"
+    header = include / "te_cpu_functions.h"
     header.write_text(header.read_text() + "\n")
     assert compiled() == 2
     forget()

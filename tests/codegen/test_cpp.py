@@ -25,7 +25,7 @@ from te_fuser.formula import functions as f
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.random import RandomStream
-from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
+from tests.codegen.corpus import RARE, Kit, descriptions, inputs, outputs, rare_inputs, reference
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -205,12 +205,13 @@ def only(kernel_of: KernelDescription, cache: Path, compiler: Compiler | None = 
 
 
 def grid(width: int) -> torch.Tensor:
-    """Rows of numbers of every magnitude, denormal ones too, and a dense grid where functions bend."""
+    """Rows of numbers of every magnitude, denormal ones too, and a dense grid where functions bend or vanish."""
     generator = torch.Generator().manual_seed(0)
     every = torch.randint(-(2**31), 2**31, (1 << 18,), generator=generator).to(torch.int32).view(torch.float32)
     dense = torch.linspace(-105, 105, 1 << 18)
     near_one = 1 + torch.linspace(-0.5, 0.5, 1 << 16)
-    found = torch.cat([every[every.isfinite()], dense, dense / 16, near_one])
+    turns = (torch.arange(-(1 << 17), 1 << 17, dtype=torch.float64) * (math.pi / 2)).float()
+    found = torch.cat([every[every.isfinite()], dense, dense / 16, near_one, near_one - 1, turns])
     return found[: len(found) // width * width].reshape(-1, width)
 
 
@@ -232,18 +233,12 @@ def test_functions_are_accurate(cache: Path, flags: tuple[str, ...] | None) -> N
         torch.testing.assert_close(value[~finite], rounded[~finite], equal_nan=True, rtol=0, atol=0)
 
 
-RARE = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-38, 3e38, -3e38, 0.5, -2.0, 88.8, -103.9)
-
-
 @pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "choices_fwd-40-f32"])
 def test_rare_values_are_as_in_torch(kernels: dict[str, CpuKernelHandle], name: str) -> None:
     d = CORPUS[name]
-    x = torch.tensor(RARE).repeat(3)[: d.width].repeat(len(RARE), 1)
-    other = torch.tensor(RARE)[:, None].expand(-1, d.width).contiguous()
-    tensors = {"x": x, "other": other, "limit": x[0].flip(0)}
-    tensors = {load.name: tensors[load.name] for load in d.loads}
-    got = run(kernels[name], d, tensors, len(x))
-    want = reference(d, tensors, len(x), dtype=torch.float32)
+    tensors = rare_inputs(d)
+    got = run(kernels[name], d, tensors, len(RARE))
+    want = reference(d, tensors, len(RARE), dtype=torch.float32)
     for store, a, b in zip(d.stores, got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=2e-45, equal_nan=True, msg=lambda m, s=store: f"{s.name}: {m}")
 
@@ -252,9 +247,10 @@ def test_rare_values_are_as_in_torch(kernels: dict[str, CpuKernelHandle], name: 
 def test_row_reductions_look_at_every_feature(cache: Path, width: int) -> None:
     kit = Kit()
     x = kit.full("x", width)
-    d = kit.forward("every_feature", {"y": (f.row_max(x) + 2 * f.row_sum(x) + 0.5 * f.row_max(-x), width)})
+    total = f.row_max(x) + 2 * f.row_sum(x) + 0.5 * f.row_max(-x) + 4 * f.row_min(-x)
+    d = kit.forward("every_feature", {"y": (total, width)})
     (y,) = run(only(d, cache), d, {"x": torch.eye(width) - 3}, width)
-    torch.testing.assert_close(y, torch.full_like(y, -2.0 + 2 * (1 - 3 * width) + (1.5 if width > 1 else 1.0)))
+    torch.testing.assert_close(y, torch.full_like(y, 6.0 + 2 * (1 - 3 * width) + (1.5 if width > 1 else 1.0)))
 
 
 def test_row_reductions_pass_nan_on(kernels: dict[str, CpuKernelHandle]) -> None:

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cuda, nvrtc, overwriting
-from te_fuser.codegen import schedule as plan
+from te_fuser.codegen import cuda, in_place, nvrtc, schedule
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
@@ -26,7 +25,7 @@ from te_fuser.formula import expr
 from te_fuser.formula import functions as f
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus, ptx
-from tests.codegen.corpus import Kit, descriptions, inputs, outputs, reference
+from tests.codegen.corpus import RARE, Kit, descriptions, inputs, outputs, rare_inputs, reference
 from tests.codegen.cuda_calls import complaints
 from tests.codegen.cuda_on_cpu import Emulated, build
 from tests.needs import needs_compiler, needs_nvrtc
@@ -34,7 +33,7 @@ from tests.needs import needs_compiler, needs_nvrtc
 ROOT = Path(__file__).parents[2]
 CORPUS = descriptions()
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-H200 = plan.device_of("sm_90a")
+H200 = schedule.limits_of("sm_90a")
 BF16 = ("bfloat16", "bfloat16")
 
 
@@ -88,8 +87,8 @@ def test_large_kernels_keep_their_registers(family: corpus.Family, width: int, c
 def test_a_kernel_that_is_cut_because_it_would_spill_overwrites_nothing(cache: Path) -> None:
     """The plan thinks that it is one kernel; the second of two reads again what the first would have overwritten."""
     plain = next(d for d in corpus.dropout_add_layer_norm(Kit(*BF16), 12288) if d.sums)
-    d = dataclasses.replace(plain, overwrites=overwriting.pairs(plain, {t.name for t in plain.loads}))
-    assert d.overwrites and not overwriting.is_cut(d, "sm_90a")
+    d = dataclasses.replace(plain, overwrites=in_place.pairs(plain, {t.name for t in plain.loads}))
+    assert d.overwrites and not in_place.is_cut(d, "sm_90a")
     for _ in range(2):  # the second time from what is kept on disk
         kernel, made = compile_kernel(d, "sm_90a", cache=cache)
         assert len(kernel.schedules) == 2 and kernel.overwrites == ()
@@ -138,6 +137,19 @@ def test_values_are_the_interpreters(name: str, emulated: dict[str, Emulated]) -
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "choices_fwd-40-f32"])
+def test_rare_values_are_as_in_torch(name: str, emulated: dict[str, Emulated]) -> None:
+    d = CORPUS[name]
+    tensors, rows = rare_inputs(d), len(RARE)
+    made = outputs(d, rows)
+    emulated[name](d, tensors, made, rows)
+    for store, got, want in zip(d.stores, made, reference(d, tensors, rows, dtype=torch.float32), strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=3e-7, atol=2e-45, equal_nan=True, msg=lambda m, s=store: f"{s.name}: {m}"
+        )
+
+
+@needs_compiler
 def test_rows_of_no_sample(emulated: dict[str, Emulated]) -> None:
     name = "scale_shift_bwd-17-f32"
     made = outputs(CORPUS[name], 0, 0)
@@ -176,7 +188,7 @@ def variants(d: KernelDescription) -> list[tuple[Schedule, ...]]:
     if d.sums and d.reductions:
         shared = next(s for s in fitting if s.kind != Kind.COLUMNS)
         found.append((dataclasses.replace(shared, kind=Kind.SHARED, sums=Sums.SHARED),))
-        rows, columns = (model.pick(part, H200) for part in plan.split(d))
+        rows, columns = (model.pick(part, H200) for part in schedule.split(d))
         assert rows and columns
         found += [(rows, columns), (dataclasses.replace(rows, kind=Kind.REREAD), columns)]
     return found
@@ -324,7 +336,7 @@ def test_picked_schedule(family: corpus.Family, width: int, which: int, wanted: 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 31, 100, 1000, 1022, 4095, 30000, 65535, 65536])
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a"])
 def test_every_width_has_a_schedule_within_the_limits(width: int, arch: str) -> None:
-    device = plan.device_of(arch)
+    device = schedule.limits_of(arch)
     for family in (corpus.layer_norm, corpus.bias_gelu):
         for dtypes in (BF16, ("float32", "float32")):
             for d in family(Kit(*dtypes), width):
@@ -347,7 +359,7 @@ def test_what_waits_is_cheap() -> None:
     for name, wanted in cases.items():
         found = [
             sorted(str(n.attrs[0]) if n.op == "input" else n.op for n in p.waits)
-            for p in plan.passes(rewrite(CORPUS[name]), Kind.REGISTERS)
+            for p in schedule.passes(rewrite(CORPUS[name]), Kind.REGISTERS)
         ]
         assert found == wanted, name
 
@@ -438,7 +450,7 @@ def test_formulas_lose_instructions_and_keep_their_meaning() -> None:
     for name in ("bias_gelu_bwd-16-f32", "swiglu_bwd-1024-bf16", "layer_norm_bwd-257-f32"):
         d = CORPUS[name]
         new = rewrite(d)
-        assert plan.instructions(new) < plan.instructions(d)
+        assert schedule.instructions(new) < schedule.instructions(d)
         assert len(new.reductions) == len(d.reductions)
     tensors = inputs(d, 9)
     for a, b in zip(reference(new, tensors, 9), reference(d, tensors, 9), strict=True):
@@ -584,7 +596,9 @@ def test_kernels_of_long_formulas_are_written() -> None:
     targets = [Target("y", e, Axes.FULL, 64, "bfloat16")]
     d = describe("long_fwd", targets, targets[:0], {"x": (Axes.FULL, 64, "bfloat16")})
     assert cuda.generate(d).source.count("tanh(") >= 5000
-    rows, columns = plan.split(dataclasses.replace(d, sums=(Sum("s", d.stores[0].parts, Axes.FEATURE, 64, "float32"),)))
+    rows, columns = schedule.split(
+        dataclasses.replace(d, sums=(Sum("s", d.stores[0].parts, Axes.FEATURE, 64, "float32"),))
+    )
     assert rows.stores and columns.sums
 
 

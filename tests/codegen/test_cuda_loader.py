@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
-from te_fuser.codegen import cuda, cuda_loader, nvrtc, overwriting, progress
+from te_fuser.codegen import cuda, cuda_loader, nvrtc, progress
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
+from te_fuser.codegen.in_place import pairs
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import store_for
@@ -336,7 +337,7 @@ def test_where_no_block_is_left_to_give_another_schedule_is_tried(which: str, mo
     right = cuda.generate
     monkeypatch.setattr(cuda, "generate", generate)
     monkeypatch.setattr(nvrtc, "compile_source", spilling)
-    over = dataclasses.replace(plain, overwrites=overwriting.pairs(plain, {t.name for t in plain.loads}))
+    over = dataclasses.replace(plain, overwrites=pairs(plain, {t.name for t in plain.loads}))
     chosen = set()
     for d in (plain, over, plain):
         generated.clear()

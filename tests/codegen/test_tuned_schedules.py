@@ -13,6 +13,7 @@ import pytest
 from te_fuser.codegen.entry_file import EntryFile
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import TunedSchedules, shape_class, store_for
+from te_fuser.config import config
 
 ROWS = Schedule(Kind.SHARED, 8, 256, 1, 2, 3, 2, Sums.REGISTERS, keeps=True)
 COLUMNS = Schedule(Kind.COLUMNS, 8, 32, 8, 1, 1, 4, Sums.REGISTERS)
@@ -91,6 +92,17 @@ def test_each_gpu_has_its_file(tmp_path: Path) -> None:
     store = store_for("NVIDIA H200", tmp_path)
     assert store is store_for("NVIDIA H200", tmp_path) and store.path.name == "nvidia-h200.schedules.json"
     assert store_for("NVIDIA H100 80GB HBM3", tmp_path).path != store.path
+
+
+def test_what_lay_among_the_cpus_kernels_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(config, "cache_dir", None)
+    old, new = tmp_path / "te_fuser" / "cpu" / "tuned", tmp_path / "te_fuser" / "tuned"
+    TunedSchedules(old / "nvidia-h200.schedules.json").put("a", [ROWS])
+    assert store_for("NVIDIA H200").find("a") == (ROWS,)
+    assert store_for("NVIDIA H200").path.parent == new and not old.exists()
+    TunedSchedules(old / "nvidia-h200.schedules.json").put("a", [PLAIN])  # by an older version, later
+    assert store_for("NVIDIA H200").find("a") == (ROWS,)
 
 
 def _keep_many(path: Path, name: str) -> None:

@@ -15,18 +15,23 @@ from te_fuser.formula import (
     absolute,
     clamp,
     concat,
+    cos,
     erf,
     exp,
     expr,
     log,
+    log1p,
     maximum,
     minimum,
     relu,
     row_max,
     row_mean,
+    row_min,
     row_sum,
     rsqrt,
     sigmoid,
+    sin,
+    softplus,
     split,
     sqrt,
     tanh,
@@ -134,6 +139,10 @@ def _sum_of_half(a: Any) -> Any:
 UNARY: dict[str, Formula] = {
     "exp": lambda a: exp(tanh(a)),
     "log": lambda a: log(1.5 + a * a),
+    "log1p": lambda a: log1p(a * a),
+    "softplus": softplus,
+    "sin": sin,
+    "cos": cos,
     "tanh": tanh,
     "erf": erf,
     "sigmoid": sigmoid,
@@ -150,6 +159,7 @@ UNARY: dict[str, Formula] = {
     "row_sum": lambda a: 0.25 * row_sum(a),
     "row_mean": row_mean,
     "row_max": row_max,
+    "row_min": row_min,
     "center": lambda a: a - row_mean(a),
     "normalize": lambda a: a * rsqrt(row_mean(a * a) + 0.1),
 }
@@ -173,7 +183,7 @@ STEPS = st.lists(
 )
 
 
-REDUCTIONS = ("row_sum", "row_mean", "row_max")
+REDUCTIONS = ("row_sum", "row_mean", "row_max", "row_min")
 
 
 class LostFeatures(Exception):
@@ -229,6 +239,7 @@ FORMULAS: dict[str, tuple[Formula, str]] = {
         "x weight",
     ),
     "sum_of_weight": (lambda x, weight: x * row_sum(weight * weight), "x weight"),
+    "minimum_of_weight": (lambda x, weight: x * row_min(weight) + row_min(-x), "x weight"),
     "maximum_of_weight": (lambda x, weight: x * row_max(weight), "x weight"),
     "unused": (lambda x, z: x + 0 * z, "x z"),
     "softmax": (lambda x: exp(x - row_max(x)) / row_sum(exp(x - row_max(x))), "x"),
@@ -263,6 +274,8 @@ TIES: dict[str, Formula] = {
     "minimum": lambda x, z: minimum(x, z),
     "maximum_with_number": lambda x, z: maximum(x, 0.5) * minimum(0.0, z),
     "row_max": lambda x, z: row_max(x) * z,
+    "row_min": lambda x, z: row_min(x) * z,
+    "row_min_of_concat": lambda x, z: row_min(concat([split(x, 2)[0], split(z, 2)[1]])) * z,
     "row_max_of_concat": lambda x, z: row_max(concat([split(x, 2)[0], split(z, 2)[1]])) * z,
     "row_max_of_halves": lambda x, z: row_max(split(x, 2)[0]) * z,
     "where": lambda x, z: where(x > z, x, where(x < z, z, 2 * x)),

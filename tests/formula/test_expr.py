@@ -28,7 +28,8 @@ from te_fuser.formula import (
 )
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
-from te_fuser.formula.expr import ONE, ZERO, Expr, const, substitute, topological
+from te_fuser.formula.expr import ONE, ZERO, Expr, const, topological
+from te_fuser.formula.substitution import substitute
 
 ROWS, WIDTH = 4, 12
 

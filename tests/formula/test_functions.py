@@ -8,21 +8,69 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from te_fuser import formula
-from te_fuser.formula import clamp, concat, keep_mask, maximum, minimum, row_max, row_mean, row_sum, split, where
+from te_fuser.formula import (
+    Axes,
+    clamp,
+    concat,
+    expr,
+    keep_mask,
+    maximum,
+    minimum,
+    row_max,
+    row_mean,
+    row_min,
+    row_sum,
+    split,
+    where,
+)
+from te_fuser.formula.adjoint import differentiate
+from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.random import RandomStream, using
 
-POINTWISE = ["exp", "log", "tanh", "erf", "sigmoid", "sqrt", "rsqrt", "absolute", "relu"]
+POINTWISE = {
+    "exp": torch.exp, "log": torch.log, "log1p": torch.log1p, "softplus": torch.nn.functional.softplus,
+    "sin": torch.sin, "cos": torch.cos, "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "absolute": torch.abs, "relu": torch.relu,
+}  # fmt: skip
+LOWEST = {"log": 1e-30, "log1p": -1 + 1e-12, "sqrt": 1e-30, "rsqrt": 1e-30}
 
 
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise_on_tensors_and_numbers(name: str) -> None:
     function: Callable[[Any], Any] = getattr(formula, name)
-    on_torch = getattr(torch, name)
+    on_torch = POINTWISE[name]
     x = torch.tensor([0.25, 1.0, 3.5], dtype=torch.float64)
     torch.testing.assert_close(function(x), on_torch(x))
     assert math.isclose(function(0.25), on_torch(x)[0].item(), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_values_and_gradients_are_float64s(name: str, data: st.DataObject) -> None:
+    """By the table's row: its value is Python's own, its adjoint autograd's."""
+    function, low = getattr(formula, name), LOWEST.get(name, -300.0)
+    x = torch.tensor([data.draw(st.lists(st.floats(low, 300.0), min_size=3, max_size=3))], dtype=torch.float64)
+    symbol, dy = expr.leaf("x", Axes.FULL, 3), expr.leaf("dy", Axes.FULL, 3)
+    roots = [function(symbol), differentiate({function(symbol): dy}, [symbol])[symbol]]
+    value, gradient = Interpreter({"x": x, "dy": x.cos()}, {}, 1, x).run(roots)
+    torch.testing.assert_close(value, torch.tensor([[function(v) for v in x[0].tolist()]], dtype=torch.float64))
+    x.requires_grad_()
+    (want,) = torch.autograd.grad(POINTWISE[name](x), x, x.detach().cos())
+    torch.testing.assert_close(gradient, want, rtol=1e-7, atol=1e-9)
+
+
+def test_softplus_and_log1p_lose_nothing_in_float32() -> None:
+    x = torch.tensor([-80.0, -30.0, -20.0, -1e-7, 0.0, 19.0, 21.0, 1e30, math.inf, -math.inf])
+    exact = torch.logaddexp(x.double(), torch.zeros(()).double())
+    torch.testing.assert_close(formula.softplus(x).double(), exact, rtol=3e-7, atol=0)
+    torch.testing.assert_close(formula.softplus(x.double()), exact, rtol=1e-15, atol=0)
+    small = torch.tensor([1e-30, -1e-20, 1e-8, -1e-4])
+    torch.testing.assert_close(formula.log1p(small).double(), torch.log1p(small.double()), rtol=3e-7, atol=0)
 
 
 def test_everything_public_is_exported() -> None:
@@ -31,7 +79,7 @@ def test_everything_public_is_exported() -> None:
 
 def test_reductions_keep_one_column() -> None:
     x = torch.randn(3, 4)
-    for function, want in ((row_sum, x.sum(1)), (row_mean, x.mean(1)), (row_max, x.amax(1))):
+    for function, want in ((row_sum, x.sum(1)), (row_mean, x.mean(1)), (row_max, x.amax(1)), (row_min, x.amin(1))):
         assert torch.equal(function(x), want[:, None])
 
 

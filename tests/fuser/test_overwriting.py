@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from te_fuser import Residual, Sequential, ops
-from te_fuser.codegen import overwriting as allowed
+from te_fuser.codegen import in_place
 from te_fuser.fuser import finish, loading, overwriting, planner
 from te_fuser.fuser.fusion_task import FusionTask
 from te_fuser.fuser.kernel_task import KernelTask
@@ -472,7 +472,7 @@ def program(emulated: None) -> Program:
     (step,) = Sequential(ops.GELU("tanh"), kernels="generated").plan(x_of()).backward
     assert isinstance(step.task, KernelTask)
     d = step.task.description
-    d = dataclasses.replace(d, overwrites=allowed.pairs(d, {d.loads[0].name}))
+    d = dataclasses.replace(d, overwrites=in_place.pairs(d, {d.loads[0].name}))
     changed = dataclasses.replace(step, task=dataclasses.replace(step.task, description=d))
     kernels = loading.load_kernels([d], "cuda", torch.device("cpu"))
     return build_program([changed], step.task.inputs, [gradient_ref(0)], Loaded(kernels))[0]

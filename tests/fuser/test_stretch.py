@@ -12,7 +12,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.codegen import description
 from te_fuser.codegen.compiler import find_compiler
-from te_fuser.formula import Axes, exp, row_max, row_mean, row_sum, sigmoid
+from te_fuser.formula import Axes, exp, row_max, row_mean, row_min, row_sum, sigmoid
 from tests.fuzz.covers import random_cover
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -43,11 +43,20 @@ class Softmax(ops.RowOp):
         return e / row_sum(e)
 
 
+class Softmin(ops.RowOp):
+    """exp(min(x) - x) over its sum."""
+
+    def compute(self, x: Any) -> Any:
+        e = exp(row_min(x) - x)
+        return e / row_sum(e)
+
+
+@pytest.mark.parametrize("kind", [Softmax, Softmin])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_largest_feature_is_that_of_what_is_read(seed: int) -> None:
+def test_the_feature_that_is_picked_is_one_of_those_that_are_read(seed: int, kind: type[ops.RowOp]) -> None:
     # The maximum that forward took of float32 sums is above all of them once they are rounded to bfloat16: no feature
     # was the largest, and the gradient was divided by their number.
-    model = te_fuser.Sequential(ops.Add("other"), Softmax(), ops.Scale(16), kernels="reference").to(torch.bfloat16)
+    model = te_fuser.Sequential(ops.Add("other"), kind(), ops.Scale(16), kernels="reference").to(torch.bfloat16)
     x, other = (tensor(64, 16, dtype=torch.bfloat16, seed=seed + k) for k in (0, 1))
     with random_cover(seed):
         model(x, other=other).float().square().sum().backward()

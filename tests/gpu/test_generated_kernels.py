@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cuda
-from te_fuser.codegen import schedule as plan
+from te_fuser.codegen import cuda, schedule
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda import CudaKernel
 from te_fuser.codegen.cuda_compile import compile_kernel
@@ -82,7 +81,7 @@ VARIED = [
 
 def variants(d: KernelDescription) -> list[CudaKernel]:
     """One kernel of each kind of schedule that fits this device, and with stores and sums in two kernels."""
-    device, new = plan.device_of(arch()), rewrite(d)
+    device, new = schedule.limits_of(arch()), rewrite(d)
     first: dict[object, tuple[Schedule, ...]] = {}
     for s in model.candidates(new, device):
         first.setdefault((s.kind, s.ahead, s.sums, s.keeps, s.lanes > 32, s.slots > 1), (s,))
@@ -132,7 +131,7 @@ def test_schedules_in_place_of_those_that_spill(family: corpus.Family, width: in
 def test_second_reads_through_l2(cache: Path) -> None:
     """The schedule of rows that fit nowhere, on rows that would."""
     d = corpus.softmax(Kit("bfloat16", "bfloat16"), 4096)[0]
-    s = next(s for s in model.candidates(rewrite(d), plan.device_of(arch())) if s.kind == Kind.REREAD)
+    s = next(s for s in model.candidates(rewrite(d), schedule.limits_of(arch())) if s.kind == Kind.REREAD)
     kernel = cuda.generate(d, arch(), schedules=(s,))
     (compiled,) = compile_all([kernel], cache)
     check(GpuKernel(kernel, compiled), d, 101)

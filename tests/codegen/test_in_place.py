@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import cuda, cuda_loader, overwriting
-from te_fuser.codegen import schedule as plan
+from te_fuser.codegen import cuda, cuda_loader, in_place, schedule
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
@@ -30,7 +29,7 @@ from tests.needs import needs_compiler, needs_nvrtc
 
 def over(d: KernelDescription) -> KernelDescription:
     """The kernel, every input of which dies."""
-    return dataclasses.replace(d, overwrites=overwriting.pairs(d, {t.name for t in d.loads}))
+    return dataclasses.replace(d, overwrites=in_place.pairs(d, {t.name for t in d.loads}))
 
 
 OVER = {name: over(d) for name, d in CORPUS.items()}
@@ -64,14 +63,14 @@ REFUSED = {
 def test_what_cannot_be_overwritten(name: str) -> None:
     d, why = REFUSED[name]
     load = next(t for t in d.loads if t.name == "x")
-    assert overwriting.refusal(d, d.stores[0], load) == why
-    assert overwriting.pairs(d, {"x"}) == ()
+    assert in_place.refusal(d, d.stores[0], load) == why
+    assert in_place.pairs(d, {"x"}) == ()
 
 
 def test_what_is_stored_for_each_row_takes_no_tensors_memory() -> None:
     d = CORPUS["layer_norm_fwd-40-bf16"]
     x = next(t for t in d.loads if t.axes == Axes.FULL)
-    found = {s.name: overwriting.refusal(d, s, x) for s in d.stores}
+    found = {s.name: in_place.refusal(d, s, x) for s in d.stores}
     assert [why for why in found.values() if not why] == [""]
     assert sum("no element for each row and feature (rows)" in why for why in found.values()) == 2
 
@@ -82,7 +81,7 @@ def test_a_tensor_read_at_shifted_features_is_not_overwritten() -> None:
     e = expr.concat([x + x, x])
     d = describe("shifted", [Target("y", e, Axes.FULL, 16, "float32")], (), {"x": (Axes.FULL, 16, "float32")})
     (load,), (store,) = d.loads, d.stores
-    assert overwriting.refusal(d, store, load) == "x is read by other threads than those that store its elements"
+    assert in_place.refusal(d, store, load) == "x is read by other threads than those that store its elements"
 
 
 def test_parts_may_change_places() -> None:
@@ -95,16 +94,16 @@ def test_parts_may_change_places() -> None:
         (),
         {"x": (Axes.FULL, 16, "float32")},
     )
-    assert overwriting.pairs(d, {"x"}) == (("y", "x"),)
+    assert in_place.pairs(d, {"x"}) == (("y", "x"),)
 
 
 def test_an_input_is_overwritten_once() -> None:
     x, y = (expr.leaf(n, Axes.FULL, 8) for n in "xy")
     targets = [Target(n, e, Axes.FULL, 8, "float32") for n, e in (("a", x + y), ("b", x * y), ("c", x - y))]
     d = describe("three", targets, (), dict.fromkeys("xy", (Axes.FULL, 8, "float32")))
-    assert overwriting.pairs(d, {"x"}) == (("a", "x"),)
-    assert overwriting.pairs(d, {"x", "y"}) == (("a", "x"), ("b", "y"))
-    assert overwriting.pairs(d, ()) == ()
+    assert in_place.pairs(d, {"x"}) == (("a", "x"),)
+    assert in_place.pairs(d, {"x", "y"}) == (("a", "x"), ("b", "y"))
+    assert in_place.pairs(d, ()) == ()
 
 
 # ----------------------------------------------------------------------------------------------- the same bits
@@ -166,21 +165,21 @@ def test_only_kernels_that_overwrite_have_another_text() -> None:
 
 def test_a_kernel_cut_in_two_overwrites_nothing() -> None:
     (d,) = (d for d in corpus.layer_norm(Kit("bfloat16", "bfloat16"), 65536) if d.sums)
-    assert overwriting.is_cut(d, "sm_90a")
+    assert in_place.is_cut(d, "sm_90a")
     changed = over(d)
     assert changed.overwrites
     kernel = cuda.generate(changed, "sm_90a")
     assert len(kernel.schedules) == 2 and kernel.overwrites == ()
     assert kernel.source == cuda.generate(d, "sm_90a").source
     rewritten = rewrite(changed)
-    apart = [model.pick(part, H200) for part in plan.split(rewritten)]
-    assert all(apart) and not any(part.overwrites for part in plan.split(rewritten))
+    apart = [model.pick(part, H200) for part in schedule.split(rewritten)]
+    assert all(apart) and not any(part.overwrites for part in schedule.split(rewritten))
     assert "overwritten" in model.misfit(rewritten, [s for s in apart if s], H200)
 
 
 def test_no_variant_of_a_kernel_that_overwrites_is_cut_in_two() -> None:
     d = next(d for d in LAYER_NORM if d.sums)
-    assert not overwriting.is_cut(d, "sm_90a")
+    assert not in_place.is_cut(d, "sm_90a")
     assert any(len(s) == 2 for s in model.variants(rewrite(d), H200, 24))
     assert all(len(s) == 1 for s in model.variants(rewrite(over(d)), H200, 24))
 

@@ -21,7 +21,7 @@ from collections.abc import Container
 from te_fuser.codegen import schedule_model
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, Load, Store, axes_text
-from te_fuser.codegen.schedule import device_of
+from te_fuser.codegen.schedule import limits_of
 from te_fuser.formula.expr import Axes
 
 
@@ -62,7 +62,7 @@ def is_cut(description: KernelDescription, arch: str) -> bool:
     """
     if not (description.sums and description.reductions):
         return False
-    return schedule_model.pick(rewrite(description), device_of(arch)) is None
+    return schedule_model.pick(rewrite(description), limits_of(arch)) is None
 
 
 __all__ = ["is_cut", "pairs", "refusal"]

@@ -1,0 +1,41 @@
+"""Other expressions in the place of some nodes, and what stands above them built again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from te_fuser.formula.expr import Expr, broadcast, concat, make, rebuild, topological
+from te_fuser.formula.reductions import extreme, sum_features
+
+
+def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) -> list[Expr]:
+    """Rebuild `roots` with every node for which `replace` gives another; its arguments are then not visited."""
+    roots = list(roots)
+    done: dict[int, Expr] = {}
+
+    def is_replaced(node: Expr) -> bool:
+        found = replace(node)
+        if found is not None:
+            done[id(node)] = found
+        return found is not None
+
+    for node in topological(roots, is_replaced):
+        done[id(node)] = over(node, tuple(done[id(a)] for a in node.args))
+    return [done[id(r)] for r in roots]
+
+
+def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The node over other arguments, simplified; over as many features as before, where it has some of its own."""
+    if all(x is y for x, y in zip(args, node.args, strict=True)):
+        return node
+    if node.op == "value" and args[0].op not in ("input", "const"):
+        return make("value", args, node.attrs, args[0].axes, args[0].width)
+    if node.op == "concat":
+        return concat(args, node.width)
+    if node.op == "broadcast":
+        return broadcast(args[0], node.axes, node.width)
+    if node.op == "row_sum":
+        return sum_features(args[0], node.args[0].width)
+    if node.reduces:
+        return extreme(node.op, args[0])
+    return rebuild(node.op, args, node.attrs)

@@ -1,0 +1,53 @@
+"""Ways through expressions that may be deeper than Python's own stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from te_fuser.formula.expr import Expr
+
+
+def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
+    """Every node below `roots`, arguments first, in an order that depends on structure alone.
+
+    Args:
+        stop: which nodes are left out, and with them what only they lead to.
+    """
+    order: list[Expr] = []
+    seen: set[int] = set()
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            if stop(node):
+                continue
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args) if id(a) not in seen)
+    return order
+
+
+# A walk that would call itself hands what it would call to `deep`, by `yield`, and gets the result from there: so
+# formulas may be deeper than Python's own stack.
+Found = TypeVar("Found")
+Deep = Generator[Any, Any, Found]
+
+
+def deep(walk: Deep[Found]) -> Found:
+    """What a walk returns."""
+    waiting: list[Deep[Any]] = [walk]
+    found: Any = None
+    while waiting:
+        try:
+            further = waiting[-1].send(found)
+        except StopIteration as end:
+            found = end.value
+            waiting.pop()
+        else:
+            found = None
+            waiting.append(further)
+    return found  # type: ignore[no-any-return]
