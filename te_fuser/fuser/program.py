@@ -20,7 +20,8 @@ from te_fuser.fuser.plan import AddTask, CastTask, FusionTask, OpForward, OpGrad
 from te_fuser.fuser.refs import DOUBLED, NOTES, PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.stretch import KernelPlan
 from te_fuser.fusions.match import FusionCall
-from te_fuser.ops.base import OpCall, TensorFunction, UnfusedOperation, batch_layout
+from te_fuser.ops.base import OpCall, UnfusedOperation, batch_layout
+from te_fuser.ops.tensor_function import TensorFunction
 
 Slots = list[Any]
 Runner = Callable[[Slots], None]
