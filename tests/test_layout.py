@@ -88,6 +88,7 @@ ASPECTS = {
         "gpu_tests",
         "layout",
         "native",
+        "preset_proof",
         "steps",
     },
     "formula": {"counts", "philox", "row_ops"},
