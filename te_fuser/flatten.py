@@ -239,7 +239,7 @@ class _Flattener:
             if child is None or isinstance(child, torch.nn.ModuleDict) and name == "parametrizations":
                 continue  # the latter computes parameters of the list
             here = f"{path}.{name}" if path else name
-            if _runs_itself(child):
+            if runs_itself(child):
                 self._border(child, here, path, inner, planning)
             elif isinstance(child, OpList):
                 self._sequential(child, here, inner, planning.inside(child))
@@ -300,7 +300,7 @@ class _Flattener:
         self.found.append(Border(module, here, reads, gives, outputs))
 
 
-def _runs_itself(m: torch.nn.Module) -> bool:
+def runs_itself(m: torch.nn.Module) -> bool:
     """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
     if any(hooks_of(m)) or "forward" in m.__dict__:
         return True

@@ -132,6 +132,13 @@ def test_generated_kernels_against_float64(dtype: torch.dtype) -> None:
     assert te_fuser.verify(model, x, outputs=("layer_norm_output",), dtypes=(dtype,)).passed
 
 
+def test_it_is_verified_alone() -> None:
+    """By its ops: its forward takes other arguments than a list's."""
+    mlp = randomize(LayerNormMLP(HIDDEN, FFN))
+    report = te_fuser.verify(mlp, X.detach().float(), outputs=("layer_norm_output",))
+    assert report.passed and any("layer_norm_output" in row.tensor for row in report.rows)
+
+
 def test_a_deepcopy_is_trained_by_itself() -> None:
     model = randomize(around(LayerNormMLP(HIDDEN, FFN), kernels="reference").double())
     before = model(X).detach()
