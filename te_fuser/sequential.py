@@ -173,11 +173,10 @@ class Sequential(OpList):
         def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
             plan = _with_notes(group.fuser.plan(x, given, wanted, roofline), group)
             found.append(plan)
-            made = [_like_output(plan, plan.graph.named_outputs[n], like) for n in wanted]
-            y = _like_output(plan, plan.graph.output, like)
+            made = [_like_output(plan, plan.graph.named_outputs[n], x.device) for n in wanted]
+            y = _like_output(plan, plan.graph.output, x.device)
             return (y, *made) if wanted else y
 
-        like = x.device
         walk_parts(self._prepared(), x, inputs, self._wanted(outputs), run, torch.no_grad()(Border.run))
         return found
 

@@ -11,7 +11,6 @@ import contextvars
 import functools
 import inspect
 import re
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,31 +21,12 @@ from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Binding:
-    """A parameter by its owner and name; the tensor is looked up at each use, since it may be replaced.
+    """A parameter by its owner and name; the tensor is looked up at each use, since it may be replaced."""
 
-    The owner is held weakly: plans have bindings, and an owner may hold plans.
-    """
-
-    _owner: weakref.ref[torch.nn.Module]
+    owner: torch.nn.Module
     name: str
-
-    def __init__(self, owner: torch.nn.Module, name: str) -> None:
-        object.__setattr__(self, "_owner", weakref.ref(owner))
-        object.__setattr__(self, "name", name)
-
-    @property
-    def owner(self) -> torch.nn.Module:
-        """The module that has the parameter.
-
-        Raises:
-            ReferenceError: when it is gone.
-        """
-        found = self._owner()
-        if found is None:
-            raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")
-        return found
 
     def get(self) -> torch.Tensor:
         """The parameter as it is now; computed, where torch.nn.utils.parametrize or a hook does that."""

@@ -13,6 +13,26 @@ from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.hooks import refuse_hooks, revision_of
 
 
+class WeakBinding(Binding):
+    """A binding that does not keep the parameter's owner alive, which may hold the plans that have the binding."""
+
+    def __init__(self, owner: torch.nn.Module, name: str) -> None:
+        object.__setattr__(self, "_owner", weakref.ref(owner))
+        object.__setattr__(self, "name", name)
+
+    @property
+    def owner(self) -> torch.nn.Module:  # type: ignore[override]
+        """The module that has the parameter.
+
+        Raises:
+            ReferenceError: when it is gone.
+        """
+        found: torch.nn.Module | None = self.__dict__["_owner"]()
+        if found is None:
+            raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")
+        return found
+
+
 class Bound(FusableOperation):
     """Let an op read another module's parameters: `Bound(MatMul(8, 16, device="meta"), owner, weight="fc1_weight")`.
 
@@ -96,7 +116,8 @@ class Bound(FusableOperation):
                 f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                 "of that name"
             )
-        return Binding(owner, name)
+        # Ops hold no plans but their own; those of an op may outlive it.
+        return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 
     def named_inputs(self) -> Mapping[str, Any]:
         return self.op.named_inputs()

@@ -15,7 +15,8 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.ops.base import Binding, FusableOperation
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.bound import WeakBinding
 from tests.twins import assert_as_meant, randomize, sequential, tensor
 
 X = tensor(5, 8)
@@ -152,7 +153,7 @@ def test_a_dropped_owner_is_missed() -> None:
     op = Mlp()[1]
     with pytest.raises(ReferenceError, match="reads fc_weight of a module that is gone"):
         op(X)
-    binding = Binding(nn.Linear(2, 2), "weight")
+    binding = WeakBinding(nn.Linear(2, 2), "weight")
     with pytest.raises(ReferenceError, match="whose 'weight' is to be read is gone"):
         binding.get()
 
