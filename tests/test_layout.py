@@ -13,7 +13,6 @@ import pytest
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.graph import snake
 from te_fuser.kernels.attention import PROVIDERS, Provider
 from te_fuser.ops.base import FusableOperation
 
@@ -33,8 +32,20 @@ KNOWS = {
     "kernels": {"dtypes", "formula", "ops", "codegen", "config", "_native"},
     "fusions": {"dtypes", "formula", "ops", "codegen", "kernels"},
     "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "_native"},
-    "sequential": {"dtypes", "ops", "fusions", "fuser"},
-    "verify": {"dtypes", "formula", "ops", "codegen", "fusions", "fuser", "sequential", "compare", "_native"},
+    "flatten": {"ops", "fuser"},
+    "sequential": {"ops", "fuser", "flatten"},
+    "verify": {
+        "dtypes",
+        "formula",
+        "ops",
+        "codegen",
+        "fusions",
+        "fuser",
+        "flatten",
+        "sequential",
+        "compare",
+        "_native",
+    },
     "presets": {"ops", "fuser", "sequential"},
     "cli": {"dtypes", "codegen", "config", "fuser", "_native", "__version__"},
 }
@@ -58,15 +69,16 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.main_grad",  # of tensors, not an op
+    "te_fuser.ops.tensor_function",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
     "te_fuser.fusions.registry",
 }
 
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
-OP_HELPERS = {"__init__", "base", "checks", "main_grad", "parameters", "products"}
+OP_HELPERS = {"__init__", "base", "checks", "hooks", "main_grad", "parameters", "products", "tensor_function"}
 ASPECTS = {
-    "": {"bad_input", "docs", "layout"},
+    "": {"bad_input", "docs", "layout", "preset_proof"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }
@@ -200,7 +212,7 @@ def test_one_file_for_each_op(path):
     if path.stem in OP_HELPERS:
         return
     public = [name for name in classes(path) if name in ops.__all__]
-    assert any(plain(snake(name)) == plain(path.stem) for name in public), f"{path.stem} holds {public}"
+    assert any(name.lower() == plain(path.stem) for name in public), f"{path.stem} holds {public}"
     kinds = [getattr(ops, name) for name in public]
     if len(kinds) > 1:
         base = next(k for k in kinds if all(issubclass(other, k) for other in kinds))
@@ -229,7 +241,7 @@ def test_one_file_for_each_fusion(path):
     entries = [fusions.get(n) for n in fusions.names() if n != fusions.STRETCH]
     mine = [f for f in entries if (f.run_forward or f.run_backward).__module__ == module_of(path)]
     assert mine, f"{path.stem} registers nothing"
-    kinds = {plain(snake(k.__name__)) for f in mine for k in f.pattern if isinstance(k, type)}
+    kinds = {k.__name__.lower() for f in mine for k in f.pattern if isinstance(k, type)}
     assert all(f.name == path.stem or f.name.startswith(f"{path.stem}_") for f in mine) or plain(path.stem) in kinds
     assert "te_fuser.fusions.registry" in {name for name, _ in imports(path)}
     assert (TESTS / "fusions" / f"test_{path.stem}.py").exists()

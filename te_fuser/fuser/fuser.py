@@ -164,7 +164,7 @@ class Fuser:
             self._revisions,
             tuple([op.training for op in self._ops]),
             tuple([state() for state in self._states]),
-            tuple([(p.__class__, p.dtype, p.device, p.requires_grad) for p in parameters]),
+            tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]),
         )
 
     def _find(

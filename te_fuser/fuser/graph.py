@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -185,12 +184,6 @@ class Graph:
         return picture
 
 
-def snake(name: str) -> str:
-    """LayerNorm -> layer_norm; RMSNorm -> rms_norm; GELU -> gelu; SwiGLU -> swiglu."""
-    name = re.sub(r"(Si|Swi|S?Re)G?LU$", lambda unit: unit.group().capitalize(), name)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
 class GraphBuilder:
     """Builds the graph of a flattened list, lowered for one call signature."""
 
@@ -200,7 +193,6 @@ class GraphBuilder:
         self.nodes: list[Node] = []
         self.parameters: dict[tuple[int, str], int] = {}
         self.bindings: list[Binding] = []
-        self.roles: dict[str, int] = {}
         self.bound: dict[str, int] = {}
         self.closed: dict[str, str] = {}
         self.opened: dict[str, str] = {}
@@ -247,7 +239,7 @@ class GraphBuilder:
             or any(b.get().requires_grad for b in bindings.values())
             or any(self.values[v].needs_grad and named[arg].gradient for arg, v in named_in.items())
         )
-        role = self._role(op)
+        role = op.kind.role
         alias = current if isinstance(op, RowOp) and _is_identity(op, x) else None
         output = self._value(f"{role}.output", out, Axes.FULL, needs, alias)
         named_out = []
@@ -283,11 +275,6 @@ class GraphBuilder:
             self.parameters[key] = len(self.bindings)
             self.bindings.append(binding)
         return self.parameters[key]
-
-    def _role(self, op: FusableOperation) -> str:
-        stem = snake(op.kind.__name__)
-        self.roles[stem] = self.roles.get(stem, 0) + 1
-        return stem
 
     def _check_parameters(self, label: str, op: FusableOperation, x: Spec, listed: ListedOp) -> None:
         shapes = op.parameter_shapes()

@@ -13,7 +13,8 @@ from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph import Node
 from te_fuser.fuser.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
-from te_fuser.ops.base import Gradient, OpCall, TensorFunction, UnfusedOperation
+from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
+from te_fuser.ops.tensor_function import TensorFunction
 
 
 def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> RandomStream:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
-from te_fuser.ops.base import FusableOperation, FusedOperation, Place, RowOp, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, Place, RowOp, UnfusedOperation
+from te_fuser.ops.fused_operation import FusedOperation
 
 
 @dataclass(frozen=True)

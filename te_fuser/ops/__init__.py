@@ -2,13 +2,15 @@
 
 from te_fuser.ops.adaptive_layer_norm import AdaptiveLayerNorm
 from te_fuser.ops.add import Add
-from te_fuser.ops.base import FusableOperation, FusedOperation, NamedInput, RowOp, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, NamedInput, RowOp, UnfusedOperation
 from te_fuser.ops.bias import Bias
+from te_fuser.ops.bound import Bound
 from te_fuser.ops.cast import Cast
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.fork import Fork
+from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
 from te_fuser.ops.identity import Identity
@@ -35,6 +37,7 @@ __all__ = [
     "AdaptiveLayerNorm",
     "Add",
     "Bias",
+    "Bound",
     "Cast",
     "ClampedSwiGLU",
     "DotProductAttention",

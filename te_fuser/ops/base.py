@@ -10,8 +10,9 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -29,8 +30,9 @@ class Binding:
 
     def get(self) -> torch.Tensor:
         """The parameter as it is now; computed, where torch.nn.utils.parametrize or a hook does that."""
-        found = self.owner._parameters.get(self.name)
-        return getattr(self.owner, self.name) if found is None else found
+        owner = self.owner
+        found = owner._parameters.get(self.name)
+        return getattr(owner, self.name) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -136,44 +138,6 @@ class OpCall:
 
 
 @dataclass(frozen=True)
-class TensorFunction:
-    """A plain function of tensors that a method of an opaque op amounts to: steps call it without an OpCall around it.
-
-    `reads` names its arguments: "input" or "dy", parameters, named inputs.
-    """
-
-    function: Callable[..., torch.Tensor]
-    reads: tuple[str, ...]
-
-
-def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[..., torch.Tensor]:
-    """`op_forward` of an op whose output is a function of tensors alone; `reads` names them, "input" among them.
-
-    A subclass that defines its own op_forward replaces it.
-    """
-
-    def op_forward(self: UnfusedOperation, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        """The output for x."""
-        return function(*[x if name == "input" else call[name] for name in reads])
-
-    op_forward.plain = TensorFunction(function, reads)  # type: ignore[attr-defined]
-    return op_forward
-
-
-def gradient_of(
-    name: str, function: Callable[..., torch.Tensor], *reads: str
-) -> Callable[..., dict[str, torch.Tensor | None]]:
-    """A gradient method that gives `name` alone, a function of tensors; `reads` names them, "dy" among them."""
-
-    def gradient(self: UnfusedOperation, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """The gradient of one argument."""
-        return {name: function(*[dy if read == "dy" else call[read] for read in reads])}
-
-    gradient.plain = TensorFunction(function, reads)  # type: ignore[attr-defined]
-    return gradient
-
-
-@dataclass(frozen=True)
 class LoweredOp:
     """An op as the planner sees it: the op, the parameters it reads, and its place in the module tree."""
 
@@ -187,7 +151,7 @@ class LoweredOp:
 class Place:
     """Which of a fused operation's `count` elementary ops one is."""
 
-    whole: FusedOperation
+    whole: FusableOperation
     index: int
     count: int
 
@@ -215,6 +179,7 @@ class FusableOperation(torch.nn.Module):
     """
 
     kind: ClassVar[type[FusableOperation]]
+    role: ClassVar[str]  # what plans and kernels call it and its tensors; by default the class's name in snake case
     family: ClassVar[bool] = True  # of this class alone: a subclass is a family only where it says so too
     run_alone: ClassVar[Callable[..., Any]]  # set by the fuser, which ops do not know
     # Under torch.autocast: "lower" casts x and parameters down, "float32" x up; "follow" takes x as it comes, and where
@@ -230,6 +195,8 @@ class FusableOperation(torch.nn.Module):
         if "kind" not in cls.__dict__ and issubclass(cls.__bases__[0], FusableOperation):
             cls.kind = cls
         cls.family = cls.__dict__.get("family", False)
+        if "role" not in cls.__dict__:
+            cls.role = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
     def __init__(self) -> None:
         super().__init__()
@@ -508,64 +475,6 @@ class UnfusedOperation(FusableOperation):
         """op_forward, recorded by autograd: so verify checks op_backward against it."""
         started = self.op_forward(call, x)
         return started if self.op_wait is None else self.op_wait(call, started)
-
-
-class FusedOperation(FusableOperation):
-    """Stands for several consecutive ops, so that fusions can take exactly these by one name.
-
-    Give the ops by name, in their order: `super().__init__(up=ops.Linear(8, 16), gate=ops.SwiGLU())`. In a list it is
-    lowered to them, and means and trains what they do. A pattern that names its class fits where one such operation
-    stands, and covers all its elementary ops (`m[0]`, `m[1]`, ...); elsewhere the same ops in a row do not fit it.
-
-    Raises:
-        TypeError: when a part is no op; or, when it is used, has hooks, which would not run.
-        ValueError: without any part.
-    """
-
-    family = True
-
-    def __init__(self, **parts: FusableOperation) -> None:
-        super().__init__()
-        if not parts:
-            raise ValueError(f"{type(self).__name__} stands for no op at all; give it some, by name and in order")
-        for name, part in parts.items():
-            if not isinstance(part, FusableOperation):
-                got = type(part).__name__
-                raise TypeError(f"{type(self).__name__}: part {name!r} is a {got}; a fused operation stands for ops")
-            self.add_module(name, part)
-
-    def parts(self) -> dict[str, FusableOperation]:
-        """The ops it stands for, by name."""
-        return {name: part for name, part in self._modules.items() if isinstance(part, FusableOperation)}
-
-    @property
-    def revision(self) -> Any:
-        """What changes when an attribute, a part, or a part's attribute or hooks do."""
-        hooks = [len(h) for part in self.parts().values() for h in _hooks(part)]
-        return (self.__dict__.get("revision", 0), *[p.revision for p in self.parts().values()], *hooks)
-
-    @revision.setter
-    def revision(self, number: int) -> None:
-        self.__dict__["revision"] = number
-
-    def lower(self) -> list[LoweredOp]:
-        for name, part in self.parts().items():
-            if any(_hooks(part)):
-                raise TypeError(
-                    f"{type(self).__name__}: part {name!r} has a hook, which would not run: hook the whole operation, "
-                    "or write the parts into the list"
-                )
-        found = [replace(low, suffix=f".{n}{low.suffix}") for n, part in self.parts().items() for low in part.lower()]
-        return [replace(low, places=(Place(self, k, len(found)), *low.places)) for k, low in enumerate(found)]
-
-    def infer(self, x: Spec) -> Spec:
-        for part in self.parts().values():
-            x = part.infer(x)
-        return x
-
-
-def _hooks(m: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
-    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
 
 
 def walk(module: torch.nn.Module) -> Iterator[FusableOperation]:

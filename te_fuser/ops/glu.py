@@ -90,6 +90,8 @@ class ReGLU(GatedUnit):
     Source: Shazeer, "GLU variants improve Transformer" (2020).
     """
 
+    role = "reglu"
+
     def activation(self, gate: Any) -> Any:
         return relu(gate)
 
@@ -99,6 +101,8 @@ class SReGLU(GatedUnit):
 
     Source: Shazeer, "GLU variants improve Transformer" (2020), with the activation of So et al., "Primer" (2021).
     """
+
+    role = "sreglu"
 
     def activation(self, gate: Any) -> Any:
         positive = relu(gate)
@@ -110,6 +114,8 @@ class SwiGLU(GatedUnit):
 
     Source: Shazeer, "GLU variants improve Transformer" (2020).
     """
+
+    role = "swiglu"
 
     def activation(self, gate: Any) -> Any:
         return gate * sigmoid(gate)
@@ -130,6 +136,8 @@ class ClampedSwiGLU(GatedUnit):
 
     Source: OpenAI, "gpt-oss-120b and gpt-oss-20b model card" (2025).
     """
+
+    role = "clamped_swiglu"
 
     def __init__(self, limit: float = 7.0, alpha: float = 1.702, gate_first: bool = True) -> None:
         super().__init__(gate_first)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, OpCall, Spec
+from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.bias import Bias
+from te_fuser.ops.bound import Bound
 from te_fuser.ops.matmul import MatMul, init_linear_weight
-from te_fuser.ops.parameters import meaning_only, randomized
+from te_fuser.ops.parameters import randomized
 
 
 class Linear(FusableOperation):
@@ -47,14 +49,13 @@ class Linear(FusableOperation):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        # A tuple, so that torch.nn.Module does not take the two for submodules: the parameters are this op's own.
+        product = MatMul(in_features, out_features, accumulate_into_main_grad=accumulate_into_main_grad, device="meta")
+        # A tuple, so that torch.nn.Module does not take the two for submodules.
         self._parts = (
-            meaning_only(
-                MatMul(in_features, out_features, accumulate_into_main_grad=accumulate_into_main_grad, device="meta")
-            ),
-            meaning_only(Bias(out_features, device="meta")),
+            Bound(product, self, weight="weight"),
+            Bound(Bias(out_features, device="meta"), self, bias="bias"),
         )
-        self.in_features, self.out_features = self._parts[0].in_features, self._parts[0].out_features
+        self.in_features, self.out_features = product.in_features, product.out_features
         self.init_method = init_method
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         if bias:
@@ -75,10 +76,10 @@ class Linear(FusableOperation):
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
     def lower(self) -> list[LoweredOp]:
-        matmul, add_bias = self._parts
-        lowered = [LoweredOp(matmul, {"weight": Binding(self, "weight")}, ".matmul")]
+        product, add_bias = self._parts
+        lowered = [replace(low, suffix=".matmul") for low in product.lower()]
         if self.bias is not None:
-            lowered.append(LoweredOp(add_bias, {"bias": Binding(self, "bias")}, ".bias"))
+            lowered += [replace(low, suffix=".bias") for low in add_bias.lower()]
         return lowered
 
     def infer(self, x: Spec) -> Spec:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Gradient, Spec, UnfusedOperation, check_floating, forward_of, gradient_of
+from te_fuser.ops.base import Gradient, Spec, UnfusedOperation, check_floating
 from te_fuser.ops.checks import check_features, feature_size
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.parameters import empty, randomized
 from te_fuser.ops.products import linear, product
+from te_fuser.ops.tensor_function import forward_of, gradient_of
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Parameters of ops: made, left to another owner, or filled with random numbers."""
+"""Parameters of ops: made, or filled with random numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,6 @@ def fill(parameter: torch.nn.Parameter | None, number: float) -> None:
     """Set every element of a parameter that is there."""
     if parameter is not None:
         torch.nn.init.constant_(parameter, number)
-
-
-def meaning_only(op: Op) -> Op:
-    """`op` without parameters of its own: those it reads belong to another module and come through a binding."""
-    for name in op._parameters:
-        setattr(op, name, None)
-    return op
 
 
 def randomized(op: Op, rng: torch.Generator, center: float = 0.0, spread: float = 0.5) -> Op:

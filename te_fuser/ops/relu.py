@@ -16,6 +16,8 @@ class ReLU(RowOp):
     Source: Nair and Hinton, "Rectified linear units improve restricted Boltzmann machines" (2010).
     """
 
+    role = "relu"
+
     def compute(self, x: Any) -> Any:
         return relu(x)
 

@@ -16,6 +16,8 @@ class SiLU(RowOp):
     Source: Elfwing et al., "Sigmoid-weighted linear units for neural network function approximation" (2017).
     """
 
+    role = "silu"
+
     def compute(self, x: Any) -> Any:
         return x * sigmoid(x)
 

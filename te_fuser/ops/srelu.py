@@ -16,6 +16,8 @@ class SReLU(RowOp):
     Source: So et al., "Primer: searching for efficient Transformers for language modeling" (2021).
     """
 
+    role = "srelu"
+
     def compute(self, x: Any) -> Any:
         positive = relu(x)
         return positive * positive

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from te_fuser.compare import Row
+from te_fuser.flatten import runs_itself
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.sequential import Sequential
@@ -57,13 +58,22 @@ def verify(
     """
     if isinstance(subject, (str, Fusion)):
         return _verify_fusion(subject, ops, dtypes or _DTYPES, device, kernels, raise_on_failure)
-    model = subject if isinstance(subject, Sequential) else Sequential(subject, kernels=kernels)
+    model = _listed(subject, kernels)
     rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device)
     report = VerifyReport(type(subject).__name__, tuple(rows), tuple(skipped))
     if not rows:
         reasons = "; ".join(dict.fromkeys(why for _, why in skipped))
         raise VerificationError(f"{report.title}: no example input fits, so nothing was verified: {reasons}; give x")
     return _finished(report, raise_on_failure)
+
+
+def _listed(subject: FusableOperation | Sequential, kernels: str) -> Sequential:
+    """The subject as a list that is called as one: a forward that promises to flatten may take other arguments."""
+    if not isinstance(subject, Sequential):
+        return Sequential(subject, kernels=kernels)
+    if type(subject).forward is Sequential.forward or runs_itself(subject):
+        return subject
+    return Sequential(subject, **subject.options())
 
 
 def _verify_fusion(

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
+from te_fuser.flatten import Group
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.listed import ListedOp, spec_of
 from te_fuser.fuser.plan import Plan
 from te_fuser.ops import DotProductAttention
 from te_fuser.ops.base import NamedInput, RowOp, Spec, unrounded
-from te_fuser.sequential import Group, Sequential
+from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
 
 _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "gradient of "
@@ -50,7 +51,9 @@ class Subject:
 
     def __init__(self, model: Sequential, dtype: torch.dtype | None, device: torch.device | None = None) -> None:
         self.fused = copy.deepcopy(model).to(device, dtype)
-        self.fused.verify = False
+        for module in self.fused.modules():
+            if isinstance(module, Sequential):
+                module.verify = False
         self.meaning = copy.deepcopy(self.fused)
         self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
         self.modes = {name: m.training for name, m in model.named_modules()}
@@ -105,7 +108,7 @@ class _Run:
         self._set_modes()
         leaves = self._fused_leaves()
         (group,) = model._prepared()
-        names = tuple(map(model._qualified, self.call.outputs))
+        names = model._wanted(self.call.outputs)
         assert isinstance(group, Group)
         return group.fuser.prepare(leaves[_INPUT], {n: leaves[f"{_INPUT} {n}"] for n in self.call.inputs}, names).plan
 

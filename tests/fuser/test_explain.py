@@ -137,7 +137,7 @@ def test_many_refusals_are_cut_short() -> None:
 
 
 def test_repeated_layers_are_shown_once() -> None:
-    few, many = (te_fuser.Sequential(*(mlp() for _ in range(n))) for n in (4, 24))
+    few, many = (te_fuser.Sequential(*(mlp() for _ in range(n)), kernels="reference") for n in (4, 24))
     short, long = (str(m.explain(sample())) for m in (few, many))
     assert len(long.splitlines()) <= len(short.splitlines()) + 4
     assert "... the same 4 steps 22 times more" in long
@@ -164,7 +164,7 @@ def test_without_gradients_there_is_no_backward() -> None:
     ("device", "kernels", "word"), [("h200", "auto", "__global__"), ("cpu", "reference", "  load  ")]
 )
 def test_source_of_each_distinct_kernel(device: str, kernels: str, word: str) -> None:
-    model = te_fuser.Sequential(mlp(), mlp(), kernels=kernels)
+    model = te_fuser.Sequential(mlp(kernels=kernels), mlp(kernels=kernels), kernels=kernels)
     explanation = model.explain(sample(), device=device, source=True)
     sources = explanation.sources()
     plan = explanation.plans[0]

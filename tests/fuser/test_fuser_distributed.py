@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import te_fuser
 from te_fuser import ops
 from tests.fuser.models import our_mlp
 from tests.twins import assert_same_gradients, sequential, tensor
@@ -73,6 +74,42 @@ def test_fsdp2(one_process, parts, planned):
             optimizer.step()
     torch.testing.assert_close(model(X), twin(X))
     assert len(planned) == plans, "unsharding must not plan again"
+
+
+class Owner(te_fuser.Sequential):
+    """Its ops read what it owns."""
+
+    def __init__(self):
+        super().__init__(
+            ops.Bound(ops.MatMul(8, 16, device="meta"), self, weight="fc_weight"),
+            ops.GELU(),
+            ops.Bound(ops.Bias(16, device="meta"), self, bias="fc_bias"),
+            ops.Linear(16, 8),
+        )
+        self.fc_weight, self.fc_bias = nn.Parameter(torch.ones(16, 8)), nn.Parameter(torch.ones(16))
+
+
+@pytest.mark.parametrize("parts", [(), (0,), (0, 2)])
+def test_fsdp2_of_a_module_whose_ops_are_bound_to_it(one_process, parts):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    model, twin = (sequential(Owner(), ops.SiLU(), Owner()) for _ in range(2))
+    for k in parts:
+        fully_shard(model[k], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    for _ in range(2):
+        for m, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(X).square().mean().backward()
+            X.grad = None
+        got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        assert_same_gradients(got, {n: p.grad for n, p in twin.named_parameters()})
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model(X), twin(X))
 
 
 def test_sharded_parameters_outside_of_fsdp_are_refused(one_process):

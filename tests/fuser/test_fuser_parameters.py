@@ -41,6 +41,25 @@ def test_a_parameter_of_another_shape_is_refused():
         model(X)
 
 
+def test_a_parameter_of_another_shape_in_the_same_tensor_is_seen():
+    """No attribute of an op changes: the shape itself must be looked at."""
+    model = our_mlp()
+    model(X)
+    model[1].weight.data = torch.ones(24, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"parameter weight has shape \[24, 8\], the op was made for \[16, 8\]"):
+        model(X)
+    model = our_mlp()
+    model(X)
+    model[0].weight.data = torch.ones(16, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"op 0 \(LayerNorm '0'\): .* widths 8 and 16"):
+        model(X)
+    model = sequential(ops.Scale(8), ops.GELU())
+    model(X)
+    model[0].weight.data = torch.tensor(3.0, dtype=torch.float64)
+    torch.testing.assert_close(model(X), ops.GELU()(3.0 * X))
+    assert_as_meant(model, X)
+
+
 def test_a_bias_that_comes_and_goes():
     model = our_mlp()
     full = model(X)

@@ -8,7 +8,6 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.formula import Axes
-from te_fuser.fuser.graph import snake
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
@@ -20,23 +19,6 @@ def graph_of(model, x=X, **arguments):
 
 def names(graph):
     return [n.op.kind.__name__ for n in graph.nodes]
-
-
-@pytest.mark.parametrize(
-    ("name", "want"),
-    [
-        ("SwiGLU", "swiglu"),
-        ("SReLU", "srelu"),
-        ("ClampedSwiGLU", "clamped_swiglu"),
-        ("ReGLU", "reglu"),
-        ("LayerNorm", "layer_norm"),
-        ("RMSNorm", "rms_norm"),
-        ("GELU", "gelu"),
-        ("Bias", "bias"),
-    ],
-)
-def test_snake(name, want):
-    assert snake(name) == want
 
 
 def test_edges():

@@ -41,6 +41,32 @@ def test_names() -> None:
         assert torch.equal(op.reference(OpCall(), x), x)
 
 
+ROLES = {
+    ops.SwiGLU: "swiglu",
+    ops.ClampedSwiGLU: "clamped_swiglu",
+    ops.GEGLU: "geglu",
+    ops.ReGLU: "reglu",
+    ops.SReGLU: "sreglu",
+    ops.SReLU: "srelu",
+    ops.ReLU: "relu",
+    ops.SiLU: "silu",
+    ops.LayerNorm: "layer_norm",
+    ops.RMSNorm: "rms_norm",
+    ops.MatMul: "mat_mul",
+    ops.GELU: "gelu",
+    ops.QGELU: "qgelu",
+    ops.L2Norm: "l2_norm",
+    type("MyHTTPNorm", (ops.RowOp,), {}): "my_http_norm",
+    type("Named", (ops.SwiGLU,), {"role": "said"}): "said",
+}
+
+
+@pytest.mark.parametrize("kind", ROLES, ids=lambda kind: kind.__name__)
+def test_roles(kind: type[ops.FusableOperation]) -> None:
+    """Kernels are made of these names: another one is another kernel."""
+    assert kind.role == ROLES[kind]
+
+
 @pytest.mark.parametrize("kind", [ops.Fork, ops.Output, ops.Add])
 @pytest.mark.parametrize("name", ["", "a/b", "1st", "two words", 3])
 def test_a_name_must_be_a_keyword(kind: type, name: str) -> None:

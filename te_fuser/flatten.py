@@ -1,0 +1,357 @@
+"""What a nested list of ops comes to: parts in a row, the names that cross them, and the walk from one to the next.
+
+Ops that are planned together are a group; a module that runs by its own __call__ is a border between groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Union
+
+import torch
+
+from te_fuser.fuser.fuser import Fuser, named_tensors
+from te_fuser.fuser.listed import ListedOp
+from te_fuser.ops.add import Add
+from te_fuser.ops.base import FusableOperation, LoweredOp
+from te_fuser.ops.fork import Fork
+from te_fuser.ops.hooks import hooks_of
+
+
+class Option:
+    """How a list is planned: as it says itself, else as the list around it says, else as `default` says."""
+
+    def __init__(self, default: Any) -> None:
+        self.default = default
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, model: Any, kind: type | None = None) -> Any:
+        return self if model is None else {**model._around, **model._given}.get(self.name, self.default)
+
+    def __set__(self, model: Any, value: Any) -> None:
+        model._given.pop(self.name, None)
+        if value is not None:
+            model._given[self.name] = value
+
+
+class OpList(torch.nn.Sequential):
+    """What flattening knows of a list of ops.
+
+    `flattens` promises, of the class that defines `forward`, that it only turns its call into x, named inputs and
+    outputs: a list around takes the ops and does not run it. A forward whose class does not say so is run.
+    """
+
+    flattens: ClassVar[bool]
+    adds_input: ClassVar[bool] = False  # whether the list's input is added to what its last op gives
+
+    memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
+    _given: dict[str, Any]
+    _around: dict[str, Any]  # the options of the list around, for one that runs by its own __call__ in there
+
+    def options(self) -> dict[str, Any]:
+        """The options by name, as they hold."""
+        return {name: getattr(self, name) for name in ("memory", "kernels", "fallback", "verify")}
+
+
+@dataclass(frozen=True)
+class Border:
+    """A module that runs by its own __call__: a plain nn.Module, one that carries hooks or has its own forward."""
+
+    module: torch.nn.Module
+    path: str
+    reads: Mapping[str, str] = field(default_factory=dict)  # keyword -> qualified name
+    gives: tuple[str, ...] = ()  # other names of its result
+    outputs: Mapping[str, str] = field(default_factory=dict)  # qualified name -> what the module calls it
+    later: frozenset[str] = frozenset()  # what parts behind it read
+
+    def run(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
+        """The module's result; what it names goes to `values`."""
+        given: dict[str, Any] = {keyword: values[name] for keyword, name in self.reads.items() if name in values}
+        asked = [name for name in self.outputs if name in self.later or name in wanted]
+        if asked:
+            y, *extra = self.module(x, outputs=tuple(self.outputs[name] for name in asked), **given)
+            values.update(zip(asked, extra, strict=True))
+        else:
+            y = self.module(x, **given)
+        values.update(dict.fromkeys(self.gives, y))
+        return y
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive ops that are planned together, and the names that cross its ends."""
+
+    fuser: Fuser
+    listed: tuple[ListedOp, ...]
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+    verify: bool
+    notes: tuple[str, ...]  # why its ops are planned by themselves
+    later: frozenset[str] = frozenset()  # what parts behind it read
+
+
+Part = Union[Border, Group]  # noqa: UP007 - a type alias at run time
+GroupRun = Callable[[Group, torch.Tensor, Mapping[str, torch.Tensor], tuple[str, ...]], Any]
+
+
+def walk_parts(
+    parts: Sequence[Part],
+    x: Any,
+    inputs: Mapping[str, torch.Tensor],
+    wanted: Sequence[str],
+    run: GroupRun,
+    run_border: Callable[..., Any] = Border.run,
+) -> Any:
+    """Go through the parts of a list from x to y.
+
+    Args:
+        wanted: qualified names of the outputs to return beside y.
+        run: takes a group, its input, its named inputs and the names of its outputs that are asked for, and gives what
+            the group returns.
+
+    Returns:
+        y, or (y, *outputs).
+
+    Raises:
+        TypeError: for a named input that no part reads; where there is one group alone, its graph says so.
+    """
+    values = named_tensors(inputs)
+    if len(parts) > 1:
+        _check_read(parts, values)
+    for part in parts:
+        if isinstance(part, Border):
+            x = run_border(part, x, values, wanted)
+            continue
+        given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else values
+        asked = tuple(n for n in part.gives if n in part.later or n in wanted)
+        made = run(part, x, given, asked)
+        x, *extra = made if asked else (made,)
+        values.update(zip(asked, extra, strict=True))
+    return (x, *(values[n] for n in wanted)) if wanted else x
+
+
+def _check_read(parts: Iterable[Part], values: Mapping[str, torch.Tensor]) -> None:
+    read = {name for part in parts for name in _reads(part)}
+    unknown = sorted(set(values) - read)
+    if unknown:
+        takes = ", ".join(sorted(n for n in read if "/" not in n)) or "none"
+        raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
+
+
+def flatten(root: OpList) -> list[Part]:
+    """The parts that a list comes to.
+
+    Raises:
+        ValueError: for a name that is closed twice.
+    """
+    flattener = _Flattener()
+    flattener.run(root)
+    parts: list[Part] = []
+    later: frozenset[str] = frozenset()
+    for found in reversed(flattener.found or [_Run(_Planning(root.options()))]):
+        part = found if isinstance(found, Border) else _group(found)
+        parts.insert(0, replace(part, later=later))
+        later |= set(_reads(part))
+    _check_closed(parts)
+    return parts
+
+
+def qualified(parts: Iterable[Part], name: str) -> str:
+    """The qualified name of the output that callers call `name`.
+
+    Raises:
+        ValueError: when there is none, or several.
+    """
+    given = [n for part in parts for n in (*part.gives, *getattr(part, "outputs", ()))]
+    known = [n for n in given if "//" not in n]
+    close = [n for n in known if _exported(n) == name] or [n for n in known if n.rsplit("/", 1)[-1] == name]
+    if len(close) == 1:
+        return close[0]
+    if close:
+        paths = ", ".join(sorted(map(_exported, close)))
+        raise ValueError(f"several ops give {name!r}; name one by its path: {paths}")
+    listed = ", ".join(sorted(map(_exported, known))) or "none"
+    raise ValueError(f"no Output({name!r}) in this list (outputs: {listed})")
+
+
+@dataclass(frozen=True, eq=False)
+class _Planning:
+    """The options of consecutive ops, and why these are not those around them."""
+
+    options: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def inside(self, module: OpList) -> _Planning:
+        """The planning of a list in here: this one, unless the list was given something else."""
+        other = {name: value for name, value in module._given.items() if value != self.options[name]}
+        if not other:
+            return self
+        why = ", ".join(
+            f"{name}={value!r} was given here, {self.options[name]!r} around it" for name, value in other.items()
+        )
+        return _Planning({**self.options, **other}, (f"planned by itself: {why}",))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive ops of one planning."""
+
+    planning: _Planning
+    listed: list[ListedOp] = field(default_factory=list)
+
+
+def _group(run: _Run) -> Group:
+    options = dict(run.planning.options)
+    verify = options.pop("verify")
+    bound: set[str] = set()
+    reads: dict[str, None] = {}
+    gives: dict[str, None] = {}
+    for item in run.listed:
+        reads |= dict.fromkeys(name for name in item.names_in.values() if name not in bound)
+        bound |= set(item.names_out)
+        gives |= dict.fromkeys(item.names_out)
+    listed = tuple(run.listed)
+    return Group(Fuser(listed, **options), listed, tuple(reads), tuple(gives), verify, run.planning.notes)
+
+
+class _Flattener:
+    """Turns nested lists into one; names bound in a list are local to it."""
+
+    def __init__(self) -> None:
+        self.found: list[Border | _Run] = []
+
+    def run(self, root: OpList) -> None:
+        self._sequential(root, "", [], _Planning(root.options()))
+
+    def items(self) -> list[ListedOp | Border]:
+        """What was found, op by op."""
+        return [item for part in self.found for item in ([part] if isinstance(part, Border) else part.listed)]
+
+    def _sequential(self, module: OpList, path: str, scopes: list[dict[str, str]], planning: _Planning) -> None:
+        inner = [*scopes, {}]
+        residual = f"{path}//residual"  # no name that an op inside could mean
+        if module.adds_input:
+            self._structure(Fork("residual"), path, {}, (residual,), planning)
+        for name, child in module._modules.items():
+            if child is None or isinstance(child, torch.nn.ModuleDict) and name == "parametrizations":
+                continue  # the latter computes parameters of the list
+            here = f"{path}.{name}" if path else name
+            if runs_itself(child):
+                self._border(child, here, path, inner, planning)
+            elif isinstance(child, OpList):
+                self._sequential(child, here, inner, planning.inside(child))
+            else:
+                assert isinstance(child, FusableOperation)
+                for low in child.lower():
+                    names_in, names_out = self._names(low, path, inner)
+                    self._add(ListedOp(low, here + low.suffix, names_in, names_out, path), planning)
+        if module.adds_input:
+            self._structure(Add("residual"), path, {"other": residual}, (), planning)
+
+    def _structure(
+        self,
+        op: FusableOperation,
+        path: str,
+        names_in: Mapping[str, str],
+        names_out: tuple[str, ...],
+        planning: _Planning,
+    ) -> None:
+        for low in op.lower():
+            self._add(ListedOp(low, path, names_in, names_out, path), planning)
+
+    def _add(self, item: ListedOp, planning: _Planning) -> None:
+        last = self.found[-1] if self.found else None
+        if not isinstance(last, _Run) or last.planning is not planning:
+            last = _Run(planning)
+            self.found.append(last)
+        last.listed.append(item)
+
+    def _names(
+        self, low: LoweredOp, scope: str, scopes: list[dict[str, str]]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        names_in = {arg: _resolve(given.name, scopes) for arg, given in low.op.named_inputs().items()}
+        return names_in, tuple(self._bind(low.op, name, scope, scopes) for name in low.op.named_outputs())
+
+    def _bind(self, op: FusableOperation, name: str, scope: str, scopes: list[dict[str, str]]) -> str:
+        bound = f"{scope}/{name}"
+        if not getattr(op, "exports", False):
+            scopes[-1][name] = bound
+        return bound
+
+    def _border(
+        self, module: torch.nn.Module, here: str, scope: str, scopes: list[dict[str, str]], planning: _Planning
+    ) -> None:
+        reads: dict[str, str] = {}
+        gives: tuple[str, ...] = ()
+        outputs: dict[str, str] = {}
+        if isinstance(module, FusableOperation):
+            reads = {g.name: _resolve(g.name, scopes) for low in module.lower() for g in low.op.named_inputs().values()}
+            gives = tuple(self._bind(module, n, scope, scopes) for n in module.named_outputs())
+        elif isinstance(module, OpList):
+            module._around = dict(planning.options)
+            inside = _Flattener()
+            inside.run(module)
+            free = {n for item in inside.items() for n in _names_read(item) if "/" not in n}
+            reads = {n: _resolve(n, scopes) for n in sorted(free)}
+            outputs = {_inside(here, n): _exported(n) for item in inside.items() for n in _names_exported(item)}
+        self.found.append(Border(module, here, reads, gives, outputs))
+
+
+def runs_itself(m: torch.nn.Module) -> bool:
+    """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
+    if any(hooks_of(m)) or "forward" in m.__dict__:
+        return True
+    if isinstance(m, OpList):
+        saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})
+        return not vars(saying).get("flattens", False)
+    return not isinstance(m, FusableOperation) or type(m).forward is not FusableOperation.forward
+
+
+def _check_closed(parts: Iterable[Part]) -> None:
+    """Refuse a name that is closed in two groups; within one the graph of its ops does."""
+    closed: dict[str, tuple[int, str]] = {}
+    for number, part in enumerate(parts):
+        for item in part.listed if isinstance(part, Group) else ():
+            given = item.lowered.op.named_inputs()
+            label = f"op {item.path!r} ({item.lowered.op.kind.__name__})"
+            for name in [n for argument, n in item.names_in.items() if given[argument].gradient and "/" in n]:
+                if name in closed and closed[name][0] != number:
+                    raise ValueError(f"{label}: {name.rpartition('/')[2]!r} was already closed by {closed[name][1]}")
+                closed[name] = (number, label)
+            for name in item.names_out:
+                closed.pop(name, None)
+
+
+def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
+    for scope in reversed(scopes):
+        if name in scope:
+            return scope[name]
+    return name
+
+
+def _names_read(item: ListedOp | Border) -> Iterable[str]:
+    return item.names_in.values() if isinstance(item, ListedOp) else item.reads.values()
+
+
+def _names_exported(item: ListedOp | Border) -> Iterable[str]:
+    if isinstance(item, Border):
+        return item.outputs
+    return item.names_out if item.lowered.op.exports else ()
+
+
+def _inside(here: str, name: str) -> str:
+    """The qualified name that a list at `here` has for what the list there calls `name`."""
+    scope, _, plain = name.rpartition("/")
+    return f"{here}.{scope}/{plain}" if scope else f"{here}/{plain}"
+
+
+def _exported(name: str) -> str:
+    """A qualified name as callers write it: its path and itself, joined by dots."""
+    return name.replace("/", ".").lstrip(".")
+
+
+def _reads(part: Part) -> Iterable[str]:
+    return part.reads if isinstance(part, Group) else part.reads.values()

@@ -1,0 +1,145 @@
+"""Bound: an op without parameters of its own, which reads another module's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, OpCall, Spec
+from te_fuser.ops.hooks import refuse_hooks, revision_of
+
+
+class WeakBinding(Binding):
+    """A binding that does not keep the parameter's owner alive, which may hold the plans that have the binding."""
+
+    def __init__(self, owner: torch.nn.Module, name: str) -> None:
+        object.__setattr__(self, "_owner", weakref.ref(owner))
+        object.__setattr__(self, "name", name)
+
+    @property
+    def owner(self) -> torch.nn.Module:  # type: ignore[override]
+        """The module that has the parameter.
+
+        Raises:
+            ReferenceError: when it is gone.
+        """
+        found: torch.nn.Module | None = self.__dict__["_owner"]()
+        if found is None:
+            raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")
+        return found
+
+
+class Bound(FusableOperation):
+    """Let an op read another module's parameters: `Bound(MatMul(8, 16, device="meta"), owner, weight="fc1_weight")`.
+
+    The op's own parameters go; they are in no state_dict, and made on the meta device they take no memory.
+
+    The owner is held weakly, since it mostly contains the op. A deepcopy and a pickle of the owner have ops that are
+    bound to the copy. A copy of the op alone is bound to nothing, and an error says so when it is used.
+
+    Args:
+        op: an elementary op; of one that stands for several, as Linear does, bind each.
+        owner: the module to read from, which may get its parameters later.
+        **names: for each parameter of the op the owner's name for it.
+
+    Raises:
+        TypeError: when `op` is no elementary op, or `names` are not those of its parameters.
+        AttributeError: in a call, when the owner has no such parameter.
+        ReferenceError: in a call, when the owner is gone.
+    """
+
+    _owner: Callable[[], torch.nn.Module | None]
+
+    def __init__(self, op: FusableOperation, owner: torch.nn.Module, /, **names: str) -> None:
+        super().__init__()
+        if not isinstance(op, FusableOperation) or [low.op for low in op.lower()] != [op]:
+            raise TypeError(f"Bound takes one elementary op, got {type(op).__name__}; bind the ops it stands for")
+        own = [name for name, parameter in op._parameters.items() if parameter is not None]
+        if set(own) != set(names):
+            takes, given = ", ".join(own) or "none", ", ".join(names) or "none"
+            raise TypeError(f"Bound takes a name for each parameter of {type(op).__name__} ({takes}), got {given}")
+        for name in own:
+            setattr(op, name, None)
+        self.op = op
+        self._names = {name: names[name] for name in own}
+        self._owner = weakref.ref(owner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An ordinary reference, which copy and pickle lead to the owner's copy.
+        return {**super().__getstate__(), "_owner": self._owner()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        owner = state["_owner"]
+        super().__setstate__({**state, "_owner": _nobody if owner is None else weakref.ref(owner)})
+
+    @property
+    def owner(self) -> torch.nn.Module:
+        """The module whose parameters are read.
+
+        Raises:
+            ReferenceError: when it is gone.
+        """
+        owner = self._owner()
+        if owner is None:
+            names = ", ".join(self._names.values())
+            raise ReferenceError(
+                f"Bound({type(self.op).__name__}) reads {names} of a module that is gone: keep, copy and save it "
+                "together with its owner"
+            )
+        return owner
+
+    @property
+    def revision(self) -> Any:
+        """What changes when an attribute or a hook of the op does, or when the owner's parameters come or go."""
+        owner = self._owner()
+        parameters: Mapping[str, Any] = {} if owner is None else owner._parameters
+        there = [parameters.get(name) is not None for name in self._names.values()]
+        return (self.__dict__.get("revision", 0), revision_of(self.op), *there)
+
+    @revision.setter
+    def revision(self, number: int) -> None:
+        self.__dict__["revision"] = number
+
+    def lower(self) -> list[LoweredOp]:
+        refuse_hooks(self, "op", self.op)
+        bindings = {name: self._binding(theirs) for name, theirs in self._names.items()}
+        return [replace(low, bindings={**bindings, **low.bindings}) for low in self.op.lower()]
+
+    def _binding(self, name: str) -> Binding:
+        owner = self.owner
+        if not isinstance(getattr(owner, name, None), torch.Tensor):
+            raise AttributeError(
+                f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
+                "of that name"
+            )
+        # Ops hold no plans but their own; those of an op may outlive it.
+        return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
+
+    def named_inputs(self) -> Mapping[str, Any]:
+        return self.op.named_inputs()
+
+    def named_outputs(self) -> tuple[str, ...]:
+        return self.op.named_outputs()
+
+    def infer(self, x: Spec) -> Spec:
+        return self.op.infer(x)
+
+    def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
+        return self.op.flops(x, parameters)
+
+    def draws(self) -> bool:
+        return self.op.draws()
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return self.op.reference(call, x)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={theirs}" for name, theirs in self._names.items())
+
+
+def _nobody() -> None:
+    """A reference to an owner that was gone when its op was copied."""

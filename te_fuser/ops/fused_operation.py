@@ -1,0 +1,58 @@
+"""FusedOperation: stands for several consecutive ops, so that patterns can take these by one name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from te_fuser.ops.base import FusableOperation, LoweredOp, Place, Spec
+from te_fuser.ops.hooks import refuse_hooks, revision_of
+
+
+class FusedOperation(FusableOperation):
+    """Stands for several consecutive ops, so that fusions can take exactly these by one name.
+
+    Give the ops by name, in their order: `super().__init__(up=ops.Linear(8, 16), gate=ops.SwiGLU())`. In a list it is
+    lowered to them, and means and trains what they do. A pattern that names its class fits where one such operation
+    stands, and covers all its elementary ops (`m[0]`, `m[1]`, ...); elsewhere the same ops in a row do not fit it.
+
+    Raises:
+        TypeError: when a part is no op; or, when it is used, has hooks, which would not run.
+        ValueError: without any part.
+    """
+
+    family = True
+
+    def __init__(self, **parts: FusableOperation) -> None:
+        super().__init__()
+        if not parts:
+            raise ValueError(f"{type(self).__name__} stands for no op at all; give it some, by name and in order")
+        for name, part in parts.items():
+            if not isinstance(part, FusableOperation):
+                got = type(part).__name__
+                raise TypeError(f"{type(self).__name__}: part {name!r} is a {got}; a fused operation stands for ops")
+            self.add_module(name, part)
+
+    def parts(self) -> dict[str, FusableOperation]:
+        """The ops it stands for, by name."""
+        return {name: part for name, part in self._modules.items() if isinstance(part, FusableOperation)}
+
+    @property
+    def revision(self) -> Any:
+        """What changes when an attribute, a part, or a part's attribute or hooks do."""
+        return (self.__dict__.get("revision", 0), *map(revision_of, self.parts().values()))
+
+    @revision.setter
+    def revision(self, number: int) -> None:
+        self.__dict__["revision"] = number
+
+    def lower(self) -> list[LoweredOp]:
+        for name, part in self.parts().items():
+            refuse_hooks(self, name, part)
+        found = [replace(low, suffix=f".{n}{low.suffix}") for n, part in self.parts().items() for low in part.lower()]
+        return [replace(low, places=(Place(self, k, len(found)), *low.places)) for k, low in enumerate(found)]
+
+    def infer(self, x: Spec) -> Spec:
+        for part in self.parts().values():
+            x = part.infer(x)
+        return x

@@ -1,0 +1,33 @@
+"""Hooks of modules, and of the ops that another op is lowered to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import FusableOperation
+
+
+def hooks_of(m: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """The hooks that a module's own __call__ would run, by kind."""
+    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
+
+
+def revision_of(part: FusableOperation) -> tuple[Any, ...]:
+    """What changes when an attribute or the hooks of an op do that another one is lowered to."""
+    return (part.revision, *[len(h) for h in hooks_of(part)])
+
+
+def refuse_hooks(whole: FusableOperation, name: str, part: FusableOperation) -> None:
+    """Refuse hooks of an op that another one is lowered to.
+
+    Raises:
+        TypeError: when it has one.
+    """
+    if any(hooks_of(part)):
+        raise TypeError(
+            f"{type(whole).__name__}: part {name!r} has a hook, which would not run: hook the whole operation, "
+            "or write the parts into the list"
+        )

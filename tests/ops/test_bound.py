@@ -1,0 +1,212 @@
+"""Bound: whose parameters an op reads, also of copies, pickles and modules that changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.bound import WeakBinding
+from tests.twins import assert_as_meant, randomize, sequential, tensor
+
+X = tensor(5, 8)
+
+
+class Mlp(te_fuser.Sequential):
+    """Owns what its ops read, under names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ops.Bound(ops.LayerNorm(8, device="meta"), self, bias="norm_bias", weight="norm_weight"),
+            ops.Bound(ops.MatMul(8, 8, device="meta"), self, weight="fc_weight"),
+            ops.Bound(ops.Bias(8, device="meta"), self, bias="fc_bias"),
+            ops.GELU(),
+            kernels="reference",
+        )
+        for name, shape in {"norm_weight": 8, "norm_bias": 8, "fc_weight": (8, 8), "fc_bias": 8}.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        randomize(self)
+
+
+NAMES = ["norm_weight", "norm_bias", "fc_weight", "fc_bias"]
+
+
+def bare(model: Mlp) -> te_fuser.Sequential:
+    """The same list of ops that own their parameters."""
+    made = sequential(ops.LayerNorm(8), ops.MatMul(8, 8), ops.Bias(8), ops.GELU())
+    made.load_state_dict(dict(zip(made.state_dict(), [model.state_dict()[name] for name in NAMES], strict=True)))
+    return made
+
+
+def test_it_reads_the_owners_parameters() -> None:
+    model = Mlp()
+    assert list(model.state_dict()) == NAMES == [name for name, _ in model.named_parameters()]
+    assert_as_meant(model, X)
+    torch.testing.assert_close(model(X), bare(model)(X))
+    (mine, theirs) = (m.plan(X) for m in (model, bare(model)))
+    assert [(n.role, n.label) for n in mine.graph.nodes] == [(n.role, n.label) for n in theirs.graph.nodes]
+    assert [b.name for b in mine.graph.parameters] == NAMES
+
+
+def test_an_op_of_it_runs_alone() -> None:
+    model = Mlp()
+    torch.testing.assert_close(model[1](X), X @ model.fc_weight.t())
+    model[1].register_forward_hook(lambda m, args, y: 2.0 * y)
+    torch.testing.assert_close(model[1](X), 2.0 * X @ model.fc_weight.t())
+    assert_as_meant(model, X)
+
+
+def test_it_says_what_it_reads() -> None:
+    assert repr(Mlp()[0]).startswith("Bound(\n  weight=norm_weight, bias=norm_bias\n  (op): LayerNorm(")
+
+
+# --------------------------------------------------------------------------------------------------- copies
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "deepcopy_of_a_list": lambda m: copy.deepcopy(te_fuser.Sequential(m))[0],
+    "op_before_its_owner": lambda m: copy.deepcopy([m[1], m])[1],
+}
+OWNERS: dict[str, Callable[[], Any]] = {
+    "sequential": Mlp,
+    "linear": lambda: randomize(ops.Linear(8, 8, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"), [*(("sequential", n) for n in COPIES), ("linear", "deepcopy"), ("linear", "pickle")]
+)
+def test_a_copy_is_trained_by_itself(owner: str, name: str, ran: bool) -> None:
+    model = OWNERS[owner]()
+    if ran:
+        model(X).sum().backward()
+        model.zero_grad()
+    twin, before = COPIES[name](model), model(X).detach()
+    torch.testing.assert_close(twin(X), before)
+    for trained, other in ((twin, model), (model, twin)):
+        held, old = other(X).detach(), trained(X).detach()
+        for p in trained.parameters():
+            p.grad = None
+        trained(X).square().sum().backward()
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
+        torch.testing.assert_close(other(X), held, rtol=0, atol=0)
+        assert (trained(X) - old).abs().max() > 1e-3
+    assert torch.equal(twin.state_dict()["weight" if owner == "linear" else "fc_weight"], list(twin.parameters())[-2])
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, COPIES["pickle"]])
+def test_a_copy_without_its_owner_is_of_no_use(make: Callable[[Any], Any]) -> None:
+    model = Mlp()
+    alone = make(model[1])
+    for _ in range(2):
+        with pytest.raises(
+            ReferenceError, match=r"Bound\(MatMul\) reads fc_weight of a module that is gone: keep, copy"
+        ):
+            alone(X)
+        alone = make(alone)
+    assert model[1].owner is model
+
+
+def test_a_shallow_copy_and_a_slice_read_what_the_original_reads() -> None:
+    model = Mlp()
+    for made in (copy.copy(model), model[:], te_fuser.Sequential(*[copy.copy(op) for op in model])):
+        torch.testing.assert_close(made(X), model(X))
+
+
+# --------------------------------------------------------------------------------------------------- the owner
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("run", [False, True])
+@pytest.mark.parametrize("make", [Mlp, lambda: Mlp()[:1], lambda: sequential(ops.Linear(8, 8), Mlp())])
+def test_the_owner_is_freed_when_it_is_dropped(make: Callable[[], Any], run: bool, uncollected: None) -> None:
+    model = make()
+    if run and len(model) > 1:
+        model(X).sum().backward()
+        model.reference(X)
+    watched = [weakref.ref(m) for m in model.modules()] + [weakref.ref(p) for p in model.parameters()]
+    assert watched
+    del model
+    assert [w() for w in watched if w() is not None] == []
+
+
+def test_a_dropped_owner_is_missed() -> None:
+    op = Mlp()[1]
+    with pytest.raises(ReferenceError, match="reads fc_weight of a module that is gone"):
+        op(X)
+    binding = WeakBinding(nn.Linear(2, 2), "weight")
+    with pytest.raises(ReferenceError, match="whose 'weight' is to be read is gone"):
+        binding.get()
+
+
+def test_the_owner_may_change() -> None:
+    model = Mlp()
+    model(X)
+    new = nn.Parameter(tensor(8, 8, seed=3).detach())
+    model.fc_weight = new
+    assert_as_meant(model, X)
+    assert torch.autograd.grad(model(X).sum(), new)[0].abs().sum() > 0
+    nn.utils.parametrizations.weight_norm(model, "fc_weight")
+    assert_as_meant(model, X)
+    nn.utils.parametrize.remove_parametrizations(model, "fc_weight")
+    torch.testing.assert_close(model(X), bare(model)(X))
+    model.__class__ = type("Wrapped", (Mlp,), {})  # as fully_shard does
+    assert_as_meant(model, X)
+    model.fc_weight = nn.Parameter(torch.ones(16, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"parameter weight has shape \[16, 8\], the op was made for \[8, 8\]"):
+        model(X)
+    model.fc_bias = None
+    with pytest.raises(AttributeError, match=r"Bound\(Bias\) reads 'fc_bias' of Wrapped, which has no parameter"):
+        model(X)
+
+
+def test_an_attribute_of_the_op_may_change() -> None:
+    model = Mlp()
+    before = model(X)
+    model[0].op.eps = 1.0
+    assert (model(X) - before).abs().max() > 1e-3
+    assert_as_meant(model, X)
+    model[0].op.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="Bound: part 'op' has a hook, which would not run"):
+        model(X)
+
+
+def test_a_module_beside_it_may_own_the_parameters() -> None:
+    owner = nn.Linear(8, 8, dtype=torch.float64)
+    model = te_fuser.Sequential(ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="weight"), kernels="reference")
+    torch.testing.assert_close(model(X), X @ owner.weight.t())
+    assert list(model.parameters()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ops.Bound(ops.Linear(8, 8), nn.Module(), weight="w"), "takes one elementary op, got Linear; bind the"),
+        (lambda: ops.Bound(nn.Linear(8, 8), nn.Module(), weight="w"), "takes one elementary op, got Linear"),  # type: ignore[arg-type]
+        (lambda: ops.Bound(ops.LayerNorm(8), nn.Module(), weight="w"), r"of LayerNorm \(weight, bias\), got weight"),
+        (lambda: ops.Bound(ops.GELU(), nn.Module(), weight="w"), r"of GELU \(none\), got weight"),
+        (lambda: ops.Bound(ops.Bias(8), nn.Module()), r"of Bias \(bias\), got none"),
+    ],
+)
+def test_wrong_names(make: Callable[[], FusableOperation], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make()
