@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.candidates import (
     NO_TENSOR,
@@ -25,7 +27,7 @@ from te_fuser.fuser.op_tasks import OpTask
 from te_fuser.fuser.plan import Choice
 from te_fuser.fuser.prices import Prices
 from te_fuser.fuser.problem import Problem
-from te_fuser.fuser.refs import AS_MADE, EMITTED, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match
@@ -112,10 +114,17 @@ class BackwardCandidates:
             node.index + 1,
             tuple(inputs),
             tuple(outputs),
-            OpTask(node, gradient, needed),
+            OpTask(node, gradient, needed, self._casts(node, outputs)),
             c,
             self.prices.seconds(c, node),
             chain=not self.problem.is_hanging(node, gradient),
+        )
+
+    def _casts(self, node: Node, outputs: Named) -> tuple[tuple[str, torch.dtype], ...]:
+        """The gradients of values that are wanted in another dtype than the op gives them in."""
+        values = [(name, self.graph.values[ref.index]) for name, ref in outputs if ref.kind is GRADIENT]
+        return tuple(
+            (name, v.gradient_dtype) for name, v in values if node.op.gradient_dtype(v.spec.dtype) != v.gradient_dtype
         )
 
     # --------------------------------------------------------------------------------------- row ops

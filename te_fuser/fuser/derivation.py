@@ -44,7 +44,7 @@ class DerivedStretch:
         ops = tuple(
             (
                 n.role,
-                self.exact.env[n.output].digest,
+                tuple(self.exact.env[v].digest for v in (n.output, *n.named_out)),
                 number[n.input],
                 number[n.output],
                 tuple(sorted((name, number[v]) for name, v in n.named_in.items())),

@@ -203,6 +203,10 @@ def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
     """Where no cut can be: between what computes or saves a value for backward and what reads it."""
     graph = problem.graph
     found: set[int] = set()
+    # A gradient in another dtype than its value's would come out of autograd in the value's.
+    apart = [v.index for v in graph.values if v.gradient is not None]
+    for value in apart:
+        found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
     for edge in backward:
         if edge.whole is not None:
             found |= set(range(edge.whole[0] + 1, edge.whole[1]))

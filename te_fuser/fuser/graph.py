@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,10 @@ class Graph:
         """The first value that is this tensor: the same value in the same form."""
         return self._firsts[self._refs[value]]
 
+    def value_of(self, ref: Ref) -> int:
+        """The first value that is this tensor, or that it is computed again for."""
+        return self._firsts[ref._replace(kind=VALUE)]
+
     def storage(self, value: int) -> int:
         """The first value in this one's memory: through other names, and through ops whose output is a view."""
         return self._storages[value]
@@ -205,6 +210,7 @@ class GraphBuilder:
         for listed in self.ops:
             current = self._append(listed, current)
         self._check_names()
+        self._say_gradients({current, *(self._exported(name) for name in self.call.outputs)})
         specs = tuple(spec_of(b.get(), self.call.absent) for b in self.bindings)
         needs = tuple(self.call.grad and b.get().requires_grad for b in self.bindings)
         return Graph(
@@ -217,6 +223,17 @@ class GraphBuilder:
             current,
             {name: self._exported(name) for name in self.call.outputs},
         )
+
+    def _say_gradients(self, leaving: set[int]) -> None:
+        """Which values get their gradients in another dtype than their own, as their readers give them."""
+        given: dict[int, list[torch.dtype]] = {}
+        for node in self.nodes:
+            for value in {node.input, *node.named_in.values()} - leaving:
+                given.setdefault(value, []).append(node.op.gradient_dtype(self.values[value].spec.dtype))
+        for value, found in given.items():
+            dtype = functools.reduce(torch.promote_types, found)
+            if dtype != self.values[value].spec.dtype:
+                self.values[value] = dataclasses.replace(self.values[value], gradient=dtype)
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
         self.values.append(Value(len(self.values), name, spec, axes, needs, alias))
@@ -243,8 +260,9 @@ class GraphBuilder:
         alias = current if isinstance(op, RowOp) and _is_identity(op, x) else None
         output = self._value(f"{role}.output", out, Axes.FULL, needs, alias)
         named_out = []
-        for name in listed.names_out:
-            named_out.append(self._value(name, out, Axes.FULL, needs, output if alias is None else alias))
+        for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
+            same = None if isinstance(op, RowOp) and own in op.values else output
+            named_out.append(self._value(name, op.named_output(own, out), Axes.FULL, needs, same))
             self._bind(label, name, op, named_out[-1])
         self.nodes.append(
             Node(

@@ -30,12 +30,14 @@ class OpTask(Task):
     Attributes:
         gradient: which node of its backward; None: its forward.
         needed: the gradients that somebody needs.
+        casts: gradients (by their names in the step) that are wanted in another dtype than the op gives them in.
         phase: "whole"; or "start", which leaves what is under way to the step that waits for it, "wait".
     """
 
     node: Node
     gradient: Gradient | None = None
     needed: frozenset[str] = frozenset()
+    casts: tuple[tuple[str, torch.dtype], ...] = ()
     phase: str = "whole"
 
     @property
@@ -77,7 +79,8 @@ class OpTask(Task):
         op = self.node.op
         plain: TensorFunction | None = getattr(getattr(op, self.method), "plain", None)
         read, made = dict(step.inputs), list(step.outputs)
-        if self.phase != "whole" or plain is None or len(made) != 1 or any(name not in read for name in plain.reads):
+        simple = self.phase == "whole" and plain is not None and len(made) == 1 and not self.casts
+        if not simple or plain is None or any(name not in read for name in plain.reads):
             return OpRunner(step, self, bench.slots)
         reads = [bench.slots[read[name]] for name in plain.reads]
         return _native.FunctionStep(self.node.label, plain.function, reads, [bench.slots[made[0][1]]])
@@ -98,6 +101,7 @@ class OpRunner:
         self._first = given["started"] if task.phase == "wait" else first
         self._seed = given["seed"]
         self._outputs = tuple((name if self._forward else made_name(name), slots[r]) for name, r in step.outputs)
+        self._casts = {made_name(name): dtype for name, dtype in task.casts}
         self._notes = slots[task.notes]
 
     def __call__(self, slots: Slots) -> None:
@@ -114,7 +118,8 @@ class OpRunner:
             return
         for name, k in self._outputs:
             if not forward:
-                slots[k] = gradient_made(node.label, made, name)
+                found = gradient_made(node.label, made, name)
+                slots[k] = found.to(self._casts[name]) if name in self._casts else found
             else:
                 slots[k] = made if name == "output" else emission_made(node.label, call.emitted, name)
 

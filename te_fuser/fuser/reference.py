@@ -32,9 +32,11 @@ def reference_run(
             parameters = {name: binding.get() for name, binding in item.lowered.bindings.items()}
             parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
-            x = run_op(item.lowered.op, item.stream, x, {**parameters, **named}, seed)
-            for name in item.names_out:
-                values[name] = x
+            op = item.lowered.op
+            made = run_op(op, item.stream, x, {**parameters, **named}, seed)
+            x = made["output"]
+            for name, own in zip(item.names_out, op.named_outputs(), strict=True):
+                values[name] = made[own]
     return x
 
 
@@ -58,8 +60,9 @@ def run_nodes(
             cast = None if exact else node.casts.get(name)
             tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
         tensors.update({argument: values[v] for argument, v in node.named_in.items()})
-        y = run_op(node.op, node.stream, values[node.input], tensors, seed)
-        values.update(dict.fromkeys((node.output, *node.named_out), y))
+        made = run_op(node.op, node.stream, values[node.input], tensors, seed)
+        values[node.output] = made["output"]
+        values.update((v, made[name]) for v, name in zip(node.named_out, node.op.named_outputs(), strict=True))
 
 
 def run_op(
@@ -68,12 +71,12 @@ def run_op(
     x: torch.Tensor,
     tensors: Mapping[str, torch.Tensor | None],
     seed: torch.Tensor | None,
-) -> torch.Tensor:
-    """One op by its meaning; `stream` is the number of its random stream."""
+) -> dict[str, torch.Tensor]:
+    """The outputs of one op by its meaning; `stream` is the number of its random stream."""
     call = OpCall({**tensors, "input": x})
     if op.draws():
         if seed is None:
             raise RuntimeError(f"{op.kind.__name__} draws random numbers: give the call's seed")
         value, offset = seed.tolist()
         call.random = RandomStream(value, offset, stream, *batch_layout(x.shape, op.batch_dim()))
-    return op.reference(call, x)
+    return op.references(call, x)

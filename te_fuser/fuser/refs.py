@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from te_fuser.dtypes import name_of
 from te_fuser.ops.base import Spec, UnfusedOperation
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ def _bytes_of_emission(graph: Graph, ref: Ref) -> int:
 
 
 def _value_label(graph: Graph, ref: Ref) -> str:
-    return graph.values[ref.index].name
+    name = graph.values[ref.index].name
+    return name if ref.form.dtype is None else f"{name} in {name_of(ref.form.dtype)}"
 
 
 def _parameter_label(graph: Graph, ref: Ref) -> str:

@@ -23,7 +23,7 @@ from te_fuser.formula.substitution import substitute
 from te_fuser.fuser.graph import Graph, Node
 from te_fuser.fuser.kernel_task import KernelOutput, KernelTask
 from te_fuser.fuser.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.base import RowOp, main_of
 
 
 @dataclass
@@ -64,23 +64,32 @@ class Stretch:
             counts[node.role] = counts.get(node.role, 0) + 1
             role = node.role if counts[node.role] == 1 else f"{node.role}{counts[node.role]}"
             self.roles[node.index] = role
-            self.env[node.output] = self._trace_node(node, role)
-            for named in node.named_out:
-                self.env[named] = self.env[node.output]
+            self.env |= self._trace_node(node, role)
 
-    def _trace_node(self, node: Node, role: str) -> Expr:
+    def _trace_node(self, node: Node, role: str) -> dict[int, Expr]:
+        """The expression of each value that an op makes."""
         op = node.op
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]
         try:
-            y = expr.lift(op.compute(self.env[node.input], *arguments))
+            made = op.compute(self.env[node.input], *arguments)
+            y = expr.lift(main_of(made))
+            own = {name: expr.lift(made[name]) for name in op.values}
         except (ValueError, TypeError, AttributeError) as error:
             kind = TypeError if isinstance(error, AttributeError) else type(error)
             hint = "; a formula is written with the functions of te_fuser.formula" if "Expr" in str(error) else ""
             raise kind(f"{node.label}: {error}{hint}") from error
+        found = {node.output: self._marked(node, f"{role}.output", role, y, node.output)}
+        for value, name in zip(node.named_out, op.named_outputs(), strict=True):
+            same = found[node.output]
+            found[value] = self._marked(node, f"{role}.{name}", role, own[name], value) if name in own else same
+        return found
+
+    def _marked(self, node: Node, name: str, role: str, y: Expr, value: int) -> Expr:
+        """What an op gives as one of its values, under a name of its own."""
         if node.draws:
             y = self._name_stream(y, role, node.stream)
-        features = self.graph.values[node.output].spec.features
+        features = self.graph.values[value].spec.features
         if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
         if y.axes & Axes.FEATURE and y.width != features:
@@ -89,9 +98,9 @@ class Stretch:
                 f"where the formula says it, or gives x.with_features({y.width})"
             )
         # It may be stored and read again, and then it is there for every row and feature.
-        marked = expr.value(f"{role}.output", expr.broadcast(y, Axes.FULL, features))
+        marked = expr.value(name, expr.broadcast(y, Axes.FULL, features))
         if marked.op == "value":
-            self.marks[f"{role}.output"] = node.output
+            self.marks[name] = value
         return marked
 
     def _name_stream(self, y: Expr, role: str, number: int) -> Expr:
@@ -214,7 +223,7 @@ class Stretch:
         """Digest -> the first op whose output has that expression in it."""
         found: dict[str, int] = {}
         for node in self.graph.nodes[self.start : self.stop]:
-            for e in topological([self.env[node.output]]):
+            for e in topological([self.env[v] for v in (node.output, *node.named_out)]):
                 found.setdefault(e.digest, node.index)
         return found
 
@@ -283,9 +292,12 @@ class Stretch:
     def _output_name(self, value: int) -> str:
         producer = self.graph.producer(value)
         assert producer is not None
-        role = self.roles[producer]
-        node = self.graph.nodes[producer]
-        return f"{role}.output" if value == node.output else f"{role}.branch"
+        role, node = self.roles[producer], self.graph.nodes[producer]
+        if value == node.output:
+            return f"{role}.output"
+        name = node.op.named_outputs()[node.named_out.index(value)]
+        other = self.graph.ref(value) != self.graph.ref(node.output)
+        return f"{role}.{name}" if other else f"{role}.branch"
 
     def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr | None, KernelOutput]]:
         """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient.

@@ -244,6 +244,17 @@ class FusableOperation(torch.nn.Module):
         """
         return x
 
+    def named_output(self, name: str, out: Spec) -> Spec:
+        """What a named output is, where the main one is `out`: by default the same, under another name.
+
+        With another dtype it is another form of the same value: both are rounded once, from what the formula gives.
+        """
+        return out
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which it gives the gradient of an input of `dtype`."""
+        return dtype
+
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
         """Look at the extra inputs (argument name -> what is known of it) before anything runs; by default all pass.
 
@@ -279,6 +290,11 @@ class FusableOperation(torch.nn.Module):
         """The meaning in differentiable PyTorch operations, whatever the dtype."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
 
+    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same for all outputs: "output", and the named ones."""
+        y = self.reference(call, x)
+        return {"output": y, **dict.fromkeys(self.named_outputs(), y)}
+
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
         """An op of this kind, for verify: `changed` has another value of an argument, and `name` is a free one.
@@ -307,6 +323,9 @@ class RowOp(FusableOperation):
     family = True
     inputs: ClassVar[Mapping[str, NamedInput]] = {}
     promotes: ClassVar[bool] = False  # whether a wider dtype of a named input is the output's too, as in x + other
+    # Those of its named outputs that are values of their own: compute() then gives {"output": y, name: z, ...}, and
+    # named_output() says what they are.
+    values: ClassVar[tuple[str, ...]] = ()
 
     def compute(self, x: Any, *args: Any) -> Any:
         """The formula."""
@@ -355,7 +374,7 @@ class RowOp(FusableOperation):
         given = self.named_inputs()
         arguments = [self._symbol(name, given.get(name), features) for name in self.arguments()]
         try:
-            y = expr.lift(self.compute(expr.leaf("x", Axes.FULL, features), *arguments))
+            y = expr.lift(main_of(self.compute(expr.leaf("x", Axes.FULL, features), *arguments)))
         except (ValueError, TypeError, AttributeError):
             return features
         return y.width if y.axes & Axes.FEATURE else features
@@ -369,8 +388,11 @@ class RowOp(FusableOperation):
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output."""
-        rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+        return self.references(call, x)["output"]
+
+    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rows = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)).to(wide)
         given = self.named_inputs()
         stream = call.random or random.RandomStream(0, 0, 0, *batch_layout(x.shape, self.batch_dim()))
         arguments: list[torch.Tensor | None] = []
@@ -381,13 +403,29 @@ class RowOp(FusableOperation):
                 continue
             arguments.append(_as_rows(tensor.to(wide), given.get(name), rows, stream))
         with random.using(stream):
-            y = self.compute(rows.to(wide), *arguments)
-        if not isinstance(y, torch.Tensor):  # a formula may be a number
-            y = rows.new_full(rows.shape, y, dtype=wide)
-        y = y.expand(rows.shape[0], y.shape[-1])
-        exact = x.dtype == torch.float64 and not _rounding.get()
+            made = self.compute(rows, *arguments)
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
-        return y.to(x.dtype if exact else self.result_dtype(x.dtype, named)).reshape(*x.shape[:-1], y.shape[-1])
+        main = _whole(main_of(made), rows)
+        out = Spec((*x.shape[:-1], main.shape[-1]), self.result_dtype(x.dtype, named), x.device)
+        specs = {"output": out, **{name: self.named_output(name, out) for name in self.named_outputs()}}
+        exact = x.dtype == torch.float64 and not _rounding.get()
+        found = {name: _whole(made[name], rows) if name in self.values else main for name in specs}
+        return {
+            name: y.to(x.dtype if exact else specs[name].dtype).reshape(*x.shape[:-1], y.shape[-1])
+            for name, y in found.items()
+        }
+
+
+def main_of(made: Any) -> Any:
+    """The main output among what a formula gives."""
+    return made["output"] if isinstance(made, Mapping) else made
+
+
+def _whole(y: Any, rows: torch.Tensor) -> torch.Tensor:
+    """What a formula gives for each row and feature; it may be a number, or one for each row."""
+    if not isinstance(y, torch.Tensor):
+        y = rows.new_full(rows.shape, y)
+    return y.expand(rows.shape[0], y.shape[-1])
 
 
 @functools.lru_cache(1024)

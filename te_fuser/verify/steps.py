@@ -168,7 +168,7 @@ class _CheckedRunner:
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
             with torch.no_grad():
                 values = self.watch.run(self.nodes, data, exact)
-            return {self._name(ref): values[ref.index] for ref in stored}
+            return {self._name(ref): values[self.watch.graph.value_of(ref)] for ref in stored}
 
         self._judge({self._name(ref): t for ref, t in stored.items()}, self.watch.data(self.nodes), evaluate)
         self.watch.record(self.nodes, stored)
@@ -194,12 +194,12 @@ class _CheckedRunner:
 
     def _gradients(self, data: Tensors, exact: bool, leaving: list[int]) -> dict[str, torch.Tensor]:
         """What the step is to make, by autograd over the reference."""
-        refs = [ref for ref, _ in self.outputs if ref.kind in _CHECKED]
+        graph, refs = self.watch.graph, [ref for ref, _ in self.outputs if ref.kind in _CHECKED]
         sources = {ref: _source(ref) for ref in refs if ref.kind is not RECOMPUTED}
         wanted = set(sources.values())
         leaves = {k: t.detach().requires_grad_(k in wanted) for k, t in data.items() if not k.startswith(UPSTREAM)}
         values = self.watch.run(self.nodes, leaves, exact)
-        found = {self._name(ref): values[ref.index].detach() for ref in refs if ref.kind is RECOMPUTED}
+        found = {self._name(r): values[graph.value_of(r)].detach() for r in refs if r.kind is RECOMPUTED}
         ends = [v for v in leaving if values[v].requires_grad]
         order = [k for k in leaves if k in wanted]
         gradients: Iterable[torch.Tensor | None] = [None] * len(order)
@@ -211,7 +211,9 @@ class _CheckedRunner:
         by_leaf = dict(zip(order, gradients, strict=True))
         for ref, source in sources.items():
             g = by_leaf[source]
-            self._add(found, ref, torch.zeros_like(leaves[source]) if g is None else g)
+            g = torch.zeros_like(leaves[source]) if g is None else g
+            spec = None if exact or ref.kind is not GRADIENT else ref.spec(graph)
+            self._add(found, ref, g if spec is None else g.to(spec.dtype))
         return found
 
     def _add(self, found: dict[str, torch.Tensor], ref: Ref, t: torch.Tensor) -> None:

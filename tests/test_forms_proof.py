@@ -1,0 +1,177 @@
+"""Ops of a user's that give a value in two forms, several values, and gradients in a dtype of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser import Sequential, ops
+from te_fuser.formula import split, tanh
+from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
+from tests.needs import needs_compiler
+
+WIDTH = 24
+
+
+class TwoForms(ops.RowOp):
+    """y = tanh(x): in bfloat16 for the next op, in float32 for the caller."""
+
+    exports = True
+
+    def named_outputs(self) -> tuple[str, ...]:
+        return ("wide",)
+
+    def named_output(self, name: str, out: Spec) -> Spec:
+        return Spec(out.shape, torch.float32, out.device)
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+    def compute(self, x: Any) -> Any:
+        return tanh(x)
+
+
+class HalfProduct(UnfusedOperation):
+    """y = x W^T in bfloat16, whose gradient of x is in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float16
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return Gradient(("input",), ("weight",), "input_gradient"), Gradient(("weight",), ("input",), "weight_gradient")
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return x @ call["weight"].mT
+
+    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"input": (dy.float() @ call["weight"].float()).half()}
+
+    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"weight": dy.flatten(0, -2).mT @ call["input"].flatten(0, -2)}
+
+
+def model(kernels: str) -> Sequential:
+    """A norm, the value in two forms, a product that reads one of them, a bias."""
+    torch.manual_seed(0)
+    made = Sequential(ops.LayerNorm(WIDTH), TwoForms(), HalfProduct(), ops.Bias(WIDTH), kernels=kernels)
+    for p in made.parameters():
+        torch.nn.init.normal_(p, 0.3, 0.5)
+    made[2].to(torch.bfloat16)
+    made[3].to(torch.bfloat16)
+    return made
+
+
+def results(run: Any, leaves: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    """Both outputs, and the gradients of everything for normally distributed ones of theirs."""
+    torch.manual_seed(1)
+    made = run(x, outputs=("wide",))
+    dys = [torch.randn(y.shape, dtype=torch.float64).to(y.dtype) for y in made]
+    return [*(y.detach() for y in made), *torch.autograd.grad(made, leaves, dys)]
+
+
+@needs_compiler
+def test_a_value_in_two_forms_whose_gradient_comes_in_a_third_dtype() -> None:
+    ours = model("generated")
+    x = torch.randn(7, 3, WIDTH, requires_grad=True)
+    plan = ours.plan(x, outputs=("wide",))
+    first = plan.forward[0]
+    assert (first.start, first.stop) == (0, 2) and first.name == "layer_norm_two_forms_fwd"
+    made = {str(r.spec(plan.graph).dtype) for name, r in first.outputs if name.startswith("two_forms")}
+    assert made == {"torch.bfloat16", "torch.float32"}
+    (last,) = (s for s in plan.backward if s.name == "layer_norm_two_forms_bwd")
+    arriving = {name: str(t.dtype) for name, t in zip(dict(last.inputs), last.task.description.loads, strict=False)}
+    assert {v for name, v in arriving.items() if name.startswith("d_")} == {"float16", "float32"}
+
+    leaves = [x, *ours.parameters()]
+    got = results(ours, leaves, x)
+    assert [t.dtype for t in got[:2]] == [torch.bfloat16, torch.float32]
+    plain = results(ours.reference, leaves, x)  # rounds where plain PyTorch would, op by op
+    exact = _exact(ours, x)
+    for a, usual, right in zip(got, plain, exact, strict=True):
+        least = 4 * torch.finfo(a.dtype if a.dtype != torch.float32 else torch.bfloat16).eps * right.abs().max()
+        assert (a.double() - right).abs().max() <= 2 * (usual.double() - right).abs().max() + least
+    # The wide form is rounded once, from what the formula gives: not by way of the narrow one.
+    assert (got[1].double() - exact[1]).abs().max() < 1e-6
+
+
+def _exact(ours: Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.detach().double().requires_grad_()
+    norm, _, product, bias = ours
+    given = [p.detach().double().requires_grad_() for p in (norm.weight, norm.bias, product.weight, bias.bias)]
+
+    def run(x: torch.Tensor, outputs: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+        wide = torch.nn.functional.layer_norm(x, (WIDTH,), given[0], given[1], norm.eps).tanh()
+        return wide @ given[2].mT + given[3], wide
+
+    torch.manual_seed(1)
+    made = run(leaf, ())
+    dys = [torch.randn(y.shape, dtype=torch.float64).to(d).double() for y, d in zip(made, DTYPES, strict=True)]
+    return [*(y.detach() for y in made), *torch.autograd.grad(made, [leaf, *given], dys)]
+
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@needs_compiler
+def test_steps_of_forms_are_verified() -> None:
+    ours = model("generated")
+    ours.verify = True
+    x = torch.randn(7, 3, WIDTH, requires_grad=True)
+    results(ours, [x, *ours.parameters()], x)
+
+
+class Halves(ops.RowOp):
+    """y = the first half times 2; the second half and all squares are values of their own."""
+
+    values = ("rest", "squares")
+
+    def named_outputs(self) -> tuple[str, ...]:
+        return ("rest", "squares")
+
+    def named_output(self, name: str, out: Spec) -> Spec:
+        return Spec((*out.shape[:-1], out.features * (2 if name == "squares" else 1)), out.dtype, out.device)
+
+    def compute(self, x: Any) -> Mapping[str, Any]:
+        first, second = split(x, 2)
+        return {"output": first * 2.0, "rest": second + 1.0, "squares": x * x}
+
+
+class Product(ops.RowOp):
+    """y = x * rest."""
+
+    def compute(self, x: Any, rest: Any) -> Any:
+        return x * rest
+
+
+@pytest.mark.parametrize("kernels", ["generated", "reference"])
+@pytest.mark.parametrize("between", [True, False])
+def test_an_op_of_several_values(kernels: str, between: bool) -> None:
+    """Each with features and a gradient of its own, read by a later op or by the caller, within a kernel or across."""
+    parts = [ops.Linear(WIDTH // 2, WIDTH // 2)] if between else []
+    torch.manual_seed(0)
+    ours = Sequential(ops.LayerNorm(WIDTH), Halves(), *parts, Product(), ops.GELU(), kernels=kernels).double()
+    if kernels == "generated":
+        ours = ours.float()
+    dtype = ours[0].weight.dtype
+    for p in ours.parameters():
+        torch.nn.init.normal_(p, 0.3, 0.5)
+    x = torch.randn(7, 3, WIDTH, dtype=dtype, requires_grad=True)
+
+    def run(call: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        made = call(x, outputs=("squares",))
+        assert made[1].shape == x.shape
+        dys = [torch.randn(y.shape, dtype=torch.float64).to(dtype) for y in made]
+        return [*(y.detach() for y in made), *torch.autograd.grad(made, [x, *ours.parameters()], dys)]
+
+    for a, b in zip(run(ours), run(ours.reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-5)
+    norm = torch.nn.functional.layer_norm(x, (WIDTH,), ours[0].weight, ours[0].bias, ours[0].eps)
+    torch.testing.assert_close(ours(x, outputs=("squares",))[1], norm * norm, rtol=1e-5, atol=1e-5)
