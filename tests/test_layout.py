@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -230,21 +231,33 @@ def test_every_op_is_exported():
     assert missing == []
 
 
+FUSIONS = [fusions.get(n) for n in fusions.names() if n != fusions.STRETCH]
+ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
-    p for p in sorted((PACKAGE / "fusions").glob("*.py")) if p.stem not in ("__init__", "match", "pattern", "registry")
+    p
+    for p in sorted((PACKAGE / "fusions").glob("*.py"))
+    if p.stem not in ("__init__", "match", "pattern", "registry") and p not in ROW_FILES
 ]
 
 
 @pytest.mark.parametrize("path", FUSION_FILES, ids=lambda p: p.stem)
 def test_one_file_for_each_fusion(path):
     """It registers what its name says, by the public decorator, and has a test of its name."""
-    entries = [fusions.get(n) for n in fusions.names() if n != fusions.STRETCH]
-    mine = [f for f in entries if (f.run_forward or f.run_backward).__module__ == module_of(path)]
+    bodies = [(f, f.run_forward or f.run_backward) for f in FUSIONS]
+    mine = [f for f, body in bodies if body is not None and body.__module__ == module_of(path)]
     assert mine, f"{path.stem} registers nothing"
     kinds = {k.__name__.lower() for f in mine for k in f.pattern if isinstance(k, type)}
     assert all(f.name == path.stem or f.name.startswith(f"{path.stem}_") for f in mine) or plain(path.stem) in kinds
     assert "te_fuser.fusions.registry" in {name for name, _ in imports(path)}
     assert (TESTS / "fusions" / f"test_{path.stem}.py").exists()
+
+
+def test_one_row_for_each_product_of_a_library():
+    """A fusion without a body of its own is a row, and nothing else: no function stands beside it."""
+    rows = [f.name for path in ROW_FILES for f in importlib.import_module(module_of(path)).FUSIONS]
+    assert sorted(rows) == sorted(f.name for f in FUSIONS if f.run_forward is f.run_backward is None)
+    assert len(set(rows)) == len(rows)
+    assert all((TESTS / "fusions" / f"test_{path.stem}.py").exists() for path in ROW_FILES)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p.name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from te_fuser.fusions.cublaslt import cost_of, why_no_product
 from te_fuser.fusions.match import Match
-from te_fuser.fusions.matmul import cost_of, why_no_product
 from te_fuser.fusions.registry import fusion
 from te_fuser.kernels import matmul as products
 from te_fuser.ops.base import Gradient
@@ -41,6 +41,6 @@ class matmul_main_grad:
     @staticmethod
     def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dx = dy W."""
-        return products.input_gradient(dy, weight)
+        return products.multiply("dgrad", dy, weight)
 
     weight_gradient = staticmethod(put_weight_gradient)

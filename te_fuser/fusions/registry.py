@@ -65,12 +65,12 @@ class Fusion:
     @property
     def has_forward(self) -> bool:
         """Whether it takes part in forward plans."""
-        return self.run_forward is not None
+        return self.direction != "backward"
 
     @property
     def has_backward(self) -> bool:
         """Whether it takes part in backward plans."""
-        return self.run_backward is not None
+        return self.direction != "forward"
 
     def covers(self, direction: str, start: int, stop: int) -> tuple[int, int]:
         """(start, stop) of the ops that a direction covers, where the match is start..stop-1.

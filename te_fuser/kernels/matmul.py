@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,28 +62,29 @@ def refusal(
     return configured(kind, dtype, out_dtype or dtype).refusal(m, n, k, index)
 
 
-# Kind -> how the native type is configured. `forward` is x W^T, `dgrad` dy W, `wgrad` dy^T x.
+# Kind -> how the native type is configured. `forward` is y = x W^T, `dgrad` dx = dy W, `wgrad` dW = dy^T x. A call
+# takes the two factors, then what is named behind the kind here, in that order.
 Options = dict[str, object]
 _FORWARD: Options = {"transpose_b": True}
 _DGRAD: Options = {}
 _WGRAD: Options = {"transpose_a": True}
 KINDS: dict[str, Options] = {
     "forward": _FORWARD,
-    "forward_bias": {**_FORWARD, "epilogue": "bias"},
-    "forward_add": {**_FORWARD, "add": "c"},
-    "forward_bias_add": {**_FORWARD, "epilogue": "bias", "add": "c"},
-    "forward_bias_relu": {**_FORWARD, "epilogue": "relu_bias"},
-    "forward_bias_relu_mask": {**_FORWARD, "epilogue": "relu_aux_bias"},
-    "forward_bias_gelu": {**_FORWARD, "epilogue": "gelu_bias"},
-    "forward_bias_gelu_aux": {**_FORWARD, "epilogue": "gelu_aux_bias"},
+    "forward_bias": {**_FORWARD, "epilogue": "bias"},  # b [O]
+    "forward_add": {**_FORWARD, "add": "c"},  # what is added [..., O], which is only read
+    "forward_bias_add": {**_FORWARD, "epilogue": "bias", "add": "c"},  # what is added, b
+    "forward_bias_relu": {**_FORWARD, "epilogue": "relu_bias"},  # b
+    "forward_bias_relu_mask": {**_FORWARD, "epilogue": "relu_aux_bias"},  # b; (y, uint8 [..., mask_bytes(O)]: h > 0)
+    "forward_bias_gelu": {**_FORWARD, "epilogue": "gelu_bias"},  # b; the tanh form, in float32 right to 1e-5
+    "forward_bias_gelu_aux": {**_FORWARD, "epilogue": "gelu_aux_bias"},  # b; (gelu(h), h), O a multiple of 8
     "dgrad": _DGRAD,
-    "dgrad_dgelu": {**_DGRAD, "epilogue": "dgelu"},
-    "dgrad_dgelu_sum": {**_DGRAD, "epilogue": "dgelu_bgrad"},
-    "dgrad_drelu": {**_DGRAD, "epilogue": "drelu"},
-    "dgrad_drelu_sum": {**_DGRAD, "epilogue": "drelu_bgrad"},
+    "dgrad_dgelu": {**_DGRAD, "epilogue": "dgelu"},  # h [..., I], a multiple of 8; dx * gelu'(h)
+    "dgrad_dgelu_sum": {**_DGRAD, "epilogue": "dgelu_bgrad"},  # h; (dh, its sum over the rows [I])
+    "dgrad_drelu": {**_DGRAD, "epilogue": "drelu"},  # the mask [..., mask_bytes(I)]; dx where it has a bit, else 0
+    "dgrad_drelu_sum": {**_DGRAD, "epilogue": "drelu_bgrad"},  # the mask; (dh, its sum over the rows)
     "wgrad": _WGRAD,
-    "wgrad_sum": {**_WGRAD, "epilogue": "sum_a"},
-    "wgrad_onto": {**_WGRAD, "add": "out"},
+    "wgrad_sum": {**_WGRAD, "epilogue": "sum_a"},  # (dW, the sum of dy over its rows [O])
+    "wgrad_onto": {**_WGRAD, "add": "out"},  # onto what the output holds: not by `multiply`
 }
 
 
@@ -160,95 +162,17 @@ def _write_mask(y: torch.Tensor, mask: torch.Tensor) -> None:
     mask.copy_((wide.unflatten(-1, (-1, 8)) * weights).sum(-1))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y = x W^T for x [..., I], W [O, I]."""
-    return configured("forward", x.dtype, x.dtype).make(x, weight)
-
-
-def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """y = x W^T + b for b [O]."""
-    return configured("forward_bias", x.dtype, x.dtype).make(x, weight, bias)
-
-
-def linear_add(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """y = x W^T + other for other [..., O]; `other` is only read."""
-    return configured("forward_add", x.dtype, x.dtype).make(x, weight, other)
-
-
-def linear_bias_add(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """y = x W^T + b + other; `other` is only read."""
-    return configured("forward_bias_add", x.dtype, x.dtype).make(x, weight, other, bias)
-
-
-def linear_bias_relu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """y = max(x W^T + b, 0)."""
-    return configured("forward_bias_relu", x.dtype, x.dtype).make(x, weight, bias)
-
-
-def linear_bias_relu_mask(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max(h, 0), where h > 0) for h = x W^T + b; the mask is uint8 [..., mask_bytes(O)], a bit for each element."""
-    return configured("forward_bias_relu_mask", x.dtype, x.dtype).make(x, weight, bias)
-
-
-def mask_bytes(features: int) -> int:
-    """The bytes of one row of ReLU's mask."""
-    return -(-features // MASK_MULTIPLE) * MASK_MULTIPLE // 8
-
-
-def linear_bias_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """y = gelu(x W^T + b), in the tanh form; in float32 it errs by 1e-5 of its scale."""
-    return configured("forward_bias_gelu", x.dtype, x.dtype).make(x, weight, bias)
-
-
-def linear_bias_gelu_aux(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gelu(h), h) for h = x W^T + b, in the tanh form; O is a multiple of 8."""
-    return configured("forward_bias_gelu_aux", x.dtype, x.dtype).make(x, weight, bias)
-
-
-def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dx = dy W for dy [..., O]."""
-    return configured("dgrad", dy.dtype, dy.dtype).make(dy, weight)
-
-
-def input_gradient_dgelu(dy: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """dh = (dy W) * gelu'(h) for the pre-activation h [..., I] of the product's input, a multiple of 8 features."""
-    return configured("dgrad_dgelu", dy.dtype, dy.dtype).make(dy, weight, before)
-
-
-def input_gradient_dgelu_sum(
-    dy: torch.Tensor, weight: torch.Tensor, before: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dh, the sum of dh over its rows [I]) for dh = (dy W) * gelu'(h), h [..., I] a multiple of 8 features."""
-    return configured("dgrad_dgelu_sum", dy.dtype, dy.dtype).make(dy, weight, before)
-
-
-def input_gradient_drelu(dy: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """dh = dy W where the mask has a bit, else 0; the mask is that of linear_bias_relu_mask, [..., mask_bytes(I)]."""
-    return configured("dgrad_drelu", dy.dtype, dy.dtype).make(dy, weight, mask)
-
-
-def input_gradient_drelu_sum(
-    dy: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dh, the sum of dh over its rows [I]) for dh = dy W where the mask has a bit, else 0."""
-    return configured("dgrad_drelu_sum", dy.dtype, dy.dtype).make(dy, weight, mask)
-
-
-def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dW = dy^T x, [O, I]."""
-    return configured("wgrad", dy.dtype, dy.dtype).make(dy, x)
-
-
-def weight_and_bias_gradient(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dy^T x, the sum of dy over its rows), [O, I] and [O]."""
-    return configured("wgrad_sum", dy.dtype, dy.dtype).make(dy, x)
+def multiply(kind: str, a: torch.Tensor, *others: torch.Tensor) -> Any:
+    """The product of that kind, in the dtype of `a`, of the tensors that it reads: one tensor, or a tuple of them."""
+    return configured(kind, a.dtype, a.dtype).make(a, *others)
 
 
 def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, add: bool = True) -> None:
     """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], in the dtype of dy or float32."""
     configured("wgrad_onto" if add else "wgrad", dy.dtype, onto.dtype)((dy, x, onto))
     torch.autograd.graph.increment_version(onto)
+
+
+def mask_bytes(features: int) -> int:
+    """The bytes of one row of ReLU's mask."""
+    return -(-features // MASK_MULTIPLE) * MASK_MULTIPLE // 8

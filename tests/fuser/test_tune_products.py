@@ -107,7 +107,7 @@ def kept() -> list[str]:
 
 def test_the_problems_of_a_call_are_found_with_the_most_work_first() -> None:
     small()  # met before, and not for the last time
-    matmul.linear(torch.ones(50, 8), W)
+    matmul.multiply("forward", torch.ones(50, 8), W)
     places = places_of(lambda: (model(), small())[0])
     assert [str(p) for p in places] == ["forward float32 5x6x8", "dgrad float32 5x3x6"]
     assert [len(p.algorithms) for p in places] == [3, 3]

@@ -82,20 +82,20 @@ def test_values(library: FakeCublasLt, dtype: torch.dtype, rows: tuple[int, ...]
     b, other = values(OUT, dtype=dtype, seed=3), values(*rows, OUT, dtype=dtype, seed=4)
     X, W, DY, B, OTHER = (t.double() for t in (x, w, dy, b, other))
     xs, dys = X.reshape(-1, IN), DY.reshape(-1, OUT)
-    close(matmul.linear(x, w), X @ W.T)
-    close(matmul.linear_bias(x, w, b), X @ W.T + B)
-    close(matmul.linear_add(x, w, other), X @ W.T + OTHER)
-    close(matmul.linear_bias_add(x, w, other, b), X @ W.T + B + OTHER)
-    close(matmul.linear_bias_relu(x, w, b), (X @ W.T + B).relu())
-    close(matmul.linear_bias_gelu(x, w, b), gelu(X @ W.T + B))
-    y, h = matmul.linear_bias_gelu_aux(x, w, b)
+    close(matmul.multiply("forward", x, w), X @ W.T)
+    close(matmul.multiply("forward_bias", x, w, b), X @ W.T + B)
+    close(matmul.multiply("forward_add", x, w, other), X @ W.T + OTHER)
+    close(matmul.multiply("forward_bias_add", x, w, other, b), X @ W.T + B + OTHER)
+    close(matmul.multiply("forward_bias_relu", x, w, b), (X @ W.T + B).relu())
+    close(matmul.multiply("forward_bias_gelu", x, w, b), gelu(X @ W.T + B))
+    y, h = matmul.multiply("forward_bias_gelu_aux", x, w, b)
     close(h, X @ W.T + B)
     close(y, gelu(h.double()))
-    close(matmul.input_gradient(dy, w), DY @ W)
+    close(matmul.multiply("dgrad", dy, w), DY @ W)
     before = values(*rows, IN, dtype=dtype, seed=5)
-    close(matmul.input_gradient_dgelu(dy, w, before), gelu_backward(DY @ W, before.double()))
-    close(matmul.weight_gradient(dy, x), dys.T @ xs)
-    dw, db = matmul.weight_and_bias_gradient(dy, x)
+    close(matmul.multiply("dgrad_dgelu", dy, w, before), gelu_backward(DY @ W, before.double()))
+    close(matmul.multiply("wgrad", dy, x), dys.T @ xs)
+    dw, db = matmul.multiply("wgrad_sum", dy, x)
     close(dw, dys.T @ xs)
     close(db, dys.sum(0))
     if x.numel():
@@ -151,15 +151,15 @@ def test_strides(library: FakeCublasLt, how: str) -> None:
     for shape in ((ROWS, IN), (2, 3, IN)):
         x, w, b = values(*shape), values(OUT, IN, seed=1), values(OUT, seed=3)
         dy = values(*shape[:-1], OUT, seed=2)
-        y = matmul.linear_bias_gelu_aux(x, w, b)
-        dw = matmul.weight_and_bias_gradient(dy, x)
-        dx = matmul.input_gradient_dgelu(dy, w, x)
+        y = matmul.multiply("forward_bias_gelu_aux", x, w, b)
+        dw = matmul.multiply("wgrad_sum", dy, x)
+        dx = matmul.multiply("dgrad_dgelu", dy, w, x)
         sx, sw, sdy = (strided(t)[how] for t in (x, w, dy))
         sb = strided(b[None])["misaligned"][0]
         for got, want in (
-            (matmul.linear_bias_gelu_aux(sx, sw, sb), y),
-            (matmul.weight_and_bias_gradient(sdy, sx), dw),
-            ((matmul.input_gradient_dgelu(sdy, sw, sx),), (dx,)),
+            (matmul.multiply("forward_bias_gelu_aux", sx, sw, sb), y),
+            (matmul.multiply("wgrad_sum", sdy, sx), dw),
+            ((matmul.multiply("dgrad_dgelu", sdy, sw, sx),), (dx,)),
         ):
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -172,11 +172,11 @@ def test_stride_zero_and_single_rows(library: FakeCublasLt) -> None:
         values(IN)[None, None],
         values(4, 1).expand(4, IN),
     ):
-        close(matmul.linear(x, w), x.double() @ w.double().T)
+        close(matmul.multiply("forward", x, w), x.double() @ w.double().T)
         dy = values(*x.shape[:-1], OUT, seed=1)
-        close(matmul.weight_gradient(dy, x), dy.double().reshape(-1, OUT).T @ x.double().reshape(-1, IN))
+        close(matmul.multiply("wgrad", dy, x), dy.double().reshape(-1, OUT).T @ x.double().reshape(-1, IN))
     for narrow in (values(6, 1), values(6, 2)[:, :1], values(1, 6).mT):
-        close(matmul.linear(narrow, values(OUT, 1)), narrow.double() @ values(OUT, 1).double().T)
+        close(matmul.multiply("forward", narrow, values(OUT, 1)), narrow.double() @ values(OUT, 1).double().T)
 
 
 def test_precision_of_float32_is_pytorchs(library: FakeCublasLt) -> None:
@@ -185,7 +185,7 @@ def test_precision_of_float32_is_pytorchs(library: FakeCublasLt) -> None:
     try:
         for allowed, compute in ((True, 77), (False, 68)):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            matmul.linear(x, w)
+            matmul.multiply("forward", x, w)
             assert library.last_compute == compute
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -259,7 +259,7 @@ def test_what_the_library_refuses_is_known_before(library: FakeCublasLt) -> None
         words is not None and "epilogue dgelu: cuBLASLt has no algorithm for it: CUBLAS_STATUS_NOT_SUPPORTED" in words
     )
     with pytest.raises(RuntimeError, match="no algorithm for it"):
-        matmul.input_gradient_dgelu(values(ROWS, OUT), values(OUT, IN), values(ROWS, IN))
+        matmul.multiply("dgrad_dgelu", values(ROWS, OUT), values(OUT, IN), values(ROWS, IN))
     assert library.products == 0
     for kind in matmul.KINDS:
         if kind != "dgrad_dgelu":
@@ -312,7 +312,9 @@ def test_threads(library: FakeCublasLt) -> None:
 
     def work() -> None:
         for x in inputs * 5:
-            if not torch.equal(matmul.linear_bias(x, w, b), matmul.linear_bias(x, w, b.clone())):
+            if not torch.equal(
+                matmul.multiply("forward_bias", x, w, b), matmul.multiply("forward_bias", x, w, b.clone())
+            ):
                 wrong.append(len(x))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -403,7 +405,7 @@ def test_wrong_calls_raise_before_anything_runs(library: FakeCublasLt, name: str
 def test_without_a_gpu_tensors_are_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="tensor 0 must be on a CUDA device"):
-            matmul.linear(tensor(2, 8, dtype=torch.float32).detach(), values(8, 8))
+            matmul.multiply("forward", tensor(2, 8, dtype=torch.float32).detach(), values(8, 8))
 
 
 @needs_compiler

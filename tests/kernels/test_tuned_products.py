@@ -87,11 +87,11 @@ def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(library: Fak
     a_new_process()
     run()
     assert torch.equal(OUT, want) and library.last_workspace == 3072
-    matmul.linear(torch.ones(7, 8), W)
+    matmul.multiply("forward", torch.ones(7, 8), W)
     assert library.last_workspace == 1024, "another problem"
     run()
     assert library.last_workspace == 3072
-    matmul.linear_bias(X, W, torch.ones(6))
+    matmul.multiply("forward_bias", X, W, torch.ones(6))
     assert library.last_workspace == 1024, "another product"
 
 

@@ -6,6 +6,7 @@ since a product that is timed alone has another clock. Attention is cuDNN's wher
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,7 @@ class Multiplication:
         return self.by(self.left, self.right)
 
 
+_KINDS = {"linear": "forward", "input_gradient": "dgrad", "weight_gradient": "wgrad"}
 _TORCH: dict[str, Multiply] = {
     "linear": lambda x, weight: torch.mm(x, weight.t()),
     "input_gradient": torch.mm,
@@ -98,7 +100,7 @@ def ways_to_multiply(card: Card) -> dict[str, Way]:
     """By name; PyTorch's first."""
     ways: dict[str, Way] = {"torch.mm": _TORCH}
     if card.is_gpu and matmul.problem() is None:
-        ways["te_fuser cuBLASLt"] = {kind: getattr(matmul, kind) for kind in _TORCH}
+        ways["te_fuser cuBLASLt"] = {name: functools.partial(matmul.multiply, kind) for name, kind in _KINDS.items()}
     return ways
 
 

@@ -1,4 +1,4 @@
-"""relu_matmul_by_mask: ReLU's slope in the epilogue of the gradient's product, by the mask that forward wrote."""
+"""ReLU's slope, and the bias's gradient, in the epilogue of the gradient's product, by the mask that forward wrote."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from tests.fake_cublaslt import FakeCublasLt
 from tests.fusions.products import covered, free, library_on_the_cpu, plan, reasons
 from tests.twins import tensor
 
-NAME = "relu_matmul_by_mask"
+NAME, WITH_BIAS = "relu_matmul_by_mask", "bias_relu_matmul_by_mask"
 MASK_OF_8192 = 8192 * 16384 // 8
-DRELU, DRELU_SUM = products.input_gradient_drelu, products.input_gradient_drelu_sum
 
 
 def mlp(inner: int = 16384) -> tuple[FusableOperation, ...]:
     return ops.Linear(4096, inner), ops.ReLU(), ops.Linear(inner, 4096)
 
 
-def forced(*parts: FusableOperation, **options: object) -> Plan:
+def forced(*parts: FusableOperation, name: str = NAME, **options: object) -> Plan:
     """The plan where the fusion costs nothing, with products and kernels as ever."""
     others = [n for n in fusions.names() if "by_mask" not in n]
-    with fusions.only(free(fusions.get(NAME)), *others):
+    with fusions.only(free(fusions.get(name)), *others):
         return plan(*parts, **options)  # type: ignore[arg-type]
 
 
@@ -91,9 +90,10 @@ def test_what_tune_found_is_taken() -> None:
 
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
 @pytest.mark.parametrize("rows", [16, 8192])
-def test_never_measured_it_is_left_to_tune(memory: str, rows: int) -> None:
+@pytest.mark.parametrize("name", [NAME, WITH_BIAS])
+def test_never_measured_it_is_left_to_tune(name: str, memory: str, rows: int) -> None:
     p = plan(*mlp(), memory=memory, rows=rows)
-    assert any("us more than" in r for r in reasons(p, NAME))
+    assert any("us more than" in r for r in reasons(p, name))
     assert not {k.name for k in p.kept if "mask" in k.name}
 
 
@@ -134,6 +134,37 @@ def test_a_stack_of_them() -> None:
     assert chain == [(5, 7), (2, 4)]
 
 
+# ---- with the bias's gradient ---------------------------------------------------------------------------------------
+
+
+def test_one_product_gives_the_gradients_of_input_and_bias() -> None:
+    p = forced(*mlp(), name=WITH_BIAS, memory="fast")
+    assert covered(p.forward) == [(WITH_BIAS, 0, 3), ("matmul_bias", 3, 5)]
+    dgrad, wgrad = (s for s in p.backward if s.name == WITH_BIAS)
+    assert (dgrad.start, dgrad.stop) == (1, 4)
+    assert [n for n, _ in dgrad.inputs] == ["dy", "2.weight", "mask"] and dgrad.chain
+    assert [n for n, _ in dgrad.outputs] == ["input", "0.bias"]
+    assert [n for n, _ in wgrad.inputs] == ["dy", "1.output"] and not wgrad.chain
+    assert {k.name for k in p.kept if k.owner == "activation"} == {"relu.output", f"{WITH_BIAS}: mask"}
+
+
+def test_a_frozen_bias_needs_no_sum() -> None:
+    first = ops.Linear(4096, 16384)
+    model = te_fuser.Sequential(first, *mlp()[1:]).to("meta", torch.bfloat16)
+    first.bias.requires_grad_(False)
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    p = model.plan(x, device="h200")
+    assert reasons(p, WITH_BIAS) == {"nobody needs the gradient of 0.bias, which it makes with input"}
+
+
+def test_a_bias_of_another_dtype() -> None:
+    first = ops.Linear(64, 64)
+    model = te_fuser.Sequential(first, ops.ReLU(), ops.Linear(64, 64)).to("meta", torch.bfloat16)
+    first.bias = torch.nn.Parameter(torch.empty(64, device="meta"))
+    p = model.plan(torch.empty(16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True), device="h200")
+    assert reasons(p, WITH_BIAS) == {"the bias is in torch.float32, the product in torch.bfloat16"}
+
+
 # ---- values, by a library on the CPU -------------------------------------------------------------------------------
 
 
@@ -146,20 +177,21 @@ def library(tmp_path: Path) -> Iterator[FakeCublasLt]:
 @pytest.mark.parametrize("rows", [(7,), (2, 3), (0,), ()])
 def test_the_products(library: FakeCublasLt, rows: tuple[int, ...]) -> None:
     x, w, b, dy, w2 = (tensor(*s, dtype=torch.float32) for s in ((*rows, 9), (130, 9), (130,), (*rows, 5), (5, 130)))
-    y, mask = products.linear_bias_relu_mask(x, w, b)
+    y, mask = products.multiply("forward_bias_relu_mask", x, w, b)
     h = x.double() @ w.double().T + b.double()
     torch.testing.assert_close(y.double(), h.relu(), rtol=1e-6, atol=1e-5)
     assert mask.shape == (*rows, 32) and mask.dtype == torch.uint8
     dh = torch.where(h > 0, dy.double() @ w2.double(), 0.0)
-    alone, (with_sums, sums) = (f(dy, w2, mask) for f in (DRELU, DRELU_SUM))
+    alone, (with_sums, sums) = (products.multiply(kind, dy, w2, mask) for kind in ("dgrad_drelu", "dgrad_drelu_sum"))
     torch.testing.assert_close(alone.double(), dh, rtol=1e-6, atol=1e-5)
     assert torch.equal(alone, with_sums)
     torch.testing.assert_close(sums.double(), dh.reshape(-1, 130).sum(0), rtol=1e-6, atol=1e-5)
 
 
-def test_it_is_what_the_ops_mean(library: FakeCublasLt) -> None:
+@pytest.mark.parametrize("name", [NAME, WITH_BIAS])
+def test_it_is_what_the_ops_mean(name: str, library: FakeCublasLt) -> None:
     lists = [[ops.MatMul(19, 131), ops.Bias(131), ops.ReLU(), ops.MatMul(131, 6)]]
-    entry = dataclasses.replace(fusions.get(NAME), when=lambda m: m.needs_grad or "no backward")
+    entry = dataclasses.replace(fusions.get(name), when=lambda m: m.needs_grad or "no backward")
     report = te_fuser.verify(entry, ops=lists, dtypes=[torch.bfloat16], device="cpu", kernels="reference")
     assert report.passed and len(report.rows) > 100
     assert library.products
@@ -167,13 +199,14 @@ def test_it_is_what_the_ops_mean(library: FakeCublasLt) -> None:
 
 def test_a_wrong_mask_is_found(library: FakeCublasLt) -> None:
     def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y, mask = products.linear_bias_relu_mask(x, weight, bias)
+        y, mask = products.multiply("forward_bias_relu_mask", x, weight, bias)
         mask[-1, 0] ^= 1
         return y, mask
 
-    kinds = {"input_gradient": DRELU, "weight_gradient": products.weight_gradient}
+    right = fusions.get(NAME)
+    assert right.choose is not None
     wrong = dataclasses.replace(
-        fusions.get(NAME), when=None, choose=lambda m, method: {"forward": forward, **kinds}[method]
+        right, when=None, choose=lambda m, method: forward if method == "forward" else right.choose(m, method)
     )
     lists = [[ops.MatMul(8, 8), ops.Bias(8), ops.ReLU(), ops.MatMul(8, 8)]]
     with pytest.raises(te_fuser.VerificationError, match="gradient"):

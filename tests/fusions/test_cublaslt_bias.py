@@ -90,9 +90,9 @@ def test_on_a_gpu_the_product_is_cublaslts():
     (body,) = bodies(plan(ops.Linear(4096, 4096)))
     assert body.__self__ is matmul.configured("forward_bias", torch.bfloat16, torch.bfloat16)
     (body,) = bodies(plan(ops.Linear(64, 64), features=64, rows=8, device=None))
-    assert body.__module__ == "te_fuser.fusions.matmul_bias"
+    assert body.__module__ == "te_fuser.fusions.cublaslt"
     (body,) = bodies(plan(ops.Linear(64, 64), features=64, dtype=torch.float64))
-    assert body.__module__ == "te_fuser.fusions.matmul_bias"
+    assert body.__module__ == "te_fuser.fusions.cublaslt"
 
 
 def test_the_gradient_of_a_bias_that_no_kernel_makes_on_its_way():

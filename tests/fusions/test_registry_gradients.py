@@ -1,4 +1,4 @@
-"""matmul, matmul_backward: cuBLASLt on CUDA, each gradient on its own; reasons elsewhere."""
+"""Backward fusions whose nodes run apart: what runs, what is chosen for a match, what must be needed together."""
 
 from __future__ import annotations
 
@@ -7,64 +7,10 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.refs import RECOMPUTED
 from te_fuser.fusions import Cost, fusion
 from te_fuser.ops.base import Gradient
-from tests.fusions.products import autocast_on_cuda, covered, plan, reasons
+from tests.fusions.products import covered, reasons
 from tests.twins import assert_as_meant, sequential, tensor
-
-
-def test_both_directions_on_a_gpu() -> None:
-    p = plan(ops.MatMul(4096, 1024))
-    assert covered(p.forward) == [("matmul", 0, 1)]
-    assert covered(p.backward) == [("matmul_backward", 0, 1)] * 2
-    dgrad, wgrad = p.backward
-    assert [n for n, _ in dgrad.outputs] == ["input"] and [n for n, _ in wgrad.outputs] == ["0.weight"]
-    assert dgrad.chain and not wgrad.chain
-    x, w, y = 8192 * 4096 * 2, 4096 * 1024 * 2, 8192 * 1024 * 2
-    assert [(s.cost.read, s.cost.written) for s in (*p.forward, dgrad, wgrad)] == [(x + w, y), (y + w, x), (y + x, w)]
-
-
-def test_only_what_is_needed_runs() -> None:
-    model = te_fuser.Sequential(ops.MatMul(64, 64), ops.MatMul(64, 64)).to("meta", torch.bfloat16)
-    model[1].weight.requires_grad_(False)
-    p = model.plan(torch.empty(16, 64, dtype=torch.bfloat16, device="meta"), device="h200")
-    assert [(s.start, [n for n, _ in s.outputs]) for s in p.backward] == [(1, ["input"]), (0, ["0.weight"])]
-
-
-def test_a_weight_gradient_waits_for_what_is_computed_again() -> None:
-    p = plan(ops.LayerNorm(4096), ops.MatMul(4096, 4096), ops.SiLU(), memory="lean")
-    names = [s.name for s in p.backward]
-    assert names == ["silu_bwd", "matmul_backward", "layer_norm_bwd", "matmul_backward"]
-    assert dict(p.backward[-1].inputs)["input"].kind is RECOMPUTED
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"device": None, "rows": 8}, "cuBLASLt runs on cuda, the input is on cpu"),
-        ({"kernels": "reference"}, "this plan is one of PyTorch's operations alone"),
-        (
-            {"dtype": torch.float64},
-            "cuBLASLt's products are in bfloat16, float16 and float32, and this one is in float64",
-        ),
-    ],
-)
-def test_reasons(options: dict[str, object], reason: str) -> None:
-    p = plan(ops.MatMul(64, 64), features=64, **options)  # type: ignore[arg-type]
-    assert reasons(p, "matmul") == reasons(p, "matmul_backward") == {reason}
-    assert [s.name for s in p.forward] == ["mat_mul"]
-
-
-def test_under_autocast_the_weight_is_read_as_it_is_cast() -> None:
-    model = te_fuser.Sequential(ops.MatMul(64, 64)).to("meta")
-    x = torch.empty(16, 64, device="meta", requires_grad=True)
-    with autocast_on_cuda():
-        p = model.plan(x, device="h200")
-    assert [s.name for s in p.forward] == ["cast_fwd", "cast_parameter", "matmul"]
-
-
-# ---- backward fusions whose nodes run apart, of which these are the first ------------------------------------------
 
 
 class _Bodies:

@@ -1,4 +1,4 @@
-"""matmul_add...: a residual sum as the product's addend, where nothing is dropped."""
+"""A residual sum as the product's addend, where nothing is dropped; ReLU at the end of a product."""
 
 from __future__ import annotations
 
@@ -40,3 +40,24 @@ def test_what_is_added_is_left_as_it_is() -> None:
     addend = dict(step.inputs)["2.other"] if "2.other" in dict(step.inputs) else dict(step.inputs)["input"]
     assert dict(step.outputs)["output"] != addend
     assert covered(p.forward)[-1][0] == "matmul_bias"
+
+
+# ---- matmul_bias_relu -----------------------------------------------------------------------------------------------
+
+
+def test_relu_without_a_backward() -> None:
+    p = plan(ops.Linear(4096, 4096), ops.ReLU(), grad=False)
+    assert covered(p.forward) == [("matmul_bias_relu", 0, 3)]
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+def test_of_relu_with_a_backward_only_the_output_is_kept(memory: str) -> None:
+    p = plan(ops.Linear(4096, 16384), ops.ReLU(), ops.Linear(16384, 4096), memory=memory)
+    assert covered(p.forward)[0] == ("matmul_bias_relu", 0, 3)
+    assert [k.name for k in p.kept if k.owner == "activation"] == ["relu.output"]
+
+
+def test_reasons_of_relu() -> None:
+    assert reasons(plan(ops.Linear(64, 64), ops.ReLU(), features=64, device=None, grad=False), "matmul_bias_relu") == {
+        "cuBLASLt runs on cuda, the input is on cpu"
+    }
