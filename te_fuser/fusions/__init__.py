@@ -1,6 +1,6 @@
 """Fusions: how to declare one, the registry, and the built-in ones (rows of cuBLASLt's, a file for each other)."""
 
-from te_fuser.fusions.match import Cost, FusionCall, Match
+from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import (
     STRETCH,
@@ -32,6 +32,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
 
 __all__ = [
     "STRETCH",
+    "Body",
     "Cost",
     "Fusion",
     "FusionCall",

@@ -5,16 +5,18 @@ All else follows: what a product takes is said by its kind, what it costs by its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
-from te_fuser.fusions.match import Cost, Match
+from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Costs, Fusion, register
 from te_fuser.kernels import matmul as products
+from te_fuser.kernels.tuned_products import Form
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
@@ -94,7 +96,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ----------------------------------------------------------------------------------------------- what it costs
+# --------------------------------------------------------------------------------- what it costs, what runs
 
 # Kind of product -> the share of a plain product's rate that it reaches, with what else it saves or costs counted in.
 # Measured on an H200 by exchanging one fusion at a time in a GPT layer (hidden 4096, ffn 16384, 8192 tokens, bfloat16),
@@ -137,6 +139,13 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
     summed = _SUM_PASSES * inner * rows * size if kind == "wgrad_sum" else 0
     flops, share = 2.0 * rows * columns * inner, _EFFICIENCY.get(kind, 1.0)
     return Cost(read + summed, written, flops, _LAUNCHES.get(kind, 1), efficiency=share, apart=summed)
+
+
+def body_of(m: Match, kind: str, at: int = 0) -> Body:
+    """MatMul number `at` of a match as the product of that kind, in the match's dtype."""
+    form, sizes = Form(kind, m.dtype, m.dtype), _sizes(m, kind, at)
+    describe = functools.partial(products.algorithms_of, form, sizes)
+    return Body(products.configured(*form).make, plain=True, describe=describe)
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -215,12 +224,11 @@ class Row:
         forward = cost_of(m, self.forward)
         return (forward, backward) if backward else forward
 
-    def choose(self, m: Match, method: str) -> Callable[..., Any]:
-        """The product that runs in a match, as a function of the tensors that it reads."""
+    def choose(self, m: Match, method: str) -> Body:
+        """What runs in a match."""
         if self.instead is not None and any(self.reasons(m)):
-            return self.instead
-        kind = self.forward if method == "forward" else method
-        return products.configured(kind, m.dtype, m.dtype).make
+            return Body(self.instead)
+        return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)
 
 
 def mask_size(m: Match) -> Mapping[str, int]:

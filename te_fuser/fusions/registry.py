@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from te_fuser.codegen.written import WrittenKernel
-from te_fuser.fusions.match import Cost, Match
+from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import PatternPart, check, matches, most_ops, render
 from te_fuser.ops.base import Gradient, Place
 
 Condition = Callable[[Match], "bool | str | None"]
+Choose = Callable[[Match, str], "Body | Callable[..., Any]"]
 # Of a joint fusion (forward's, backward's), of one whose nodes run apart one for each node.
 Costs = Union[Cost, tuple[Union[Cost, tuple[Cost, ...]], ...]]  # noqa: UP007 - a type alias at run time
 _ALL = slice(None)
@@ -36,7 +37,8 @@ class Fusion:
             of a joint one they are its forward's.
         gradients: of one whose backward's nodes can run apart: what each produces and reads; its body is a class
             whose static methods are plain functions (dy, *reads) -> produces.
-        choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`.
+        choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`: that
+            alone, or as a `Body` that says more of it.
         compiles: f(match, direction, needed) -> the kernels written by hand that the body launches.
         sums: the gradients whose last addition the body can leave to the program: those go by `m.later`.
     """
@@ -58,7 +60,7 @@ class Fusion:
     forward_ops: slice = field(default_factory=lambda: _ALL)
     backward_ops: slice = field(default_factory=lambda: _ALL)
     gradients: tuple[Gradient, ...] = ()
-    choose: Callable[[Match, str], Callable[..., Any]] | None = None
+    choose: Choose | None = None
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
     sums: tuple[str, ...] = ()
 
@@ -290,7 +292,7 @@ def fusion(
     takes: Sequence[str] = (),
     gives: Sequence[str] = (),
     gradients: Sequence[Gradient] = (),
-    choose: Callable[[Match, str], Callable[..., Any]] | None = None,
+    choose: Choose | None = None,
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None,
     sums: Sequence[str] = (),
     forward_ops: int | slice = _ALL,
@@ -319,8 +321,8 @@ def fusion(
             run apart. It then decorates a class, each node's `method` is a static one f(dy, *reads) -> what it
             produces, and backward's `cost` may be a Cost for each node. What produces no "input" runs once what it
             reads is there, so that may be computed again first.
-        choose: f(match, method) -> the plain function to run in a match; `method` is "forward", "backward" or a node's.
-            It is asked while planning, and needs `takes` or `gradients`.
+        choose: f(match, method) -> the plain function to run in a match, or a `Body` that says more of it; `method` is
+            "forward", "backward" or a node's. It is asked while planning, and needs `takes` or `gradients`.
         compiles: f(match, direction, needed) -> the CUDA kernels written by hand that the body launches in that
             direction (see `codegen.written`); they are compiled and loaded beside the plan's generated ones, so that
             no call waits for them. The match is of the ops that the direction covers; `needed` names gradients.

@@ -19,7 +19,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.kernels import tuned_products
-from te_fuser.kernels.tuned_products import Form
+from te_fuser.kernels.tuned_products import Form, Problem, found_for
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
@@ -122,6 +122,14 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
 
 
 products: dict[Form, _native.CudaMatmul] = {}  # what this process has configured
+
+
+def algorithms_of(form: Form, sizes: tuple[int, int, int]) -> str:
+    """What a product runs by in the sizes (m, n, k), as far as such a problem is known: each that is planned for is."""
+    known = products[form].problems() if form in products else ()
+    met = [Problem(*p) for p in known if p[1:4] == sizes]
+    found = {str(f) for p in met if (f := found_for(form, p)) is not None}
+    return ", ".join(sorted(found)) or ("first heuristic" if met else "")
 
 
 def _name(dtype: torch.dtype) -> str:

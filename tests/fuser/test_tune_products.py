@@ -16,7 +16,7 @@ from te_fuser.fuser import tune as tuning
 from te_fuser.fuser import tune_products as module
 from te_fuser.fuser.tune_products import Place, example, places_of, tune_products
 from te_fuser.fuser.tune_trials import Trial
-from te_fuser.fusions import fusion
+from te_fuser.fusions import cublaslt, fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels import matmul
 from te_fuser.kernels.tuned_products import Form, Problem, found_for, store_on
@@ -332,7 +332,7 @@ def test_explain_names_the_algorithm(library: FakeCublasLt) -> None:
         forward=[ops.MatMul],
         takes=("input", "0.weight"),
         cost=lambda m: Cost(seconds=1e-9),
-        choose=lambda m, method: matmul.configured(*FORWARD).make,
+        choose=lambda m, method: cublaslt.body_of(m, "forward"),
         registered=False,
     )
     def chosen(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

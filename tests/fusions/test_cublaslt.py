@@ -83,5 +83,6 @@ def test_a_row_says_what_its_products_read_and_make(row: cublaslt.Row) -> None:
 def test_what_runs_is_the_product_of_the_matchs_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         p = plan(ops.MatMul(64, 64), features=64, dtype=dtype)
-        bodies = [s.task.body for s in (*p.forward, *p.backward)]  # type: ignore[union-attr]
-        assert [b.__self__ for b in bodies] == [configured(k, dtype, dtype) for k in ("forward", "dgrad", "wgrad")]  # type: ignore[union-attr]
+        bodies = [s.task.body.function for s in (*p.forward, *p.backward)]  # type: ignore[union-attr]
+        wanted = [configured(kind, dtype, dtype) for kind in ("forward", "dgrad", "wgrad")]
+        assert [b.__self__ for b in bodies] == wanted

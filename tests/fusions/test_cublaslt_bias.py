@@ -83,7 +83,7 @@ def test_low_precision_is_as_good_as_torch(dtype):
 
 
 def bodies(p):
-    return [s.task.body for s in p.forward if s.name == "matmul_bias"]
+    return [s.task.body.function for s in p.forward if s.name == "matmul_bias"]
 
 
 def test_on_a_gpu_the_product_is_cublaslts():
