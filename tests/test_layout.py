@@ -71,6 +71,7 @@ ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.tensor_function",
+    "te_fuser.fusions.library",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
     "te_fuser.fusions.registry",
@@ -236,7 +237,7 @@ ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p
     for p in sorted((PACKAGE / "fusions").glob("*.py"))
-    if p.stem not in ("__init__", "match", "pattern", "registry") and p not in ROW_FILES
+    if p.stem not in ("__init__", "library", "match", "pattern", "registry") and p not in ROW_FILES
 ]
 
 

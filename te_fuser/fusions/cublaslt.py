@@ -12,11 +12,14 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.fusions.library import Library, register_library
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Costs, Fusion, register
-from te_fuser.kernels import matmul as products
-from te_fuser.kernels.tuned_products import Form
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.cublaslt.tuned import Form
+from te_fuser.kernels.cublaslt.tuning import tune_products
+from te_fuser.kernels.trials import Call, Contest, ReasonNot, Trial
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
@@ -24,6 +27,25 @@ from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import linear
+
+
+class CublasLt(Library):
+    """cuBLASLt: its products on CUDA, and their algorithms."""
+
+    kernels = "cuBLASLt's products"
+    runs_without = "matrix products on the GPU by PyTorch, without fusing anything into them"
+    note_without = "products run by PyTorch, with nothing fused into them"
+
+    def problem(self, device: torch.device) -> str | None:
+        """Why it cannot be loaded, for a plan on CUDA."""
+        return products.problem() if device.type == "cuda" else None
+
+    def tune(self, call: Call, contest: Contest, margin: float, reason_not: ReasonNot) -> list[Trial]:
+        """Try other algorithms of each problem that a call has."""
+        return tune_products(call, contest, margin, reason_not)
+
+
+register_library(CublasLt())
 
 # ----------------------------------------------------------------------------------------- why a match is none
 

@@ -7,7 +7,7 @@ import torch
 from te_fuser.fusions.cublaslt import cost_of, why_no_product
 from te_fuser.fusions.match import Match
 from te_fuser.fusions.registry import fusion
-from te_fuser.kernels import matmul as products
+from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.matmul import MatMul

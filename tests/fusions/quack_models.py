@@ -18,7 +18,8 @@ from te_fuser.fuser.step import Step
 from te_fuser.fusions.cublaslt import why_no_backward
 from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
 from te_fuser.fusions.registry import Fusion
-from te_fuser.kernels import matmul, quack_matmul
+from te_fuser.kernels import quack_matmul
+from te_fuser.kernels.cublaslt import products
 from te_fuser.ops import GELU, LayerNorm, Linear, RMSNorm, SwiGLU
 from te_fuser.ops.base import FusableOperation
 from tests.fusions.products import autocast_on_cuda, free, plan, reasons
@@ -82,8 +83,8 @@ def names(steps: tuple[Any, ...]) -> list[str]:
 def on_the_cpu(patch: pytest.MonkeyPatch) -> tuple[fake_quack.Package, tuple[Fusion, ...]]:
     """A package that computes, and its fusions at no cost with what they need of a GPU left out."""
     package = fake_quack.in_place(patch)
-    patch.setattr(matmul, "multiply", _multiply)
-    patch.setattr(matmul, "put_weight_gradient", _put_weight_gradient)
+    patch.setattr(products, "multiply", _multiply)
+    patch.setattr(products, "put_weight_gradient", _put_weight_gradient)
     found = {name: free(fusions.get(name)) for name in (ALONE, AUX, BACKWARD, GATED)}
     unasked = {name: dataclasses.replace(fusion, when=None) for name, fusion in found.items()}
     unasked[ALONE] = dataclasses.replace(found[ALONE], when=lambda m: why_no_backward(m) or True)

@@ -15,7 +15,7 @@ from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.planner import make_plan
 from te_fuser.fuser.problem import Options
 from te_fuser.fuser.tuned import ON
-from te_fuser.kernels import matmul as products
+from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fusions.products import covered, free, library_on_the_cpu, plan, reasons

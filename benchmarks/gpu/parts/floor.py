@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.contest.measure import Card, Step
 from benchmarks.models import CausalAttention, Rival
-from te_fuser.kernels import matmul
+from te_fuser.kernels.cublaslt import products
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Way = Mapping[str, Multiply]  # by the kind of product
@@ -99,8 +99,8 @@ def multiplications(product: Product, dtype: torch.dtype, device: torch.device) 
 def ways_to_multiply(card: Card) -> dict[str, Way]:
     """By name; PyTorch's first."""
     ways: dict[str, Way] = {"torch.mm": _TORCH}
-    if card.is_gpu and matmul.problem() is None:
-        ways["te_fuser cuBLASLt"] = {name: functools.partial(matmul.multiply, kind) for name, kind in _KINDS.items()}
+    if card.is_gpu and products.problem() is None:
+        ways["te_fuser cuBLASLt"] = {name: functools.partial(products.multiply, kind) for name, kind in _KINDS.items()}
     return ways
 
 

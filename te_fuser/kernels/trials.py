@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], None]
+Contest = Callable[[Call, Call], float]  # seconds of the second over seconds of the first
+# reason_not(within) -> why the model cannot run by what is in force inside of `within`; empty when it can. Outside of
+# it nothing that is tried is in force: what the model is compared with runs so.
+ReasonNot = Callable[[AbstractContextManager[None]], str]
 
 
 @dataclass(frozen=True)
@@ -37,4 +46,17 @@ def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float])
     return [*(trials if faster else dropped(trials)), Trial(place, "all", total, faster)]
 
 
-__all__ = ["Trial", "concluded", "dropped"]
+def seconds_alone(work: Call) -> float:
+    """Seconds that work takes on PyTorch's current device, by events; the least of three after one to warm up."""
+    times = []
+    for _ in range(4):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3)
+    return min(times[1:])
+
+
+__all__ = ["Call", "Contest", "ReasonNot", "Trial", "concluded", "dropped", "seconds_alone"]

@@ -13,13 +13,13 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import tune as tuning
-from te_fuser.fuser import tune_products as module
-from te_fuser.fuser.tune_products import Place, example, places_of, tune_products
-from te_fuser.fuser.tune_trials import Trial
 from te_fuser.fusions import cublaslt, fusion
 from te_fuser.fusions.match import Cost
-from te_fuser.kernels import matmul
-from te_fuser.kernels.tuned_products import Form, Problem, found_for, store_on
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.cublaslt import tuning as module
+from te_fuser.kernels.cublaslt.tuned import Form, Problem, found_for, store_on
+from te_fuser.kernels.cublaslt.tuning import Place, example, places_of, tune_products
+from te_fuser.kernels.trials import Trial
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
@@ -53,8 +53,8 @@ def alone(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Place], list[float
 
 def a_new_process() -> None:
     """Products that met no problem yet."""
-    matmul.configured.cache_clear()
-    matmul.products.clear()
+    products.configured.cache_clear()
+    products.in_use.clear()
 
 
 X, W, Y = torch.randn(5, 8), torch.randn(6, 8), torch.empty(5, 6)
@@ -63,13 +63,13 @@ BACK, DX = torch.randn(6, 3), torch.empty(5, 3)
 
 def small() -> None:
     """x W^T."""
-    matmul.configured(*FORWARD)((X, W, Y))
+    products.configured(*FORWARD)((X, W, Y))
 
 
 def model() -> None:
     """Two products."""
     small()
-    matmul.configured(*DGRAD)((Y, BACK, DX))
+    products.configured(*DGRAD)((Y, BACK, DX))
 
 
 class Times:
@@ -107,7 +107,7 @@ def kept() -> list[str]:
 
 def test_the_problems_of_a_call_are_found_with_the_most_work_first() -> None:
     small()  # met before, and not for the last time
-    matmul.multiply("forward", torch.ones(50, 8), W)
+    products.multiply("forward", torch.ones(50, 8), W)
     places = places_of(lambda: (model(), small())[0])
     assert [str(p) for p in places] == ["forward float32 5x6x8", "dgrad float32 5x3x6"]
     assert [len(p.algorithms) for p in places] == [3, 3]
@@ -245,10 +245,10 @@ def layouts(t: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", matmul.KINDS)
+@pytest.mark.parametrize("kind", products.KINDS)
 def test_an_example_is_the_very_problem(kind: str, dtype: torch.dtype) -> None:
-    product, m, n, k = matmul.configured(kind, dtype, dtype), 24, 16, 40
-    options = matmul.KINDS[kind]
+    product, m, n, k = products.configured(kind, dtype, dtype), 24, 16, 40
+    options = products.KINDS[kind]
     a = torch.ones((k, m) if options.get("transpose_a") else (m, k), dtype=dtype)
     b = torch.ones((n, k) if options.get("transpose_b") else (k, n), dtype=dtype)
     for first in layouts(a):
@@ -303,6 +303,26 @@ def test_tune_lists_the_algorithms_that_it_tried(
     assert ["algorithms", "of", "products", "together", "all", "0.9000", "taken"] in lines
 
 
+def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without products of the library is run as often as ever, and nothing of it is tried."""
+    runs: list[int] = []
+
+    @fusion(forward=[ops.MatMul], takes=("input", "0.weight"), registered=False)
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x @ weight.T
+
+    monkeypatch.setattr(tuning, "_contest_on", lambda device: lambda a, b, effort: 1.0)
+    found = []
+    for before in (a_new_process, small):
+        before()
+        runs.clear()
+        with fusions.only(counted), torch.no_grad():
+            report = Sequential(ops.MatMul(8, 6)).tune(torch.randn(5, 8))
+        found.append((len(runs), [t.place for t in report.trials]))
+    assert found[0] == found[1] and found[0][0] and not [p for p in found[0][1] if p.startswith("forward")]
+
+
 def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it computes does not say how far apart right results may be."""
 
@@ -343,7 +363,7 @@ def test_explain_names_the_algorithm(library: FakeCublasLt) -> None:
         assert "algorithm" not in str(linear.explain(x)), "no problem is known yet"
         linear(x)
         assert str(linear.explain(x)).count("algorithm: first heuristic") == 2
-        for met in matmul.products[FORWARD].problems():
+        for met in products.in_use[FORWARD].problems():
             if met[1:4] == (5, 6, 8):
                 store_on(0).put(Problem(*met).key(FORWARD), bytes(64), 3, 0.9)  # type: ignore[union-attr]
         text = str(linear.explain(x))

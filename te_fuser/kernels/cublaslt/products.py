@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from te_fuser import _native
-from te_fuser.kernels import tuned_products
-from te_fuser.kernels.tuned_products import Form, Problem, found_for
+from te_fuser.kernels.cublaslt import tuned
+from te_fuser.kernels.cublaslt.tuned import Form, Problem, found_for
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
@@ -109,24 +109,24 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
         if given not in DTYPES:
             raise TypeError(f"cuBLASLt's products are in {', '.join(map(_name, DTYPES))}, got {_name(given)}")
     empty, form = functools.partial(_write_empty, kind), Form(kind, dtype, out_dtype)
-    tuned = functools.partial(tuned_products.algorithm_of, form), functools.partial(tuned_products.drop, form)
-    products[form] = _native.CudaMatmul(
+    kept = functools.partial(tuned.algorithm_of, form), functools.partial(tuned.drop, form)
+    in_use[form] = _native.CudaMatmul(
         f"matmul_{kind}",
         _name(dtype),
         out_dtype=_name(out_dtype),
         on_empty=empty,
-        tuned=tuned,
+        tuned=kept,
         **options,  # type: ignore[arg-type]
     )
-    return products[form]
+    return in_use[form]
 
 
-products: dict[Form, _native.CudaMatmul] = {}  # what this process has configured
+in_use: dict[Form, _native.CudaMatmul] = {}  # what this process has configured
 
 
 def algorithms_of(form: Form, sizes: tuple[int, int, int]) -> str:
     """What a product runs by in the sizes (m, n, k), as far as such a problem is known: each that is planned for is."""
-    known = products[form].problems() if form in products else ()
+    known = in_use[form].problems() if form in in_use else ()
     met = [Problem(*p) for p in known if p[1:4] == sizes]
     found = {str(f) for p in met if (f := found_for(form, p)) is not None}
     return ", ".join(sorted(found)) or ("first heuristic" if met else "")

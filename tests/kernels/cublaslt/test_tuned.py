@@ -12,8 +12,8 @@ import torch
 
 import te_fuser
 from te_fuser import _native
-from te_fuser.kernels import matmul, tuned_products
-from te_fuser.kernels.tuned_products import Form, Found, Problem, TunedProducts
+from te_fuser.kernels.cublaslt import products, tuned
+from te_fuser.kernels.cublaslt.tuned import Form, Found, Problem, TunedProducts
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
@@ -40,8 +40,8 @@ def library(libraries: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Mo
 
 def a_new_process() -> None:
     """Products that met no problem yet."""
-    matmul.configured.cache_clear()
-    matmul.products.clear()
+    products.configured.cache_clear()
+    products.in_use.clear()
 
 
 X, W, OUT = torch.randn(5, 8), torch.randn(6, 8), torch.empty(5, 6)  # memory on the CPU is not always aligned alike
@@ -49,15 +49,15 @@ X, W, OUT = torch.randn(5, 8), torch.randn(6, 8), torch.empty(5, 6)  # memory on
 
 def run() -> None:
     """x W^T, always the same problem."""
-    matmul.configured(*FORM)((X, W, OUT))
+    products.configured(*FORM)((X, W, OUT))
 
 
 def keep(candidate: int = 2) -> tuple[TunedProducts, Problem, bytes]:
     """Run once, and keep a candidate for the problem."""
     run()
-    product = matmul.products[FORM]
+    product = products.in_use[FORM]
     ((met, _),) = product.problems().items()
-    algorithm, store = product.algorithms(met)[candidate - 1][0], tuned_products.store_on(0)
+    algorithm, store = product.algorithms(met)[candidate - 1][0], tuned.store_on(0)
     assert store is not None
     store.put(Problem(*met).key(FORM), algorithm, candidate, 0.97)
     return store, Problem(*met), algorithm
@@ -81,17 +81,17 @@ def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(library: Fak
     assert library.last_workspace == 1024
     want = OUT.clone()
     _, problem, algorithm = keep(3)
-    assert tuned_products.found_for(FORM, problem) == Found(algorithm, 3)
-    assert str(tuned_products.found_for(FORM, problem)) == "tuned: candidate 3"
+    assert tuned.found_for(FORM, problem) == Found(algorithm, 3)
+    assert str(tuned.found_for(FORM, problem)) == "tuned: candidate 3"
     assert [f.name for f in tmp_path.rglob("*.json")] == ["nvidia-h200.products.json"]
     a_new_process()
     run()
     assert torch.equal(OUT, want) and library.last_workspace == 3072
-    matmul.multiply("forward", torch.ones(7, 8), W)
+    products.multiply("forward", torch.ones(7, 8), W)
     assert library.last_workspace == 1024, "another problem"
     run()
     assert library.last_workspace == 3072
-    matmul.multiply("forward_bias", X, W, torch.ones(6))
+    products.multiply("forward_bias", X, W, torch.ones(6))
     assert library.last_workspace == 1024, "another product"
 
 
@@ -110,7 +110,7 @@ def test_an_algorithm_that_the_library_refuses_is_dropped_with_its_words(library
     run()
     torch.testing.assert_close(OUT.double(), X.double() @ W.double().T, rtol=1e-6, atol=1e-6)
     assert library.last_workspace == 1024
-    found = tuned_products.found_for(FORM, problem)
+    found = tuned.found_for(FORM, problem)
     words = "first heuristic, since cuBLASLt refused the tuned algorithm: CUBLAS_STATUS_NOT_SUPPORTED"
     assert str(found) == words
     library.refused_algorithm = 0
@@ -133,14 +133,14 @@ def test_a_store_that_fails_costs_the_choice_and_not_the_call(
         raise ArithmeticError("no store")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tuned_products, "store_on", broken)
+        patch.setattr(tuned, "store_on", broken)
         run()
     assert library.products == 1 and [str(e) for e in heard] == ["no store"]
 
 
 def test_without_a_gpu_nothing_is_kept(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert tuned_products.store_on(0) is None
+    assert tuned.store_on(0) is None
     run()
     assert library.products == 1
 

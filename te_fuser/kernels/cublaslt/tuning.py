@@ -7,28 +7,20 @@ model, whatever wins alone. So a choice has to make the whole model faster, and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from te_fuser import _native
-from te_fuser.fuser.tune_schedules import seconds_alone
-from te_fuser.fuser.tune_trials import Trial, concluded
-from te_fuser.kernels.matmul import KINDS, products
-from te_fuser.kernels.tuned_products import Form, Problem, store_on
+from te_fuser.kernels.cublaslt.products import KINDS, in_use
+from te_fuser.kernels.cublaslt.tuned import Form, Problem, store_on
+from te_fuser.kernels.trials import Call, Contest, ReasonNot, Trial, concluded, seconds_alone
 
 MOST_LISTED = 8  # candidates that the library is asked for
 MOST_IN_PLACE = 3  # of a problem, beside its first guess, that are tried in the model
 _SOLO_LOSS = 1.05  # what a candidate may take alone, over the first guess, to be tried in the model
 _RUNS = 10  # of a candidate alone, between two events
 _ALIGNMENT = 256
-
-Call = Callable[[], None]
-Contest = Callable[[Call, Call], float]  # seconds of the second over seconds of the first
-# reason_not(within) -> why the model cannot run by the algorithms that are in force inside of `within`; empty when it
-# can. Outside of it the library's first guesses are: what the model is compared with runs by them.
-ReasonNot = Callable[[AbstractContextManager[None]], str]
 
 
 class Place:
@@ -56,7 +48,7 @@ Choice = Mapping[Place, int]
 def tune_products(
     call: Call, contest: Contest, margin: float, reason_not: ReasonNot = lambda within: ""
 ) -> list[Trial]:
-    """Tune every product that a call runs; what is taken runs from now on, and stays on disk.
+    """Tune every product that a call runs, if any; what is taken runs from now on, and stays on disk.
 
     Args:
         call: the model as it is to be fast.
@@ -83,10 +75,10 @@ def tune_products(
 
 def places_of(call: Call) -> list[Place]:
     """The problems of cuBLASLt that a call runs, those with the most work first."""
-    before = {form: product.problems() for form, product in tuple(products.items())}
+    before = {form: product.problems() for form, product in tuple(in_use.items())}
     call()
     work: dict[Place, int] = {}
-    for form, product in tuple(products.items()):
+    for form, product in tuple(in_use.items()):
         for met, runs in product.problems().items():
             times = runs - before.get(form, {}).get(met, 0)
             if times > 0:

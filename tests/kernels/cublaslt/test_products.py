@@ -15,9 +15,9 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from te_fuser import _native
 from te_fuser.codegen import nvrtc
-from te_fuser.fuser.tune_products import example
-from te_fuser.kernels import matmul
-from te_fuser.kernels.tuned_products import Form, Problem
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.cublaslt.tuned import Form, Problem
+from te_fuser.kernels.cublaslt.tuning import example
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import CXX, FakeDriver
@@ -40,10 +40,10 @@ def driver(libraries: tuple[Path, Path]) -> Iterator[FakeDriver]:
 @pytest.fixture
 def library(libraries: tuple[Path, Path], driver: FakeDriver) -> Iterator[FakeCublasLt]:
     # Products outlive a test, and with them problems of the library before.
-    matmul.configured.cache_clear()
+    products.configured.cache_clear()
     with fake_cublaslt.in_place(libraries[1]) as fake:
         yield fake
-    matmul.configured.cache_clear()
+    products.configured.cache_clear()
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -82,20 +82,20 @@ def test_values(library: FakeCublasLt, dtype: torch.dtype, rows: tuple[int, ...]
     b, other = values(OUT, dtype=dtype, seed=3), values(*rows, OUT, dtype=dtype, seed=4)
     X, W, DY, B, OTHER = (t.double() for t in (x, w, dy, b, other))
     xs, dys = X.reshape(-1, IN), DY.reshape(-1, OUT)
-    close(matmul.multiply("forward", x, w), X @ W.T)
-    close(matmul.multiply("forward_bias", x, w, b), X @ W.T + B)
-    close(matmul.multiply("forward_add", x, w, other), X @ W.T + OTHER)
-    close(matmul.multiply("forward_bias_add", x, w, other, b), X @ W.T + B + OTHER)
-    close(matmul.multiply("forward_bias_relu", x, w, b), (X @ W.T + B).relu())
-    close(matmul.multiply("forward_bias_gelu", x, w, b), gelu(X @ W.T + B))
-    y, h = matmul.multiply("forward_bias_gelu_aux", x, w, b)
+    close(products.multiply("forward", x, w), X @ W.T)
+    close(products.multiply("forward_bias", x, w, b), X @ W.T + B)
+    close(products.multiply("forward_add", x, w, other), X @ W.T + OTHER)
+    close(products.multiply("forward_bias_add", x, w, other, b), X @ W.T + B + OTHER)
+    close(products.multiply("forward_bias_relu", x, w, b), (X @ W.T + B).relu())
+    close(products.multiply("forward_bias_gelu", x, w, b), gelu(X @ W.T + B))
+    y, h = products.multiply("forward_bias_gelu_aux", x, w, b)
     close(h, X @ W.T + B)
     close(y, gelu(h.double()))
-    close(matmul.multiply("dgrad", dy, w), DY @ W)
+    close(products.multiply("dgrad", dy, w), DY @ W)
     before = values(*rows, IN, dtype=dtype, seed=5)
-    close(matmul.multiply("dgrad_dgelu", dy, w, before), gelu_backward(DY @ W, before.double()))
-    close(matmul.multiply("wgrad", dy, x), dys.T @ xs)
-    dw, db = matmul.multiply("wgrad_sum", dy, x)
+    close(products.multiply("dgrad_dgelu", dy, w, before), gelu_backward(DY @ W, before.double()))
+    close(products.multiply("wgrad", dy, x), dys.T @ xs)
+    dw, db = products.multiply("wgrad_sum", dy, x)
     close(dw, dys.T @ xs)
     close(db, dys.sum(0))
     if x.numel():
@@ -107,15 +107,15 @@ def test_epilogues_of_backward_with_sums(library: FakeCublasLt, epilogue: str) -
     x, w, b, dy = values(ROWS, IN), values(IN, IN, seed=1), values(IN, seed=3), values(ROWS, IN, seed=2)
     relu = epilogue == "drelu"
     kind = "forward_bias_relu_mask" if relu else "forward_bias_gelu_aux"
-    y, aux = matmul.configured(kind, x.dtype, x.dtype).make(x, w, b)
+    y, aux = products.configured(kind, x.dtype, x.dtype).make(x, w, b)
     h = x.double() @ w.double().T + b.double()
     close(y, h.relu() if relu else gelu(h))
-    dx, sums = matmul.configured(f"dgrad_{epilogue}_sum", x.dtype, x.dtype).make(dy, w, aux)
+    dx, sums = products.configured(f"dgrad_{epilogue}_sum", x.dtype, x.dtype).make(dy, w, aux)
     want = dy.double() @ w.double()
     want = want * (h > 0) if relu else gelu_backward(want, aux.double())
     close(dx, want)
     close(sums, want.sum(0))
-    close(matmul.configured(f"dgrad_{epilogue}", x.dtype, x.dtype).make(dy, w, aux), want)
+    close(products.configured(f"dgrad_{epilogue}", x.dtype, x.dtype).make(dy, w, aux), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,11 +125,11 @@ def test_accumulation(library: FakeCublasLt, dtype: torch.dtype, out_dtype: torc
     held = values(OUT, IN, dtype=out_dtype or dtype, seed=2)
     want = held.double() + dy.double().reshape(-1, OUT).T @ x.double().reshape(-1, IN)
     version = held._version
-    matmul.put_weight_gradient(dy, x, held)
+    products.put_weight_gradient(dy, x, held)
     close(held, want)
     assert held._version == version + 1
     before = held.clone()
-    matmul.put_weight_gradient(dy[:0], x[:0], held)
+    products.put_weight_gradient(dy[:0], x[:0], held)
     assert torch.equal(held, before)
 
 
@@ -151,15 +151,15 @@ def test_strides(library: FakeCublasLt, how: str) -> None:
     for shape in ((ROWS, IN), (2, 3, IN)):
         x, w, b = values(*shape), values(OUT, IN, seed=1), values(OUT, seed=3)
         dy = values(*shape[:-1], OUT, seed=2)
-        y = matmul.multiply("forward_bias_gelu_aux", x, w, b)
-        dw = matmul.multiply("wgrad_sum", dy, x)
-        dx = matmul.multiply("dgrad_dgelu", dy, w, x)
+        y = products.multiply("forward_bias_gelu_aux", x, w, b)
+        dw = products.multiply("wgrad_sum", dy, x)
+        dx = products.multiply("dgrad_dgelu", dy, w, x)
         sx, sw, sdy = (strided(t)[how] for t in (x, w, dy))
         sb = strided(b[None])["misaligned"][0]
         for got, want in (
-            (matmul.multiply("forward_bias_gelu_aux", sx, sw, sb), y),
-            (matmul.multiply("wgrad_sum", sdy, sx), dw),
-            ((matmul.multiply("dgrad_dgelu", sdy, sw, sx),), (dx,)),
+            (products.multiply("forward_bias_gelu_aux", sx, sw, sb), y),
+            (products.multiply("wgrad_sum", sdy, sx), dw),
+            ((products.multiply("dgrad_dgelu", sdy, sw, sx),), (dx,)),
         ):
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -172,11 +172,11 @@ def test_stride_zero_and_single_rows(library: FakeCublasLt) -> None:
         values(IN)[None, None],
         values(4, 1).expand(4, IN),
     ):
-        close(matmul.multiply("forward", x, w), x.double() @ w.double().T)
+        close(products.multiply("forward", x, w), x.double() @ w.double().T)
         dy = values(*x.shape[:-1], OUT, seed=1)
-        close(matmul.multiply("wgrad", dy, x), dy.double().reshape(-1, OUT).T @ x.double().reshape(-1, IN))
+        close(products.multiply("wgrad", dy, x), dy.double().reshape(-1, OUT).T @ x.double().reshape(-1, IN))
     for narrow in (values(6, 1), values(6, 2)[:, :1], values(1, 6).mT):
-        close(matmul.multiply("forward", narrow, values(OUT, 1)), narrow.double() @ values(OUT, 1).double().T)
+        close(products.multiply("forward", narrow, values(OUT, 1)), narrow.double() @ values(OUT, 1).double().T)
 
 
 def test_precision_of_float32_is_pytorchs(library: FakeCublasLt) -> None:
@@ -185,7 +185,7 @@ def test_precision_of_float32_is_pytorchs(library: FakeCublasLt) -> None:
     try:
         for allowed, compute in ((True, 77), (False, 68)):
             torch.backends.cuda.matmul.allow_tf32 = allowed
-            matmul.multiply("forward", x, w)
+            products.multiply("forward", x, w)
             assert library.last_compute == compute
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -195,7 +195,7 @@ def test_precision_of_float32_is_pytorchs(library: FakeCublasLt) -> None:
 
 
 def test_a_problem_is_prepared_once(library: FakeCublasLt) -> None:
-    product, w = matmul.configured("forward", torch.float32, torch.float32), values(OUT, IN)
+    product, w = products.configured("forward", torch.float32, torch.float32), values(OUT, IN)
     calls = [(values(rows, IN), w, torch.empty(rows, OUT)) for rows in (ROWS, 9)]
     for k in (0, 0, 1, 0, 1):
         product(calls[k])
@@ -206,7 +206,7 @@ def test_a_problem_is_prepared_once(library: FakeCublasLt) -> None:
 
 
 def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
-    product = matmul.configured("dgrad", torch.float32, torch.float32)
+    product = products.configured("dgrad", torch.float32, torch.float32)
     call = values(ROWS, OUT), values(OUT, IN), torch.empty(ROWS, IN)
     product(call)
     assert library.last_workspace == 1024
@@ -232,7 +232,7 @@ def test_algorithms_are_listed_and_chosen(library: FakeCublasLt) -> None:
 @pytest.mark.parametrize("kibibytes", [1, 3])
 def test_products_of_a_program_share_their_workspace(library: FakeCublasLt, kibibytes: int) -> None:
     """The second takes the first one's where that is large enough; the library refuses too small ones."""
-    forward, dgrad = (matmul.configured(kind, torch.float32, torch.float32) for kind in ("forward", "dgrad"))
+    forward, dgrad = (products.configured(kind, torch.float32, torch.float32) for kind in ("forward", "dgrad"))
     x, w, places, held = values(ROWS, IN), values(OUT, IN), [], []
     problem = dgrad.problem((forward.make(x, w), w, torch.empty(ROWS, IN)))
     dgrad.choose(problem, dgrad.algorithms(problem)[kibibytes - 1][0])
@@ -254,26 +254,26 @@ def test_products_of_a_program_share_their_workspace(library: FakeCublasLt, kibi
 
 def test_what_the_library_refuses_is_known_before(library: FakeCublasLt) -> None:
     library.refused = 192
-    words = matmul.refusal("dgrad_dgelu", torch.float32, ROWS, IN, OUT, torch.device("cuda", 0))
+    words = products.refusal("dgrad_dgelu", torch.float32, ROWS, IN, OUT, torch.device("cuda", 0))
     assert (
         words is not None and "epilogue dgelu: cuBLASLt has no algorithm for it: CUBLAS_STATUS_NOT_SUPPORTED" in words
     )
     with pytest.raises(RuntimeError, match="no algorithm for it"):
-        matmul.multiply("dgrad_dgelu", values(ROWS, OUT), values(OUT, IN), values(ROWS, IN))
+        products.multiply("dgrad_dgelu", values(ROWS, OUT), values(OUT, IN), values(ROWS, IN))
     assert library.products == 0
-    for kind in matmul.KINDS:
+    for kind in products.KINDS:
         if kind != "dgrad_dgelu":
-            assert matmul.refusal(kind, torch.float32, ROWS, IN, OUT, torch.device("cuda", 0)) is None
-    assert matmul.refusal("dgrad_dgelu", torch.float32, 0, IN, OUT, torch.device("cuda", 0)) is None
+            assert products.refusal(kind, torch.float32, ROWS, IN, OUT, torch.device("cuda", 0)) is None
+    assert products.refusal("dgrad_dgelu", torch.float32, 0, IN, OUT, torch.device("cuda", 0)) is None
 
 
-@pytest.mark.parametrize("kind", matmul.KINDS)
+@pytest.mark.parametrize("kind", products.KINDS)
 def test_what_planning_asks_for_is_the_problem_of_the_first_call(library: FakeCublasLt, kind: str) -> None:
     """With tensors as a GPU's allocator gives them, nothing is left to be prepared in a call."""
     rows, n_in, n_out = ROWS, 128, 256
-    sizes = matmul.product_sizes(kind, rows, n_in, n_out)
-    assert matmul.refusal(kind, torch.float32, *sizes, torch.device("cuda", 0)) is None
-    product = matmul.products[Form(kind, torch.float32, torch.float32)]
+    sizes = products.product_sizes(kind, rows, n_in, n_out)
+    assert products.refusal(kind, torch.float32, *sizes, torch.device("cuda", 0)) is None
+    product = products.in_use[Form(kind, torch.float32, torch.float32)]
     ((met, _),) = product.problems().items()
     problem = Problem(*met)
     assert library.heuristics == 1
@@ -287,7 +287,7 @@ def test_what_planning_asks_for_is_the_problem_of_the_first_call(library: FakeCu
 
 
 def test_a_problem_that_never_ran_is_not_captured(library: FakeCublasLt, driver: FakeDriver) -> None:
-    product = matmul.configured("forward", torch.float32, torch.float32)
+    product = products.configured("forward", torch.float32, torch.float32)
     call = values(ROWS, IN), values(OUT, IN), torch.empty(ROWS, OUT)
     driver.capturing = 1
     with pytest.raises(RuntimeError, match="is being captured, and this problem never ran: run the model once"):
@@ -313,7 +313,7 @@ def test_threads(library: FakeCublasLt) -> None:
     def work() -> None:
         for x in inputs * 5:
             if not torch.equal(
-                matmul.multiply("forward_bias", x, w, b), matmul.multiply("forward_bias", x, w, b.clone())
+                products.multiply("forward_bias", x, w, b), products.multiply("forward_bias", x, w, b.clone())
             ):
                 wrong.append(len(x))
 
@@ -330,8 +330,8 @@ def test_threads(library: FakeCublasLt) -> None:
 
 def test_a_missing_library_is_named() -> None:
     if torch.version.cuda is None:
-        assert "PyTorch has not loaded cuBLASLt" in str(matmul.problem())
-        assert str(matmul.problem()) == matmul.refusal("forward", torch.float32, 1, 1, 1, torch.device("cuda", 0))
+        assert "PyTorch has not loaded cuBLASLt" in str(products.problem())
+        assert str(products.problem()) == products.refusal("forward", torch.float32, 1, 1, 1, torch.device("cuda", 0))
     try:
         _native.set_cublaslt("/nowhere/libcublasLt.so.13")
         assert "cuBLASLt cannot be loaded: /nowhere/libcublasLt.so.13" in str(_native.cublaslt_problem())
@@ -343,7 +343,7 @@ def test_a_missing_library_is_named() -> None:
 
 
 def test_its_arguments_are_named() -> None:
-    product = matmul.configured("forward_bias_gelu_aux", torch.bfloat16, torch.bfloat16)
+    product = products.configured("forward_bias_gelu_aux", torch.bfloat16, torch.bfloat16)
     assert product.arguments == ("a", "b", "out", "bias", "aux")
     assert repr(product) == "<CudaMatmul matmul_forward_bias_gelu_aux, bfloat16, epilogue gelu_aux_bias>"
 
@@ -362,15 +362,15 @@ def test_wrong_configurations(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=f"product 'p': {message}"):
         _native.CudaMatmul("p", "bfloat16", **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="products are in bfloat16, float16, float32, got float64"):
-        matmul.configured("forward", torch.float64, torch.float64)
+        products.configured("forward", torch.float64, torch.float64)
 
 
 def wrong_calls() -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
     x, w, out = values(ROWS, IN), values(OUT, IN), torch.empty(ROWS, OUT)
-    forward = matmul.configured("forward", torch.float32, torch.float32)
-    bias = matmul.configured("forward_bias", torch.float32, torch.float32)
-    add = matmul.configured("forward_add", torch.float32, torch.float32)
-    onto = matmul.configured("wgrad_onto", torch.float32, torch.float32)
+    forward = products.configured("forward", torch.float32, torch.float32)
+    bias = products.configured("forward_bias", torch.float32, torch.float32)
+    add = products.configured("forward_add", torch.float32, torch.float32)
+    onto = products.configured("wgrad_onto", torch.float32, torch.float32)
     return {
         "few": (lambda: forward((x, w)), ValueError, "takes 3 tensors, got 2"),
         "no tuple": (lambda: forward(x), TypeError, "takes one tuple of tensors, got Tensor"),
@@ -405,7 +405,7 @@ def test_wrong_calls_raise_before_anything_runs(library: FakeCublasLt, name: str
 def test_without_a_gpu_tensors_are_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="tensor 0 must be on a CUDA device"):
-            matmul.multiply("forward", tensor(2, 8, dtype=torch.float32).detach(), values(8, 8))
+            products.multiply("forward", tensor(2, 8, dtype=torch.float32).detach(), values(8, 8))
 
 
 @needs_compiler
@@ -465,7 +465,7 @@ def test_the_declarations_are_the_librarys(tmp_path: Path) -> None:
         """
         + "\n".join(checks)
     )
-    ours = Path(__file__).parents[2] / "csrc"
+    ours = Path(__file__).parents[3] / "csrc"
     includes = [f"-I{f}" for f in (*folders, ours)]
     done = subprocess.run(
         [str(CXX), "-std=c++17", "-fsyntax-only", *includes, str(source)], capture_output=True, text=True
