@@ -263,11 +263,31 @@ def test_one_row_for_each_product_of_a_library():
 
 @pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p.name)
 def test_one_file_for_each_provider_of_attention(provider: Provider):
-    """It holds that provider alone, and knows neither the others nor the list of all."""
+    """It holds that provider alone, under its name, and knows neither the others nor the list of all."""
     path = Path(inspect.getfile(type(provider)))
+    assert path.parent == PACKAGE / "kernels" / "attention" / "providers"
+    assert provider.name in (path.stem, f"cuda_{path.stem}")
     assert classes(path) == [type(provider).__name__]
     others = {type(p).__module__ for p in PROVIDERS if p is not provider} | {"te_fuser.kernels.attention"}
     assert sorted(others & {name for name, _ in imports(path)}) == []
+
+
+# Room of kernels/ -> what it may know of the others.
+ATTENTION = "te_fuser.kernels.attention"
+ROOMS = {
+    "attention": {f"{ATTENTION}.providers"},  # its list of all
+    "attention/providers": {ATTENTION, "te_fuser.kernels.packages"},
+    "packages": {f"{ATTENTION}.views"},
+    "cublaslt": {"te_fuser.kernels.trials"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_kernels_know_little_of_each_other(room):
+    allowed = {f"te_fuser.kernels.{room.replace('/', '.')}", *ROOMS[room]}
+    for path in (PACKAGE / "kernels" / room).glob("*.py"):
+        known = [name for name, _ in imports(path) if name.startswith("te_fuser.kernels.")]
+        assert not [n for n in known if not any(f"{n}.".startswith(f"{a}.") for a in allowed)], path
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda p: str(p.relative_to(TESTS)))

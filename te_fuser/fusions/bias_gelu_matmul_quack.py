@@ -16,8 +16,8 @@ from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quack
 from te_fuser.fusions.matmul_main_grad import put_weight_gradient
 from te_fuser.fusions.registry import fusion
-from te_fuser.kernels import quack_matmul
 from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul

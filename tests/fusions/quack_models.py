@@ -18,12 +18,12 @@ from te_fuser.fuser.step import Step
 from te_fuser.fusions.cublaslt import why_no_backward
 from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
 from te_fuser.fusions.registry import Fusion
-from te_fuser.kernels import quack_matmul
 from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops import GELU, LayerNorm, Linear, RMSNorm, SwiGLU
 from te_fuser.ops.base import FusableOperation
 from tests.fusions.products import autocast_on_cuda, free, plan, reasons
-from tests.kernels import fake_quack
+from tests.kernels.packages import fake_quack
 from tests.twins import assert_same_gradients, sequential, tensor
 
 ALONE, AUX, BACKWARD = "matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack"

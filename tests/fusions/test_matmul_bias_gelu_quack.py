@@ -12,7 +12,7 @@ from te_fuser import fusions, ops
 from te_fuser.fusions import cublaslt
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
-from te_fuser.kernels import quack_matmul
+from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops.base import Spec
 from tests.fusions.products import covered, gelu_mlp, plan, reasons
 from tests.fusions.quack_models import (
@@ -27,7 +27,7 @@ from tests.fusions.quack_models import (
     small_mlps,
     unreadable,
 )
-from tests.kernels import fake_quack
+from tests.kernels.packages import fake_quack
 from tests.twins import assert_as_meant
 
 CUBLASLT = "matmul_bias_gelu_aux"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention_conditions import NO_DROPOUT, SEVERAL_POSITIONS, runs_on, takes
-from te_fuser.kernels.attention_provider import Provider, Saved, Speed
-from te_fuser.kernels.attention_views import Call, Gradients, Views
+from te_fuser.kernels.attention.conditions import NO_DROPOUT, SEVERAL_POSITIONS, runs_on, takes
+from te_fuser.kernels.attention.provider import Provider, Saved, Speed
+from te_fuser.kernels.attention.views import Call, Gradients, Views
 
 
 class CpuFlash(Provider):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
-from te_fuser.kernels.attention_provider import Saved
-from te_fuser.kernels.attention_views import Call, Gradients
+from te_fuser.kernels.attention.cudnn_base import CudnnProvider
+from te_fuser.kernels.attention.provider import Saved
+from te_fuser.kernels.attention.views import Call, Gradients
 
 
 class CudaCudnn(CudnnProvider):

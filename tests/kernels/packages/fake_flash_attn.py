@@ -9,8 +9,8 @@ import types
 
 import torch
 
-from te_fuser.kernels import flash_attn_4
-from tests.kernels import fake_packages
+from te_fuser.kernels.packages import flash_attn_4
+from tests.kernels.packages import fake_packages
 
 VERSION = "4.0.0b36"
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from te_fuser.codegen.progress import Progress
-from te_fuser.kernels.attention_views import Form, lying
-from te_fuser.kernels.optional_packages import give_context, refuse_capture, version_of, why_missing
+from te_fuser.kernels.attention.views import Form, lying
+from te_fuser.kernels.packages.optional import give_context, refuse_capture, version_of, why_missing
 
 PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = "1.32"

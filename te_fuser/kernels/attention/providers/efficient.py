@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention_conditions import (
+from te_fuser.kernels.attention.conditions import (
     DROPS_SOME,
     IN_GRID,
     capability,
@@ -14,9 +14,9 @@ from te_fuser.kernels.attention_conditions import (
     switched_on,
     takes,
 )
-from te_fuser.kernels.attention_cuda import CudaProvider
-from te_fuser.kernels.attention_provider import Saved, Speed
-from te_fuser.kernels.attention_views import Call, Gradients
+from te_fuser.kernels.attention.cuda import CudaProvider
+from te_fuser.kernels.attention.provider import Saved, Speed
+from te_fuser.kernels.attention.views import Call, Gradients
 
 
 class CudaEfficient(CudaProvider):

@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.kernels.attention import AttentionProblem
 from te_fuser.ops.base import Spec
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.cases import (
     BY_NAME,
     LAYOUTS,
     MASKS,

@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-from te_fuser.kernels import flash_attn_4
+from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.dot_product_attention import DotProductAttention
-from tests.kernels import fake_flash_attn
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.cases import (
     BY_NAME,
     LAYOUTS,
     PACKINGS,
@@ -21,6 +20,7 @@ from tests.kernels.attention_cases import (
     problem,
     strided,
 )
+from tests.kernels.packages import fake_flash_attn
 
 PROVIDER = BY_NAME["cuda_flash_attn_4"]
 

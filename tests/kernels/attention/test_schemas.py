@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from te_fuser.kernels.attention import PROVIDERS
-from te_fuser.kernels.attention_schemas import fits, schema_problem
-from tests.kernels.attention_cases import CPU, H200
+from te_fuser.kernels.attention.schemas import fits, schema_problem
+from tests.kernels.attention.cases import CPU, H200
 
 
 def test_schemas_are_compared():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
 
 PACKAGE = "flash-attn-4"
 _OLDEST = "4.0.0b36"

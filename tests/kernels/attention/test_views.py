@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from te_fuser.kernels.attention_views import Views, has_one_stride
-from tests.kernels.attention_cases import CPU, LAYOUTS, PACKINGS, assert_matches, boolean_mask, by_provider, make
+from te_fuser.kernels.attention.views import Views, has_one_stride
+from tests.kernels.attention.cases import CPU, LAYOUTS, PACKINGS, assert_matches, boolean_mask, by_provider, make
 
 
 def test_heads_are_read_where_they_lie():

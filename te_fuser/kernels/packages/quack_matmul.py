@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
 
 PACKAGE = "quack-kernels"
 MULTIPLE = 8  # of elements in a row: what its loads and stores need
 _OLDEST = "0.6.5"
-_INTERFACE, _CONFIG, _EPILOGUES = "quack.gemm_interface", "quack.gemm_config", "te_fuser.kernels.quack_epilogues"
-_GATED_EPILOGUES = "te_fuser.kernels.quack_gated_epilogues"
+_INTERFACE, _CONFIG = "quack.gemm_interface", "quack.gemm_config"
+_EPILOGUES = "te_fuser.kernels.packages.quack_epilogues"
+_GATED_EPILOGUES = "te_fuser.kernels.packages.quack_gated_epilogues"
 _ACTIVATION = "gelu_tanh_approx"
 # What plans have of it.
 _FUSIONS = "'matmul_bias_gelu_quack', 'matmul_bias_gelu_quack_aux', 'bias_gelu_matmul_quack', 'swiglu_matmul_quack'"

@@ -12,10 +12,10 @@ import types
 import pytest
 import torch
 
-from te_fuser.kernels import optional_packages
-from te_fuser.kernels.optional_packages import FirstRuns, version_of, why_changed, why_missing, why_unusable
-from tests.kernels import fake_packages
-from tests.kernels.attention_cases import in_threads
+from te_fuser.kernels.packages import optional as optional_packages
+from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from tests.kernels.attention.cases import in_threads
+from tests.kernels.packages import fake_packages
 
 
 def test_importing_the_package_imports_none_of_them():

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from te_fuser.kernels import optional_packages
+from te_fuser.kernels.packages import optional as optional_packages
 
 
 def in_place(patch, module, modules, version):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from te_fuser.kernels.attention_conditions import (
+from te_fuser.kernels.attention.conditions import (
     DROPS_SOME,
     IN_GRID,
     Condition,
@@ -17,9 +17,9 @@ from te_fuser.kernels.attention_conditions import (
     switched_on,
     takes,
 )
-from te_fuser.kernels.attention_cuda import CudaProvider
-from te_fuser.kernels.attention_provider import Saved, Speed
-from te_fuser.kernels.attention_views import Call
+from te_fuser.kernels.attention.cuda import CudaProvider
+from te_fuser.kernels.attention.provider import Saved, Speed
+from te_fuser.kernels.attention.views import Call
 
 
 class CudnnProvider(CudaProvider):

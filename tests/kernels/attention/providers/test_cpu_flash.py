@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from te_fuser.kernels.attention import AttentionProblem
 from te_fuser.ops.base import OpCall, Spec
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.cases import (
     CPU,
     LAYOUTS,
     MASKS,

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 import torch
 
-from te_fuser.kernels import cudnn_frontend
-from te_fuser.kernels.attention_conditions import NO_MASK, ONE_STRIDE, capability
-from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
-from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_views import output_form, packed_forms
-from te_fuser.kernels.cudnn_frontend import AttentionBackward, BackwardGraph
+from te_fuser.kernels.attention.conditions import NO_MASK, ONE_STRIDE, capability
+from te_fuser.kernels.attention.cudnn_base import CudnnProvider
+from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.views import output_form, packed_forms
+from te_fuser.kernels.packages import cudnn_frontend
+from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 _GRAPHS_KEPT = 512

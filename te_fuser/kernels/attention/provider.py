@@ -1,6 +1,6 @@
 """What every provider of attention is: what it can do, how fast, and how it is called below autograd.
 
-Letters of shapes are those of `attention_views.py`.
+Letters of shapes are those of `views.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 
 from te_fuser.formula.random import RandomStream
-from te_fuser.kernels.attention_conditions import Condition
-from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_schemas import operator_of, schema_problem
-from te_fuser.kernels.attention_views import Call, Gradients, Views
+from te_fuser.kernels.attention.conditions import Condition
+from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.schemas import operator_of, schema_problem
+from te_fuser.kernels.attention.views import Call, Gradients, Views
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.attention_cases import BY_NAME, problem
+from tests.kernels.attention.cases import BY_NAME, problem
 
 
 @pytest.mark.parametrize(

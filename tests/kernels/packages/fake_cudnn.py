@@ -9,8 +9,9 @@ import types
 
 import torch
 
-from te_fuser.kernels import attention_cudnn_frontend, cudnn_frontend
-from tests.kernels import fake_packages
+from te_fuser.kernels.attention.providers import cudnn_frontend as attention_cudnn_frontend
+from te_fuser.kernels.packages import cudnn_frontend
+from tests.kernels.packages import fake_packages
 
 NAMES = ("BFLOAT16", "HALF", "FLOAT", "DOUBLE", "INT64")
 DTYPES = dict(zip(NAMES, (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64), strict=True))

@@ -13,8 +13,8 @@ import types
 
 import torch
 
-from te_fuser.kernels import quack_matmul
-from tests.kernels import fake_packages
+from te_fuser.kernels.packages import quack_matmul
+from tests.kernels.packages import fake_packages
 
 VERSION = "0.6.5"
 MULTIPLE = 8  # elements of bfloat16 in 16 bytes

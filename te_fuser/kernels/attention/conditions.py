@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_views import has_one_stride, lead
+from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.views import has_one_stride, lead
 
 Condition = Callable[[AttentionProblem], str | None]
 

@@ -10,13 +10,12 @@ import threading
 import pytest
 import torch
 
-from te_fuser.kernels import cudnn_frontend
 from te_fuser.kernels.attention import AttentionProblem
-from te_fuser.kernels.attention_cudnn_frontend import _graph
+from te_fuser.kernels.attention.providers.cudnn_frontend import _graph
+from te_fuser.kernels.packages import cudnn_frontend
 from te_fuser.ops.base import Spec
 from te_fuser.ops.dot_product_attention import DotProductAttention
-from tests.kernels import fake_cudnn
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.cases import (
     BY_NAME,
     LAYOUTS,
     PACKINGS,
@@ -28,6 +27,7 @@ from tests.kernels.attention_cases import (
     problem,
     strided,
 )
+from tests.kernels.packages import fake_cudnn
 from tests.kernels.played import Played
 
 PROVIDER = BY_NAME["cuda_cudnn_frontend"]
@@ -231,7 +231,8 @@ def test_threads_run_one_after_the_other(front_end):
 
 _AT_EXIT = """
 import sys
-from te_fuser.kernels import attention_cudnn_frontend, cudnn_frontend
+from te_fuser.kernels.attention.providers import cudnn_frontend as attention_cudnn_frontend
+from te_fuser.kernels.packages import cudnn_frontend
 from te_fuser.ops.dot_product_attention import DotProductAttention
 import torch
 

@@ -8,9 +8,9 @@ import itertools
 import pytest
 import torch
 
-from te_fuser.kernels import quack_matmul
-from tests.kernels import fake_quack
-from tests.kernels.fake_quack import gelu, swiglu
+from te_fuser.kernels.packages import quack_matmul
+from tests.kernels.packages import fake_quack
+from tests.kernels.packages.fake_quack import gelu, swiglu
 from tests.twins import tensor
 
 CONFIG, EPILOGUES, INTERFACE = quack_matmul._CONFIG, quack_matmul._EPILOGUES, quack_matmul._INTERFACE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention_provider import Provider, Saved
-from te_fuser.kernels.attention_views import Views
+from te_fuser.kernels.attention.provider import Provider, Saved
+from te_fuser.kernels.attention.views import Views
 from te_fuser.ops.dot_product_attention import hidden_positions
 
 _ALIGNMENT = 16  # bytes: what the CUDA kernels load at a time

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from te_fuser.kernels import flash_attn_4
-from te_fuser.kernels.attention_conditions import (
+from te_fuser.kernels.attention.conditions import (
     IN_GRID,
     NO_DROPOUT,
     NO_MASK,
@@ -18,11 +17,12 @@ from te_fuser.kernels.attention_conditions import (
     switched_on,
     takes,
 )
-from te_fuser.kernels.attention_cuda import CudaProvider
-from te_fuser.kernels.attention_cudnn_forward import CudnnProvider
-from te_fuser.kernels.attention_problem import AttentionProblem
-from te_fuser.kernels.attention_provider import Saved
-from te_fuser.kernels.attention_views import Call, Views
+from te_fuser.kernels.attention.cuda import CudaProvider
+from te_fuser.kernels.attention.cudnn_base import CudnnProvider
+from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.provider import Saved
+from te_fuser.kernels.attention.views import Call, Views
+from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 
