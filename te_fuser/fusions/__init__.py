@@ -4,6 +4,7 @@ from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import (
     STRETCH,
+    Details,
     Fusion,
     active,
     disabled,
@@ -34,6 +35,7 @@ __all__ = [
     "STRETCH",
     "Body",
     "Cost",
+    "Details",
     "Fusion",
     "FusionCall",
     "Match",

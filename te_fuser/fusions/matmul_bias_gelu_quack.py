@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.fusions.cublaslt import cost_of, why_no_backward, why_no_bias, why_no_gelu
 from te_fuser.fusions.match import Cost, Match
-from te_fuser.fusions.registry import fusion
+from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels.packages import quack_matmul as products
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.gelu import GELU
@@ -70,7 +70,7 @@ _SHARE = 1.03
 
 @fusion(
     forward=[MatMul, Bias, GELU],
-    takes=("input", "0.weight", "1.bias"),
+    details=Details(takes=("input", "0.weight", "1.bias")),
     when=lambda m: why_no_backward(m) or why_no_quack(m, 0, 2, 1) or True,
     cost=lambda m: cost_of_product(m, "forward_bias_gelu", _SHARE),
 )
@@ -81,8 +81,7 @@ def matmul_bias_gelu_quack(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @fusion(
     forward=[MatMul, Bias, GELU],
-    takes=("input", "0.weight", "1.bias"),
-    gives=("output", "1.output"),
+    details=Details(takes=("input", "0.weight", "1.bias"), gives=("output", "1.output")),
     emits=("1.output",),
     when=lambda m: why_no_quack(m, 0, 2, 1) or True,
     cost=lambda m: cost_of_product(m, "forward_bias_gelu_aux", _SHARE),

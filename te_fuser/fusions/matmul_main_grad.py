@@ -6,7 +6,7 @@ import torch
 
 from te_fuser.fusions.cublaslt import cost_of, why_no_product
 from te_fuser.fusions.match import Match
-from te_fuser.fusions.registry import fusion
+from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
@@ -28,9 +28,11 @@ def _why_not(m: Match) -> bool | str:
 
 @fusion(
     backward=[MatMul],
-    gradients=(
-        Gradient(("input",), ("0.weight",), "input_gradient"),
-        Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient"),
+    details=Details(
+        gradients=(
+            Gradient(("input",), ("0.weight",), "input_gradient"),
+            Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient"),
+        )
     ),
     when=_why_not,
     cost=lambda m: (cost_of(m, "dgrad"), cost_of(m, "wgrad_onto")),

@@ -12,6 +12,7 @@ from torch import nn
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser import fuser as fuser_module
+from te_fuser.fusions import Details
 from te_fuser.kernels.attention import problem
 from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES
 from tests.fuser.models import mlp, our_mlp
@@ -176,9 +177,9 @@ class Chosen(ops.ReLU):
 
 
 def test_a_plan_follows_the_state_that_an_op_names():
-    entry = fusions.fusion(forward=[Chosen], name="chosen", when=lambda m: Chosen.on, registered=False)(
-        lambda m, x: x.relu()
-    )
+    entry = fusions.fusion(
+        forward=[Chosen], name="chosen", when=lambda m: Chosen.on, details=Details(registered=False)
+    )(lambda m, x: x.relu())
     model = sequential(ops.Linear(8, 8), Chosen())
     fuser = te_fuser.Fuser(list(model), kernels="reference")
     with fusions.only(entry), torch.no_grad():

@@ -18,7 +18,7 @@ from te_fuser.codegen import compiler, nvrtc
 from te_fuser.fuser import fuser, kernels
 from te_fuser.fuser.kernels import missing_notes, obstacle, target_for
 from te_fuser.fuser.loading import draw_seed
-from te_fuser.fusions import fusion
+from te_fuser.fusions import Details, fusion
 from te_fuser.fusions.match import Match
 from te_fuser.kernels.cublaslt import products
 
@@ -125,7 +125,11 @@ def test_a_fusion_is_asked_for_its_kernels_in_each_direction() -> None:
         yield Kernel("shared")
         yield Kernel(direction)
 
-    @fusion(joint=[ops.Bias, ops.SiLU], forward_ops=1, reads=("-1.input",), registered=False, compiles=compiles)
+    @fusion(
+        joint=[ops.Bias, ops.SiLU],
+        details=Details(forward_ops=1, registered=False, compiles=compiles),
+        reads=("-1.input",),
+    )
     class both:
         @staticmethod
         def forward(m: object, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.plan import Plan
-from te_fuser.fusions import Body, Cost, Match, fusion
+from te_fuser.fusions import Body, Cost, Details, Match, fusion
 from te_fuser.ops.base import Gradient, Spec
 from tests.fusions.products import plan
 from tests.twins import assert_as_meant, sequential, tensor
@@ -25,10 +25,12 @@ def chosen(answer: Any) -> fusions.Fusion:
 
     @fusion(
         backward=[ops.MatMul],
-        gradients=[Gradient(("input",), ("0.weight",), "dx"), Gradient(("0.weight",), ("input",), "dw")],
-        choose=lambda m, method: answer(product) if method == "dx" else None,  # type: ignore[arg-type, return-value]
+        details=Details(
+            gradients=[Gradient(("input",), ("0.weight",), "dx"), Gradient(("0.weight",), ("input",), "dw")],
+            choose=lambda m, method: answer(product) if method == "dx" else None,
+            registered=False,
+        ),  # type: ignore[arg-type, return-value]
         cost=lambda m: Cost(seconds=1e-9),
-        registered=False,
     )
     class mine:
         @staticmethod

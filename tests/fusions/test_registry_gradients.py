@@ -7,8 +7,9 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost, fusion
+from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.ops.base import Gradient
+from tests.fusions.declared import declared
 from tests.fusions.products import covered, reasons
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -35,7 +36,7 @@ def apart(**changes: object) -> fusions.Fusion:
         "name": "apart",
         "registered": False,
     }
-    return fusion(**{**options, **changes})(_Bodies)  # type: ignore[arg-type]
+    return declared(**{**options, **changes})(_Bodies)
 
 
 def test_nodes_run_apart_and_are_right() -> None:
@@ -84,4 +85,4 @@ def test_declarations_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="a forward fusion has no gradients; that is for backward"):
         apart(backward=None, forward=[ops.MatMul])
     with pytest.raises(ValueError, match="choose gives a plain function of tensors: name its arguments"):
-        fusion(forward=[ops.MatMul], choose=lambda m, method: None)(lambda m, x: x)  # type: ignore[arg-type, return-value]
+        fusion(forward=[ops.MatMul], details=Details(choose=lambda m, method: None))(lambda m, x: x)  # type: ignore[arg-type, return-value]

@@ -13,7 +13,7 @@ import torch
 import te_fuser
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser import tune as tuning
-from te_fuser.fusions import cublaslt, fusion
+from te_fuser.fusions import Details, cublaslt, fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as module
@@ -275,7 +275,12 @@ def test_an_example_is_the_very_problem(kind: str, dtype: torch.dtype) -> None:
 def by_the_library() -> Iterator[None]:
     """A plan on the CPU whose products are the fake library's."""
 
-    @fusion(forward=[ops.MatMul], name="by_the_library", takes=("input", "0.weight"), cost=lambda m: Cost(seconds=1e-9))
+    @fusion(
+        forward=[ops.MatMul],
+        name="by_the_library",
+        details=Details(takes=("input", "0.weight")),
+        cost=lambda m: Cost(seconds=1e-9),
+    )
     def by_the_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         X.copy_(x)
         W.copy_(weight)
@@ -307,7 +312,10 @@ def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.Monk
     """A model without products of the library is run as often as ever, and nothing of it is tried."""
     runs: list[int] = []
 
-    @fusion(forward=[ops.MatMul], takes=("input", "0.weight"), registered=False)
+    @fusion(
+        forward=[ops.MatMul],
+        details=Details(takes=("input", "0.weight"), registered=False),
+    )
     def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         runs.append(1)
         return x @ weight.T
@@ -326,7 +334,12 @@ def test_what_ran_before_in_the_process_changes_nothing(monkeypatch: pytest.Monk
 def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it computes does not say how far apart right results may be."""
 
-    @fusion(forward=[ops.MatMul], name="by_the_library", takes=("input", "0.weight"), cost=lambda m: Cost(seconds=1e-9))
+    @fusion(
+        forward=[ops.MatMul],
+        name="by_the_library",
+        details=Details(takes=("input", "0.weight")),
+        cost=lambda m: Cost(seconds=1e-9),
+    )
     def by_the_library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         X.copy_(x)
         W.copy_(weight)
@@ -350,10 +363,10 @@ def test_a_wrong_algorithm_is_refused(library: FakeCublasLt, monkeypatch: pytest
 def test_explain_names_the_algorithm(library: FakeCublasLt) -> None:
     @fusion(
         forward=[ops.MatMul],
-        takes=("input", "0.weight"),
+        details=Details(
+            takes=("input", "0.weight"), choose=lambda m, method: cublaslt.body_of(m, "forward"), registered=False
+        ),
         cost=lambda m: Cost(seconds=1e-9),
-        choose=lambda m, method: cublaslt.body_of(m, "forward"),
-        registered=False,
     )
     def chosen(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
