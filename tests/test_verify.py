@@ -290,7 +290,7 @@ class Centred(ops.RowOp):
 
 
 def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
-    @fusion(forward=[Centred], when=lambda m: m[0].op.sign == "plus" or "minus", registered=False)
+    @fusion(forward=[Centred], when=lambda m: m[0].op.sign == "plus" or "minus", details=Details(registered=False))
     def right(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x - m[0].offset
 
@@ -303,7 +303,7 @@ def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
 def test_an_op_without_an_example_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Centred, "example")
 
-    @fusion(forward=[Centred], registered=False)
+    @fusion(forward=[Centred], details=Details(registered=False))
     def centred(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x - m[0].offset
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.fusions.library import Library, register_library
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import check
@@ -55,13 +56,13 @@ def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
     if m.device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {m.device.type}"
     if m.dtype not in products.DTYPES:
-        return f"cuBLASLt's products are in bfloat16, float16 and float32, and this one is in {_name(m.dtype)}"
+        return f"cuBLASLt's products are in bfloat16, float16 and float32, and this one is in {text_of(m.dtype)}"
     if m.kernels == "torch":
         return "this plan is one of PyTorch's operations alone"
     if kind.startswith("wgrad") and (kind == "wgrad_onto") != m[at].op.accumulate_into_main_grad:
         return "the weight's gradient goes to its main_grad"
     if m[at].dtype_of("weight") != m.dtype:
-        return f"input and weight differ in dtype, {_name(m.dtype)} and {_name(m[at].dtype_of('weight'))}"
+        return f"input and weight differ in dtype, {text_of(m.dtype)} and {text_of(m[at].dtype_of('weight'))}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return None
     return products.refusal(kind, m.dtype, *_sizes(m, kind, at), m.device)
@@ -112,10 +113,6 @@ def _sizes(m: Match, kind: str, at: int) -> tuple[int, int, int]:
     """Rows, columns, and what is summed over."""
     op = cast(MatMul, m[at].op)
     return products.product_sizes(kind, m.x.rows, op.in_features, op.out_features)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # --------------------------------------------------------------------------------- what it costs, what runs

@@ -7,6 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
+from te_fuser.fuser.refs import RECOMPUTED
 from te_fuser.fusions import cublaslt, cublaslt_masks, cublaslt_sums
 from te_fuser.kernels.cublaslt.products import configured
 from tests.fusions.products import autocast_on_cuda, covered, plan, reasons
@@ -34,7 +35,7 @@ def test_a_weight_gradient_waits_for_what_is_computed_again() -> None:
     p = plan(ops.LayerNorm(4096), ops.MatMul(4096, 4096), ops.SiLU(), memory="lean")
     names = [s.name for s in p.backward]
     assert names == ["silu_bwd", "matmul_backward", "layer_norm_bwd", "matmul_backward"]
-    assert dict(p.backward[-1].inputs)["input"][0] == "recomputed"
+    assert dict(p.backward[-1].inputs)["input"].kind is RECOMPUTED
 
 
 @pytest.mark.parametrize(

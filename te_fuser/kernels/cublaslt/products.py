@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from te_fuser import _native
+from te_fuser.dtypes import text_of
 from te_fuser.kernels.cublaslt import tuned
 from te_fuser.kernels.cublaslt.tuned import Form, Problem, found_for
 
@@ -107,13 +108,13 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
     options = KINDS[kind]
     for given in (dtype, out_dtype):
         if given not in DTYPES:
-            raise TypeError(f"cuBLASLt's products are in {', '.join(map(_name, DTYPES))}, got {_name(given)}")
+            raise TypeError(f"cuBLASLt's products are in {', '.join(map(text_of, DTYPES))}, got {text_of(given)}")
     empty, form = functools.partial(_write_empty, kind), Form(kind, dtype, out_dtype)
     kept = functools.partial(tuned.algorithm_of, form), functools.partial(tuned.drop, form)
     in_use[form] = _native.CudaMatmul(
         f"matmul_{kind}",
-        _name(dtype),
-        out_dtype=_name(out_dtype),
+        text_of(dtype),
+        out_dtype=text_of(out_dtype),
         on_empty=empty,
         tuned=kept,
         **options,  # type: ignore[arg-type]
@@ -130,10 +131,6 @@ def algorithms_of(form: Form, sizes: tuple[int, int, int]) -> str:
     met = [Problem(*p) for p in known if p[1:4] == sizes]
     found = {str(f) for p in met if (f := found_for(form, p)) is not None}
     return ", ".join(sorted(found)) or ("first heuristic" if met else "")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _write_empty(kind: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
