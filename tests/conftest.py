@@ -11,7 +11,7 @@ from te_fuser.codegen.compiler import TARGET_FLAGS
 from te_fuser.config import config
 from te_fuser.fuser import fuser, tuned
 from te_fuser.fuser.device import DEVICES, cpu_device
-from te_fuser.kernels import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 
 # Test processes share the cores, and two pools on one core wait for each other.

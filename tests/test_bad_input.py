@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.formula import row_sum, split
+from te_fuser.fusions import Details
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
@@ -524,7 +525,10 @@ def test_a_fusion_that_gives_another_shape_than_its_ops():
         return (x @ weight.t())[:, :4]
 
     declared = te_fuser.fusion(
-        forward=[ops.MatMul], name="lie", takes=("input", "0.weight"), cost=lambda m: fusions.Cost(seconds=0.0)
+        forward=[ops.MatMul],
+        name="lie",
+        details=Details(takes=("input", "0.weight")),
+        cost=lambda m: fusions.Cost(seconds=0.0),
     )
     try:
         declared(lie)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -70,6 +71,7 @@ ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.tensor_function",
+    "te_fuser.fusions.library",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
     "te_fuser.fusions.registry",
@@ -230,16 +232,20 @@ def test_every_op_is_exported():
     assert missing == []
 
 
+FUSIONS = [fusions.get(n) for n in fusions.names() if n != fusions.STRETCH]
+ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
-    p for p in sorted((PACKAGE / "fusions").glob("*.py")) if p.stem not in ("__init__", "match", "pattern", "registry")
+    p
+    for p in sorted((PACKAGE / "fusions").glob("*.py"))
+    if p.stem not in ("__init__", "library", "match", "pattern", "registry") and p not in ROW_FILES
 ]
 
 
 @pytest.mark.parametrize("path", FUSION_FILES, ids=lambda p: p.stem)
 def test_one_file_for_each_fusion(path):
     """It registers what its name says, by the public decorator, and has a test of its name."""
-    entries = [fusions.get(n) for n in fusions.names() if n != fusions.STRETCH]
-    mine = [f for f in entries if (f.run_forward or f.run_backward).__module__ == module_of(path)]
+    bodies = [(f, f.run_forward or f.run_backward) for f in FUSIONS]
+    mine = [f for f, body in bodies if body is not None and body.__module__ == module_of(path)]
     assert mine, f"{path.stem} registers nothing"
     kinds = {k.__name__.lower() for f in mine for k in f.pattern if isinstance(k, type)}
     assert all(f.name == path.stem or f.name.startswith(f"{path.stem}_") for f in mine) or plain(path.stem) in kinds
@@ -247,13 +253,41 @@ def test_one_file_for_each_fusion(path):
     assert (TESTS / "fusions" / f"test_{path.stem}.py").exists()
 
 
+def test_one_row_for_each_product_of_a_library():
+    """A fusion without a body of its own is a row, and nothing else: no function stands beside it."""
+    rows = [f.name for path in ROW_FILES for f in importlib.import_module(module_of(path)).FUSIONS]
+    assert sorted(rows) == sorted(f.name for f in FUSIONS if f.run_forward is f.run_backward is None)
+    assert len(set(rows)) == len(rows)
+    assert all((TESTS / "fusions" / f"test_{path.stem}.py").exists() for path in ROW_FILES)
+
+
 @pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p.name)
 def test_one_file_for_each_provider_of_attention(provider: Provider):
-    """It holds that provider alone, and knows neither the others nor the list of all."""
+    """It holds that provider alone, under its name, and knows neither the others nor the list of all."""
     path = Path(inspect.getfile(type(provider)))
+    assert path.parent == PACKAGE / "kernels" / "attention" / "providers"
+    assert provider.name in (path.stem, f"cuda_{path.stem}")
     assert classes(path) == [type(provider).__name__]
     others = {type(p).__module__ for p in PROVIDERS if p is not provider} | {"te_fuser.kernels.attention"}
     assert sorted(others & {name for name, _ in imports(path)}) == []
+
+
+# Room of kernels/ -> what it may know of the others.
+ATTENTION = "te_fuser.kernels.attention"
+ROOMS = {
+    "attention": {f"{ATTENTION}.providers"},  # its list of all
+    "attention/providers": {ATTENTION, "te_fuser.kernels.packages"},
+    "packages": {f"{ATTENTION}.views"},
+    "cublaslt": {"te_fuser.kernels.trials"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_kernels_know_little_of_each_other(room):
+    allowed = {f"te_fuser.kernels.{room.replace('/', '.')}", *ROOMS[room]}
+    for path in (PACKAGE / "kernels" / room).glob("*.py"):
+        known = [name for name, _ in imports(path) if name.startswith("te_fuser.kernels.")]
+        assert not [n for n in known if not any(f"{n}.".startswith(f"{a}.") for a in allowed)], path
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda p: str(p.relative_to(TESTS)))

@@ -14,7 +14,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.compare import distance, judge, same_bits
 from te_fuser.formula.random import threshold
-from te_fuser.fusions import Cost, Fusion, OneOf, Optional, Repeat, fusion
+from te_fuser.fusions import Cost, Details, Fusion, OneOf, Optional, Repeat, fusion
 from te_fuser.verify import VerificationError, VerifyReport, models, verify
 from te_fuser.verify.cases import LAYOUTS
 from te_fuser.verify.examples import examples, expand
@@ -37,10 +37,12 @@ def bias_relu_body(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.relu(y)
 
 
-bias_relu = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], name="bias_relu", registered=False)(bias_relu_body)
+bias_relu = fusion(
+    forward=[ops.Bias, ops.ReLU], emits=["0.output"], name="bias_relu", details=Details(registered=False)
+)(bias_relu_body)
 
 
-@fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)
+@fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))
 def bias_relu_backward(m: Any, dy: torch.Tensor) -> Any:
     dx = dy * (m["output"] > 0)
     return dx, {"0.bias": dx.reshape(-1, dx.shape[-1]).sum(0)} if m.needs("0.bias") else {}
@@ -56,7 +58,7 @@ def draws(m: Any) -> bool | str:
     return m[0].op.draws() or "dropout is off"
 
 
-@fusion(joint=[ops.Dropout, ops.SiLU], saves=["kept", "gate"], when=draws, registered=False)
+@fusion(joint=[ops.Dropout, ops.SiLU], saves=["kept", "gate"], when=draws, details=Details(registered=False))
 class dropout_silu:
     @staticmethod
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +163,7 @@ def takes_every_row_as_dense(m: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_wrong_forward_is_found(body: Any, words: str) -> None:
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], registered=False)(body)
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(body)
     report = check(wrong, raise_on_failure=False)
     assert not report.passed
     assert any(re.search(words, str(row)) for row in report.failures), report.failures[:3]
@@ -192,13 +194,13 @@ def forgets_bias_gradient(m: Any, dy: torch.Tensor) -> Any:
     ],
 )
 def test_wrong_backward_is_found(body: Any, words: str) -> None:
-    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)(body)
+    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))(body)
     with pytest.raises(VerificationError, match=words):
         check(wrong)
 
 
 def test_gradients_need_not_repeat_where_no_library_promises_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)
+    @fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))
     def trembling(m: Any, dy: torch.Tensor) -> Any:
         dx = dy * (m["output"] > 0) * (1 + 1.2e-7 * (next(_RUNS) % 2))
         return dx, {"0.bias": dx.reshape(-1, dx.shape[-1]).sum(0)} if m.needs("0.bias") else {}
@@ -225,7 +227,7 @@ def test_attention_on_a_gpu_repeats_its_gradients_only_when_asked() -> None:
 
 
 def test_an_ignored_argument_is_found() -> None:
-    @fusion(forward=[ops.LayerNorm], registered=False)
+    @fusion(forward=[ops.LayerNorm], details=Details(registered=False))
     def plain_layer_norm(m: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(x, x.shape[-1:], m[0].weight, m[0].bias, m[0].eps)
 
@@ -234,7 +236,7 @@ def test_an_ignored_argument_is_found() -> None:
 
 
 def test_a_fusion_that_is_never_taken_says_why() -> None:
-    @fusion(forward=[ops.Bias, ops.ReLU], when=lambda m: "only on Sundays", registered=False)
+    @fusion(forward=[ops.Bias, ops.ReLU], when=lambda m: "only on Sundays", details=Details(registered=False))
     def sunday(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -243,7 +245,7 @@ def test_a_fusion_that_is_never_taken_says_why() -> None:
 
 
 def test_an_expensive_fusion_is_verified_all_the_same() -> None:
-    @fusion(forward=[ops.Bias], cost=lambda m: Cost(seconds=10.0), registered=False)
+    @fusion(forward=[ops.Bias], cost=lambda m: Cost(seconds=10.0), details=Details(registered=False))
     def dear_bias(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x + m[0].bias
 
@@ -258,7 +260,7 @@ def test_ops_can_be_given() -> None:
         def compute(self, x: Any) -> Any:
             return x * 2.0
 
-    @fusion(forward=[Twice], registered=False)
+    @fusion(forward=[Twice], details=Details(registered=False))
     def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x + x
 
@@ -288,7 +290,7 @@ class Centred(ops.RowOp):
 
 
 def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
-    @fusion(forward=[Centred], when=lambda m: m[0].op.sign == "plus" or "minus", registered=False)
+    @fusion(forward=[Centred], when=lambda m: m[0].op.sign == "plus" or "minus", details=Details(registered=False))
     def right(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x - m[0].offset
 
@@ -301,7 +303,7 @@ def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
 def test_an_op_without_an_example_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Centred, "example")
 
-    @fusion(forward=[Centred], registered=False)
+    @fusion(forward=[Centred], details=Details(registered=False))
     def centred(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x - m[0].offset
 
@@ -322,7 +324,7 @@ def test_patterns_are_expanded() -> None:
 
 def test_examples_match_and_fit_together() -> None:
     pattern = [ops.Fork, ops.LayerNorm, ops.MatMul, ops.Add, ops.AdaptiveLayerNorm, ops.DropPath, ops.SwiGLU]
-    entry = fusion(forward=pattern, name="long", registered=False)(lambda m, x: x)
+    entry = fusion(forward=pattern, name="long", details=Details(registered=False))(lambda m, x: x)
     found = list(examples(entry, 16, torch.Generator().manual_seed(0)))
     assert all(list(entry.stops(e.ops, 0)) == [len(pattern)] for e in found)
     changed = {e.label.rpartition(" with ")[2] for e in found if e.changed}
@@ -450,7 +452,7 @@ def test_verified_steps_under_autocast() -> None:
 
 def test_a_wrong_forward_step_is_named() -> None:
     model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], registered=False)(forgets_bias_quietly)
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], details=Details(registered=False))(forgets_bias_quietly)
     free = te_fuser.fusions.only(with_cost(wrong))
     with (
         free,
@@ -462,7 +464,9 @@ def test_a_wrong_forward_step_is_named() -> None:
 
 def test_a_wrong_backward_step_is_named() -> None:
     model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], registered=False)(sums_too_few_rows)
+    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))(
+        sums_too_few_rows
+    )
     with te_fuser.fusions.only(with_cost(wrong)):
         y = model(torch.randn(3, 8))
         with pytest.raises(VerificationError, match="backward step 'sums_too_few_rows'.*gradient of bias"):
@@ -471,7 +475,9 @@ def test_a_wrong_backward_step_is_named() -> None:
 
 def test_a_step_that_overwrites_its_input_is_named() -> None:
     model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], registered=False)(overwrites_its_input)
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(
+        overwrites_its_input
+    )
     with te_fuser.fusions.only(with_cost(wrong)), pytest.raises(VerificationError, match="changed its input"):
         model(torch.randn(3, 8))
 

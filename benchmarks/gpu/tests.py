@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks.common import ROOT, command_parser
 from benchmarks.gpu.contest.measure import Card
 from benchmarks.gpu.record import records
-from te_fuser.kernels import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
 
 LIMIT = 300  # seconds of a part
 SANITIZER = "compute-sanitizer"

@@ -17,7 +17,7 @@ from te_fuser.fuser.problem import Problem
 from te_fuser.fuser.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.step import Step
 from te_fuser.fusions import registry
-from te_fuser.fusions.match import Cost, Match
+from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient, batch_layout
 
@@ -153,7 +153,8 @@ def fusion_task(
 ) -> FusionTask:
     """A direction of a fusion over the ops that it covers, or one node of its backward, where `match` fits."""
     method = direction if gradient is None else gradient.method
-    body = fusion.choose(match, method) if fusion.choose is not None else None
+    answer = fusion.choose(match, method) if fusion.choose is not None else None
+    body = answer if answer is None or isinstance(answer, Body) else Body(answer)
     covered = problem.match(nodes[0].index, nodes[-1].index + 1) if fusion.compiles is not None else None
     return FusionTask(fusion, direction, nodes, needed, gradient, body, covered)
 

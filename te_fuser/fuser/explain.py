@@ -20,8 +20,6 @@ from te_fuser.fuser.measure import Measured
 from te_fuser.fuser.plan import Kept, Plan, Refusal, size_text
 from te_fuser.fuser.refs import RECOMPUTED, SEED, VALUE, Ref
 from te_fuser.fuser.step import Step
-from te_fuser.kernels.matmul import product_sizes, products
-from te_fuser.kernels.tuned_products import Problem, found_for
 
 _WIDTH = 110
 _STEP_WIDTH = 39
@@ -44,7 +42,7 @@ class StepRow:
         keeps: what it makes that is kept for backward.
         again: what it computes again in backward.
         over: which outputs may be stored over which inputs, in the names of the kernel.
-        algorithm: what a product of cuBLASLt runs by; empty for other steps and for a GPU that is not at hand.
+        algorithm: what the body of a fusion says that it runs by; empty where that is not known.
     """
 
     ops: tuple[int, int]
@@ -90,7 +88,7 @@ def _row(plan: Plan, step: Step, measured: float | None, kept: dict[Ref, Kept]) 
         least / taken if limit != "stated" and taken > 0 else None,
         _keeps([kept[r] for r in step.writes() if r in kept]),
         tuple(r.label(plan.graph) for r in step.writes() if r.kind is RECOMPUTED),
-        _algorithm(plan, step),
+        step.task.runs_by(),
         _over(step),
     )
 
@@ -113,21 +111,6 @@ def _what(plan: Plan, step: Step) -> str:
     if step.cost.launches == 0:
         return "no kernel:"
     return "formula" if plan.kernels == "torch" else step.task.what
-
-
-def _algorithm(plan: Plan, step: Step) -> str:
-    """What the product of a step runs by, as far as its problem is known: each one that is planned for is."""
-    body = getattr(step.task, "body", None)
-    made_by = getattr(body, "__self__", None)
-    form = next((form for form, product in products.items() if product is made_by), None)
-    if form is None:
-        return ""
-    node = next(n for n in plan.graph.nodes[step.start : step.stop] if not n.is_row)
-    x, y = plan.graph.values[node.input].spec, plan.graph.values[node.output].spec
-    sizes = product_sizes(form.kind, x.rows, x.features, y.features)
-    met = [Problem(*p) for p in products[form].problems() if p[1:4] == sizes]
-    found = {str(f) for p in met if (f := found_for(form, p)) is not None}
-    return ", ".join(sorted(found)) or ("first heuristic" if met else "")
 
 
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:

@@ -15,7 +15,7 @@ from te_fuser.fuser.graph import Node
 from te_fuser.fuser.op_tasks import emission_made, gradient_made, stream_of
 from te_fuser.fuser.refs import Ref
 from te_fuser.fuser.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
-from te_fuser.fusions.match import FusionCall, Match
+from te_fuser.fusions.match import Body, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient, batch_layout
 
@@ -26,7 +26,7 @@ class FusionTask(Task):
 
     Attributes:
         gradient: which node of a backward fusion whose nodes run apart.
-        body: the plain function of tensors that was chosen to run here; None: what the fusion declares.
+        body: what was chosen to run here; None: what the fusion declares.
         covered: what a fusion that launches kernels written by hand sees of the ops that this direction covers.
     """
 
@@ -37,7 +37,7 @@ class FusionTask(Task):
     nodes: tuple[Node, ...]
     needed: frozenset[str] = frozenset()
     gradient: Gradient | None = None
-    body: Callable[..., Any] | None = None
+    body: Body | None = None
     covered: Match | None = None
 
     @functools.cached_property
@@ -48,7 +48,7 @@ class FusionTask(Task):
 
     @property
     def own_memory(self) -> bool:  # type: ignore[override]
-        return isinstance(getattr(self.body, "__self__", None), _native.CudaMatmul)
+        return self.body is not None and self.body.plain
 
     @property
     def hangs(self) -> bool:  # type: ignore[override]
@@ -62,10 +62,8 @@ class FusionTask(Task):
         fusion, slots = self.fusion, bench.slots
         joint_backward = fusion.direction == "joint" and self.direction == "backward"
         takes, gives = () if joint_backward else fusion.takes, fusion.gives
-        body = self.body or (fusion.run_forward if self.direction == "forward" else fusion.run_backward)
         if self.gradient is not None:
             takes, gives = ("dy", *self.gradient.reads), self.gradient.produces
-            body = self.body or getattr(body, self.gradient.method)
         if not takes:
             return FusionRunner(step, self, slots)
         read, made = dict(step.inputs), {made_name(name): slots[r] for name, r in step.outputs}
@@ -74,9 +72,21 @@ class FusionTask(Task):
             raise ValueError(
                 f"fusion {fusion.name!r} takes {missing[0]!r}, which it has not (there are {sorted(read)})"
             )
-        assert body is not None
         inputs = [slots[read[name]] for name in takes]
-        return _native.FunctionStep(f"fusion {fusion.name}", body, inputs, [made.get(name, -1) for name in gives])
+        return _native.FunctionStep(
+            f"fusion {fusion.name}", self._plain(), inputs, [made.get(name, -1) for name in gives]
+        )
+
+    def runs_by(self) -> str:
+        return self.body.describe() if self.body is not None and self.body.describe is not None else ""
+
+    def _plain(self) -> Callable[..., Any]:
+        """The plain function of tensors that was chosen here, or that the fusion declares."""
+        if self.body is not None:
+            return self.body.function
+        declared = self.fusion.run_forward if self.direction == "forward" else self.fusion.run_backward
+        assert declared is not None
+        return declared if self.gradient is None else getattr(declared, self.gradient.method)  # type: ignore[no-any-return]
 
 
 class FusionRunner:

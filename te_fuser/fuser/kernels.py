@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import dtypes
 from te_fuser.config import config
-from te_fuser.kernels.matmul import problem as cublaslt_problem
+from te_fuser.fusions.library import libraries
 
 _LEAST_CAPABILITY = (8, 0)
 
@@ -26,23 +26,23 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
     why = obstacle(device, dtype)
     if why is None:
         if device.type == "cuda":
-            _check_products(kernels)
+            _check_libraries(device, kernels)
         return "cuda" if device.type == "cuda" else "cpp"
     if kernels == "generated" and dtype != torch.float64:
         raise RuntimeError(f"generated kernels were asked for, but {why}")
     if device.type == "cuda" and dtype in dtypes.GENERATED:
-        _warn_once(why)
+        _warn_once("row operations on the GPU by PyTorch's kernels, one for each operation", why)
     return "torch"
 
 
-def _check_products(kernels: str) -> None:
-    """Warn once where products and their epilogues cannot be cuBLASLt's, or raise where that was demanded."""
-    why = cublaslt_problem()
-    if why is None:
-        return
-    if kernels == "generated":
-        raise RuntimeError(f"cuBLASLt's products were asked for, but {why}")
-    _warn_once_of_products(why)
+def _check_libraries(device: torch.device, kernels: str) -> None:
+    """Warn once where fusions cannot have a library, or raise where it was demanded."""
+    for library in libraries():
+        why = library.problem(device)
+        if why is not None and kernels == "generated":
+            raise RuntimeError(f"{library.kernels} were asked for, but {why}")
+        if why is not None:
+            _warn_once(library.runs_without, why)
 
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
@@ -56,10 +56,10 @@ def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iter
         why = obstacle(device, dtype)
         if why is not None:
             yield f"row kernels are not generated: {why}"
-    if device.type == "cuda":
-        why = cublaslt_problem()
+    for library in libraries():
+        why = library.problem(device)
         if why is not None:
-            yield f"products run by PyTorch, with nothing fused into them: {why}"
+            yield f"{library.note_without}: {why}"
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -103,19 +103,10 @@ def _cuda_obstacle(index: int) -> str | None:
 
 
 @functools.cache
-def _warn_once_of_products(why: str) -> None:
+def _warn_once(what: str, why: str) -> None:
+    """Warn of what runs otherwise than it was to."""
     warnings.warn(
-        f"te_fuser runs matrix products on the GPU by PyTorch, without fusing anything into them, because {why}. "
-        "print(model.explain(x)) shows the plan; fallback='error' makes this an error.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
-
-@functools.cache
-def _warn_once(why: str) -> None:
-    warnings.warn(
-        f"te_fuser runs row operations on the GPU by PyTorch's kernels, one for each operation, because {why}. "
+        f"te_fuser runs {what}, because {why}. "
         "print(model.explain(x)) shows the plan; fallback='error' makes this an error.",
         RuntimeWarning,
         stacklevel=2,

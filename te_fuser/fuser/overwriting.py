@@ -4,7 +4,7 @@ An input qualifies when
 
 - it is large: below LEAST_BYTES a call goes as it always did;
 - no later step of its program reads it, nor any other name of it, and it is no result and not kept;
-- it is memory of our own: a generated kernel, a matrix product of cuBLASLt or a sum of gradients made it, in this
+- it is memory of our own: a generated kernel, a fusion's body that says so or a sum of gradients made it, in this
   program or, for what one segment alone keeps, in forward. What comes from outside (the call's inputs, parameters,
   gradients that autograd hands in) and what other code makes or reads (ops and fusions with functions of their own,
   which may hold a view or read it on another stream) does not;

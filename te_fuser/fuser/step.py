@@ -89,7 +89,7 @@ class Task:
         """The same with other names for what it makes."""
         return self
 
-    def runs_by(self, step: Step, nodes: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+    def runs_by(self) -> str:
         """What a library runs it by, as far as that is known; empty for all others."""
         return ""
 

@@ -2,8 +2,8 @@
 
 A fusion that was not taken is tried, one that was taken is left out: one place after the other, each against the best
 so far in alternating rounds, forward and backward together. Alone a kernel may win and in a model lose: the card's
-power and caches are shared. Then, on a GPU, the schedules of generated kernels and the algorithms of products. Whatever
-is tried must first compute what the plan by prices alone does (`tune_check`).
+power and caches are shared. Then the schedules of generated kernels, on a GPU, and the algorithms of the libraries that
+the model runs. Whatever is tried must first compute what the plan by prices alone does (`tune_check`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from te_fuser.fuser.planner import make_plan
 from te_fuser.fuser.problem import Options, find_matches, match_at
 from te_fuser.fuser.step import KernelFunction
 from te_fuser.fuser.tune_check import Check
-from te_fuser.fuser.tune_products import tune_products
 from te_fuser.fuser.tune_schedules import tune_schedules
-from te_fuser.fuser.tune_trials import Trial, dropped
 from te_fuser.fuser.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
-from te_fuser.kernels.matmul import products
+from te_fuser.fusions.library import Library, libraries
+from te_fuser.kernels.trials import Trial, dropped
 
 _WARM_UP = 3
 _MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, unless memory="fast"
@@ -134,8 +133,8 @@ def tune(
         trials, best = search.trials, search.best
         if best.kernels == "cuda":
             trials += _schedule_trials(best, rounds, search.check)
-        if products:
-            trials += _product_trials(rounds.prepared(best), rounds, search.check)
+        for library in libraries():
+            trials += _library_trials(library, rounds.prepared(best), rounds, search.check)
         result = execute(rounds.prepared(best), x, inputs)
     _keep(graph, fuser, x.device, search.choices, total)
     return TuneReport(tuple(trials), (total,)), result
@@ -210,13 +209,13 @@ def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> list[Trial]:
     return tune_schedules(plan, compare, rounds.effort.margin, reason_not)
 
 
-def _product_trials(prepared: Prepared, rounds: _Rounds, check: Check) -> list[Trial]:
-    """Other algorithms of the model's products."""
+def _library_trials(library: Library, prepared: Prepared, rounds: _Rounds, check: Check) -> list[Trial]:
+    """Other algorithms of what the model runs of a library."""
 
     def reason_not(within: AbstractContextManager[None]) -> str:
         return check.reason(prepared, within)
 
-    return tune_products(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not)
+    return library.tune(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not)
 
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:

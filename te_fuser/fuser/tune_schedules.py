@@ -17,7 +17,7 @@ from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.step import KernelFunction
-from te_fuser.fuser.tune_trials import Trial, concluded
+from te_fuser.kernels.trials import Trial, concluded, seconds_alone
 
 if TYPE_CHECKING:
     from te_fuser.codegen.cuda_loader import GpuKernel
@@ -138,17 +138,4 @@ def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[
     return seconds_alone(lambda: kernel.run.repeat(_LAUNCHES, tensors, *sizes, numbers)) / _LAUNCHES
 
 
-def seconds_alone(work: Callable[[], None]) -> float:
-    """Seconds that work takes on PyTorch's current device, by events; the least of three after one to warm up."""
-    times = []
-    for _ in range(4):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e-3)
-    return min(times[1:])
-
-
-__all__ = ["Compare", "seconds_alone", "tune_schedules"]
+__all__ = ["Compare", "tune_schedules"]

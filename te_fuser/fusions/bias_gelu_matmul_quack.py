@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from te_fuser.fusions.cublaslt import cost_of, why_no_product
 from te_fuser.fusions.match import Cost, FusionCall, Match
-from te_fuser.fusions.matmul import cost_of, why_no_product
 from te_fuser.fusions.matmul_bias_gelu_quack import cost_of_product, why_no_quack
 from te_fuser.fusions.matmul_main_grad import put_weight_gradient
 from te_fuser.fusions.registry import fusion
-from te_fuser.kernels import matmul, quack_matmul
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul
@@ -45,7 +46,7 @@ def weight_gradient(m: FusionCall, at: int, dy: torch.Tensor, x: torch.Tensor) -
     if not m.needs(name):
         return {}
     onto = m[at].op.accumulate_into_main_grad
-    return {name: put_weight_gradient(dy, x, m[name]) if onto else matmul.weight_gradient(dy, x)}
+    return {name: put_weight_gradient(dy, x, m[name]) if onto else products.multiply("wgrad", dy, x)}
 
 
 def _cost(m: Match) -> Cost:

@@ -16,7 +16,7 @@ import torch
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
-from te_fuser.fusions.registry import Fusion, fusion
+from te_fuser.fusions.registry import Details, Fusion, fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
 from te_fuser.ops.bias import Bias
@@ -106,11 +106,13 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         cost=lambda m: _costs(m, provider),
         reads=("-1.input", "output"),
         saves=provider.emits,
-        saved_bytes=saved_bytes,
-        forward_ops=1,
-        compiles=_compiles,
-        sums=("0.bias",) if before else (),
-        registered=registered,
+        details=Details(
+            saved_bytes=saved_bytes,
+            forward_ops=1,
+            compiles=_compiles,
+            sums=("0.bias",) if before else (),
+            registered=registered,
+        ),
     )(Body)
 
 

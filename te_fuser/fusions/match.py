@@ -1,9 +1,12 @@
-"""What a fusion sees: the matched ops while planning (`Match`), their tensors while running (`FusionCall`)."""
+"""What a fusion sees: the matched ops while planning (`Match`), their tensors while running (`FusionCall`).
+
+And what it says of a match: what it costs (`Cost`), and what runs there (`Body`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +52,20 @@ class Cost:
         )
 
 
+@dataclass(frozen=True)
+class Body:
+    """What a fusion chose to run in a match: a plain function of tensors, and what may be known of it.
+
+    Attributes:
+        plain: whether it makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone.
+        describe: says what it runs by, as explain() shows it; nothing while that is not known.
+    """
+
+    function: Callable[..., Any]
+    plain: bool = False
+    describe: Callable[[], str] | None = field(default=None, compare=False)
+
+
 class MatchedOp:
     """One matched op while planning: its attributes, and its parameters as they are bound."""
 
@@ -83,7 +100,7 @@ class Match:
     ops: Sequence[MatchedOp]
     x: Spec
     y: Spec
-    kernels: str = "auto"
+    kernels: str = "torch"
     needs_grad: bool = False
     capability: tuple[int, int] | None = None
 

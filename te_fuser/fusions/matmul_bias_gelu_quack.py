@@ -8,12 +8,10 @@ from typing import cast
 
 import torch
 
+from te_fuser.fusions.cublaslt import cost_of, why_no_backward, why_no_bias, why_no_gelu
 from te_fuser.fusions.match import Cost, Match
-from te_fuser.fusions.matmul import cost_of, why_no_backward
-from te_fuser.fusions.matmul_bias import why_no_bias
-from te_fuser.fusions.matmul_bias_gelu import why_no_gelu
-from te_fuser.fusions.registry import fusion
-from te_fuser.kernels import quack_matmul as products
+from te_fuser.fusions.registry import Details, fusion
+from te_fuser.kernels.packages import quack_matmul as products
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul
@@ -26,11 +24,7 @@ LAUNCHES = 15
 def why_no_quack(m: Match, product: int, gelu: int, bias: int) -> str | None:
     """Why ops `product`, `gelu` and `bias` of a match are none for quack's kernels; None if they are."""
     why = why_no_quack_product(m, product, "its tanh is right to 11 bits, which is enough for bfloat16 alone")
-    if why:
-        return why
-    op = cast(MatMul, m[product].op)
-    why = why_no_gelu(m, gelu, op.out_features if product < gelu else op.in_features) or why_no_bias(m, bias)
-    return why or why_not_here(m, products.unusable)
+    return why or why_no_gelu(m, gelu) or why_no_bias(m, bias) or why_not_here(m, products.unusable)
 
 
 def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | None:
@@ -76,7 +70,7 @@ _SHARE = 1.03
 
 @fusion(
     forward=[MatMul, Bias, GELU],
-    takes=("input", "0.weight", "1.bias"),
+    details=Details(takes=("input", "0.weight", "1.bias")),
     when=lambda m: why_no_backward(m) or why_no_quack(m, 0, 2, 1) or True,
     cost=lambda m: cost_of_product(m, "forward_bias_gelu", _SHARE),
 )
@@ -87,8 +81,7 @@ def matmul_bias_gelu_quack(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 @fusion(
     forward=[MatMul, Bias, GELU],
-    takes=("input", "0.weight", "1.bias"),
-    gives=("output", "1.output"),
+    details=Details(takes=("input", "0.weight", "1.bias"), gives=("output", "1.output")),
     emits=("1.output",),
     when=lambda m: why_no_quack(m, 0, 2, 1) or True,
     cost=lambda m: cost_of_product(m, "forward_bias_gelu_aux", _SHARE),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from te_fuser.fusions.cublaslt import cost_of, why_no_product
 from te_fuser.fusions.match import Match
-from te_fuser.fusions.matmul import cost_of, why_no_product
-from te_fuser.fusions.registry import fusion
-from te_fuser.kernels import matmul as products
+from te_fuser.fusions.registry import Details, fusion
+from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.matmul import MatMul
@@ -28,9 +28,11 @@ def _why_not(m: Match) -> bool | str:
 
 @fusion(
     backward=[MatMul],
-    gradients=(
-        Gradient(("input",), ("0.weight",), "input_gradient"),
-        Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient"),
+    details=Details(
+        gradients=(
+            Gradient(("input",), ("0.weight",), "input_gradient"),
+            Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient"),
+        )
     ),
     when=_why_not,
     cost=lambda m: (cost_of(m, "dgrad"), cost_of(m, "wgrad_onto")),
@@ -41,6 +43,6 @@ class matmul_main_grad:
     @staticmethod
     def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """dx = dy W."""
-        return products.input_gradient(dy, weight)
+        return products.multiply("dgrad", dy, weight)
 
     weight_gradient = staticmethod(put_weight_gradient)

@@ -6,16 +6,18 @@ import contextlib
 import contextvars
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Union
 
 from te_fuser.codegen.written import WrittenKernel
-from te_fuser.fusions.match import Cost, Match
+from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import PatternPart, check, matches, most_ops, render
 from te_fuser.ops.base import Gradient, Place
 
 Condition = Callable[[Match], "bool | str | None"]
+Choose = Callable[[Match, str], "Body | Callable[..., Any]"]
 # Of a joint fusion (forward's, backward's), of one whose nodes run apart one for each node.
 Costs = Union[Cost, tuple[Union[Cost, tuple[Cost, ...]], ...]]  # noqa: UP007 - a type alias at run time
 _ALL = slice(None)
@@ -36,7 +38,8 @@ class Fusion:
             of a joint one they are its forward's.
         gradients: of one whose backward's nodes can run apart: what each produces and reads; its body is a class
             whose static methods are plain functions (dy, *reads) -> produces.
-        choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`.
+        choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`: that
+            alone, or as a `Body` that says more of it.
         compiles: f(match, direction, needed) -> the kernels written by hand that the body launches.
         sums: the gradients whose last addition the body can leave to the program: those go by `m.later`.
     """
@@ -58,19 +61,19 @@ class Fusion:
     forward_ops: slice = field(default_factory=lambda: _ALL)
     backward_ops: slice = field(default_factory=lambda: _ALL)
     gradients: tuple[Gradient, ...] = ()
-    choose: Callable[[Match, str], Callable[..., Any]] | None = None
+    choose: Choose | None = None
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
     sums: tuple[str, ...] = ()
 
     @property
     def has_forward(self) -> bool:
         """Whether it takes part in forward plans."""
-        return self.run_forward is not None
+        return self.direction != "backward"
 
     @property
     def has_backward(self) -> bool:
         """Whether it takes part in backward plans."""
-        return self.run_backward is not None
+        return self.direction != "forward"
 
     def covers(self, direction: str, start: int, stop: int) -> tuple[int, int]:
         """(start, stop) of the ops that a direction covers, where the match is start..stop-1.
@@ -230,6 +233,46 @@ def only(*on: str | Fusion) -> Iterator[None]:
         _only.reset(token)
 
 
+@dataclass(frozen=True)
+class Details:
+    """What a declaration may say beyond the everyday: how its body is called, and what the planner may know of it.
+
+    Attributes:
+        takes: of a fusion that needs nothing but tensors (of a joint one: its forward): their names ("input" or "dy",
+            "0.weight", ...). The body is then called with these tensors instead of (m, x): the shortest way to it.
+        gives: the names of what such a body returns, as a tuple where they are several; "output" (with what a joint
+            one saves) or "input" (dx) alone by default.
+        gradients: of a backward fusion, or of a joint one in place of its method `backward`: the nodes, where they can
+            run apart. It then decorates a class, each node's `method` is a static one f(dy, *reads) -> what it
+            produces, and backward's `cost` may be a Cost for each node. What produces no "input" runs once what it
+            reads is there, so that may be computed again first.
+        choose: f(match, method) -> the plain function to run in a match, or a `Body` that says more of it; `method` is
+            "forward", "backward" or a node's. It is asked while planning, and needs `takes` or `gradients`.
+        saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
+        forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
+            slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
+            those of backward may count from the end: "-1.input".
+        compiles: f(match, direction, needed) -> the CUDA kernels written by hand that the body launches in that
+            direction (see `codegen.written`); they are compiled and loaded beside the plan's generated ones, so that
+            no call waits for them. The match is of the ops that the direction covers; `needed` names gradients.
+        sums: gradients ("0.bias") that such a kernel adds up over all rows. Where no step of the program reads them,
+            `m.later` is something: the body launches by `kernel.leave_sums(m.later, ...)`, gives the tensors as they
+            are, and one launch at the program's end adds up those of all kernels. Where it is None, nothing waits.
+        registered: whether to register it at once; `fusions.only(fusion)` takes one that is not.
+    """
+
+    takes: Sequence[str] = ()
+    gives: Sequence[str] = ()
+    gradients: Sequence[Gradient] = ()
+    choose: Choose | None = None
+    saved_bytes: Callable[[Match], Mapping[str, int]] | None = None
+    forward_ops: int | slice = field(default_factory=lambda: _ALL)
+    backward_ops: int | slice = field(default_factory=lambda: _ALL)
+    compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
+    sums: Sequence[str] = ()
+    registered: bool = True
+
+
 # What a fusion declares -> the directions that have it.
 _DECLARED = {
     "emits": ("forward", "joint"),
@@ -275,6 +318,22 @@ def _part(direction: str, what: str, given: int | slice) -> slice:
     return part
 
 
+def _with_deprecated(details: Details, given: dict[str, Any]) -> Details:
+    """The details with those that were given as keywords of `fusion` itself, as all once were."""
+    known = {f.name for f in fields(Details)}
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise TypeError(f"fusion() got an unexpected keyword argument {unknown!r}")
+    if given:
+        written = ", ".join(f"{name}=..." for name in given)
+        warnings.warn(
+            f"fusion({written}) is deprecated; write fusion(details=te_fuser.fusions.Details({written}))",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return replace(details, **given)
+
+
 def fusion(
     *,
     forward: Sequence[PatternPart] | None = None,
@@ -286,16 +345,8 @@ def fusion(
     emits: Sequence[str] = (),
     reads: Sequence[str] = (),
     saves: Sequence[str] = (),
-    saved_bytes: Callable[[Match], Mapping[str, int]] | None = None,
-    takes: Sequence[str] = (),
-    gives: Sequence[str] = (),
-    gradients: Sequence[Gradient] = (),
-    choose: Callable[[Match, str], Callable[..., Any]] | None = None,
-    compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None,
-    sums: Sequence[str] = (),
-    forward_ops: int | slice = _ALL,
-    backward_ops: int | slice = _ALL,
-    registered: bool = True,
+    details: Details = Details(),  # noqa: B008 - frozen
+    **deprecated: Any,
 ) -> Callable[[Any], Fusion]:
     """Declare a fusion; give exactly one of `forward`, `backward`, `joint`, a pattern in the order of the list.
 
@@ -304,91 +355,79 @@ def fusion(
     joint:    decorates a class with static methods forward(m, x) and backward(m, dy); `saves` names what the first
               hands to the second by m.emit(name, tensor).
 
-    What is asked while planning (`when`, `cost`, `saved_bytes`, `choose`) sees the whole match.
+    What is asked while planning (`when`, `cost`, and of the details `saved_bytes`, `choose`) sees the whole match.
 
     Args:
         when: f(match) -> True, or False, or the reason for a no in words, which explain() shows.
         cost: f(match) -> Cost, or of a joint fusion (forward's, backward's); by default one launch, the bytes that
             enter and leave, and the products' flops.
-        saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
-        takes: of a fusion that needs nothing but tensors (of a joint one: its forward): their names ("input" or "dy",
-            "0.weight", ...). The body is then called with these tensors instead of (m, x): the shortest way to it.
-        gives: the names of what such a body returns, as a tuple where they are several; "output" (with what a joint
-            one saves) or "input" (dx) alone by default.
-        gradients: of a backward fusion, or of a joint one in place of its method `backward`: the nodes, where they can
-            run apart. It then decorates a class, each node's `method` is a static one f(dy, *reads) -> what it
-            produces, and backward's `cost` may be a Cost for each node. What produces no "input" runs once what it
-            reads is there, so that may be computed again first.
-        choose: f(match, method) -> the plain function to run in a match; `method` is "forward", "backward" or a node's.
-            It is asked while planning, and needs `takes` or `gradients`.
-        compiles: f(match, direction, needed) -> the CUDA kernels written by hand that the body launches in that
-            direction (see `codegen.written`); they are compiled and loaded beside the plan's generated ones, so that
-            no call waits for them. The match is of the ops that the direction covers; `needed` names gradients.
-        sums: gradients ("0.bias") that such a kernel adds up over all rows. Where no step of the program reads them,
-            `m.later` is something: the body launches by `kernel.leave_sums(m.later, ...)`, gives the tensors as they
-            are, and one launch at the program's end adds up those of all kernels. Where it is None, nothing waits.
-        forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
-            slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
-            those of backward may count from the end: "-1.input".
-        registered: whether to register it at once.
+        details: what is seldom said.
 
     Raises:
         ValueError: when not exactly one pattern is given, the pattern can never match, or the name is taken.
     """
+    details = _with_deprecated(details, deprecated)
     given = {"forward": forward, "backward": backward, "joint": joint}
     chosen = [d for d, p in given.items() if p is not None]
     if len(chosen) != 1:
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
-    given_names = {"emits": emits, "reads": reads, "saves": saves, "takes": takes, "gives": gives, "sums": sums}
-    _check_names(direction, name, {**given_names, "gradients": gradients})
-    parts = {"forward_ops": forward_ops, "backward_ops": backward_ops}
-    forward_part, backward_part = (_part(direction, what, given) for what, given in parts.items())
-    if choose is not None and not (takes or gradients):
-        raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
-    if sums and (gradients or (takes and direction == "backward")):
-        raise ValueError("sums are left by m.later, which a plain function of tensors (takes, gradients) has not")
-    if any(not re.fullmatch(r"\d+\.\w+", s) for s in sums):
-        raise ValueError(
-            f"sums are gradients of the match's parameters, as in '0.bias'; got {', '.join(map(repr, sums))}"
-        )
+    _check_declared(direction, name, {"emits": emits, "reads": reads, "saves": saves}, details)
     by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
-    made = tuple(gives) or (by_default if takes else ())
 
     def declare(body: Any) -> Fusion:
         own = name or body.__name__
         pattern = check(given[direction], own)  # type: ignore[arg-type]
         _check_emits(own, emits, most_ops(pattern))
-        runs = {
-            "forward": (body, None),
-            "backward": (None, body),
-            "joint": (getattr(body, "forward", None), body if gradients else getattr(body, "backward", None)),
-        }[direction]
-        if direction == "joint" and None in runs:
-            raise ValueError(
-                f"fusion {own!r}: a joint fusion is a class with static methods forward and backward, or gradients"
-            )
         entry = Fusion(
             own,
             direction,
             pattern,
-            *runs,
+            *_directions(own, direction, body, bool(details.gradients)),
             when=when,
             cost=cost,
             emits=tuple(emits),
             reads=tuple(reads),
             saves=tuple(saves),
             doc=(body.__doc__ or "").strip(),
-            saved_bytes=saved_bytes,
-            takes=tuple(takes),
-            gives=made,
-            forward_ops=forward_part,
-            backward_ops=backward_part,
-            gradients=tuple(gradients),
-            choose=choose,
-            compiles=compiles,
-            sums=tuple(sums),
+            saved_bytes=details.saved_bytes,
+            takes=tuple(details.takes),
+            gives=tuple(details.gives) or (by_default if details.takes else ()),
+            forward_ops=_part(direction, "forward_ops", details.forward_ops),
+            backward_ops=_part(direction, "backward_ops", details.backward_ops),
+            gradients=tuple(details.gradients),
+            choose=details.choose,
+            compiles=details.compiles,
+            sums=tuple(details.sums),
         )
-        return register(entry) if registered else entry
+        return register(entry) if details.registered else entry
 
     return declare
+
+
+def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:
+    """What a declaration says of itself, before there is a body."""
+    names = ("takes", "gives", "sums", "gradients")
+    _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
+    for what in ("forward_ops", "backward_ops"):
+        _part(direction, what, getattr(details, what))
+    plain = details.gradients or details.takes
+    if details.choose is not None and not plain:
+        raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
+    if details.sums and (details.gradients or (details.takes and direction == "backward")):
+        raise ValueError("sums are left by m.later, which a plain function of tensors (takes, gradients) has not")
+    if any(not re.fullmatch(r"\d+\.\w+", s) for s in details.sums):
+        got = ", ".join(map(repr, details.sums))
+        raise ValueError(f"sums are gradients of the match's parameters, as in '0.bias'; got {got}")
+
+
+def _directions(name: str, direction: str, body: Any, apart: bool) -> tuple[Any, Any]:
+    """What runs forward and what backward, of a body that was decorated; `apart`: backward by nodes."""
+    if direction != "joint":
+        return (body, None) if direction == "forward" else (None, body)
+    forward, backward = getattr(body, "forward", None), body if apart else getattr(body, "backward", None)
+    if forward is None or backward is None:
+        raise ValueError(
+            f"fusion {name!r}: a joint fusion is a class with static methods forward and backward, or gradients"
+        )
+    return forward, backward

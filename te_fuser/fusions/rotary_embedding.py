@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
-from te_fuser.fusions.registry import fusion
+from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
@@ -55,14 +55,19 @@ def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[pack
     )
 
 
-@fusion(forward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)), compiles=_compiles)
+@fusion(forward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)), details=Details(compiles=_compiles))
 def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """One pass that adds the bias, if there is one, and turns queries and keys."""
     op, bias = _op(m), m["0.bias"] if len(m) > 1 else None
     return packed_heads.turn(op.packed, rotation_of(op), x, bias=bias)[0]
 
 
-@fusion(backward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)), compiles=_compiles, sums=("0.bias",))
+@fusion(
+    backward=_PATTERN,
+    when=_when,
+    cost=lambda m: Cost(_size(m), _size(m)),
+    details=Details(compiles=_compiles, sums=("0.bias",)),
+)
 def rotary_embedding_backward(m: FusionCall, dy: torch.Tensor) -> Any:
     """One pass that turns back, and adds up columns for the gradient of the bias."""
     op, wanted = _op(m), m.needs("0.bias")

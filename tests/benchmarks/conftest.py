@@ -18,7 +18,8 @@ from tests.benchmarks.pretended import PretendedEvent, PretendedGpu, PretendedGr
 @pytest.fixture
 def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench on the CPU that takes every path of a GPU's."""
-    matmul, stream = floor.matmul, PretendedStream()
+    products, stream = floor.products, PretendedStream()
+    by_kind = {kind: floor._TORCH[name] for name, kind in floor._KINDS.items()}
     for owner, name, value in (
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "_sleep", lambda cycles: None),
@@ -34,8 +35,8 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
         (torch.profiler, "profile", PretendedProfile),
         (torch, "compile", lambda model: model),
         (te_fuser, "cuda_graph", lambda model, x: model),
-        (matmul, "problem", lambda: None),
-        *((matmul, kind, floor._TORCH[kind]) for kind in floor._TORCH),
+        (products, "problem", lambda: None),
+        (products, "multiply", lambda kind, a, b: by_kind[kind](a, b)),
     ):
         monkeypatch.setattr(owner, name, value)
     return Bench(PretendedGpu(), TOY_SCALE, measure.TRIAL)

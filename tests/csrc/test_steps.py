@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_fuser import Sequential, _native, fusions, ops
-from te_fuser.fusions import fusion
+from te_fuser.fusions import Details, fusion
 from te_fuser.ops.base import OpCall, UnfusedOperation
 
 
@@ -166,9 +166,7 @@ def test_a_fusion_of_plain_tensors() -> None:
     @fusion(
         backward=[ops.Bias, ops.ReLU],
         reads=("output",),
-        takes=("dy", "output"),
-        gives=("input", "0.bias"),
-        registered=False,
+        details=Details(takes=("dy", "output"), gives=("input", "0.bias"), registered=False),
     )
     def bias_relu(dy: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dx = dy * (y > 0)
@@ -187,7 +185,10 @@ def test_a_fusion_of_plain_tensors() -> None:
 
 
 def test_what_a_fusion_takes_must_be_there() -> None:
-    @fusion(forward=[ops.Bias, ops.ReLU], takes=("input", "0.weight"), registered=False)
+    @fusion(
+        forward=[ops.Bias, ops.ReLU],
+        details=Details(takes=("input", "0.weight"), registered=False),
+    )
     def bias_relu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x
 

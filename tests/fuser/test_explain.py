@@ -11,7 +11,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.explain import step_rows
-from te_fuser.fusions import Cost, fusion
+from te_fuser.fusions import Cost, Details, fusion
 
 
 def mlp(**options: Any) -> te_fuser.Sequential:
@@ -72,7 +72,7 @@ def test_a_limit_and_its_share() -> None:
 
 
 def test_what_a_fusion_states_is_said_to_be_stated() -> None:
-    @fusion(forward=[ops.ReLU, ops.ReLU], cost=lambda m: Cost(seconds=1e-9), registered=False)
+    @fusion(forward=[ops.ReLU, ops.ReLU], cost=lambda m: Cost(seconds=1e-9), details=Details(registered=False))
     def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x.relu()
 
@@ -106,11 +106,11 @@ def test_choices_say_what_the_other_would_cost() -> None:
 
 
 def test_refusals_come_with_their_reason() -> None:
-    @fusion(forward=[ops.GELU], when=lambda m: "only on Sundays", registered=False)
+    @fusion(forward=[ops.GELU], when=lambda m: "only on Sundays", details=Details(registered=False))
     def sunday(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    @fusion(forward=[ops.GELU], cost=lambda m: Cost(seconds=1.0), registered=False)
+    @fusion(forward=[ops.GELU], cost=lambda m: Cost(seconds=1.0), details=Details(registered=False))
     def dear(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -125,7 +125,9 @@ def test_many_refusals_are_cut_short() -> None:
     made = []
     for k in range(20):
 
-        @fusion(forward=[ops.GELU], name=f"no_{k}", when=lambda m, k=k: f"reason {k}", registered=False)  # type: ignore[misc]
+        @fusion(
+            forward=[ops.GELU], name=f"no_{k}", when=lambda m, k=k: f"reason {k}", details=Details(registered=False)
+        )  # type: ignore[misc]
         def never(m: Any, x: torch.Tensor) -> torch.Tensor:
             return x
 

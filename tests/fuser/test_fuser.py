@@ -12,7 +12,8 @@ from torch import nn
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser import fuser as fuser_module
-from te_fuser.kernels import attention_problem
+from te_fuser.fusions import Details
+from te_fuser.kernels.attention import problem
 from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES
 from tests.fuser.models import mlp, our_mlp
 from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
@@ -165,7 +166,7 @@ def test_attention_is_planned_again_when_a_switch_is_set(name, planned):
 
 
 def test_the_switches_are_those_that_attention_looks_at():
-    assert set(attention_problem.SWITCHES.values()) == set(KERNEL_SWITCHES.values())
+    assert set(problem.SWITCHES.values()) == set(KERNEL_SWITCHES.values())
 
 
 class Chosen(ops.ReLU):
@@ -176,9 +177,9 @@ class Chosen(ops.ReLU):
 
 
 def test_a_plan_follows_the_state_that_an_op_names():
-    entry = fusions.fusion(forward=[Chosen], name="chosen", when=lambda m: Chosen.on, registered=False)(
-        lambda m, x: x.relu()
-    )
+    entry = fusions.fusion(
+        forward=[Chosen], name="chosen", when=lambda m: Chosen.on, details=Details(registered=False)
+    )(lambda m, x: x.relu())
     model = sequential(ops.Linear(8, 8), Chosen())
     fuser = te_fuser.Fuser(list(model), kernels="reference")
     with fusions.only(entry), torch.no_grad():

@@ -18,8 +18,9 @@ from te_fuser.codegen import compiler, nvrtc
 from te_fuser.fuser import fuser, kernels
 from te_fuser.fuser.kernels import missing_notes, obstacle, target_for
 from te_fuser.fuser.loading import draw_seed
-from te_fuser.fusions import fusion
+from te_fuser.fusions import Details, fusion
 from te_fuser.fusions.match import Match
+from te_fuser.kernels.cublaslt import products
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -27,9 +28,9 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine whose GPU can run generated kernels."""
-    for cached in (kernels._cuda_obstacle, kernels._warn_once, kernels._warn_once_of_products):
+    for cached in (kernels._cuda_obstacle, kernels._warn_once):
         cached.cache_clear()
-    monkeypatch.setattr(kernels, "cublaslt_problem", lambda: None)
+    monkeypatch.setattr(products, "problem", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
@@ -79,7 +80,7 @@ def test_what_is_missing_is_said_once(case: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_missing_cublaslt_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "cublaslt_problem", lambda: "libcublasLt is gone")
+    monkeypatch.setattr(products, "problem", lambda: "libcublasLt is gone")
     words = "matrix products on the GPU by PyTorch.*because libcublasLt is gone.*fallback='error'"
     with pytest.warns(RuntimeWarning, match=words):
         assert target_for(GPU, torch.bfloat16, "auto") == "cuda"
@@ -124,7 +125,11 @@ def test_a_fusion_is_asked_for_its_kernels_in_each_direction() -> None:
         yield Kernel("shared")
         yield Kernel(direction)
 
-    @fusion(joint=[ops.Bias, ops.SiLU], forward_ops=1, reads=("-1.input",), registered=False, compiles=compiles)
+    @fusion(
+        joint=[ops.Bias, ops.SiLU],
+        details=Details(forward_ops=1, registered=False, compiles=compiles),
+        reads=("-1.input",),
+    )
     class both:
         @staticmethod
         def forward(m: object, x: torch.Tensor) -> torch.Tensor:
@@ -206,19 +211,19 @@ def test_a_gpu_newer_than_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(missing_notes("cuda", GPU, torch.bfloat16)) == []
-    monkeypatch.setattr(kernels, "cublaslt_problem", lambda: "libcublasLt is gone")
+    monkeypatch.setattr(products, "problem", lambda: "libcublasLt is gone")
     monkeypatch.setattr(nvrtc, "compiler_version", missing_nvrtc)
-    (products,) = missing_notes("cuda", GPU, torch.bfloat16)
-    assert products == "products run by PyTorch, with nothing fused into them: libcublasLt is gone"
+    (note,) = missing_notes("cuda", GPU, torch.bfloat16)
+    assert note == "products run by PyTorch, with nothing fused into them: libcublasLt is gone"
     rows, again = missing_notes("torch", GPU, torch.bfloat16)
-    assert "row kernels are not generated: kernels are compiled by NVRTC" in rows and again == products
+    assert "row kernels are not generated: kernels are compiled by NVRTC" in rows and again == note
     model = Sequential(ops.Linear(8, 8))
     x = torch.randn(4, 8)
     # What this machine lacks is not said of another one.
     assert not model.plan(x, device="h200").notes and not model.plan(x).notes
     monkeypatch.setattr(fuser, "target_for", lambda device, dtype, kernels: "torch")
     monkeypatch.setattr(fuser, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
-    assert model.plan(x).notes == (rows, products)
+    assert model.plan(x).notes == (rows, note)
     assert Sequential(*model, kernels="reference").plan(x).notes == ()
 
 

@@ -14,7 +14,7 @@ from te_fuser import fusions, ops
 from te_fuser.fuser.fusion_task import FusionTask
 from te_fuser.fuser.planner import LAMBDA
 from te_fuser.fuser.refs import RECOMPUTED, STATISTIC, VALUE
-from te_fuser.fusions import Cost
+from te_fuser.fusions import Cost, Details
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(6, 8)
@@ -48,7 +48,9 @@ def chain_fusion(name, pattern, seconds):
             x = PLAIN[kind](x)
         return x
 
-    return te_fuser.fusion(forward=pattern, name=name, cost=lambda m: Cost(seconds=seconds), registered=False)(body)
+    return te_fuser.fusion(
+        forward=pattern, name=name, cost=lambda m: Cost(seconds=seconds), details=Details(registered=False)
+    )(body)
 
 
 def priced(ranges, prices):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost, Fusion, OneOf, Optional, Repeat
+from te_fuser.fusions import Cost, Details, Fusion, OneOf, Optional, Repeat
 from tests.twins import assert_as_meant, randomize, sequential, tensor
 
 X = tensor(6, 8)
@@ -68,7 +68,7 @@ def kernel() -> Iterator[Fusion]:
 
 def places(pattern, *listed: ops.FusableOperation) -> list[tuple[int, int]]:
     """Where a pattern fits in a list of elementary ops."""
-    entry = te_fuser.fusion(forward=pattern, name="probe", registered=False)(lambda m, x: x)
+    entry = te_fuser.fusion(forward=pattern, name="probe", details=Details(registered=False))(lambda m, x: x)
     with fusions.only(entry):
         model, whole = sequential(*listed), te_fuser.fuser.fuser.find_matches
         graph = model.plan(X).graph
@@ -123,7 +123,9 @@ def test_it_is_taken_by_cost_like_others() -> None:
 
 def test_verify_checks_it(kernel: Fusion) -> None:
     assert te_fuser.verify("gated").rows
-    wrong = te_fuser.fusion(joint=[GatedProjection], name="wrong", saves=["hidden"], reads=["input"], registered=False)
+    wrong = te_fuser.fusion(
+        joint=[GatedProjection], name="wrong", saves=["hidden"], reads=["input"], details=Details(registered=False)
+    )
     body = type("Wrong", (Kernel,), {"backward": staticmethod(lambda m, dy: (Kernel.backward(m, dy)[0], {}))})
     with pytest.raises(te_fuser.VerificationError):
         te_fuser.verify(wrong(body))

@@ -12,7 +12,7 @@ import torch
 from te_fuser import Sequential
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions import Cost, Fusion
-from te_fuser.kernels import matmul as products
+from te_fuser.kernels.cublaslt import products
 from te_fuser.ops import GELU, Linear
 from te_fuser.ops.base import FusableOperation
 from tests import fake_cublaslt, fake_cuda

@@ -15,14 +15,15 @@ import torch
 from te_fuser import Sequential, fusions
 from te_fuser.fuser.plan import Plan
 from te_fuser.fuser.step import Step
-from te_fuser.fusions.matmul import why_no_backward
+from te_fuser.fusions.cublaslt import why_no_backward
 from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
 from te_fuser.fusions.registry import Fusion
-from te_fuser.kernels import matmul, quack_matmul
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops import GELU, LayerNorm, Linear, RMSNorm, SwiGLU
 from te_fuser.ops.base import FusableOperation
 from tests.fusions.products import autocast_on_cuda, free, plan, reasons
-from tests.kernels import fake_quack
+from tests.kernels.packages import fake_quack
 from tests.twins import assert_same_gradients, sequential, tensor
 
 ALONE, AUX, BACKWARD = "matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack"
@@ -82,20 +83,21 @@ def names(steps: tuple[Any, ...]) -> list[str]:
 def on_the_cpu(patch: pytest.MonkeyPatch) -> tuple[fake_quack.Package, tuple[Fusion, ...]]:
     """A package that computes, and its fusions at no cost with what they need of a GPU left out."""
     package = fake_quack.in_place(patch)
-    patch.setattr(matmul, "weight_gradient", _weight_gradient)
-    patch.setattr(matmul, "put_weight_gradient", _put_weight_gradient)
+    patch.setattr(products, "multiply", _multiply)
+    patch.setattr(products, "put_weight_gradient", _put_weight_gradient)
     found = {name: free(fusions.get(name)) for name in (ALONE, AUX, BACKWARD, GATED)}
     unasked = {name: dataclasses.replace(fusion, when=None) for name, fusion in found.items()}
     unasked[ALONE] = dataclasses.replace(found[ALONE], when=lambda m: why_no_backward(m) or True)
     return package, tuple(unasked.values())
 
 
-def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _multiply(kind: str, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    assert kind == "wgrad"
     return dy.reshape(-1, dy.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
 
 
 def _put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, add: bool = True) -> None:
-    made = _weight_gradient(dy, x)
+    made = _multiply("wgrad", dy, x)
     onto.add_(made) if add else onto.copy_(made)
 
 

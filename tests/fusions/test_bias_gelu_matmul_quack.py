@@ -28,7 +28,7 @@ from tests.fusions.quack_models import (
     under_autocast,
     unreadable,
 )
-from tests.kernels import fake_quack
+from tests.kernels.packages import fake_quack
 from tests.twins import assert_as_meant, sequential, tensor
 
 ROWS, HIDDEN, INNER = 8192, 4096, 16384

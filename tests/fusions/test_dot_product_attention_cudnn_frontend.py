@@ -11,12 +11,12 @@ import torch
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels import cudnn_frontend
 from te_fuser.kernels.attention import AttentionProblem, Speed
-from te_fuser.kernels.attention_cudnn_frontend import CudaCudnnFrontend
+from te_fuser.kernels.attention.providers.cudnn_frontend import CudaCudnnFrontend
+from te_fuser.kernels.packages import cudnn_frontend
 from te_fuser.kernels.packed_heads import PackedPass
 from tests.fusions.attention_models import projected
-from tests.kernels import fake_cudnn
+from tests.kernels.packages import fake_cudnn
 from tests.kernels.played import Played
 from tests.twins import assert_as_meant
 

@@ -10,12 +10,12 @@ import torch
 from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan import Plan
 from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels import cudnn_frontend, flash_attn_4
 from te_fuser.kernels.attention import Speed
-from te_fuser.kernels.attention_flash_attn_4 import CudaFlashAttn4
+from te_fuser.kernels.attention.providers.flash_attn_4 import CudaFlashAttn4
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
 from te_fuser.kernels.packed_heads import PackedPass
 from tests.fusions.attention_models import projected
-from tests.kernels import fake_flash_attn
+from tests.kernels.packages import fake_flash_attn
 from tests.twins import assert_as_meant
 
 NAME, CUDNN, FRONT_END = "attention_cuda_flash_attn_4", "attention_cuda_cudnn", "attention_cuda_cudnn_frontend"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from te_fuser import fusions, ops
-from te_fuser.fusions import matmul
+from te_fuser.fusions import cublaslt
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
-from te_fuser.kernels import quack_matmul
+from te_fuser.kernels.packages import quack_matmul
 from te_fuser.ops.base import Spec
 from tests.fusions.products import covered, gelu_mlp, plan, reasons
 from tests.fusions.quack_models import (
@@ -27,7 +27,7 @@ from tests.fusions.quack_models import (
     small_mlps,
     unreadable,
 )
-from tests.kernels import fake_quack
+from tests.kernels.packages import fake_quack
 from tests.twins import assert_as_meant
 
 CUBLASLT = "matmul_bias_gelu_aux"
@@ -64,7 +64,7 @@ def test_its_cost_is_what_was_measured(installed: None) -> None:
         theirs = next(s.cost for s in p.forward if s.name == other)
         assert (ours.read, ours.written, ours.flops) == (theirs.read, theirs.written, theirs.flops)
         assert (ours.efficiency, ours.launches) == (1.03, LAUNCHES)
-        assert theirs.efficiency == matmul._EFFICIENCY["forward_bias_gelu_aux" if grad else "forward_bias_gelu"]
+        assert theirs.efficiency == cublaslt._EFFICIENCY["forward_bias_gelu_aux" if grad else "forward_bias_gelu"]
 
 
 @pytest.mark.parametrize("rows", [16, 256])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_fuser import fusions
-from te_fuser.kernels import matmul
+from te_fuser.kernels.cublaslt import products
 from tests.fusions.products import library_on_the_cpu
 
 
@@ -21,7 +21,7 @@ def test_its_body_adds_or_writes_over(over: bool) -> None:
     weight.overwrite_main_grad = over
     weight.grad_added_to_main_grad = False
     dy, x = torch.ones(3, 5), torch.ones(3, 6)
-    with mock.patch.object(matmul, "put_weight_gradient") as put:
+    with mock.patch.object(products, "put_weight_gradient") as put:
         given = fusions.get("matmul_main_grad").run_backward.weight_gradient(dy, x, weight)
     (got_dy, got_x, held), options = put.call_args
     assert got_dy is dy and got_x is x and held.data_ptr() == weight.main_grad.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 
 import pytest
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost, OneOf, Optional, Repeat
+from te_fuser.fusions import Cost, Details, OneOf, Optional, Repeat
+from tests.fusions.declared import declared
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(6, 8)
@@ -44,7 +46,7 @@ def registry():
 
 
 def declare_forward(**options):
-    @te_fuser.fusion(forward=[ops.MatMul, ops.Bias, ops.GELU], emits=["1.output"], name="mine", **{**FREE, **options})
+    @declared(forward=[ops.MatMul, ops.Bias, ops.GELU], emits=["1.output"], name="mine", **{**FREE, **options})
     def linear_gelu(m, x):
         """Two ops and an activation in one call."""
         before = F.linear(x, m[0].weight, m[1].bias)
@@ -407,12 +409,14 @@ DECLARED_WRONG = {
 def test_wrong_declarations(name):
     options, words = DECLARED_WRONG[name]
     with pytest.raises(ValueError, match=words):
-        te_fuser.fusion(**{"name": "mine", **options})(lambda m, x: x)
+        declared(**{"name": "mine", **options})(lambda m, x: x)
 
 
 def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
     for part in (fusions.Repeat(ops.GELU), ops.FusedOperation, fusions.OneOf(ops.GELU, ops.FusedOperation)):
-        te_fuser.fusion(forward=[ops.MatMul, part], emits=["5.output"], name="mine", registered=False)(lambda m, x: x)
+        te_fuser.fusion(forward=[ops.MatMul, part], emits=["5.output"], name="mine", details=Details(registered=False))(
+            lambda m, x: x
+        )
 
 
 @pytest.mark.parametrize(
@@ -424,7 +428,9 @@ def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
     ],
 )
 def test_a_cost_that_is_none(cost, error, words):
-    mine = te_fuser.fusion(forward=[ops.GELU], name="mine", cost=cost, registered=False)(lambda m, x: x)
+    mine = te_fuser.fusion(forward=[ops.GELU], name="mine", cost=cost, details=Details(registered=False))(
+        lambda m, x: x
+    )
     with fusions.only(mine), pytest.raises(error, match=words):
         te_fuser.Sequential(ops.GELU()).plan(X)
 
@@ -435,7 +441,7 @@ def test_one_name_for_a_sequence_of_names():
 
 
 def test_the_name_is_the_functions_unless_given():
-    @te_fuser.fusion(forward=[ops.MatMul, Optional(ops.Bias), Repeat(ops.GELU)], registered=False)
+    @te_fuser.fusion(forward=[ops.MatMul, Optional(ops.Bias), Repeat(ops.GELU)], details=Details(registered=False))
     def my_fusion(m, x):
         """What it does."""
 
@@ -566,3 +572,45 @@ def test_an_op_alone_is_fused_too():
     op = ops.SiLU()
     y = op(X)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), X)[0], 7.0 * torch.sigmoid(X.detach()))
+
+
+# ------------------------------------------------------------------------------------ what was written before
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"registered": False, "takes": ("input",), "gives": ("output",)},
+        {"registered": False, "takes": ("input",), "choose": lambda m, method: F.silu},
+        {"registered": False, "compiles": lambda m, direction, needed: ()},
+    ],
+    ids=lambda old: " ".join(old),
+)
+def test_details_as_keywords_go_on_and_say_what_to_write(old):
+    written = ", ".join(f"{name}=..." for name in old)
+    words = rf"fusion({written}) is deprecated; write fusion(details=te_fuser.fusions.Details({written}))"
+    with pytest.warns(DeprecationWarning, match=re.escape(words)) as heard:
+        declare = te_fuser.fusion(forward=[ops.SiLU], name="mine", **FREE, **old)
+    assert heard[0].filename == __file__
+    entry = declare(F.silu if "takes" in old else lambda m, x: F.silu(x))
+    new = fusions.Details(**old)
+    assert {name: getattr(entry, name) for name in old if name != "registered"} == {
+        name: getattr(new, name) for name in old if name != "registered"
+    }
+    model = sequential(ops.Linear(8, 8), ops.SiLU())
+    with fusions.only(entry):
+        assert "mine" in steps(model, "forward")
+        assert_as_meant(model, X)
+    assert "mine" not in fusions.names()
+
+
+def test_old_and_new_details_together():
+    with pytest.warns(DeprecationWarning):
+        declare = te_fuser.fusion(forward=[ops.SiLU], details=fusions.Details(takes=("input",)), registered=False)
+    entry = declare(F.silu)
+    assert entry.takes == ("input",) and "silu" not in fusions.names()
+
+
+def test_a_keyword_that_there_never_was():
+    with pytest.raises(TypeError, match=r"fusion\(\) got an unexpected keyword argument 'emit'"):
+        te_fuser.fusion(forward=[ops.SiLU], emit=["0.output"])

@@ -12,9 +12,10 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser import finish
 from te_fuser.fuser.plan import Plan
-from te_fuser.fusions import Cost, Fusion, Match, Optional, fusion
+from te_fuser.fusions import Cost, Details, Fusion, Match, Optional, fusion
 from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.base import Gradient
+from tests.fusions.declared import declared
 from tests.twins import assert_as_meant, sequential, tensor
 
 MLP = (ops.MatMul, ops.Bias, ops.ReLU, ops.MatMul)
@@ -33,7 +34,7 @@ def bias_silu() -> Iterator[Fusion]:
         cost=lambda m: Cost(seconds=1e-9),
         reads=("-1.input",),
         saves=("gate",),
-        forward_ops=1,
+        details=Details(forward_ops=1),
     )
     class body:
         @staticmethod
@@ -97,13 +98,25 @@ def test_it_verifies(bias_silu: Fusion) -> None:
 
 def test_only_joint_fusions_have_it() -> None:
     with pytest.raises(ValueError, match="forward_ops is a number of ops of a joint fusion.* got 1 for a forward one"):
-        fusion(forward=[ops.SiLU], forward_ops=1, registered=False)
+        fusion(
+            forward=[ops.SiLU],
+            details=Details(forward_ops=1, registered=False),
+        )
     with pytest.raises(ValueError, match="got -1 for a joint one"):
-        fusion(joint=[ops.SiLU], forward_ops=-1, registered=False)
+        fusion(
+            joint=[ops.SiLU],
+            details=Details(forward_ops=-1, registered=False),
+        )
     with pytest.raises(ValueError, match="backward_ops is a number of ops.* got slice"):
-        fusion(joint=[ops.SiLU, ops.Bias], backward_ops=slice(None, None, 2), registered=False)
+        fusion(
+            joint=[ops.SiLU, ops.Bias],
+            details=Details(backward_ops=slice(None, None, 2), registered=False),
+        )
     with pytest.raises(ValueError, match="backward_ops is a number of ops.* for a backward one"):
-        fusion(backward=[ops.SiLU, ops.Bias], backward_ops=slice(1), registered=False)
+        fusion(
+            backward=[ops.SiLU, ops.Bias],
+            details=Details(backward_ops=slice(1), registered=False),
+        )
 
 
 # ---- a window of each direction ------------------------------------------------------------------------------------
@@ -131,7 +144,7 @@ def declare_by_sign(name: str = "by_sign", pattern: tuple[type, ...] = MLP, **op
             }
 
     options = {"reads": ("2.weight", "1.output"), "saves": ("sign",), **options}
-    return fusion(
+    return declared(
         joint=pattern,
         name=name,
         cost=lambda m: Cost(seconds=0.0),
@@ -205,9 +218,7 @@ def test_no_cut_where_the_windows_are_apart(monkeypatch: pytest.MonkeyPatch) -> 
         name="apart",
         cost=lambda m: Cost(seconds=0.0),
         saves=("twice",),
-        forward_ops=slice(1),
-        backward_ops=1,
-        registered=False,
+        details=Details(forward_ops=slice(1), backward_ops=1, registered=False),
     )(body)
     model, x = sequential(ops.MatMul(8, 8), ops.MatMul(8, 8)), tensor(5, 8)
     with torch.no_grad():
@@ -275,8 +286,7 @@ def test_forwards_of_one_fusion_that_overlap() -> None:
         name="two",
         cost=lambda m: Cost(seconds=0.0),
         saves=("between",),
-        backward_ops=1,
-        registered=False,
+        details=Details(backward_ops=1, registered=False),
     )(body)
     model, x = sequential(*(ops.MatMul(8, 8) for _ in range(3))), tensor(5, 8)
     with fusions.only(entry):
@@ -293,7 +303,7 @@ def test_others_that_read_what_its_forward_does_not_give(by_sign: Fusion) -> Non
         backward=[ops.MatMul],
         cost=lambda m: Cost(seconds=0.0),
         reads=("input", "output", "0.weight"),
-        registered=False,
+        details=Details(registered=False),
     )
     def reads_its_output(m: FusionCall, dy: torch.Tensor) -> Any:
         assert m["output"].shape == dy.shape
@@ -357,7 +367,7 @@ def declare_plain(**options: Any) -> Fusion:
         ),
         "registered": False,
     }
-    return fusion(**{**given, **options})(body)
+    return declared(**{**given, **options})(body)
 
 
 @pytest.mark.parametrize("frozen", [(), ("0.bias",), ("0.weight", "0.bias"), ("2.weight",), ("2.weight", "2.bias")])
@@ -383,12 +393,9 @@ def test_a_plain_forward_with_a_backward_that_is_one_step() -> None:
         joint=MLP,
         name="plain_forward",
         cost=lambda m: Cost(seconds=0.0),
-        forward_ops=slice(3),
-        backward_ops=2,
-        takes=("input", "0.weight", "1.bias"),
+        details=Details(forward_ops=slice(3), backward_ops=2, takes=("input", "0.weight", "1.bias"), registered=False),
         saves=("sign",),
         reads=("1.weight", "0.output"),
-        registered=False,
     )(body)
     model, x = mlp(), tensor(5, 8)
     with fusions.only(entry):

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import fusions, ops
 from te_fuser.fusions.swiglu_matmul_quack import _SHARE as SHARE
-from te_fuser.kernels import quack_matmul
+from te_fuser.kernels.packages import quack_matmul
 from tests.fusions.products import plan, reasons
 from tests.fusions.quack_models import (
     GATED,
@@ -29,7 +29,7 @@ from tests.fusions.quack_models import (
     under_autocast,
     unreadable,
 )
-from tests.kernels import fake_quack
+from tests.kernels.packages import fake_quack
 from tests.twins import assert_as_meant, sequential, tensor
 
 ROWS, HIDDEN, INNER = 8192, 4096, 14336

@@ -10,8 +10,8 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, fusions, ops
-from te_fuser.kernels import cudnn_frontend
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
+from te_fuser.kernels.packages import cudnn_frontend
 from te_fuser.ops.base import Spec
 from tests.gpu.packing_providers import (
     OTHERS,

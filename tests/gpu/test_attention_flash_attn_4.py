@@ -10,8 +10,8 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, ops
-from te_fuser.kernels import flash_attn_4
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem
+from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.base import Spec
 from tests.gpu.packing_providers import (
     alone,
@@ -25,7 +25,7 @@ from tests.gpu.packing_providers import (
     replays,
 )
 from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
-from tests.kernels.attention_cases import by_provider
+from tests.kernels.attention.cases import by_provider
 from tests.twins import randomize
 
 VERSION = installed_version(flash_attn_4.PACKAGE)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser import _native
-from te_fuser.kernels import matmul
+from te_fuser.kernels.cublaslt import products
 
 pytestmark = pytest.mark.gpu
 
@@ -38,9 +38,9 @@ def gelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Function:
-    """A function of kernels.matmul, what it means, and the names of its tensors."""
+    """A kind of product, what it means, and the names of its tensors."""
 
-    run: Callable[..., torch.Tensor | Tensors]
+    kind: str
     meaning: Callable[..., torch.Tensor | Tensors]
     takes: str
 
@@ -50,21 +50,19 @@ def rows(t: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS = {
-    "linear": Function(matmul.linear, lambda x, w: x @ w.T, "x w"),
-    "linear_bias": Function(matmul.linear_bias, F.linear, "x w b"),
-    "linear_add": Function(matmul.linear_add, lambda x, w, y: x @ w.T + y, "x w y"),
-    "linear_bias_add": Function(matmul.linear_bias_add, lambda x, w, y, b: F.linear(x, w, b) + y, "x w y b"),
-    "linear_bias_relu": Function(matmul.linear_bias_relu, lambda x, w, b: F.linear(x, w, b).relu(), "x w b"),
-    "linear_bias_gelu": Function(matmul.linear_bias_gelu, lambda x, w, b: gelu(F.linear(x, w, b)), "x w b"),
+    "linear": Function("forward", lambda x, w: x @ w.T, "x w"),
+    "linear_bias": Function("forward_bias", F.linear, "x w b"),
+    "linear_add": Function("forward_add", lambda x, w, y: x @ w.T + y, "x w y"),
+    "linear_bias_add": Function("forward_bias_add", lambda x, w, y, b: F.linear(x, w, b) + y, "x w y b"),
+    "linear_bias_relu": Function("forward_bias_relu", lambda x, w, b: F.linear(x, w, b).relu(), "x w b"),
+    "linear_bias_gelu": Function("forward_bias_gelu", lambda x, w, b: gelu(F.linear(x, w, b)), "x w b"),
     "linear_bias_gelu_aux": Function(
-        matmul.linear_bias_gelu_aux, lambda x, w, b: (gelu(F.linear(x, w, b)), F.linear(x, w, b)), "x w b"
+        "forward_bias_gelu_aux", lambda x, w, b: (gelu(F.linear(x, w, b)), F.linear(x, w, b)), "x w b"
     ),
-    "input_gradient": Function(matmul.input_gradient, lambda dy, w: dy @ w, "dy w"),
-    "input_gradient_dgelu": Function(matmul.input_gradient_dgelu, lambda dy, w, x: gelu_backward(dy @ w, x), "dy w x"),
-    "weight_gradient": Function(matmul.weight_gradient, lambda dy, x: rows(dy).T @ rows(x), "dy x"),
-    "weight_and_bias_gradient": Function(
-        matmul.weight_and_bias_gradient, lambda dy, x: (rows(dy).T @ rows(x), rows(dy).sum(0)), "dy x"
-    ),
+    "input_gradient": Function("dgrad", lambda dy, w: dy @ w, "dy w"),
+    "input_gradient_dgelu": Function("dgrad_dgelu", lambda dy, w, x: gelu_backward(dy @ w, x), "dy w x"),
+    "weight_gradient": Function("wgrad", lambda dy, x: rows(dy).T @ rows(x), "dy x"),
+    "weight_and_bias_gradient": Function("wgrad_sum", lambda dy, x: (rows(dy).T @ rows(x), rows(dy).sum(0)), "dy x"),
 }
 
 
@@ -80,7 +78,7 @@ def several(result: torch.Tensor | Tensors) -> Tensors:
 
 def assert_exact_enough(function: Function, tensors: list[torch.Tensor]) -> None:
     """At most twice what plain PyTorch errs in that dtype, plus one ulp of the output's scale."""
-    got, torchs = several(function.run(*tensors)), several(function.meaning(*tensors))
+    got, torchs = several(products.multiply(function.kind, *tensors)), several(function.meaning(*tensors))
     exact = several(function.meaning(*[t.double() for t in tensors]))
     for g, t, e in zip(got, torchs, exact, strict=True):
         assert g.shape == e.shape and g.dtype == tensors[0].dtype
@@ -146,7 +144,7 @@ def test_accumulation(dtype: torch.dtype, out_dtype: torch.dtype | None) -> None
     held = normal(40, 64, dtype=out_dtype or dtype, seed=2)
     exact = held.double() + rows(dy).double().T @ rows(x).double()
     plain = held + (rows(dy).T @ rows(x)).to(held.dtype)
-    matmul.put_weight_gradient(dy, x, held)
+    products.put_weight_gradient(dy, x, held)
     assert (held - exact).abs().max() <= 2 * (plain - exact).abs().max() + torch.finfo(
         held.dtype
     ).eps * exact.abs().max()
@@ -156,7 +154,7 @@ def test_accumulation(dtype: torch.dtype, out_dtype: torch.dtype | None) -> None
 def test_every_element_is_written_and_runs_repeat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = FUNCTIONS[name]
     tensors = inputs(function.takes, (4, 300), 512, 1024, torch.bfloat16)
-    first = [t.clone() for t in several(function.run(*tensors))]
+    first = [t.clone() for t in several(products.multiply(function.kind, *tensors))]
     empty = torch.empty
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.synchronize()
@@ -164,17 +162,18 @@ def test_every_element_is_written_and_runs_repeat(name: str, monkeypatch: pytest
             # What the next outputs will lie in holds NaN.
             junk = [empty(t.shape, dtype=t.dtype, device=GPU).fill_(torch.nan) for t in first]
             del junk
-            assert all(torch.equal(a, b) for a, b in zip(first, several(function.run(*tensors)), strict=True))
+            again = several(products.multiply(function.kind, *tensors))
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_masks_of_relu() -> None:
     for n_out in (40, 256, 1000):
         x, w, b, dy = inputs("x w b dy", (65,), 64, n_out, torch.bfloat16)
-        y, mask = matmul.configured("forward_bias_relu_mask", x.dtype, x.dtype).make(x, w, b)
+        y, mask = products.configured("forward_bias_relu_mask", x.dtype, x.dtype).make(x, w, b)
         bits = (mask[..., None] >> torch.arange(8, device=GPU, dtype=torch.uint8) & 1).flatten(-2)[..., :n_out]
         assert torch.equal(bits.bool(), y > 0)
         w2 = normal(n_out, n_out, seed=5)
-        dh = matmul.configured("dgrad_drelu", x.dtype, x.dtype).make(dy, w2, mask)
+        dh = products.configured("dgrad_drelu", x.dtype, x.dtype).make(dy, w2, mask)
         want = torch.where(y > 0, dy @ w2, 0.0)
         torch.testing.assert_close(dh, want, rtol=0.02, atol=0.02 * float(want.abs().max()))
 
@@ -185,14 +184,14 @@ def test_tf32_is_pytorchs_setting() -> None:
     errors = {}
     for allowed in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = allowed
-        errors[allowed] = float((matmul.linear(x, w) - exact).abs().max())
+        errors[allowed] = float((products.multiply("forward", x, w) - exact).abs().max())
         torchs = float((x @ w.T - exact).abs().max())
         assert 0.5 <= errors[allowed] / torchs <= 2
     assert errors[True] > 10 * errors[False]
 
 
 def test_algorithms() -> None:
-    product = matmul.configured("forward", torch.bfloat16, torch.bfloat16)
+    product = products.configured("forward", torch.bfloat16, torch.bfloat16)
     x, w = normal(512, 1024), normal(768, 1024, seed=1) / 32
     out = torch.empty(512, 768, device=GPU, dtype=torch.bfloat16)
     want = x.double() @ w.double().T
@@ -212,7 +211,7 @@ def test_products_of_a_program_share_a_workspace() -> None:
     x, w, dy = normal(16, 4096), normal(512, 4096, seed=1) / 64, normal(16, 512, seed=2)
     makes, sizes = [], []
     for kind, a, b in (("forward", x, w), ("dgrad", dy, w), ("wgrad", dy, x)):
-        product = _native.CudaMatmul(kind, "bfloat16", **matmul.KINDS[kind])  # no other test meets its choice
+        product = _native.CudaMatmul(kind, "bfloat16", **products.KINDS[kind])  # no other test meets its choice
         product.make(a, b)
         (problem,) = product.problems()
         algorithm, size, _ = max(product.algorithms(problem, 64), key=lambda found: found[1])
@@ -235,20 +234,20 @@ def test_products_of_a_program_share_a_workspace() -> None:
 
 def test_in_a_graph_and_on_another_stream() -> None:
     x, w, b = inputs("x w b", (64,), 128, 256, torch.bfloat16)
-    want = matmul.linear_bias_gelu_aux(x, w, b)
+    want = products.multiply("forward_bias_gelu_aux", x, w, b)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         late = x.clone()
-        got = matmul.linear_bias_gelu_aux(late, w, b)
+        got = products.multiply("forward_bias_gelu_aux", late, w, b)
     stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, h = matmul.linear_bias_gelu_aux(x, w, b)
+        y, h = products.multiply("forward_bias_gelu_aux", x, w, b)
     x.copy_(normal(64, 128, seed=9))
     graph.replay()
-    for a, c in zip((y, h), matmul.linear_bias_gelu_aux(x, w, b), strict=True):
+    for a, c in zip((y, h), products.multiply("forward_bias_gelu_aux", x, w, b), strict=True):
         assert torch.equal(a, c)
 
 
@@ -256,27 +255,27 @@ def test_what_never_ran_is_not_captured() -> None:
     x, w = normal(24, 136), normal(72, 136)
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="run the model once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        matmul.linear(x, w)
+        products.multiply("forward", x, w)
     torch.cuda.synchronize()
-    assert matmul.linear(x, w).isfinite().all()
+    assert products.multiply("forward", x, w).isfinite().all()
 
 
 def test_refusals_come_from_the_library() -> None:
-    assert matmul.problem() is None and _native.cublaslt_version() >= 120000
-    for kind in matmul.KINDS:
-        assert matmul.refusal(kind, torch.bfloat16, 8192, 4096, 1024, GPU) is None
-    words = matmul.refusal("wgrad_sum", torch.bfloat16, 4096, 1024, 8192, GPU, torch.float32)
+    assert products.problem() is None and _native.cublaslt_version() >= 120000
+    for kind in products.KINDS:
+        assert products.refusal(kind, torch.bfloat16, 8192, 4096, 1024, GPU) is None
+    words = products.refusal("wgrad_sum", torch.bfloat16, 4096, 1024, 8192, GPU, torch.float32)
     assert words is None or "cuBLASLt has no algorithm" in words
 
 
 def test_tensors_elsewhere() -> None:
     with pytest.raises(ValueError, match="must be on a CUDA device"):
-        matmul.linear(normal(4, 64), normal(8, 64).cpu())
+        products.multiply("forward", normal(4, 64), normal(8, 64).cpu())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_second_gpu() -> None:
     x, w = normal(64, 128), normal(256, 128, seed=1)
-    want = matmul.linear(x, w)
-    got = matmul.linear(x.to("cuda:1"), w.to("cuda:1"))
+    want = products.multiply("forward", x, w)
+    got = products.multiply("forward", x.to("cuda:1"), w.to("cuda:1"))
     assert torch.cuda.current_device() == 0 and torch.equal(want, got.to(GPU))

@@ -63,12 +63,12 @@ def layer(dropout: float, gelu: str = "tanh") -> te_fuser.Sequential:
 @pytest.fixture
 def cheap() -> Iterator[None]:
     """Epilogues at no cost, so that plans are made of them."""
-    from te_fuser.fusions import matmul
+    from te_fuser.fusions import cublaslt
 
-    before = dict(matmul._EFFICIENCY)
-    matmul._EFFICIENCY.update(dict.fromkeys(before, 1.0))
+    before = dict(cublaslt._EFFICIENCY)
+    cublaslt._EFFICIENCY.update(dict.fromkeys(before, 1.0))
     yield
-    matmul._EFFICIENCY.update(before)
+    cublaslt._EFFICIENCY.update(before)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])

@@ -10,8 +10,9 @@ import torch
 import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.fuser import tune as tuning
-from te_fuser.fuser import tune_products, tune_schedules
-from te_fuser.kernels import matmul
+from te_fuser.fuser import tune_schedules
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.cublaslt import tuning as tuning_products
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -21,7 +22,7 @@ GPU = torch.device("cuda")
 def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
     monkeypatch.setattr(tune_schedules, "_SOLO_GAIN", 100.0)  # whatever the clock says, some variant is tried
-    monkeypatch.setattr(tune_products, "_SOLO_LOSS", 100.0)
+    monkeypatch.setattr(tuning_products, "_SOLO_LOSS", 100.0)
 
     def contest(first: object, second: object, effort: tuning.Effort) -> float:
         for call in (first, second):
@@ -50,6 +51,6 @@ def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: p
     algorithms = [t for t in report.trials if t.choice.startswith("#") and t.ratio]
     assert algorithms and all(t.ratio == ratio for t in algorithms)
     assert bool(list(tmp_path.rglob("*.products.json"))) == any(t.taken for t in algorithms) == (ratio < 1)
-    matmul.configured.cache_clear()  # as in a new process
+    products.configured.cache_clear()  # as in a new process
     for after, exact in zip(results(), before, strict=True):
         torch.testing.assert_close(after, exact, rtol=1e-4, atol=1e-4)

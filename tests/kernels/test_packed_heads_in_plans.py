@@ -16,7 +16,7 @@ from te_fuser.fuser import fuser as fuser_module
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import column_sums, packed_heads
-from te_fuser.kernels.attention_cpu_flash import CpuFlash
+from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cuda import FakeDriver, as_new_process, in_place
 

@@ -16,7 +16,7 @@ from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.attention_cpu_flash import CpuFlash
+from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
 from te_fuser.verify import VerificationError
 from te_fuser.verify import steps as verify_steps
 from tests.fake_cuda import Emulation, FakeDriver

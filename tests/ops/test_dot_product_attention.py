@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from te_fuser.formula import random
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.dot_product_attention import MASKS, DotProductAttention, PackedHeads
-from tests.kernels.attention_cases import LAYOUTS, PACKINGS, boolean_mask
+from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
 
 SAMPLES, POSITIONS = 2, 7
 STREAM = random.RandomStream(seed=0x1234_5678_9ABC, offset=5, stream=3)

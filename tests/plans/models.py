@@ -11,7 +11,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.kernels import cudnn_frontend, flash_attn_4, quack_matmul
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

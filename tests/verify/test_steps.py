@@ -11,7 +11,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fusions import Cost, fusion
+from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.verify import VerificationError, steps
 from tests.twins import sequential, tensor
 
@@ -70,7 +70,7 @@ def first_bias_is_wrong(m: Any, dy: torch.Tensor) -> Any:
 
 
 def test_a_wrong_gradient_is_found_beside_a_right_one_of_the_same_name() -> None:
-    entry = fusion(backward=[ops.Bias, ops.Bias], registered=False)(first_bias_is_wrong)
+    entry = fusion(backward=[ops.Bias, ops.Bias], details=Details(registered=False))(first_bias_is_wrong)
     model = sequential(ops.Bias(8), ops.Bias(8), verify=True)
     with te_fuser.fusions.only(dataclasses.replace(entry, cost=lambda m: Cost(seconds=0.0))):
         y = model(tensor(5, 8))

@@ -6,6 +6,7 @@ since a product that is timed alone has another clock. Attention is cuDNN's wher
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.contest.measure import Card, Step
 from benchmarks.models import CausalAttention, Rival
-from te_fuser.kernels import matmul
+from te_fuser.kernels.cublaslt import products
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Way = Mapping[str, Multiply]  # by the kind of product
@@ -78,6 +79,7 @@ class Multiplication:
         return self.by(self.left, self.right)
 
 
+_KINDS = {"linear": "forward", "input_gradient": "dgrad", "weight_gradient": "wgrad"}
 _TORCH: dict[str, Multiply] = {
     "linear": lambda x, weight: torch.mm(x, weight.t()),
     "input_gradient": torch.mm,
@@ -97,8 +99,8 @@ def multiplications(product: Product, dtype: torch.dtype, device: torch.device) 
 def ways_to_multiply(card: Card) -> dict[str, Way]:
     """By name; PyTorch's first."""
     ways: dict[str, Way] = {"torch.mm": _TORCH}
-    if card.is_gpu and matmul.problem() is None:
-        ways["te_fuser cuBLASLt"] = {kind: getattr(matmul, kind) for kind in _TORCH}
+    if card.is_gpu and products.problem() is None:
+        ways["te_fuser cuBLASLt"] = {name: functools.partial(products.multiply, kind) for name, kind in _KINDS.items()}
     return ways
 
 

@@ -1,0 +1,345 @@
+"""Products of cuBLASLt as fusions, a row for each: the ops that it stands for, and which products compute them.
+
+All else follows: what a product takes is said by its kind, what it costs by its sizes, and why it cannot be by its ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from te_fuser.dtypes import text_of
+from te_fuser.fusions.library import Library, register_library
+from te_fuser.fusions.match import Body, Cost, Match
+from te_fuser.fusions.pattern import check
+from te_fuser.fusions.registry import Costs, Fusion, register
+from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.cublaslt.tuned import Form
+from te_fuser.kernels.cublaslt.tuning import tune_products
+from te_fuser.kernels.trials import Call, Contest, ReasonNot, Trial
+from te_fuser.ops.add import Add
+from te_fuser.ops.base import FusableOperation, Gradient
+from te_fuser.ops.bias import Bias
+from te_fuser.ops.dropout import Dropout
+from te_fuser.ops.gelu import GELU
+from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
+from te_fuser.ops.products import linear
+
+
+class CublasLt(Library):
+    """cuBLASLt: its products on CUDA, and their algorithms."""
+
+    kernels = "cuBLASLt's products"
+    runs_without = "matrix products on the GPU by PyTorch, without fusing anything into them"
+    note_without = "products run by PyTorch, with nothing fused into them"
+
+    def problem(self, device: torch.device) -> str | None:
+        """Why it cannot be loaded, for a plan on CUDA."""
+        return products.problem() if device.type == "cuda" else None
+
+    def tune(self, call: Call, contest: Contest, margin: float, reason_not: ReasonNot) -> list[Trial]:
+        """Try other algorithms of each problem that a call has."""
+        return tune_products(call, contest, margin, reason_not)
+
+
+register_library(CublasLt())
+
+# ----------------------------------------------------------------------------------------- why a match is none
+
+
+def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
+    """Why MatMul number `at` of a match cannot be cuBLASLt's product of that kind; None when it can."""
+    if m.device.type != "cuda":
+        return f"cuBLASLt runs on cuda, the input is on {m.device.type}"
+    if m.dtype not in products.DTYPES:
+        return f"cuBLASLt's products are in bfloat16, float16 and float32, and this one is in {text_of(m.dtype)}"
+    if m.kernels == "torch":
+        return "this plan is one of PyTorch's operations alone"
+    if kind.startswith("wgrad") and (kind == "wgrad_onto") != m[at].op.accumulate_into_main_grad:
+        return "the weight's gradient goes to its main_grad"
+    if m[at].dtype_of("weight") != m.dtype:
+        return f"input and weight differ in dtype, {text_of(m.dtype)} and {text_of(m[at].dtype_of('weight'))}"
+    if m.capability is not None:  # a GPU that is not at hand cannot be asked
+        return None
+    return products.refusal(kind, m.dtype, *_sizes(m, kind, at), m.device)
+
+
+def why_no_backward(m: Match) -> str | None:
+    """Why a product that gives nothing but what follows its activation is none for a match; None if it is."""
+    return "backward reads the value before the activation, and it gives only its output" if m.needs_grad else None
+
+
+def why_no_bias(m: Match, at: int = 1) -> str | None:
+    """Why the bias of op `at` is none for an epilogue, which takes it in the dtype of the product; None if it is."""
+    dtype = m[at].dtype_of("bias")
+    return None if dtype == m.dtype else f"the bias is in {dtype}, the product in {m.dtype}"
+
+
+def why_no_gelu(m: Match, at: int) -> str | None:
+    """Why the epilogues' GELU is not that of op `at`; None if it is."""
+    if m[at].op.approximate != "tanh":
+        return "the epilogue's GELU is the tanh form, and this one is exact (erf)"
+    if m.dtype == torch.float32:
+        return "the epilogue's tanh errs by 1e-5, too much for float32"
+    features = m.y.features if at == len(m) - 1 else m.x.features
+    if features % products.GELU_MULTIPLE:
+        return f"the value before GELU is read and written in rows of a multiple of 8, and this one has {features}"
+    return None
+
+
+def _why_no_dropout(m: Match, at: int) -> str | None:
+    return "an epilogue drops nothing, and this Dropout does" if m[at].op.draws() else None
+
+
+def _why_no_addend(m: Match, at: int) -> str | None:
+    added = m[at].dtype_of("other")
+    return None if added == m.dtype else f"what is added is in {added}, the product in {m.dtype}"
+
+
+# Kind of op -> why an epilogue cannot be that op of a match; in the order in which it is asked.
+_EPILOGUES: dict[type[FusableOperation], Callable[[Match, int], str | None]] = {
+    Dropout: _why_no_dropout,
+    Add: _why_no_addend,
+    GELU: why_no_gelu,
+    Bias: why_no_bias,
+}
+
+
+def _sizes(m: Match, kind: str, at: int) -> tuple[int, int, int]:
+    """Rows, columns, and what is summed over."""
+    op = cast(MatMul, m[at].op)
+    return products.product_sizes(kind, m.x.rows, op.in_features, op.out_features)
+
+
+# --------------------------------------------------------------------------------- what it costs, what runs
+
+# Kind of product -> the share of a plain product's rate that it reaches, with what else it saves or costs counted in.
+# Measured on an H200 by exchanging one fusion at a time in a GPT layer (hidden 4096, ffn 16384, 8192 tokens, bfloat16),
+# sustained, in alternating rounds: the card is then at its power limit, and what an epilogue takes alone says little.
+# A layer of 16.4 ms, and what it gained by the epilogue instead of a generated kernel: GELU with the value before it
+# 0.02 to 0.05 ms, both additions 0.04 ms, the slope of GELU -0.04 ms.
+_EFFICIENCY = {
+    "forward_bias": 0.99,
+    "forward_bias_add": 0.985,
+    "forward_add": 0.985,
+    "forward_bias_relu": 0.985,
+    "forward_bias_gelu": 0.96,
+    "forward_bias_gelu_aux": 0.935,
+    "dgrad_dgelu": 0.88,
+    "dgrad_dgelu_sum": 0.68,  # of the library alone, not in a layer: 2.31 ms where the product took 1.57
+    # ReLU's mask with the product that reads it: an MLP of the same sizes took 10.05 ms with the epilogue that gives
+    # ReLU's output and a generated kernel for the slope, and 0.46 ms more by the mask, with the sum or without. So for
+    # large products only tune() takes them.
+    "forward_bias_relu_mask": 0.935,
+    "dgrad_drelu": 0.68,
+    "dgrad_drelu_sum": 0.68,
+}
+
+# cuBLASLt adds up dy in a kernel of its own after the product, at half a copy's speed: 201 MB took 93 us on an H200.
+_SUM_PASSES = 2.0
+
+# Launches: what was never measured in small sizes is priced so that only tune() takes it there. The library's kernel
+# for sums of dy is none: its call took 15.2 us of the host, one without sums 10.4 and a generated kernel's 10.
+_LAUNCHES = {"dgrad_dgelu_sum": 10, "dgrad_drelu": 10, "dgrad_drelu_sum": 10}
+
+
+def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
+    """What MatMul number `at` of a match takes as cuBLASLt's product of that kind."""
+    rows, columns, inner = _sizes(m, kind, at)
+    options, size = products.KINDS[kind], m.dtype.itemsize
+    epilogue, out = str(options.get("epilogue", "none")), rows * columns * size
+    aux = rows * products.mask_bytes(columns) if "relu" in epilogue else out
+    read = inner * (rows + columns) * size + (out if "add" in options else 0) + (aux if epilogue[0] == "d" else 0)
+    written = out + (aux if "aux" in epilogue else 0)
+    summed = _SUM_PASSES * inner * rows * size if kind == "wgrad_sum" else 0
+    flops, share = 2.0 * rows * columns * inner, _EFFICIENCY.get(kind, 1.0)
+    return Cost(read + summed, written, flops, _LAUNCHES.get(kind, 1), efficiency=share, apart=summed)
+
+
+def body_of(m: Match, kind: str, at: int = 0) -> Body:
+    """MatMul number `at` of a match as the product of that kind, in the match's dtype."""
+    form, sizes = Form(kind, m.dtype, m.dtype), _sizes(m, kind, at)
+    describe = functools.partial(products.algorithms_of, form, sizes)
+    return Body(products.configured(*form).make, plain=True, describe=describe)
+
+
+# ------------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fusion of which each direction that it has is made of products.
+
+    Attributes:
+        doc: what it computes, in a sentence.
+        forward: the kind of product that runs forward; it begins with the first op.
+        backward: the products that run backward, each on its own, of the last MatMul: `method` is the kind.
+        emits: values inside the match that forward's product gives beside its output.
+        saves: "mask", where forward's product writes that of ReLU.
+        forward_ops, backward_ops: how many ops forward covers, the first ones, and backward, the last; None: all.
+        when: why a match is none, asked before its ops and products are; None if they decide.
+        instead: what runs forward where the product cannot. No match is refused for that then, and the cost is a
+            launch's.
+    """
+
+    name: str
+    doc: str
+    pattern: tuple[type[FusableOperation], ...]
+    forward: str = ""
+    backward: tuple[Gradient, ...] = ()
+    emits: tuple[str, ...] = ()
+    saves: tuple[str, ...] = ()
+    forward_ops: int | None = None
+    backward_ops: int | None = None
+    when: Callable[[Match], str | None] = lambda m: None
+    instead: Callable[..., Any] | None = None
+
+    @property
+    def direction(self) -> str:
+        """That of its fusion."""
+        if self.forward and self.backward:
+            return "joint"
+        return "forward" if self.forward else "backward"
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What forward's product reads, in its order."""
+        if not self.forward:
+            return ()
+        addend = [f"{k}.other" for k, kind in enumerate(self.pattern) if kind is Add]
+        return ("input", "0.weight", *addend, *(["1.bias"] if "bias" in self.forward else []))
+
+    @property
+    def _last(self) -> int:
+        """The MatMul whose products run backward."""
+        return max(k for k, kind in enumerate(self.pattern) if kind is MatMul)
+
+    def reasons(self, m: Match) -> Iterator[str | None]:
+        """Why its products cannot compute a match, asked of its ops and of each product; None for each that can."""
+        for kind, why_not in _EPILOGUES.items():
+            if kind in self.pattern:
+                yield why_not(m, self.pattern.index(kind))
+        if self.forward:
+            yield why_no_product(m, self.forward)
+        for node in self.backward:
+            yield why_no_product(m, node.method, self._last)
+
+    def accepts(self, m: Match) -> bool | str:
+        """Whether it takes a match, or why not."""
+        why = self.when(m)
+        if why is None and self.instead is None:
+            why = next(filter(None, self.reasons(m)), None)
+        return why or True
+
+    def cost(self, m: Match) -> Costs:
+        """What its products take."""
+        backward = tuple(cost_of(m, node.method, self._last) for node in self.backward)
+        if not self.forward:
+            return backward
+        forward = cost_of(m, self.forward)
+        return (forward, backward) if backward else forward
+
+    def choose(self, m: Match, method: str) -> Body:
+        """What runs in a match."""
+        if self.instead is not None and any(self.reasons(m)):
+            return Body(self.instead)
+        return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)
+
+
+def mask_size(m: Match) -> Mapping[str, int]:
+    """The bytes of ReLU's mask that the first product of a match writes."""
+    return {"mask": m.x.rows * products.mask_bytes(cast(MatMul, m[0].op).out_features)}
+
+
+def declare(row: Row) -> Fusion:
+    """The fusion that a row says, registered. It has no body: what runs is chosen for each match."""
+    return register(
+        Fusion(
+            row.name,
+            row.direction,
+            check(row.pattern, row.name),
+            run_forward=None,
+            run_backward=None,
+            when=row.accepts,
+            cost=None if row.instead else row.cost,
+            emits=row.emits,
+            saves=row.saves,
+            doc=row.doc,
+            saved_bytes=mask_size if row.saves else None,
+            takes=row.takes,
+            gives=("output", *row.emits, *row.saves) if row.forward else (),
+            forward_ops=slice(row.forward_ops),
+            backward_ops=slice(row.backward_ops and -row.backward_ops, None),
+            gradients=row.backward,
+            choose=row.choose,
+        )
+    )
+
+
+# ------------------------------------------------------------------------------- a product, its bias and its GELU
+
+
+def _why_dtypes_differ(m: Match) -> str | None:
+    return None if m[0].weight.dtype == m[1].bias.dtype else "weight and bias differ in dtype"
+
+
+def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """y = x W^T + b by the one of PyTorch's libraries that is the faster at hand."""
+    # Under autocast the weight comes cast; the epilogue takes a bias of its dtype.
+    return in_shape_of(x, linear(as_rows(x), weight, bias if bias.dtype == x.dtype else bias.to(x.dtype)))
+
+
+_ROWS = (
+    Row("matmul", "y = x W^T by cuBLASLt.", (MatMul,), forward="forward"),
+    Row(
+        "matmul_backward",
+        "dx = dy W and dW = dy^T x by cuBLASLt, each on its own.",
+        (MatMul,),
+        backward=(Gradient(("input",), ("0.weight",), "dgrad"), Gradient(("0.weight",), ("input",), "wgrad")),
+    ),
+    Row(
+        "matmul_bias",
+        "The product's epilogue adds the bias; gives its output, not the product before the bias.",
+        (MatMul, Bias),
+        forward="forward_bias",
+        when=_why_dtypes_differ,
+        instead=linear_bias,
+    ),
+    Row(
+        "matmul_bias_backward",
+        "dx = dy W; dW = dy^T x with an epilogue that sums dy over its rows for the bias.",
+        (MatMul, Bias),
+        backward=(
+            Gradient(("input",), ("0.weight",), "dgrad"),
+            Gradient(("0.weight", "1.bias"), ("input",), "wgrad_sum"),
+        ),
+    ),
+    Row(
+        "matmul_bias_gelu",
+        "Gives the output alone.",
+        (MatMul, Bias, GELU),
+        forward="forward_bias_gelu",
+        when=why_no_backward,
+    ),
+    Row(
+        "matmul_bias_gelu_aux",
+        "Gives the value before GELU too, which backward reads.",
+        (MatMul, Bias, GELU),
+        forward="forward_bias_gelu_aux",
+        emits=("1.output",),
+    ),
+    Row(
+        "bias_gelu_matmul_backward",
+        "The slope of GELU and the bias's gradient in the epilogue of dy W; dW = dy^T gelu(h) reads GELU's output.",
+        (Bias, GELU, MatMul),
+        backward=(
+            Gradient(("input", "0.bias"), ("2.weight", "0.output"), "dgrad_dgelu_sum"),
+            Gradient(("2.weight",), ("1.output",), "wgrad"),
+        ),
+    ),
+)
+FUSIONS = tuple(map(declare, _ROWS))

@@ -1,0 +1,84 @@
+"""What providers of attention need of a problem, each with the words for why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.views import has_one_stride, lead
+
+Condition = Callable[[AttentionProblem], str | None]
+
+_LARGEST_GRID = 65535
+
+
+def needs(holds: Callable[[AttentionProblem], bool], words: Callable[[AttentionProblem], str]) -> Condition:
+    """The condition `holds`, with the words for a problem where it does not."""
+    return lambda problem: None if holds(problem) else words(problem)
+
+
+def runs_on(device_type: str) -> Condition:
+    """The input is on such a device."""
+    return needs(
+        lambda p: p.device_type == device_type, lambda p: f"it runs on {device_type}, the input is on {p.device_type}"
+    )
+
+
+def takes(*dtypes: torch.dtype) -> Condition:
+    """The input has one of these dtypes."""
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return needs(lambda p: p.dtype in dtypes, lambda p: f"it takes {names}, the input is {p.dtype}")
+
+
+def head_dim(most: int | None = None, multiple: Callable[[AttentionProblem], int] = lambda p: 8) -> Condition:
+    """The features of a head are a multiple of so many, and at most so many."""
+
+    def fits(p: AttentionProblem) -> bool:
+        dim = p.settings.heads.head_dim
+        return dim % multiple(p) == 0 and (most is None or dim <= most)
+
+    limit = "" if most is None else f" up to {most}"
+    return needs(
+        fits, lambda p: f"head_dim must be a multiple of {multiple(p)}{limit}, it is {p.settings.heads.head_dim}"
+    )
+
+
+def capability(major: int) -> Condition:
+    """The GPU has at least compute capability `major`.0."""
+    return needs(
+        lambda p: p.capability[0] >= major,
+        lambda p: f"it needs compute capability {major}.0, this GPU has {p.capability[0]}.{p.capability[1]}",
+    )
+
+
+def switched_on(name: str) -> Condition:
+    """PyTorch's own switch for the provider of that name is on."""
+    return needs(
+        lambda p: name not in p.switched_off,
+        lambda p: "it is switched off in torch.backends.cuda (enable_..._sdp, or torch.nn.attention.sdpa_kernel)",
+    )
+
+
+NO_DROPOUT = needs(
+    lambda p: p.settings.dropout == 0.0,
+    lambda p: f"it has no dropout, and {p.settings.dropout} of the probabilities are to be dropped",
+)
+DROPS_SOME = needs(lambda p: p.settings.dropout < 1.0, lambda p: "it cannot drop all probabilities")
+SEVERAL_POSITIONS = needs(
+    lambda p: p.positions != 1,
+    lambda p: "with one position every probability is 1, which it computes as exp(s - log(exp(s))) in backward",
+)
+NO_MASK = needs(lambda p: not p.settings.masked, lambda p: "it takes no mask tensor, only none or causal")
+ONE_STRIDE = needs(
+    lambda p: has_one_stride(p.settings, p.samples),
+    lambda p: (
+        "query heads of several groups have no common stride in packing='interleaved' with layout='batch_first', so "
+        "their gradient cannot be stored there: use another of the two"
+    ),
+)
+IN_GRID = needs(
+    lambda p: max(lead(p.settings, p.samples)) <= _LARGEST_GRID,
+    lambda p: f"batch * heads passes {_LARGEST_GRID}: {p.samples} * {p.settings.heads.heads}",
+)

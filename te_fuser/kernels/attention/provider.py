@@ -1,0 +1,180 @@
+"""What every provider of attention is: what it can do, how fast, and how it is called below autograd.
+
+Letters of shapes are those of `views.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from te_fuser.formula.random import RandomStream
+from te_fuser.kernels.attention.conditions import Condition
+from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.schemas import operator_of, schema_problem
+from te_fuser.kernels.attention.views import Call, Gradients, Views
+from te_fuser.ops.dot_product_attention import AttentionSettings
+
+Saved = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The share of the rate of large matrix products that forward and backward reach: 1 / (slowness + warm_up / S).
+
+    Attributes:
+        slowness: the factor for long sequences, of forward and backward, by (head_dim > 64, dropout > 0).
+        warm_up: positions, of forward and backward, by whether later positions are hidden: what a block of scores
+            that is computed and half thrown away costs, and the first block's way in.
+    """
+
+    slowness: Mapping[tuple[bool, bool], tuple[float, float]]
+    warm_up: Mapping[bool, tuple[float, float]]
+
+    @classmethod
+    def constant(cls, forward: float, backward: float) -> Speed:
+        """The same share for every problem."""
+        every = {(wide, drops): (1.0 / forward, 1.0 / backward) for wide in (False, True) for drops in (False, True)}
+        return cls(every, {False: (0.0, 0.0), True: (0.0, 0.0)})
+
+    def times(self, forward: float, backward: float) -> Speed:
+        """That of a kernel which takes so many times as long."""
+
+        def longer(pair: tuple[float, float]) -> tuple[float, float]:
+            return pair[0] * forward, pair[1] * backward
+
+        return Speed(
+            {key: longer(pair) for key, pair in self.slowness.items()},
+            {key: longer(pair) for key, pair in self.warm_up.items()},
+        )
+
+    def shares(self, settings: AttentionSettings, positions: int) -> tuple[float, float]:
+        """Of forward and of backward."""
+        slowness = self.slowness[settings.heads.head_dim > 64, settings.dropout > 0.0]
+        warm_up = self.warm_up[settings.causal]
+        forward, backward = (a + b / max(positions, 1) for a, b in zip(slowness, warm_up, strict=True))
+        return 1.0 / forward, 1.0 / backward
+
+
+class Provider:
+    """One way to compute attention, forward and backward; use the instances in `PROVIDERS`.
+
+    `emits` are the tensors that forward gives and backward takes; backward also takes the packed input, the output and,
+    where there is one, the mask. Call both with grad mode off, as inside an autograd Function. Plans go by `speed`.
+    """
+
+    name: ClassVar[str]
+    schemas: ClassVar[tuple[str, ...]] = ()
+    emits: ClassVar[tuple[str, ...]]
+    conditions: ClassVar[tuple[Condition, ...]]
+    speed: ClassVar[Speed]
+    on_cuda: ClassVar[bool] = False
+    launches: ClassVar[int] = 1  # of kernels, that calling it takes as long as; for each direction
+    packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do
+    draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
+
+    def __init__(self) -> None:
+        problems = [schema_problem(schema) for schema in self.schemas]
+        self._unavailable = next((problem for problem in problems if problem is not None), None)
+        if self.schemas:
+            self._forward, self._backward = (operator_of(schema) for schema in self.schemas)
+
+    def __repr__(self) -> str:
+        return f"<attention provider {self.name}>"
+
+    def reason_not(self, problem: AttentionProblem) -> str | None:
+        """Why this provider cannot compute the problem; None when it can."""
+        if self._unavailable is not None:
+            return self._unavailable
+        reasons = (condition(problem) for condition in self.conditions)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def reads(self, settings: AttentionSettings) -> tuple[str, ...]:
+        """What backward takes, by name."""
+        return ("input", "output", *self.emits, *(("attention_mask",) if settings.masked else ()))
+
+    def forward(
+        self,
+        settings: AttentionSettings,
+        qkv: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        random: RandomStream | None = None,
+    ) -> tuple[torch.Tensor, Saved]:
+        """The output, and for each name in `emits` a tensor.
+
+        `random` is there for providers that draw from it.
+        """
+        heads = settings.heads
+        if not qkv.numel():
+            empty = {name: qkv.new_empty(0, dtype=torch.float32) for name in self.emits}
+            return qkv.new_empty((*qkv.shape[:2], heads.heads * heads.head_dim)), empty
+        views = Views(settings, *heads.lengths(qkv.shape))
+        out, saved = self._run(self._call(views, self._readable(qkv), mask))
+        y = views.merge_output(out).to(qkv.dtype)
+        blind = None if mask is None else self._blind(views, mask)
+        if blind is not None:
+            y.view(*blind.shape[:3], heads.head_dim).masked_fill_(blind, 0.0)
+        return y, saved
+
+    def backward(
+        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of the packed input; `tensors` has the names of `reads`."""
+        qkv = tensors["input"]
+        assert qkv is not None
+        if not qkv.numel():
+            return torch.zeros_like(qkv, memory_format=torch.contiguous_format)
+        views = Views(settings, *settings.heads.lengths(qkv.shape))
+        return views.pack(*self.gradients(settings, tensors, dy), dtype=qkv.dtype)
+
+    def gradients(
+        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
+    ) -> Gradients:
+        """The same before it is packed: queries [B, G, R, S, D], keys and values [B, G, S, D], as the kernel left them.
+
+        They may have another dtype than the input. Of a provider that packs them itself they are views.
+        """
+        if self.packs:
+            return settings.heads.split(self.backward(settings, tensors, dy))
+        qkv, out, mask = tensors["input"], tensors["output"], tensors.get("attention_mask")
+        assert qkv is not None and out is not None
+        if not qkv.numel():
+            return settings.heads.split(torch.zeros_like(qkv, memory_format=torch.contiguous_format))
+        views = Views(settings, *settings.heads.lengths(qkv.shape))
+        saved = {name: tensor for name in self.emits if (tensor := tensors[name]) is not None}
+        blind = None if mask is None else self._blind(views, mask)
+        if blind is not None:
+            dy = dy.view(*blind.shape[:3], settings.heads.head_dim).masked_fill(blind, 0.0).reshape(dy.shape)
+        dout = views.split_output(self._readable(dy))
+        call = self._call(views, self._readable(qkv), mask)
+        return views.grouped(*self._run_backward(call, views.split_output(self._readable(out)), dout, saved))
+
+    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> Call:
+        causal = views.settings.causal
+        if mask is None:
+            return Call(views.settings, *views.split(qkv), bias=None, causal=causal)
+        bias, causal = self._bias(views, mask, qkv)
+        return Call(views.settings, *views.split(qkv), bias=bias, causal=causal)
+
+    def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
+        """The kernel's output [b, h, S, D] and what it gives for backward."""
+        raise NotImplementedError
+
+    def _run_backward(self, call: Call, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """The kernel's dq, dk, dv."""
+        raise NotImplementedError
+
+    def _bias(self, views: Views, mask: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """What the kernel adds to the scores, and whether it is still to hide later positions."""
+        raise NotImplementedError
+
+    def _readable(self, x: torch.Tensor) -> torch.Tensor:
+        """x, or a copy that the kernel can read."""
+        return x
+
+    def _blind(self, views: Views, mask: torch.Tensor) -> torch.Tensor | None:
+        """Which rows of which heads see nothing, as [.., .., H, 1] of the op's layout; None: the kernel zeroes them."""
+        return None

@@ -1,0 +1,1 @@
+"""Ways to run attention, one file for each provider."""

@@ -1,0 +1,183 @@
+"""Matrix products on CUDA by cuBLASLt, with what their epilogues can do: thin fronts of the native type.
+
+Weights are [out, in], as torch.nn.Linear's; x, dy and outputs may have leading dimensions and any row stride, and lie
+transposed; where they cannot be read as they are, a copy is. Sums are in float32. float32 products follow
+`torch.backends.cuda.matmul.fp32_precision` (and `allow_tf32`, which sets it), read at each call. The algorithm is the
+library's first guess for the problem, or the one that `tune` found. Empty sizes give zeros, or what is added.
+
+Legend: N rows, I = in, O = out features.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_fuser import _native
+from te_fuser.dtypes import text_of
+from te_fuser.kernels.cublaslt import tuned
+from te_fuser.kernels.cublaslt.tuned import Form, Problem, found_for
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
+GELU_MULTIPLE = 8
+# The mask that ReLU's epilogue writes, and its backward reads, has rows of a multiple of 128 bits.
+MASK_MULTIPLE = 128
+
+
+def problem() -> str | None:
+    """Why cuBLASLt cannot be used here, in words; None if it can."""
+    why = _native.cublaslt_problem()
+    if why is not None and torch.version.cuda is not None:
+        for path in _files():  # a PyTorch that has not loaded it yet
+            _native.set_cublaslt(str(path))
+            if _native.cublaslt_problem() is None:
+                return None
+        _native.set_cublaslt("")
+    return why
+
+
+def _files() -> list[Path]:
+    """The library in NVIDIA's packages, which PyTorch depends on."""
+    found = importlib.util.find_spec("nvidia")
+    folders = [Path(p) for p in found.submodule_search_locations or ()] if found else []
+    return sorted((f for p in folders for f in p.glob("*/lib/libcublasLt.so.*")), reverse=True)
+
+
+def refusal(
+    kind: str, dtype: torch.dtype, m: int, n: int, k: int, device: torch.device, out_dtype: torch.dtype | None = None
+) -> str | None:
+    """Why the product of that kind cannot be had in these sizes on this device; None if it can.
+
+    Raises:
+        KeyError: when there is no such kind.
+    """
+    why = problem()
+    if why is not None:
+        return why
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return configured(kind, dtype, out_dtype or dtype).refusal(m, n, k, index)
+
+
+# Kind -> how the native type is configured. `forward` is y = x W^T, `dgrad` dx = dy W, `wgrad` dW = dy^T x. A call
+# takes the two factors, then what is named behind the kind here, in that order.
+Options = dict[str, object]
+_FORWARD: Options = {"transpose_b": True}
+_DGRAD: Options = {}
+_WGRAD: Options = {"transpose_a": True}
+KINDS: dict[str, Options] = {
+    "forward": _FORWARD,
+    "forward_bias": {**_FORWARD, "epilogue": "bias"},  # b [O]
+    "forward_add": {**_FORWARD, "add": "c"},  # what is added [..., O], which is only read
+    "forward_bias_add": {**_FORWARD, "epilogue": "bias", "add": "c"},  # what is added, b
+    "forward_bias_relu": {**_FORWARD, "epilogue": "relu_bias"},  # b
+    "forward_bias_relu_mask": {**_FORWARD, "epilogue": "relu_aux_bias"},  # b; (y, uint8 [..., mask_bytes(O)]: h > 0)
+    "forward_bias_gelu": {**_FORWARD, "epilogue": "gelu_bias"},  # b; the tanh form, in float32 right to 1e-5
+    "forward_bias_gelu_aux": {**_FORWARD, "epilogue": "gelu_aux_bias"},  # b; (gelu(h), h), O a multiple of 8
+    "dgrad": _DGRAD,
+    "dgrad_dgelu": {**_DGRAD, "epilogue": "dgelu"},  # h [..., I], a multiple of 8; dx * gelu'(h)
+    "dgrad_dgelu_sum": {**_DGRAD, "epilogue": "dgelu_bgrad"},  # h; (dh, its sum over the rows [I])
+    "dgrad_drelu": {**_DGRAD, "epilogue": "drelu"},  # the mask [..., mask_bytes(I)]; dx where it has a bit, else 0
+    "dgrad_drelu_sum": {**_DGRAD, "epilogue": "drelu_bgrad"},  # the mask; (dh, its sum over the rows)
+    "wgrad": _WGRAD,
+    "wgrad_sum": {**_WGRAD, "epilogue": "sum_a"},  # (dW, the sum of dy over its rows [O])
+    "wgrad_onto": {**_WGRAD, "add": "out"},  # onto what the output holds: not by `multiply`
+}
+
+
+def product_sizes(kind: str, rows: int, n_in: int, n_out: int) -> tuple[int, int, int]:
+    """(m, n, k) of a kind of product, out[m, n] = a[m, k] b[k, n], for a weight [n_out, n_in] and so many rows."""
+    options = KINDS[kind]
+    if options.get("transpose_a"):
+        return n_out, n_in, rows
+    return (rows, n_out, n_in) if options.get("transpose_b") else (rows, n_in, n_out)
+
+
+@functools.cache
+def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native.CudaMatmul:
+    """The native product of that kind; one for the process, which knows every problem that it met.
+
+    Raises:
+        KeyError: when there is no such kind.
+        TypeError: for a dtype that cuBLASLt does not take here.
+    """
+    options = KINDS[kind]
+    for given in (dtype, out_dtype):
+        if given not in DTYPES:
+            raise TypeError(f"cuBLASLt's products are in {', '.join(map(text_of, DTYPES))}, got {text_of(given)}")
+    empty, form = functools.partial(_write_empty, kind), Form(kind, dtype, out_dtype)
+    kept = functools.partial(tuned.algorithm_of, form), functools.partial(tuned.drop, form)
+    in_use[form] = _native.CudaMatmul(
+        f"matmul_{kind}",
+        text_of(dtype),
+        out_dtype=text_of(out_dtype),
+        on_empty=empty,
+        tuned=kept,
+        **options,  # type: ignore[arg-type]
+    )
+    return in_use[form]
+
+
+in_use: dict[Form, _native.CudaMatmul] = {}  # what this process has configured
+
+
+def algorithms_of(form: Form, sizes: tuple[int, int, int]) -> str:
+    """What a product runs by in the sizes (m, n, k), as far as such a problem is known: each that is planned for is."""
+    known = in_use[form].problems() if form in in_use else ()
+    met = [Problem(*p) for p in known if p[1:4] == sizes]
+    found = {str(f) for p in met if (f := found_for(form, p)) is not None}
+    return ", ".join(sorted(found)) or ("first heuristic" if met else "")
+
+
+def _write_empty(kind: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *others: torch.Tensor) -> None:
+    """What a product over nothing gives: the addend and the bias alone, sums of zeros."""
+    options = KINDS[kind]
+    epilogue, add = str(options.get("epilogue", "none")), options.get("add", "none")
+    given = list(others)
+    if add == "none":
+        out.zero_()
+    elif add == "c":
+        out.copy_(given.pop(0))
+    if epilogue in ("sum_a", "sum_b"):
+        rows = a if epilogue == "sum_a" else b
+        given[0].copy_(rows.reshape(-1, rows.shape[-1]).sum(0))
+    elif epilogue.endswith("_bgrad"):
+        given[0].zero_()
+    elif "bias" in epilogue:
+        out += given[0]
+        if "relu" in epilogue:
+            if "aux" in epilogue:
+                _write_mask(out, given[1])
+            out.relu_()
+        elif "gelu" in epilogue:
+            if "aux" in epilogue:
+                given[1].copy_(out)
+            out.copy_(torch.nn.functional.gelu(out, approximate="tanh"))
+
+
+def _write_mask(y: torch.Tensor, mask: torch.Tensor) -> None:
+    """One bit for each element, whether it is positive."""
+    wide = y.new_zeros(*y.shape[:-1], 8 * mask.shape[-1], dtype=torch.uint8)
+    wide[..., : y.shape[-1]] = y > 0
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=y.device)
+    mask.copy_((wide.unflatten(-1, (-1, 8)) * weights).sum(-1))
+
+
+def multiply(kind: str, a: torch.Tensor, *others: torch.Tensor) -> Any:
+    """The product of that kind, in the dtype of `a`, of the tensors that it reads: one tensor, or a tuple of them."""
+    return configured(kind, a.dtype, a.dtype).make(a, *others)
+
+
+def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, add: bool = True) -> None:
+    """onto += dy^T x in place, or onto = dy^T x; `onto` is [O, I], in the dtype of dy or float32."""
+    configured("wgrad_onto" if add else "wgrad", dy.dtype, onto.dtype)((dy, x, onto))
+    torch.autograd.graph.increment_version(onto)
+
+
+def mask_bytes(features: int) -> int:
+    """The bytes of one row of ReLU's mask."""
+    return -(-features // MASK_MULTIPLE) * MASK_MULTIPLE // 8

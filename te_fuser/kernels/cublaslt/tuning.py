@@ -1,0 +1,229 @@
+"""Tuning the algorithms of cuBLASLt's products: candidates alone first, then those that keep up in their place.
+
+Alone a candidate says little: on a card at its power limit the library's first guess is usually the best in a running
+model, whatever wins alone. So a choice has to make the whole model faster, and all choices together have to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from te_fuser import _native
+from te_fuser.kernels.cublaslt.products import KINDS, in_use
+from te_fuser.kernels.cublaslt.tuned import Form, Problem, store_on
+from te_fuser.kernels.trials import Call, Contest, ReasonNot, Trial, concluded, seconds_alone
+
+MOST_LISTED = 8  # candidates that the library is asked for
+MOST_IN_PLACE = 3  # of a problem, beside its first guess, that are tried in the model
+_SOLO_LOSS = 1.05  # what a candidate may take alone, over the first guess, to be tried in the model
+_RUNS = 10  # of a candidate alone, between two events
+_ALIGNMENT = 256
+
+
+class Place:
+    """A problem that a model has, with the algorithms that solve it, the library's first guess first."""
+
+    def __init__(self, form: Form, product: _native.CudaMatmul, problem: Problem) -> None:
+        self.form, self.product, self.problem = form, product, problem
+        self.algorithms = [algorithm for algorithm, _, _ in product.algorithms(problem, MOST_LISTED)]
+        self.gain = 1.0  # the model's time with the choice that was taken over that without
+        self._running = -1
+
+    def __str__(self) -> str:
+        return f"{self.form} {self.problem}"
+
+    def take(self, candidate: int) -> None:
+        """Run by this candidate from now on."""
+        if candidate != self._running:
+            self.product.choose(self.problem, self.algorithms[candidate])
+            self._running = candidate
+
+
+Choice = Mapping[Place, int]
+
+
+def tune_products(
+    call: Call, contest: Contest, margin: float, reason_not: ReasonNot = lambda within: ""
+) -> list[Trial]:
+    """Tune every product that a call runs, if any; what is taken runs from now on, and stays on disk.
+
+    Args:
+        call: the model as it is to be fast.
+        margin: the share of the model's time that a choice must gain.
+        reason_not: tells wrong algorithms from right ones.
+    """
+    places = places_of(call)
+    first = dict.fromkeys(places, 0)
+    chosen, trials = dict(first), list[Trial]()
+    try:
+        for place in places:
+            trials += _tune_place(place, chosen, call, contest, margin, reason_not)
+        together = "algorithms of products together"
+        trials = concluded(trials, together, lambda: contest(_with(first, call), _with(chosen, call)))
+        if not any(t.taken for t in trials):
+            chosen = first
+    except BaseException:
+        _take(first)
+        raise
+    _take(chosen)
+    _keep(chosen)
+    return trials
+
+
+def places_of(call: Call) -> list[Place]:
+    """The problems of cuBLASLt that a call runs, those with the most work first."""
+    before = {form: product.problems() for form, product in tuple(in_use.items())}
+    call()
+    work: dict[Place, int] = {}
+    for form, product in tuple(in_use.items()):
+        for met, runs in product.problems().items():
+            times = runs - before.get(form, {}).get(met, 0)
+            if times > 0:
+                problem = Problem(*met)
+                work[Place(form, product, problem)] = times * problem.m * problem.n * problem.k
+    return sorted(work, key=lambda place: -work[place])
+
+
+def _tune_place(
+    place: Place,
+    chosen: dict[Place, int],
+    call: Call,
+    contest: Contest,
+    margin: float,
+    reason_not: ReasonNot,
+) -> Iterator[Trial]:
+    """Try the candidates of one place against the best choices so far, which take in what gains.
+
+    They are numbered from 2 on; 1 is the first guess.
+    """
+    ratios: dict[int, float] = {}
+    wrong: dict[int, str] = {}
+    for candidate in _fast_alone(place):
+        reason = reason_not(_by({**chosen, place: candidate}))
+        if reason:
+            wrong[candidate] = reason
+            continue
+        ratios[candidate] = contest(_with(chosen, call), _with({**chosen, place: candidate}, call))
+        if ratios[candidate] < 1 - margin:
+            chosen[place], place.gain = candidate, ratios[candidate]
+    if not ratios and not wrong:
+        yield Trial(str(place), "#1", None, False, "no other algorithm keeps up alone")
+    for candidate, reason in wrong.items():
+        yield Trial(str(place), f"#{candidate + 1}", None, False, reason)
+    for candidate, ratio in ratios.items():
+        taken = candidate == chosen[place]
+        reason = "another one is faster still" if ratio < 1 - margin and not taken else ""
+        yield Trial(str(place), f"#{candidate + 1}", ratio, taken, reason)
+
+
+def _with(choice: Choice, call: Call) -> Call:
+    """The call by these algorithms."""
+    choice = dict(choice)
+
+    def run() -> None:
+        _take(choice)
+        call()
+
+    return run
+
+
+@contextlib.contextmanager
+def _by(choice: Choice) -> Iterator[None]:
+    """These algorithms, and the first guesses behind it."""
+    _take(choice)
+    try:
+        yield
+    finally:
+        _take(dict.fromkeys(choice, 0))
+
+
+def _take(choice: Choice) -> None:
+    for place, candidate in choice.items():
+        place.take(candidate)
+
+
+def _keep(chosen: Choice) -> None:
+    """Put what was chosen on disk, and forget what an earlier tuning chose and this one did not."""
+    for place, candidate in chosen.items():
+        store, key = store_on(place.problem.device), place.problem.key(place.form)
+        if store is None:
+            continue
+        if candidate:
+            store.put(key, place.algorithms[candidate], candidate + 1, place.gain)
+        else:
+            store.forget(key)
+
+
+# ------------------------------------------------------------------------------------------------------- alone
+
+
+def _fast_alone(place: Place) -> list[int]:
+    """The candidates that keep up with the first guess alone, the fastest first; no more than are worth trying."""
+    if len(place.algorithms) < 2:
+        return []
+    seconds = _seconds_of(place)
+    keeping_up = [k for k in range(1, len(seconds)) if seconds[k] <= _SOLO_LOSS * seconds[0]]
+    return sorted(keeping_up, key=lambda k: seconds[k])[:MOST_IN_PLACE]
+
+
+def _seconds_of(place: Place) -> list[float]:
+    """Seconds of each algorithm alone, on random numbers."""
+    with torch.cuda.device(place.problem.device):
+        tensors = example(place.product, place.form, place.problem, torch.device("cuda", place.problem.device))
+
+        def run() -> None:
+            for _ in range(_RUNS):
+                place.product(tensors)
+
+        found = []
+        for candidate in range(len(place.algorithms)):
+            place.take(candidate)
+            found.append(seconds_alone(run) / _RUNS)
+        place.take(0)
+        return found
+
+
+def example(
+    product: _native.CudaMatmul, form: Form, problem: Problem, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Tensors that give a product just this problem: random numbers in its sizes, strides and alignments."""
+    return tuple(_tensor(role, form, problem, device) for role in product.arguments)
+
+
+def _tensor(role: str, form: Form, p: Problem, device: torch.device) -> torch.Tensor:
+    options = KINDS[form.kind]
+    if role in ("a", "b"):
+        rows, columns = (p.m, p.k) if role == "a" else (p.k, p.n)
+        if options.get(f"transpose_{role}"):
+            rows, columns = columns, rows
+        stride, flipped = (p.a_stride, p.flipped[0]) if role == "a" else (p.b_stride, p.flipped[1])
+        return _matrix(rows, columns, stride, flipped, p.alignment(role), form.dtype, device)
+    if role in ("out", "c"):
+        stride = p.out_stride if role == "out" else p.c_stride
+        return _matrix(p.m, p.n, stride, False, p.alignment(role), form.out_dtype, device)
+    epilogue = str(options.get("epilogue"))
+    if role == "bias":
+        length = p.m if epilogue == "sum_a" else p.n
+        return _matrix(1, length, length, False, _ALIGNMENT, form.out_dtype, device)[0]
+    if "relu" in epilogue:  # a mask of bits
+        width = p.aux_stride // 8
+        return torch.randint(0, 256, (p.m, width), dtype=torch.uint8, device=device)
+    return _matrix(p.m, p.n, p.aux_stride, False, _ALIGNMENT, form.out_dtype, device)
+
+
+def _matrix(
+    rows: int, columns: int, stride: int, flipped: bool, alignment: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Random numbers whose rows (columns, if flipped) are `stride` apart, at an address that is aligned just so."""
+    long, short = (columns, rows) if flipped else (rows, columns)
+    spare = 2 * _ALIGNMENT // dtype.itemsize
+    flat = torch.randn((long - 1) * stride + short + spare, device=device).to(dtype)
+    wanted = alignment % _ALIGNMENT  # more than 256 is as good as 256
+    offset = (wanted - flat.data_ptr()) % _ALIGNMENT // dtype.itemsize
+    return flat.as_strided((rows, columns), (1, stride) if flipped else (stride, 1), offset)
+
+
+__all__ = ["MOST_IN_PLACE", "MOST_LISTED", "Place", "example", "places_of", "tune_products"]

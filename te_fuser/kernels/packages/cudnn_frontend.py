@@ -1,0 +1,197 @@
+"""Attention's backward as graphs of NVIDIA's Python front end of cuDNN, which store gradients by their strides.
+
+The package (nvidia-cudnn-frontend, imported as `cudnn`) is optional, and imported when a plan for a GPU at hand first
+asks for it. One lock guards all graphs: a handle of cuDNN is not for two threads at once, and backward passes have
+threads of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.codegen.progress import Progress
+from te_fuser.kernels.attention.views import Form, lying
+from te_fuser.kernels.packages.optional import give_context, refuse_capture, version_of, why_missing
+
+PACKAGE = "nvidia-cudnn-frontend"
+_OLDEST = "1.32"
+_UNMADE = "a graph of cuDNN for attention's backward that is not built yet"  # in a capture
+_IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
+_lock = threading.RLock()
+
+
+def installed_version() -> str | None:
+    """The version of the front end that is installed, if any."""
+    return version_of(PACKAGE)
+
+
+def missing() -> str | None:
+    """Why there is no front end to use, found without importing it; None where there is one."""
+    return why_missing(PACKAGE, _OLDEST, installed_version())
+
+
+def unusable(cudnn_version: int) -> str | None:
+    """Why the front end cannot work on the cuDNN that PyTorch has loaded, of that version; None when it can."""
+    found = _version_in_use()
+    if isinstance(found, str):
+        return found
+    if found != cudnn_version:
+        return f"{PACKAGE} has loaded cuDNN {found}, PyTorch {cudnn_version}: both must use one (see LD_LIBRARY_PATH)"
+    return None
+
+
+@functools.cache
+def _version_in_use() -> int | str:
+    """The cuDNN that the front end has loaded, or why there is none; asked once, since a failed import is repeated."""
+    try:
+        return int(_package().backend_version())
+    except Exception as error:  # whatever an import of it may raise
+        return f"{PACKAGE} does not load: {type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class AttentionBackward:
+    """What a graph is built for.
+
+    Attributes:
+        q, k, v: where the heads lie in the packed input, and their gradients in its gradient.
+        out: where they lie in the output and in its gradient.
+        device: the GPU's index.
+    """
+
+    q: Form
+    k: Form
+    v: Form
+    out: Form
+    dtype: torch.dtype
+    causal: bool
+    dropout: float
+    scale: float
+    device: int
+
+
+class BackwardGraph:
+    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run."""
+
+    def __init__(self, problem: AttentionBackward) -> None:
+        self._problem = problem
+        self._cudnn, self._handle = _package(), _handle(problem.device)
+        self._graph, self._uids = _described(self._cudnn, problem, self._handle)
+        self._graph.validate()
+        self._graph.build_operation_graph()
+        self._graph.create_execution_plans([self._cudnn.heur_mode.A])
+        self._graph.check_support()
+        self._workspace: int | None = None
+
+    def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The gradient of x.
+
+        Args:
+            x: the packed input; y, dy: the output and its gradient, all of them contiguous.
+            saved: what PyTorch's forward gives: the log of sums of exponentials, the seed, the offset.
+
+        Raises:
+            RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
+        """
+        p, dx = self._problem, torch.empty_like(x)
+        packed = (p.q, p.k, p.v)
+        tensors = [lying(x, form) for form in packed] + [lying(y, p.out), lying(dy, p.out)]
+        tensors += [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
+        tensors += [lying(dx, form) for form in packed]
+        with torch.cuda.device(p.device):
+            give_context(p.device)
+            self._load()
+            self._execute(tensors, torch.empty(self._workspace or 1, dtype=torch.uint8, device=x.device))
+        return dx
+
+    def _load(self) -> None:
+        if self._workspace is not None:
+            return
+        refuse_capture(_UNMADE)
+        try:
+            with _lock:
+                if self._workspace is None:
+                    self._graph.build_plans()
+                    self._workspace = int(self._graph.get_workspace_size())
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _execute(self, tensors: list[torch.Tensor], workspace: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        try:
+            with _lock:
+                self._cudnn.set_stream(handle=self._handle, stream=stream)
+                self._graph.execute(tensors, workspace, handle=self._handle, tensor_uids=self._uids)
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"cuDNN's backward of attention failed for {self._problem}: {error}; "
+            "te_fuser.fusions.disabled('attention_cuda_cudnn_frontend') plans without it"
+        )
+
+
+def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
+    """A graph for a problem, or why cuDNN does not take it.
+
+    Raises:
+        RuntimeError: when the current stream is being captured.
+    """
+    with torch.cuda.device(problem.device):
+        refuse_capture(_UNMADE)
+        give_context(problem.device)
+        with _lock:
+            try:
+                return BackwardGraph(problem)
+            except Exception as error:  # a refusal, or a front end that is called in another way by now
+                return f"cuDNN has no backward for it: {type(error).__name__}: {error}"
+
+
+def _described(cudnn: Any, p: AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:
+    """The graph as the front end is told it, and the numbers of its tensors in the order in which `run` gives them."""
+    kinds, io = cudnn.data_type, getattr(cudnn.data_type, _IO_TYPES[p.dtype])
+    graph = cudnn.pygraph(
+        io_data_type=io, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle
+    )
+    uids: list[int] = []
+
+    def add(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], kind: Any) -> Any:
+        uids.append(len(uids) + 1)
+        return graph.tensor(name=name, dim=sizes, stride=strides, data_type=kind, uid=uids[-1])
+
+    names = {"q": p.q, "k": p.k, "v": p.v, "o": p.out, "dO": p.out}
+    read = {name: add(name, sizes, strides, io) for name, (sizes, strides, _) in names.items()}
+    b, h, length, _ = p.q[0]
+    read["stats"] = add("stats", (b, h, length, 1), (h * length, length, 1, 1), kinds.FLOAT)
+    ones = (1, 1, 1, 1)
+    if p.dropout:
+        seed, offset = (add(name, ones, ones, kinds.INT64) for name in ("seed", "offset"))
+        read["dropout"] = (p.dropout, seed, offset)
+    gradients = graph.sdpa_backward(**read, attn_scale=p.scale, use_causal_mask=p.causal)
+    for gradient, (sizes, strides, _) in zip(gradients, (p.q, p.k, p.v), strict=True):
+        uids.append(len(uids) + 1)
+        gradient.set_output(True).set_uid(uids[-1]).set_dim(sizes).set_stride(strides).set_data_type(io)
+    return graph, tuple(uids)
+
+
+@functools.cache
+def _package() -> Any:
+    """The front end, which takes the cuDNN beside PyTorch, or the one that is loaded."""
+    with Progress(f"importing {PACKAGE}"):
+        return importlib.import_module("cudnn")
+
+
+@functools.cache
+def _handle(device: int) -> Any:
+    """cuDNN's handle on a device, made while it is the current one."""
+    return _package().create_handle()
+
+
+__all__ = ["PACKAGE", "AttentionBackward", "BackwardGraph", "graph_for", "installed_version", "missing", "unusable"]

@@ -1,0 +1,62 @@
+"""What tuning tried: each change by itself in the running model, in the end all that gained against none of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], None]
+Contest = Callable[[Call, Call], float]  # seconds of the second over seconds of the first
+# reason_not(within) -> why the model cannot run by what is in force inside of `within`; empty when it can. Outside of
+# it nothing that is tried is in force: what the model is compared with runs so.
+ReasonNot = Callable[[AbstractContextManager[None]], str]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice that was looked at: its time over that of the best plan before it, and what came of it."""
+
+    place: str
+    choice: str
+    ratio: float | None
+    taken: bool
+    reason: str = ""
+
+
+def dropped(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials where all that was taken is not faster together: what each gained over the one before was noise."""
+    return [dataclasses.replace(t, taken=False, reason="together not faster") if t.taken else t for t in trials]
+
+
+def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float]) -> list[Trial]:
+    """The trials and, where one was taken, the last one: all that was taken together.
+
+    Args:
+        place: what the last one is called.
+        contest: gives the model's time with all that was taken over that without any of it.
+    """
+    if not any(t.taken for t in trials):
+        return list(trials)
+    total = contest()
+    faster = total < 1
+    return [*(trials if faster else dropped(trials)), Trial(place, "all", total, faster)]
+
+
+def seconds_alone(work: Call) -> float:
+    """Seconds that work takes on PyTorch's current device, by events; the least of three after one to warm up."""
+    times = []
+    for _ in range(4):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3)
+    return min(times[1:])
+
+
+__all__ = ["Call", "Contest", "ReasonNot", "Trial", "concluded", "dropped", "seconds_alone"]

@@ -1,0 +1,195 @@
+"""The provider that calls FlashAttention-4, with a package that computes on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from te_fuser.kernels.packages import flash_attn_4
+from te_fuser.ops.dot_product_attention import DotProductAttention
+from tests.kernels.attention.cases import (
+    BY_NAME,
+    LAYOUTS,
+    PACKINGS,
+    assert_gradients_are_views_of_the_packed_one,
+    assert_matches,
+    by_provider,
+    make,
+    problem,
+    strided,
+)
+from tests.kernels.packages import fake_flash_attn
+
+PROVIDER = BY_NAME["cuda_flash_attn_4"]
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package in place."""
+    yield fake_flash_attn.in_place(monkeypatch)
+    fake_flash_attn.forget()
+
+
+def wide(**changes):
+    """A problem on an H200, of heads of 128 features."""
+    return problem(**changes) if "settings" in changes else problem(**{"head_dim": 128, **changes})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_heads_are_read_and_stored_where_they_lie_packed(layout, packing, package):
+    for mask, kv_heads, samples in itertools.product(("none", "causal"), (4, 2, 1), (1, 2)):
+        op, x, dy = make(kv_heads=kv_heads, mask=mask, layout=layout, packing=packing, samples=samples)
+        if PROVIDER.reason_not(wide(settings=op.settings(), samples=samples)) is not None:
+            assert (packing, layout, kv_heads, samples) == ("interleaved", "batch_first", 2, 2)
+            continue
+        assert_matches(PROVIDER, op, x, dy)
+        y, dx = by_provider(PROVIDER, op, x, dy)
+        assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in (y, dx))
+        assert not dx._is_view() and not y._is_view()
+        (_, ahead), (_, back) = package.calls[-2:]
+        inside = {"q": x, "k": x, "v": x, "out": y, "dq": dx, "dk": dx, "dv": dx, "dout": dy}
+        for name, tensor in (ahead | back).items():
+            assert tensor.untyped_storage().data_ptr() == inside[name].untyped_storage().data_ptr(), name
+        for name in "qkv":
+            assert back[f"d{name}"].stride() == back[name].stride()
+
+
+def test_the_scale_and_the_mask_are_passed(package):
+    for mask, scale in itertools.product(("none", "causal"), (None, 0.7)):
+        op, x, dy = make(mask=mask, scale=scale)
+        assert_matches(PROVIDER, op, x, dy)
+
+
+def test_inputs_of_other_strides(package):
+    op, x, dy = make(layout="batch_first", mask="causal")
+    off, dy_off = (torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in (x, dy))
+    for other in (*strided(x), off):
+        assert_matches(PROVIDER, op, other, dy)
+    for gradient in (*strided(dy), dy[..., :1].expand(dy.shape), dy_off):
+        assert_matches(PROVIDER, op, x, gradient)
+
+
+def test_gradients_before_packing_are_views_of_the_packed_one(package):
+    assert_gradients_are_views_of_the_packed_one(PROVIDER)
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "words"),
+    [
+        (None, {}, 'flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36"'),
+        ("4.0.0b9", {}, "it needs flash-attn-4 4.0.0b36, found 4.0.0b9"),
+        ("4.0.0a40", {}, "it needs flash-attn-4 4.0.0b36, found 4.0.0a40"),
+        ("4.0.0b36", {"mask": "given"}, "it takes no mask tensor, only none or causal"),
+        ("4.0.0b36", {"dropout": 0.1}, "it has no dropout, and 0.1 of the probabilities are to be dropped"),
+        ("4.0.0b36", {"capability": (8, 0)}, "it is meant for compute capability 9 alone, this GPU has 8.0"),
+        ("4.0.0b36", {"capability": (10, 0)}, "it is meant for compute capability 9 alone, this GPU has 10.0"),
+        ("4.0.0b36", {"deterministic": True}, "its backward is called without what makes it repeat its bits"),
+        ("4.0.0b36", {"switched_off": frozenset({"cuda_flash"})}, "it is switched off in torch.backends.cuda"),
+        ("4.0.0b36", {"dtype": torch.float32}, "it takes bfloat16, float16, the input is torch.float32"),
+        ("4.0.0b36", {"head_dim": 256}, "head_dim must be a multiple of 8 up to 128, it is 256"),
+        ("4.0.0b36", {"heads": 4, "kv_heads": 4, "samples": 40000}, "batch * heads passes 65535"),
+        ("4.0.0b36", {}, None),
+        ("4.0.0", {"head_dim": 96}, None),
+        ("4.1.0b1", {"mask": "causal"}, None),
+    ],
+)
+def test_what_it_says_of_a_gpu_that_is_not_at_hand(version, changes, words, monkeypatch):
+    """Nothing is imported for it."""
+    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: version)
+    monkeypatch.setattr(flash_attn_4, "_module", lambda: pytest.fail("the package was imported"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = PROVIDER.reason_not(wide(**changes))
+    assert reason is None if words is None else words in reason
+
+
+def test_heads_without_a_common_stride_are_refused(package):
+    settings = DotProductAttention(4, 128, kv_heads=2, layout="batch_first").settings()
+    assert "no common stride in packing='interleaved'" in PROVIDER.reason_not(wide(settings=settings))
+
+
+@pytest.fixture
+def at_hand(package, monkeypatch):
+    """A machine with a GPU, on which the package is imported."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return package
+
+
+def test_on_a_machine_with_a_gpu_it_is_imported_while_planning(at_hand):
+    assert PROVIDER.reason_not(wide()) is None and PROVIDER.reason_not(wide(dropout=0.1)) is not None
+    assert at_hand.calls == []
+
+
+@pytest.mark.parametrize("error", [ImportError("no libcudart"), RuntimeError("no driver"), KeyError("CUDA_HOME")])
+def test_what_an_import_raises_is_a_reason_and_is_tried_once(error, at_hand, monkeypatch):
+    tried = []
+
+    def broken(name):
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(flash_attn_4.importlib, "import_module", broken)
+    for _ in range(2):
+        assert PROVIDER.reason_not(wide()) == f"flash-attn-4 does not load: {type(error).__name__}: {error}"
+    assert tried == ["flash_attn.cute.interface"]
+    # Without an import nothing is said of other problems than what is wrong with them.
+    assert "it has no dropout" in PROVIDER.reason_not(wide(dropout=0.5))
+
+
+def test_functions_that_changed_are_a_reason(at_hand, monkeypatch):
+    def changed(q, k, v, softmax_scale, causal, lse):
+        raise AssertionError
+
+    monkeypatch.setattr(at_hand, "_flash_attn_fwd", changed, raising=False)
+    monkeypatch.delattr(type(at_hand), "_flash_attn_bwd")
+    assert PROVIDER.reason_not(wide()) == (
+        "flash-attn-4 4.0.0b36 is not as it was in 4.0.0b36: "
+        "_flash_attn_fwd takes no out, return_lse; it has no _flash_attn_bwd"
+    )
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_fails_in_a_run_is_raised_in_words(direction, package):
+    op, x, dy = make(mask="causal")
+    with torch.no_grad():
+        y, saved = PROVIDER.forward(op.settings(), x)
+        runs = {
+            "forward": lambda: PROVIDER.forward(op.settings(), x.flip(0)),
+            "backward": lambda: PROVIDER.backward(op.settings(), {"input": x, "output": y, **saved}, dy),
+        }
+        package.fails = AssertionError("inputs must be on CUDA device")
+        words = rf"flash-attn-4's {direction} of attention failed for queries \[.*causal=True: AssertionError: inputs"
+        with pytest.raises(RuntimeError, match=words + r".*disabled\('attention_cuda_flash_attn_4'\) plans without it"):
+            runs[direction]()
+        package.fails = torch.OutOfMemoryError("full")
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            runs[direction]()
+
+
+def test_a_capture_of_a_form_that_did_not_run_is_refused(package, monkeypatch):
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    op, x, dy = make(mask="causal")
+    settings = op.settings()
+    with torch.no_grad():
+        capturing = True
+        with pytest.raises(RuntimeError, match=r"compiled at their first run.*run the model once with inputs like"):
+            PROVIDER.forward(settings, x)
+        assert package.calls == []
+        capturing = False
+        y, saved = PROVIDER.forward(settings, x)
+        tensors = {"input": x, "output": y, **saved}
+        capturing = True
+        with pytest.raises(RuntimeError, match="run the model once"):
+            PROVIDER.backward(settings, tensors, dy)
+        capturing = False
+        want = PROVIDER.backward(settings, tensors, dy)
+        capturing = True
+        assert torch.equal(PROVIDER.forward(settings, x)[0], y)
+        assert torch.equal(PROVIDER.backward(settings, tensors, dy), want)
+        longer = make(mask="causal", positions=9)[1]
+        for other, there in ((make()[0], x), (op, longer)):
+            with pytest.raises(RuntimeError, match="run the model once"):
+                PROVIDER.forward(other.settings(), there)

@@ -1,0 +1,179 @@
+"""NVIDIA's front end of cuDNN for a machine without a GPU: it takes graphs as the real one, and computes by PyTorch.
+
+A test puts it in place with `in_place`. Dropout is recorded and not computed.
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from te_fuser.kernels.attention.providers import cudnn_frontend as attention_cudnn_frontend
+from te_fuser.kernels.packages import cudnn_frontend
+from tests.kernels.packages import fake_packages
+
+NAMES = ("BFLOAT16", "HALF", "FLOAT", "DOUBLE", "INT64")
+DTYPES = dict(zip(NAMES, (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64), strict=True))
+VERSION = "1.32.0"
+STREAM = 5
+
+
+class GraphNotSupported(Exception):
+    """The front end's own error, which is no RuntimeError."""
+
+
+class Described:
+    """A tensor of a graph."""
+
+    def __init__(self, uid, dim=(), stride=(), data_type=None):
+        self.uid, self.dim, self.stride, self.data_type, self.is_output = (
+            uid,
+            tuple(dim),
+            tuple(stride),
+            data_type,
+            False,
+        )
+
+    def set_output(self, value):
+        self.is_output = value
+        return self
+
+    def set_uid(self, uid):
+        self.uid = uid
+        return self
+
+    def set_dim(self, dim):
+        self.dim = tuple(dim)
+        return self
+
+    def set_stride(self, stride):
+        self.stride = tuple(stride)
+        return self
+
+    def set_data_type(self, data_type):
+        self.data_type = data_type
+        return self
+
+
+class Graph:
+    """One backward of attention; its steps must come in the front end's order."""
+
+    STEPS = ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans")
+    WORKSPACE = 96
+
+    def __init__(self, package, handle, **types_of):
+        self.package, self.handle, self.types_of, self.done, self.node = package, handle, types_of, [], None
+        package.graphs.append(self)
+
+    def tensor(self, *, name, dim, stride, data_type, uid):
+        assert len(dim) == len(stride) == 4 and data_type in NAMES, name
+        return Described(uid, dim, stride, data_type)
+
+    def sdpa_backward(self, *, q, k, v, o, dO, stats, attn_scale, use_causal_mask, dropout=None):  # noqa: N803
+        assert self.node is None and stats.data_type == "FLOAT" and stats.dim == (*q.dim[:3], 1)
+        self.read = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats}
+        self.node, self.dropout = (attn_scale, use_causal_mask), dropout
+        if dropout is not None:
+            self.read |= {"seed": dropout[1], "offset": dropout[2]}
+        self.made = [Described(None) for _ in range(3)]
+        return list(self.made)
+
+    def _step(self, name):
+        assert name == self.STEPS[len(self.done)]
+        self.done.append(name)
+
+    def validate(self):
+        self._step("validate")
+        assert all(t.is_output and len(t.dim) == 4 for t in self.made)
+
+    def build_operation_graph(self):
+        self._step("build_operation_graph")
+
+    def create_execution_plans(self, modes):
+        self._step("create_execution_plans")
+        assert modes == ["A"]
+
+    def check_support(self):
+        self._step("check_support")
+        if self.package.refuses is not None:
+            raise self.package.refuses
+
+    def build_plans(self):
+        if self.package.does_not_load is not None:
+            raise self.package.does_not_load
+        self._step("build_plans")
+
+    def get_workspace_size(self):
+        return self.WORKSPACE
+
+    def execute(self, tensors, workspace, handle, tensor_uids):
+        assert self.done == list(self.STEPS) and handle is self.handle and handle.stream == STREAM
+        assert workspace.numel() == self.WORKSPACE and workspace.dtype == torch.uint8
+        assert len(tensors) == len(tensor_uids) == len(set(tensor_uids))
+        if self.package.fails is not None:
+            raise self.package.fails
+        given = dict(zip(tensor_uids, tensors, strict=True))
+        for described in (*self.read.values(), *self.made):
+            self._check(given[described.uid], described)
+        self.package.last = {name: given[t.uid] for name, t in self.read.items()}
+        made = fake_packages.attention_backward(self.package.last, *self.node)
+        for described, gradient in zip(self.made, made, strict=True):
+            given[described.uid].copy_(gradient)
+
+    def _check(self, tensor, described):
+        if described.data_type in ("FLOAT", "INT64"):  # what PyTorch gave: dense, of as many elements
+            assert tensor.is_contiguous() and tensor.numel() == torch.Size(described.dim).numel()
+        else:
+            assert tensor.shape == described.dim and tensor.stride() == described.stride and tensor.stride(-1) == 1
+        exact = tensor.dtype == DTYPES[described.data_type]
+        assert exact or (described.data_type == "FLOAT" and tensor.dtype == torch.float64)  # of float64 in tests
+
+
+class Package(types.ModuleType):
+    """The module `cudnn`.
+
+    Attributes:
+        graphs: all that were begun.
+        refuses, does_not_load, fails: what to raise when support is asked for, plans are built, a graph runs.
+        last: what the last run was given, by the names of the node's inputs.
+    """
+
+    def __init__(self, version=91900):
+        super().__init__("cudnn")
+        self.data_type = types.SimpleNamespace(**{name: name for name in NAMES})
+        self.heur_mode = types.SimpleNamespace(A="A")
+        self.cudnnGraphNotSupportedError = GraphNotSupported
+        self.graphs, self.handles, self.last, self.version = [], [], {}, version
+        self.refuses = self.does_not_load = self.fails = None
+
+    def backend_version(self):
+        return self.version
+
+    def create_handle(self):
+        self.handles.append(types.SimpleNamespace(stream=0))
+        return self.handles[-1]
+
+    def set_stream(self, handle, stream):
+        handle.stream = stream
+
+    def pygraph(self, *, io_data_type, intermediate_data_type, compute_data_type, handle):
+        assert intermediate_data_type == compute_data_type == "FLOAT"
+        return Graph(self, handle, io=io_data_type)
+
+
+def in_place(patch):
+    """The front end as installed, on a CPU in place of a GPU; `patch` is pytest's monkeypatch."""
+    package = Package()
+    forget()
+    fake_packages.in_place(patch, cudnn_frontend, {"cudnn": package}, VERSION)
+    patch.setitem(cudnn_frontend._IO_TYPES, torch.float64, "DOUBLE")
+    patch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=STREAM))
+    return package
+
+
+def forget():
+    """Drop what was kept of another front end."""
+    asked = (cudnn_frontend._package, cudnn_frontend._version_in_use, cudnn_frontend._handle)
+    for kept in (*asked, attention_cudnn_frontend._graph):
+        kept.cache_clear()

@@ -1,0 +1,339 @@
+"""Products of quack-kernels, with a package that computes on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+from te_fuser.kernels.packages import quack_matmul
+from tests.kernels.packages import fake_quack
+from tests.kernels.packages.fake_quack import gelu, swiglu
+from tests.twins import tensor
+
+CONFIG, EPILOGUES, INTERFACE = quack_matmul._CONFIG, quack_matmul._EPILOGUES, quack_matmul._INTERFACE
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package in place."""
+    yield fake_quack.in_place(monkeypatch)
+    fake_quack.forget()
+
+
+def tensors(rows, inner, outer, dtype=torch.float64):
+    """x, W, b, dy, and h: of both signs, some far out in GELU's negative tail."""
+    shapes = ((*rows, inner), (outer, inner), (outer,), (*rows, outer), (*rows, inner))
+    x, w, b, dy, h = (tensor(*shape, grad=False, seed=seed) for seed, shape in enumerate(shapes))
+    return [t.to(dtype) for t in (x, w * inner**-0.5, b, dy, 3 * h)]
+
+
+def assert_close(found, exact):
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+
+
+def summed(dh):
+    return dh.reshape(-1, dh.shape[-1]).sum(0)
+
+
+def gradients(dy, w, h):
+    """dh, gelu(h) and the sum of dh."""
+    leaf = h.clone().requires_grad_()
+    y = gelu(leaf)
+    (dh,) = torch.autograd.grad(y, leaf, dy @ w)
+    return dh, y.detach(), summed(dh)
+
+
+def gated_tensors(rows, inner, outer, dtype=torch.float64):
+    """dy, W, and h of a gate and as many others."""
+    _, w, _, dy, gate = tensors(rows, inner, outer, dtype)
+    return dy, w, torch.cat((gate, tensor(*rows, inner, grad=False, seed=9).to(dtype)), -1)
+
+
+def gated_gradients(dy, w, h):
+    """dh and silu(gate) * up."""
+    leaf = h.clone().requires_grad_()
+    y = swiglu(leaf)
+    return torch.autograd.grad(y, leaf, dy @ w)[0], y.detach()
+
+
+SIZES = (((1,), 64, 64), ((3, 7), 136, 72), ((), 16, 24), ((129,), 8, 48), ((0, 4), 64, 128), ((2, 0), 24, 16))
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_forward(rows, inner, outer, package):
+    x, w, b, *_ = tensors(rows, inner, outer)
+    y, h = quack_matmul.linear_bias_gelu_aux(x, w, b)
+    exact = x @ w.t() + b
+    assert_close(h, exact)
+    assert_close(y, gelu(exact))
+    assert torch.equal(quack_matmul.linear_bias_gelu(x, w, b), y)
+    assert all(t.is_contiguous() for t in (y, h)) and len(package.calls) == (2 if y.numel() else 0)
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_backward(rows, inner, outer, package):
+    _, w, _, dy, h = tensors(rows, inner, outer)
+    dh, y, total = quack_matmul.input_gradient_dgelu_sum(dy, w, h)
+    exact, activated, sums = gradients(dy, w, h)
+    assert_close(dh, exact)
+    assert_close(y, activated)
+    assert total.shape == (inner,)
+    assert_close(total.double(), sums)
+    assert all(t.is_contiguous() for t in (dh, y)) and len(package.calls) == (1 if dh.numel() else 0)
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), SIZES)
+def test_backward_of_swiglu(rows, inner, outer, package):
+    """Dh's halves are written where they belong."""
+    dy, w, h = gated_tensors(rows, inner, outer)
+    dh, y = quack_matmul.input_gradient_dswiglu(dy, w, h)
+    for found, want in zip((dh, y), gated_gradients(dy, w, h), strict=True):
+        assert_close(found, want)
+        assert found.is_contiguous()
+    assert len(package.calls) == (1 if dh.numel() else 0)
+    if package.calls:
+        _, given = package.calls[-1]
+        assert is_inside(given["D"], dh) and is_inside(given["up_gradient"], dh)
+
+
+def test_bfloat16_is_rounded_once_and_the_sum_is_in_float32(package):
+    x, w, b, dy, h = tensors((5, 3), 64, 48, torch.bfloat16)
+    y, before = quack_matmul.linear_bias_gelu_aux(x, w, b)
+    exact = x.double() @ w.double().t() + b.double()
+    assert torch.equal(before, exact.bfloat16()) and torch.equal(y, gelu(exact).bfloat16())
+    dh, y, total = quack_matmul.input_gradient_dgelu_sum(dy, w, h)
+    want, activated, sums = gradients(dy.double(), w.double(), h.double())
+    assert torch.equal(dh, want.bfloat16()) and torch.equal(y, activated.bfloat16())
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, sums.float())
+    dy, w, h = gated_tensors((5, 3), 64, 48, torch.bfloat16)
+    found = quack_matmul.input_gradient_dswiglu(dy, w, h)
+    for ours, want in zip(found, gated_gradients(dy.double(), w.double(), h.double()), strict=True):
+        assert torch.equal(ours, want.bfloat16())
+
+
+# ---- where tensors lie ------------------------------------------------------------------------------------------
+
+
+def aligned(t):
+    """The same numbers in rows of a wider tensor that loads can still read."""
+    return torch.cat((t, t[..., :8]), -1)[..., : t.shape[-1]] if t.dim() > 1 else t
+
+
+def odd(t):
+    """In rows of an odd length."""
+    return torch.cat((t, t[..., :1]), -1)[..., : t.shape[-1]]
+
+
+def behind(t):
+    """Behind another number, so that the address is none for loads of 16 bytes."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
+def turned(t):
+    """Features apart."""
+    return t.mT.contiguous().mT if t.dim() > 1 else torch.stack((t, t), -1)[:, 0]
+
+
+def overlapping(t):
+    """Each row, and each number of a bias, is the first one."""
+    return t[..., :1, :].expand(t.shape) if t.dim() > 1 else t[:1].expand(t.shape)
+
+
+def is_inside(part, whole):
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def reads(package):
+    """What the last call read, by its names here."""
+    name, given = package.calls[-1]
+    if name == "gemm_act":
+        return {"x": given["A"], "w": given["B"], "b": given["bias"]}
+    return {"w": given["A"], "dy": given["B"], "h": given["C"]}
+
+
+@pytest.mark.parametrize("change", [aligned, odd, behind, turned, overlapping])
+@pytest.mark.parametrize("rows", [(1,), (48, 3)])
+def test_what_loads_can_read_is_read_where_it_lies_and_the_rest_is_copied(rows, change, package):
+    given = dict(zip(("x", "w", "b", "dy", "h"), tensors(rows, 136, 72), strict=True))
+    for name in given:
+        changed = given | {name: change(given[name])}
+        before = {other: t.clone() for other, t in changed.items()}
+        x, w, b, dy, h = changed.values()
+        exact = x @ w.t() + b
+        for want, found in (
+            ((gelu(exact), exact), lambda: quack_matmul.linear_bias_gelu_aux(x, w, b)),  # noqa: B023
+            (gradients(dy, w, h), lambda: quack_matmul.input_gradient_dgelu_sum(dy, w, h)),  # noqa: B023
+        ):
+            for ours, theirs in zip(found(), want, strict=True):
+                assert_close(ours, theirs)
+            for other, read in reads(package).items():
+                if other != name or change is aligned:
+                    assert is_inside(read, changed[other]), other
+        assert all(torch.equal(t, before[other]) for other, t in changed.items())
+
+
+@pytest.mark.parametrize("change", [aligned, odd, behind, turned, overlapping])
+@pytest.mark.parametrize("rows", [(1,), (48, 3)])
+def test_what_swiglus_loads_cannot_read_is_copied(rows, change, package):
+    given = dict(zip(("dy", "w", "h"), gated_tensors(rows, 136, 72), strict=True))
+    for name in given:
+        changed = given | {name: change(given[name])}
+        before = {other: t.clone() for other, t in changed.items()}
+        found = quack_matmul.input_gradient_dswiglu(*changed.values())
+        for ours, want in zip(found, gated_gradients(*changed.values()), strict=True):
+            assert_close(ours, want)
+        for other, read in reads(package).items():
+            if other != name or change is aligned:
+                assert is_inside(read, changed[other]), other
+        assert is_inside(package.calls[-1][1]["up"], reads(package)["h"])
+        assert all(torch.equal(t, before[other]) for other, t in changed.items())
+
+
+def test_one_row_of_an_odd_stride(package):
+    """PyTorch calls it contiguous, whatever the stride of its one row; loads do not."""
+    x, w, b, dy, h = tensors((1,), 136, 72)
+    *_, wide = gated_tensors((1,), 136, 72)
+
+    def results(x, dy, h, wide):
+        backward = quack_matmul.input_gradient_dgelu_sum(dy, w, h), quack_matmul.input_gradient_dswiglu(dy, w, wide)
+        return quack_matmul.linear_bias_gelu_aux(x, w, b), *backward
+
+    want = results(x, dy, h, wide)
+    for stride in (0, 1, 8, 137):
+        strided = [torch.cat((t, t), -1).as_strided(t.shape, (stride, 1)) for t in (x, dy, h, wide)]
+        assert all(t.is_contiguous() for t in strided)
+        found = results(*strided)
+        assert all(torch.equal(a, c) for a, c in zip(itertools.chain(*found), itertools.chain(*want), strict=True))
+
+
+# ---- the package ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, 'quack-kernels is not installed: pip install "quack-kernels>=0.6.5"'),
+        ("0.6.4", 'it needs quack-kernels 0.6.5, found 0.6.4: pip install "quack-kernels>=0.6.5"'),
+        ("0.6.5", None),
+        ("0.10.0", None),
+    ],
+)
+def test_missing(version, reason, monkeypatch):
+    """Nothing is imported for it."""
+    monkeypatch.setattr(quack_matmul, "installed_version", lambda: version)
+    monkeypatch.setattr(quack_matmul, "_module", lambda name: pytest.fail("the package was imported"))
+    assert quack_matmul.missing() == reason
+
+
+def test_the_package_in_place_is_usable(package):
+    assert quack_matmul.missing() is None and quack_matmul.unusable() is None and package.calls == []
+
+
+@pytest.mark.parametrize("error", [ImportError("no libcudart"), RuntimeError("no driver"), KeyError("CUDA_HOME")])
+def test_what_an_import_raises_is_a_reason_and_is_tried_once(error, package, monkeypatch):
+    tried = []
+
+    def broken(name):
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(quack_matmul.importlib, "import_module", broken)
+    for _ in range(2):
+        assert quack_matmul.unusable() == f"quack-kernels does not load: {type(error).__name__}: {error}"
+    assert tried == [INTERFACE]
+
+
+def test_functions_that_changed_are_a_reason(package, monkeypatch):
+    def changed(A, B, bias, activation, postact_out, tuned):  # noqa: N803
+        raise AssertionError
+
+    monkeypatch.setattr(package.interface, "gemm_act", changed)
+    monkeypatch.delattr(package.modules[CONFIG], "GemmConfig")
+    monkeypatch.setattr(package.modules[EPILOGUES], "dgelu_with_sum", lambda A, B, C, out, tuned: None)  # noqa: N803
+    assert quack_matmul.unusable() == (
+        "quack-kernels 0.6.5 is not as it was in 0.6.5: gemm_act takes no preact_out, store_preact, config; "
+        "it has no GemmConfig; dgelu_with_sum takes no config"
+    )
+
+
+def test_what_is_asked_of_a_function_is_what_it_is_given(package, monkeypatch):
+    x, w, b, dy, h = tensors((3,), 16, 24)
+    given = {}
+
+    def noted(module, name):
+        call = getattr(package.modules[module], name)
+
+        def called(*args, **named):
+            given.setdefault((module, name), set()).update(inspect.signature(call).bind(*args, **named).arguments)
+            return call(*args, **named)
+
+        monkeypatch.setattr(package.modules[module], name, called)
+
+    for module, name in quack_matmul._TAKEN:
+        noted(module, name)
+    quack_matmul.linear_bias_gelu_aux(x, w, b)
+    quack_matmul.input_gradient_dgelu_sum(dy, w, h)
+    quack_matmul.input_gradient_dswiglu(*gated_tensors((3,), 16, 24))
+    assert given == {key: set(taken) for key, taken in quack_matmul._TAKEN.items()}
+
+
+def test_what_fails_in_a_run_is_raised_in_words(package):
+    x, w, b, dy, h = tensors((3, 2), 16, 24)
+    for run, words in (
+        (lambda: quack_matmul.linear_bias_gelu(x, w, b), r"x W\^T \+ b failed for \[6, 16\] and \[24, 16\]"),
+        (
+            lambda: quack_matmul.input_gradient_dgelu_sum(dy, w, h),
+            r"\(dy W\) \* gelu'\(h\) failed for \[6, 24\] and \[24, 16\]",
+        ),
+        (
+            lambda: quack_matmul.input_gradient_dswiglu(*gated_tensors((3, 2), 16, 24)),
+            r"\(dy W\) \* swiglu'\(h\) failed for \[6, 24\] and \[24, 16\]",
+        ),
+    ):
+        package.fails = ValueError("no such tile")
+        names = rf"disabled\({quack_matmul._FUSIONS}\) plans without it"
+        with pytest.raises(
+            RuntimeError, match=rf"quack-kernels's product {words}, .*ValueError: no such tile; .*{names}"
+        ):
+            run()
+        package.fails = torch.OutOfMemoryError("full")
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            run()
+    assert not len(quack_matmul.runs)
+
+
+def test_a_capture_of_a_form_that_did_not_run_is_refused(package, monkeypatch):
+    """Each product, with the value before GELU or without, in each size, each layout, each dtype."""
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    x, w, b, dy, h = tensors((3,), 16, 24)
+    *_, wide = gated_tensors((3,), 16, 24)
+    runs = (
+        lambda: quack_matmul.linear_bias_gelu(x, w, b),
+        lambda: quack_matmul.linear_bias_gelu_aux(x, w, b),
+        lambda: quack_matmul.input_gradient_dgelu_sum(dy, w, h),
+        lambda: quack_matmul.input_gradient_dswiglu(dy, w, wide),
+    )
+    for run in runs:
+        capturing = True
+        with pytest.raises(
+            RuntimeError, match=r"quack-kernels that are compiled .*run the model once with inputs like"
+        ):
+            run()
+        capturing = False
+        run()
+        capturing = True
+        run()
+    more, rounded = tensors((4,), 16, 24), tensors((3,), 16, 24, torch.bfloat16)
+    for given in ((more[0], w, b), rounded[:3], (aligned(x), w, b), (x, aligned(w), b)):
+        with pytest.raises(RuntimeError, match="run the model once"):
+            quack_matmul.linear_bias_gelu(*given)
+    with pytest.raises(RuntimeError, match="run the model once"):
+        quack_matmul.input_gradient_dgelu_sum(dy, w, aligned(h))
+    with pytest.raises(RuntimeError, match="run the model once"):
+        quack_matmul.input_gradient_dswiglu(dy, w, aligned(wide))
+    assert len(quack_matmul.runs) == len(package.calls) // 2 == 4
