@@ -3,7 +3,7 @@
 from te_fuser import fusions, ops
 from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.config import config
-from te_fuser.fuser.fuser import Fuser
+from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
 from te_fuser.sequential import Residual, Sequential

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.device import Device
+    from te_fuser.fuser.plan.device import Device
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _devices(_: argparse.Namespace) -> int:
-    from te_fuser.fuser.device import DEVICES
+    from te_fuser.fuser.plan.device import DEVICES
 
     dtypes = ("float32", "bfloat16", "float16", "float64")
     heading = ["device", "copy", *dtypes, "other float32", "launch", "capability"]

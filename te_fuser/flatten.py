@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Union
 
 import torch
 
-from te_fuser.fuser.fuser import Fuser, named_tensors
-from te_fuser.fuser.listed import ListedOp
+from te_fuser.fuser.graph.listed import ListedOp
+from te_fuser.fuser.run.fuser import Fuser, named_tensors
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.fork import Fork

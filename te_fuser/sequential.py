@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from te_fuser.flatten import Border, Group, GroupRun, OpList, Part, flatten, qualified, walk_parts
-from te_fuser.fuser.fuser import check_input, check_options
-from te_fuser.fuser.loading import draw_seed
-from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.reference import reference_run
+from te_fuser.fuser.graph.reference import reference_run
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.fuser import check_input, check_options
+from te_fuser.fuser.run.loading import draw_seed
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import hooks_of
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.tune import TuneReport
+    from te_fuser.fuser.tune.tune import TuneReport
 
 
 class Sequential(OpList):
@@ -100,7 +100,7 @@ class Sequential(OpList):
             TypeError, ValueError: when the input does not fit the list, naming op, position, and what to do.
         """
         if torch.compiler.is_compiling():
-            from te_fuser.fuser.outside_tracing import outside_tracing
+            from te_fuser.fuser.run.outside_tracing import outside_tracing
 
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
         return self._run(x, outputs, inputs)
@@ -166,7 +166,7 @@ class Sequential(OpList):
         self, x: torch.Tensor, *, outputs: Sequence[str] = (), device: Any = None, **inputs: torch.Tensor
     ) -> list[Plan]:
         """One plan for each group of ops between plain modules; the plain modules are run to see their outputs."""
-        from te_fuser.fuser.device import device_named
+        from te_fuser.fuser.plan.device import device_named
 
         roofline = device_named(device) if isinstance(device, str) else device
         found = []
@@ -206,7 +206,7 @@ class Sequential(OpList):
         Raises:
             ValueError: for `measure` on a device that is only named.
         """
-        from te_fuser.fuser.explain import Explanation
+        from te_fuser.fuser.show.explain import Explanation
 
         if x is None:
             raise TypeError("explain(x) needs an input like those of your calls; torch.empty of its shape will do")
@@ -219,7 +219,7 @@ class Sequential(OpList):
 
     def _measured(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
         """(plan, times) for each group of ops between plain modules."""
-        from te_fuser.fuser.measure import measured_run
+        from te_fuser.fuser.show.measure import measured_run
 
         found = []
 
@@ -262,7 +262,7 @@ class Sequential(OpList):
         Raises:
             OSError: before anything is measured, when the cache folder cannot be written.
         """
-        from te_fuser.fuser.tune import Effort, TuneReport, tune
+        from te_fuser.fuser.tune.tune import Effort, TuneReport, tune
 
         effort = Effort(rounds, seconds, margin)
         reports = []

@@ -9,8 +9,9 @@ import torch
 
 from te_fuser.codegen.compiler import TARGET_FLAGS
 from te_fuser.config import config
-from te_fuser.fuser import fuser, tuned
-from te_fuser.fuser.device import DEVICES, cpu_device
+from te_fuser.fuser.plan import tuned
+from te_fuser.fuser.plan.device import DEVICES, cpu_device
+from te_fuser.fuser.run import fuser
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 

@@ -20,7 +20,7 @@ from te_fuser.codegen import cuda, cuda_loader
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.config import config
-from te_fuser.fuser import fuser, loading
+from te_fuser.fuser.run import fuser, loading
 from te_fuser.kernels import column_sums, packed_heads
 from te_fuser.kernels.packed_heads import PackedPass
 from tests.codegen import cuda_on_cpu

@@ -12,7 +12,7 @@ import pytest
 from te_fuser import cli
 from te_fuser.codegen import compiler, nvrtc
 from te_fuser.config import config
-from te_fuser.fuser.device import DEVICES
+from te_fuser.fuser.plan.device import DEVICES
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser import finish
+from te_fuser.fuser.plan import finish
 from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
 
 WORLD, ROWS, WIDTH = 2, 5, 16

@@ -52,18 +52,15 @@ KNOWS = {
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}
-# The planner's modules: each may import those before it.
-PLANNER = (
-    "problem",
-    "prices",
-    "keeping",
-    "candidates",
-    "backward_candidates",
-    "forward_candidates",
-    "covers",
-    "finish",
-    "planner",
-)
+# The fuser's rooms, in the order of a call -> the rooms they may import.
+FUSER = {
+    "graph": set(),
+    "steps": {"graph"},
+    "plan": {"graph", "steps"},
+    "run": {"graph", "steps", "plan"},
+    "tune": {"graph", "steps", "plan", "run"},
+    "show": {"graph", "steps", "plan", "run"},
+}
 # The modules of the C++ target, in the same way.
 CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 # What the fuser may know of the two parts that hold concrete ops and fusions.
@@ -140,12 +137,15 @@ def test_imports_point_one_way(path):
         assert allowed, f"{me} imports {name}; {part} may know {sorted(KNOWS[part])}"
 
 
-@pytest.mark.parametrize("stem", PLANNER)
-def test_the_planner_is_made_in_one_order(stem):
-    """What is planned, what it costs, candidates, covers, the plan: none knows a later one, nor how plans run."""
-    later = PLANNER[PLANNER.index(stem) + 1 :] + ("program", "segment", "fuser", "explain")
-    found = {name.rpartition(".")[2] for name, _ in imports(PACKAGE / "fuser" / f"{stem}.py")}
-    assert sorted(found & set(later)) == []
+@pytest.mark.parametrize("path", sorted((PACKAGE / "fuser").rglob("*.py")), ids=module_of)
+def test_a_call_goes_through_the_rooms_of_the_fuser_once(path):
+    """From the list to the graph, its steps, the plan, the run; tuning and showing read what is there."""
+    room = path.parent.name
+    if path.parent == PACKAGE / "fuser":
+        assert path.stem == "__init__", f"{module_of(path)} stands in no room"
+        return
+    found = {name.split(".")[2] for name, _ in imports(path) if name.startswith("te_fuser.fuser.")}
+    assert found <= {room, *FUSER[room]}, f"{module_of(path)}: {room} may know {sorted(FUSER[room])}"
 
 
 @pytest.mark.parametrize("stem", CPP)
@@ -172,14 +172,16 @@ def test_no_circle_of_modules():
     TopologicalSorter(known).prepare()
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "fuser").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((PACKAGE / "fuser").rglob("*.py")), ids=module_of)
 def test_the_fuser_names_no_op_and_no_fusion(path):
     for name, _ in imports(path):
         if part_of(name) in ("ops", "fusions"):
             assert name in ABSTRACT, f"{module_of(path)} imports {name}"
     kinds = {name for name in ops.__all__ if getattr(getattr(ops, name), "kind", None) is getattr(ops, name)}
     kinds -= {"RowOp", "UnfusedOperation", "FusedOperation"}
-    kinds -= {name for other in path.parent.glob("*.py") for name in classes(other)}  # a tensor that a kernel makes
+    kinds -= {
+        name for other in (PACKAGE / "fuser").rglob("*.py") for name in classes(other)
+    }  # a tensor that a kernel makes
     concrete = kinds | set(fusions.names()) - {fusions.STRETCH}
     tree = tree_of(path)
     named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
@@ -195,7 +197,7 @@ def test_one_autograd_function():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("autograd.Function") for b in node.bases):
                 found.append((module_of(path), node.name))
-    assert found == [("te_fuser.fuser.segment", "SegmentFunction")]
+    assert found == [("te_fuser.fuser.run.segment", "SegmentFunction")]
 
 
 def test_nothing_is_pickled():

@@ -23,10 +23,10 @@ from benchmarks.common import SHORT_NAMES, Effort, command_parser, compete, writ
 from te_fuser import Fuser, fusions, ops
 from te_fuser.codegen import cuda_loader
 from te_fuser.codegen.description import KernelDescription, elements
-from te_fuser.fuser.kernel_task import KernelTask
-from te_fuser.fuser.measure import measured_run
-from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.step import Step
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.show.measure import measured_run
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.step import Step
 
 GPU = torch.device("cuda")
 TOKENS, HIDDEN = 16, 256  # so few that only the host counts

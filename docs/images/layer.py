@@ -9,8 +9,8 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import Plan, Step
-from te_fuser.fuser.stretch import KernelPlan
+from te_fuser.fuser.plan.plan import Plan, Step
+from te_fuser.fuser.plan.stretch import KernelPlan
 
 UNIT, LEFT, HEIGHT = 56, 92, 30
 COLOURS = {"generated": "#3b7dd8", "product": "#6b7280", "other": "#9a6bb5"}

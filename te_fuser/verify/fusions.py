@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser.compare import Row
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Fusion, only
 from te_fuser.ops import Output, SiLU
 from te_fuser.ops.base import FusableOperation

@@ -12,8 +12,8 @@ import torch
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
 from te_fuser.flatten import Group
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.listed import ListedOp, spec_of
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.graph.listed import ListedOp, spec_of
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.ops import DotProductAttention
 from te_fuser.ops.base import NamedInput, RowOp, Spec, unrounded
 from te_fuser.sequential import Sequential

@@ -10,13 +10,13 @@ import torch
 
 from te_fuser import _native
 from te_fuser.compare import UPSTREAM, Tensors, judge, same_bits
-from te_fuser.fuser.fuser import Fuser
-from te_fuser.fuser.graph import Node
-from te_fuser.fuser.loading import execute, load, load_column_sums
-from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.reference import run_nodes
-from te_fuser.fuser.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
-from te_fuser.fuser.step import Runner, SlotMap, Slots, Step
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.reference import run_nodes
+from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.run.loading import execute, load, load_column_sums
+from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.ops.base import unrounded
 from te_fuser.ops.main_grad import caught
 from te_fuser.verify.report import VerificationError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from te_fuser.fuser import fuser as fuser_module
-from te_fuser.fuser import planner
+from te_fuser.fuser.plan import planner
+from te_fuser.fuser.run import fuser as fuser_module
 
 
 @pytest.fixture

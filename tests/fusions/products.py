@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from te_fuser import Sequential
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops import GELU, Linear

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions
-from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.step import Step
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.cublaslt import why_no_backward
 from te_fuser.fusions.matmul_bias_gelu_quack import LAUNCHES
 from te_fuser.fusions.registry import Fusion

@@ -7,7 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.refs import RECOMPUTED
+from te_fuser.fuser.graph.refs import RECOMPUTED
 from te_fuser.fusions import cublaslt, cublaslt_masks, cublaslt_sums
 from te_fuser.kernels.cublaslt.products import configured
 from tests.fusions.products import autocast_on_cuda, covered, plan, reasons

@@ -11,10 +11,10 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.planner import make_plan
-from te_fuser.fuser.problem import Options
-from te_fuser.fuser.tuned import ON
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.plan.planner import make_plan
+from te_fuser.fuser.plan.problem import Options
+from te_fuser.fuser.plan.tuned import ON
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import FusableOperation
 from tests.fake_cublaslt import FakeCublasLt

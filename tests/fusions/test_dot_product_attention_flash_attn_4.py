@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels.attention import Speed
 from te_fuser.kernels.attention.providers.flash_attn_4 import CudaFlashAttn4

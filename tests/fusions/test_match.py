@@ -9,7 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Body, Cost, Details, Match, fusion
 from te_fuser.ops.base import Gradient, Spec
 from tests.fusions.products import plan

@@ -10,8 +10,8 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser import finish
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import Cost, Details, Fusion, Match, Optional, fusion
 from te_fuser.fusions.match import FusionCall
 from te_fuser.ops.base import Gradient

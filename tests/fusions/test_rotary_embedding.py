@@ -7,7 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.plan.plan import Plan
 from te_fuser.verify.report import VerificationError
 from tests.twins import sequential, tensor
 

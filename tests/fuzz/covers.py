@@ -12,8 +12,9 @@ from unittest import mock
 
 from te_fuser import fusions
 from te_fuser.codegen.interpreted import InterpretedKernel
-from te_fuser.fuser import finish, fuser, loading
-from te_fuser.fuser.device import DEVICES, Device
+from te_fuser.fuser.plan import finish
+from te_fuser.fuser.plan.device import DEVICES, Device
+from te_fuser.fuser.run import fuser, loading
 from te_fuser.fusions import Cost, Fusion, Match
 from te_fuser.ops import FusableOperation
 

@@ -13,8 +13,8 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, ops
-from te_fuser.fuser import fuser
-from te_fuser.fuser.plan import Plan
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run import fuser
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ import torch
 
 from te_fuser import Sequential, ops
 from te_fuser.formula.random import keep_bits, threshold
-from te_fuser.fuser.kernel_task import KernelTask
-from te_fuser.fuser.loading import draw_seed
+from te_fuser.fuser.run.loading import draw_seed
+from te_fuser.fuser.steps.kernel_task import KernelTask
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import Residual, Sequential, ops
-from te_fuser.fuser import overwriting, planner
-from te_fuser.fuser.kernel_task import KernelTask
+from te_fuser.fuser.plan import overwriting, planner
+from te_fuser.fuser.steps.kernel_task import KernelTask
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu

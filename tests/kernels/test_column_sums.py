@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import _native, ops
 from te_fuser.codegen import nvrtc
-from te_fuser.fuser import loading
+from te_fuser.fuser.run import loading
 from te_fuser.kernels import column_sums
 from te_fuser.verify import steps as verify_steps
 from tests.codegen import ptx

@@ -12,7 +12,7 @@ from te_fuser import Fuser, fusions, ops
 from te_fuser.codegen import cuda_loader, nvrtc
 from te_fuser.codegen.nvrtc import Compiled
 from te_fuser.config import config
-from te_fuser.fuser import fuser as fuser_module
+from te_fuser.fuser.run import fuser as fuser_module
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.kernels import column_sums, packed_heads

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser
 from te_fuser import Fuser, fusions, ops
-from te_fuser.fuser import loading
+from te_fuser.fuser.run import loading
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
 from te_fuser.fusions.registry import Fusion

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser import finish
-from te_fuser.fuser.graph import Node
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.plan import finish
 from te_fuser.ops import matmul
 from te_fuser.ops.base import Gradient, OpCall
 from tests.fusions.products import covered, plan, reasons

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from te_fuser.fuser.explain import Explanation
+from te_fuser.fuser.show.explain import Explanation
 from tests.plans.models import CASES
 from tests.plans.test_plans import FOLDER, file_of
 from tests.plans.text import DEVICES, plans_of, text_of

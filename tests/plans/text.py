@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterator
 
 from te_fuser.dtypes import text_of as text_of_dtype
-from te_fuser.fuser.device import Device, device_named
-from te_fuser.fuser.explain import Explanation
-from te_fuser.fuser.kernel_task import KernelTask
-from te_fuser.fuser.plan import Plan
-from te_fuser.fuser.refs import EMITTED, GRADIENT, RECOMPUTED, SAVED, SEED, STATISTIC, Ref
-from te_fuser.fuser.step import Step
+from te_fuser.fuser.graph.refs import EMITTED, GRADIENT, RECOMPUTED, SAVED, SEED, STATISTIC, Ref
+from te_fuser.fuser.plan.device import Device, device_named
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.show.explain import Explanation
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.step import Step
 from tests.plans.models import Case
 
 RATES = {"float32": 0.26e12, "bfloat16": 0.65e12, "float16": 0.09e12, "float64": 0.05e12}

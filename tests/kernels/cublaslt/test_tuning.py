@@ -12,7 +12,7 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser import tune as tuning
+from te_fuser.fuser.tune import tune as tuning
 from te_fuser.fusions import Details, cublaslt, fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import products

@@ -1,0 +1,74 @@
+"""torch.autocast as a pass: a Cast op where an op runs in another dtype, and the parameters that it casts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of
+from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
+
+
+def autocast(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list as it runs under autocast."""
+    if call.autocast is None:
+        return listed
+    flow = _Flow(call, call.autocast)
+    return [item for op in listed for item in flow.run(op)]
+
+
+class _Flow:
+    """What is known of the main value and of named ones, from op to op."""
+
+    def __init__(self, call: CallSpecs, target: torch.dtype) -> None:
+        self.target, self.x = target, call.x
+        self.named = {name: spec for name, (spec, _) in call.named.items()}
+
+    def run(self, item: ListedOp) -> Iterable[ListedOp]:
+        """One op, and what comes before it."""
+        op = item.lowered.op
+        wanted = _dtype_of(op, self.x, self.target)
+        if wanted is not None and self.x.dtype != wanted:
+            cast = LoweredOp(FusableOperation.make_cast(wanted), {})
+            yield ListedOp(cast, f"{item.path}.cast", {}, (), stream=item.stream)
+            self.x = replace(self.x, dtype=wanted)
+        given = {name: b.get().dtype for name, b in item.lowered.bindings.items()}
+        yield replace(item, casts=_casts(op, self.x.dtype, given, self.target, wanted))
+        self._pass_through(item)
+
+    def _pass_through(self, item: ListedOp) -> None:
+        named = [self.named[name] for name in item.names_in.values() if name in self.named]
+        try:
+            self.x = output_of(item.lowered.op, self.x, named)
+        except (ValueError, TypeError):
+            return  # the graph says which op it is
+        self.named.update(dict.fromkeys(item.names_out, self.x))
+
+
+def _dtype_of(op: FusableOperation, x: Spec, target: torch.dtype) -> torch.dtype | None:
+    """The dtype that torch.autocast to `target` runs an op in; None where it leaves the op alone."""
+    if op.autocast in (None, "follow") or x.dtype == torch.float64 or not x.dtype.is_floating_point:
+        return None
+    if op.autocast == "lower":
+        return target
+    return torch.float32 if x.device.type == "cuda" else None
+
+
+def _casts(
+    op: FusableOperation,
+    x: torch.dtype,
+    parameters: Mapping[str, torch.dtype],
+    target: torch.dtype,
+    wanted: torch.dtype | None,
+) -> dict[str, torch.dtype]:
+    """Name -> dtype of the parameters that are cast for an op, which runs in `x`; it was asked to run in `wanted`."""
+    if op.autocast == "lower" and x == target:
+        return {name: x for name, dtype in parameters.items() if dtype != x}
+    if op.autocast == "follow" and x == target or op.autocast == "float32" and x == wanted:
+        return {name: x for name, dtype in parameters.items() if dtype not in (x, torch.float64)}
+    return {}
+
+
+__all__ = ["autocast"]

@@ -1,0 +1,500 @@
+"""The list of ops as a graph: nodes in order, the values between them, named side edges, and what needs a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+import torch
+
+from te_fuser.dtypes import FLOATING, text_of
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of, spec_of
+from te_fuser.fuser.graph.lowering import lower
+from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
+from te_fuser.ops.base import Binding, FusableOperation, NamedInput, Place, RowOp, Spec, UnfusedOperation
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor on an edge.
+
+    Attributes:
+        alias_of: the value that it is under another name (Fork, Identity), maybe in another form.
+        gradient: the dtype in which its gradient arrives, where that is not its own.
+    """
+
+    index: int
+    name: str
+    spec: Spec
+    axes: Axes | None
+    needs_grad: bool
+    alias_of: int | None = None
+    gradient: torch.dtype | None = None
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient arrives."""
+        return self.spec.dtype if self.gradient is None else self.gradient
+
+
+@dataclass(frozen=True)
+class Node:
+    """One elementary op in its place."""
+
+    index: int
+    op: FusableOperation
+    label: str  # for messages: "op 3 (GELU '2.gelu')"
+    role: str  # for kernel text: "gelu"
+    parameters: Mapping[str, int]
+    input: int
+    output: int
+    named_in: Mapping[str, int]
+    named_out: tuple[int, ...]
+    draws: bool
+    stream: int  # the number of its random stream
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+    path: str = ""  # in the module tree
+    places: tuple[Place, ...] = ()  # in fused operations
+
+    @property
+    def is_row(self) -> bool:
+        """Whether a formula gives it."""
+        return isinstance(self.op, RowOp)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in order, values, parameters; which values come from the call and which leave it."""
+
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    parameters: tuple[Binding, ...]
+    parameter_specs: tuple[Spec, ...]
+    parameter_needs: tuple[bool, ...]
+    named_inputs: Mapping[str, int]
+    output: int
+    named_outputs: Mapping[str, int]
+
+    @functools.cached_property
+    def _roots(self) -> list[int]:
+        found: list[int] = []
+        for v in self.values:  # an alias comes after what it is one of
+            found.append(v.index if v.alias_of is None else found[v.alias_of])
+        return found
+
+    @functools.cached_property
+    def _refs(self) -> list[Ref]:
+        made = [self.values[root].spec.dtype for root in self._roots]
+        return [
+            Ref(VALUE, root, AS_MADE if v.spec.dtype == dtype else Form(v.spec.dtype))
+            for v, root, dtype in zip(self.values, self._roots, made, strict=True)
+        ]
+
+    @functools.cached_property
+    def _firsts(self) -> dict[Ref, int]:
+        found: dict[Ref, int] = {}
+        for value, ref in enumerate(self._refs):
+            found.setdefault(ref, value)
+        return found
+
+    @functools.cached_property
+    def _storages(self) -> list[int]:
+        found = list(self._roots)
+        for n in self.nodes:  # what a node reads comes before what it makes
+            for value in (n.output, *n.named_out):
+                found[value] = found[n.input] if getattr(n.op, "views", False) else found[self._roots[value]]
+        return found
+
+    @functools.cached_property
+    def _consumers(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.values]
+        for n in self.nodes:
+            for value in {n.input, *n.named_in.values()}:
+                found[value].append(n.index)
+        return found
+
+    @functools.cached_property
+    def _producers(self) -> list[int | None]:
+        found: list[int | None] = [None] * len(self.values)
+        for n in self.nodes:
+            for value in (n.output, *n.named_out):
+                found[value] = n.index
+        return found
+
+    def root(self, value: int) -> int:
+        """The value that this one is, under another name."""
+        return self._roots[value]
+
+    def ref(self, value: int) -> Ref:
+        """The tensor of a value: that of the value that it is, in its own form."""
+        return self._refs[value]
+
+    def again(self, value: int) -> Ref:
+        """The same tensor, computed again in backward."""
+        return self._refs[value]._replace(kind=RECOMPUTED)
+
+    def first(self, value: int) -> int:
+        """The first value that is this tensor: the same value in the same form."""
+        return self._firsts[self._refs[value]]
+
+    def value_of(self, ref: Ref) -> int:
+        """The first value that is this tensor, or that it is computed again for."""
+        return self._firsts[ref._replace(kind=VALUE)]
+
+    def storage(self, value: int) -> int:
+        """The first value in this one's memory: through other names, and through ops whose output is a view."""
+        return self._storages[value]
+
+    def stored(self, ref: Ref) -> Ref:
+        """The first name of the memory of a tensor: a value may be a view of an earlier one."""
+        return self._refs[self._storages[ref.index]] if ref.kind is VALUE and ref.form == AS_MADE else ref
+
+    def owner(self, ref: Ref) -> str:
+        """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
+        return "input" if ref.kind is VALUE and self.producer(self.stored(ref).index) is None else ref.owner
+
+    def needs_grad(self, value: int) -> bool:
+        """Whether somebody upstream of this value needs a gradient."""
+        return self.values[value].needs_grad
+
+    def consumers(self, value: int) -> list[int]:
+        """The nodes that read this value."""
+        return self._consumers[value]
+
+    def producer(self, value: int) -> int | None:
+        """The node that makes this value; None for inputs of the call."""
+        return self._producers[value]
+
+    def leaves(self, value: int) -> bool:
+        """Whether the caller gets this value."""
+        return value == self.output or value in self.named_outputs.values()
+
+    def networkx(self) -> nx.MultiDiGraph:
+        """Ops as nodes, values as edges: for a picture, for tests and for analysis with networkx."""
+        picture = nx.MultiDiGraph()
+        for n in self.nodes:
+            picture.add_node(n.index, label=n.label)
+        for v in self.values:
+            source = self.producer(v.index)
+            source_name: int | str = "call" if source is None else source
+            targets: list[int | str] = [*self.consumers(v.index)]
+            if self.leaves(v.index):
+                targets.append("result")
+            for target in targets:
+                picture.add_edge(source_name, target, value=v.index, name=v.name)
+        return picture
+
+
+class GraphBuilder:
+    """Builds the graph of a flattened list, lowered for one call signature."""
+
+    def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
+        self.ops, self.call = lower(ops, call), call
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+        self.parameters: dict[tuple[int, str], int] = {}
+        self.bindings: list[Binding] = []
+        self.bound: dict[str, int] = {}
+        self.closed: dict[str, str] = {}
+        self.opened: dict[str, str] = {}
+        self.named_inputs: dict[str, int] = {}
+        self.exported: dict[str, list[tuple[str, int]]] = {}
+
+    def build(self) -> Graph:
+        """Run through the list once; every error in the list or in the inputs is raised here."""
+        current = self._value("input", self.call.x, Axes.FULL, self.call.x_needs_grad and self.call.grad)
+        for listed in self.ops:
+            current = self._append(listed, current)
+        self._check_names()
+        self._say_gradients({current, *(self._exported(name) for name in self.call.outputs)})
+        specs = tuple(spec_of(b.get(), self.call.absent) for b in self.bindings)
+        needs = tuple(self.call.grad and b.get().requires_grad for b in self.bindings)
+        return Graph(
+            tuple(self.nodes),
+            tuple(self.values),
+            tuple(self.bindings),
+            specs,
+            needs,
+            self.named_inputs,
+            current,
+            {name: self._exported(name) for name in self.call.outputs},
+        )
+
+    def _say_gradients(self, leaving: set[int]) -> None:
+        """Which values get their gradients in another dtype than their own, as their readers give them."""
+        given: dict[int, list[torch.dtype]] = {}
+        for node in self.nodes:
+            for value in {node.input, *node.named_in.values()} - leaving:
+                given.setdefault(value, []).append(node.op.gradient_dtype(self.values[value].spec.dtype))
+        for value, found in given.items():
+            dtype = functools.reduce(torch.promote_types, found)
+            if dtype != self.values[value].spec.dtype:
+                self.values[value] = dataclasses.replace(self.values[value], gradient=dtype)
+
+    def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
+        self.values.append(Value(len(self.values), name, spec, axes, needs, alias))
+        return len(self.values) - 1
+
+    def _append(self, listed: ListedOp, current: int) -> int:
+        op = listed.lowered.op
+        label = self._label(listed)
+        _check_kind(label, op, listed.lowered.bindings)
+        _check_floating(label, self.values[current].spec)
+        parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
+        named = op.named_inputs()
+        named_in = self._named(label, listed, named, self.values[current].spec)
+        x = self.values[current].spec
+        self._check_parameters(label, op, x, listed)
+        out = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
+        bindings = listed.lowered.bindings
+        needs = self.call.grad and (
+            self.values[current].needs_grad
+            or any(b.get().requires_grad for b in bindings.values())
+            or any(self.values[v].needs_grad and named[arg].gradient for arg, v in named_in.items())
+        )
+        role = op.kind.role
+        alias = current if isinstance(op, RowOp) and _is_identity(op, x) else None
+        output = self._value(f"{role}.output", out, Axes.FULL, needs, alias)
+        named_out = []
+        for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
+            same = None if isinstance(op, RowOp) and own in op.values else output
+            named_out.append(self._value(name, op.named_output(own, out), Axes.FULL, needs, same))
+            self._bind(label, name, op, named_out[-1])
+        self.nodes.append(
+            Node(
+                len(self.nodes),
+                op,
+                label,
+                role,
+                parameters,
+                current,
+                output,
+                named_in,
+                tuple(named_out),
+                op.draws(),
+                listed.stream,
+                listed.casts,
+                listed.path,
+                listed.lowered.places,
+            )
+        )
+        return output
+
+    def _label(self, listed: ListedOp) -> str:
+        return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
+
+    def _parameter(self, binding: Binding) -> int:
+        key = (id(binding.owner), binding.name)
+        if key not in self.parameters:
+            self.parameters[key] = len(self.bindings)
+            self.bindings.append(binding)
+        return self.parameters[key]
+
+    def _check_parameters(self, label: str, op: FusableOperation, x: Spec, listed: ListedOp) -> None:
+        shapes = op.parameter_shapes()
+        for name, binding in listed.lowered.bindings.items():
+            tensor = binding.get()
+            # isinstance() would call a parameter made of a DTensor a plain one too.
+            if type(tensor) is not torch.Tensor and torch.nn.Parameter not in type(tensor).__mro__:
+                raise TypeError(
+                    f"{label}: parameter {name} is a {type(tensor).__name__}; te_fuser runs plain tensors, "
+                    "call .to_local() or .full_tensor() outside"
+                )
+            shape = shapes.get(name, tensor.shape)
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{label}: parameter {name} has shape {list(tensor.shape)}, the op was made for {list(shape)}; "
+                    "make a new op for another size"
+                )
+            if spec_of(tensor, self.call.absent).device != x.device:
+                raise ValueError(
+                    f"{label}: parameter {name} is on {tensor.device}, its input on {x.device}; move one with .to()"
+                )
+            if name in listed.casts or tensor.dtype == x.dtype:
+                continue
+            narrow = x.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
+            if not (isinstance(op, RowOp) and narrow):
+                advice = "convert one with .to()" + (", or run under torch.autocast" * (self.call.autocast is None))
+                raise TypeError(
+                    f"{label}: parameter {name} is {text_of(tensor.dtype)}, its input {text_of(x.dtype)}; {advice}"
+                )
+
+    def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for argument, name in listed.names_in.items():
+            given = named[argument]
+            if name in self.bound:
+                if given.gradient and name in self.closed:
+                    raise ValueError(f"{label}: {_plain(name)!r} was already closed by {self.closed[name]}")
+                self.closed[name] = label
+                value = self.bound[name]
+            elif name in self.call.named:
+                value = self._call_input(name, given)
+            elif given.optional:
+                continue
+            else:
+                raise ValueError(self._missing(label, name, listed.lowered.op))
+            self._check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
+            found[argument] = value
+        return found
+
+    def _missing(self, label: str, name: str, op: FusableOperation) -> str:
+        later = [o for o in self.ops if name in o.names_out]
+        hint = (
+            "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {_plain(name)}=...)"
+        )
+        given = ", ".join(sorted(self.call.named)) or "none"
+        what = f"{label} reads {_plain(name)!r}, which no Fork before it binds and the call does not give"
+        forgotten = [p for p in op._parameters if isinstance(op, RowOp) and p not in op.arguments()]
+        mistaken = f"; parameters that compute() does not take: {', '.join(forgotten)}" if forgotten else ""
+        return f"{what} ({hint}; given: {given}{mistaken})"
+
+    def _call_input(self, name: str, given: NamedInput) -> int:
+        if name not in self.named_inputs:
+            spec, needs = self.call.named[name]
+            self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
+        return self.named_inputs[name]
+
+    def _check_named(
+        self, label: str, name: str, given: NamedInput, x: Spec, spec: Spec, batch_dim: int | None
+    ) -> None:
+        if spec.device != x.device:
+            raise ValueError(
+                f"{label}: {_plain(name)!r} is on {spec.device}, the main input on {x.device}; move one with .to()"
+            )
+        if given.axes is None:
+            return
+        _check_floating(f"{label}, input {_plain(name)!r}", spec)
+        if torch.promote_types(x.dtype, spec.dtype) not in (x.dtype, spec.dtype) or _is_double(x) != _is_double(spec):
+            raise TypeError(
+                f"{label}: {_plain(name)!r} is {text_of(spec.dtype)}, the main input {text_of(x.dtype)}; "
+                "convert one with .to()"
+            )
+        if given.axes == Axes.FULL and spec.shape != x.shape:
+            raise ValueError(
+                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; "
+                "they must be equal"
+            )
+        if given.axes == Axes.FULL:
+            return
+        if given.axes & Axes.BATCH and not given.axes & Axes.OUTER and batch_dim is None:
+            raise ValueError(f"{label}: {_plain(name)!r} is given per sample; the op must say batch_dim()")
+        samples = x.shape[batch_dim] if batch_dim is not None else 1
+        features = spec.shape[-1] if spec.shape else 1
+        wanted = {
+            Axes.ROWS: (*x.shape[:-1], 1),
+            Axes.SAMPLE_FEATURES: (samples, features),
+            Axes.BATCH: (samples,),
+            Axes.FEATURE: (features,),
+            Axes.NONE: (),
+        }[given.axes]
+        if spec.shape != wanted:
+            raise ValueError(
+                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, needs {list(wanted)} for an input of shape "
+                f"{list(x.shape)}"
+            )
+
+    def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
+        try:
+            op.check_inputs(x, dict(named))
+            return output_of(op, x, named.values())
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{label}: {error}") from error
+
+    def _bind(self, label: str, name: str, op: FusableOperation, value: int) -> None:
+        if op.exports:
+            self.exported.setdefault(name, []).append((label, value))
+            return
+        if name in self.bound and name not in self.closed:
+            raise ValueError(f"{label} opens {_plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
+        self.closed.pop(name, None)
+        self.bound[name], self.opened[name] = value, label
+
+    def _exported(self, name: str) -> int:
+        close = [n for n in self.exported if _plain(n) == name]
+        found = self.exported.get(name) or (self.exported[close[0]] if len(close) == 1 else [])
+        if len(found) > 1:
+            raise ValueError(
+                f"{' and '.join(label for label, _ in found)} both give {_plain(name)!r}; rename one of them"
+            )
+        if found:
+            return found[0][1]
+        if name in self.bound:
+            return self.bound[name]
+        known = ", ".join(sorted(self.exported)) or "none"
+        raise ValueError(
+            f"no Output({name!r}) in the list (outputs: {known})" + (": name one by its path" if close else "")
+        )
+
+    def _check_names(self) -> None:
+        for name, label in self.opened.items():
+            # An op that runs alone opens nothing for others.
+            if name not in self.closed and name not in self.call.outputs and len(self.ops) > 1:
+                raise ValueError(
+                    f"{label} opens {_plain(name)!r}, but no Add({_plain(name)!r}) after it closes it; "
+                    "add one, or use Output to hand the value to the caller"
+                )
+        unknown = sorted(set(self.call.named) - set(self.named_inputs) - self._readable())
+        if unknown:
+            takes = ", ".join(sorted(self._readable())) or "none"
+            raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
+
+    def _readable(self) -> set[str]:
+        return {name for o in self.ops for name in o.names_in.values() if "/" not in name}
+
+
+def _is_identity(op: RowOp, given: Spec) -> bool:
+    """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    from te_fuser.formula.expr import leaf
+
+    if op.arguments():
+        return False
+    x = leaf("x", Axes.FULL, given.features)
+    try:
+        return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype
+    except (ValueError, TypeError, AttributeError):
+        return False
+
+
+def _plain(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
+
+
+def _where(listed: ListedOp) -> str:
+    return f" {listed.path!r}" if listed.path else ""
+
+
+def _is_double(spec: Spec) -> bool:
+    return spec.dtype == torch.float64
+
+
+def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
+    if isinstance(op, RowOp):
+        return
+    if op.named_outputs():
+        raise TypeError(f"{label}: only a RowOp names its output; put Fork or Output behind this op")
+    if not isinstance(op, UnfusedOperation):
+        raise TypeError(
+            f"{label}: an op is a RowOp (it has a formula) or an UnfusedOperation (it has its own forward and "
+            "backward), or lower() gives such ops; this one is neither"
+        )
+    own = {"input", *op._parameters, *bindings, *op.named_inputs()}
+    for gradient in op.gradients((*bindings, *op.named_inputs())):
+        known = {"reads": own | {"output", *op.emits}, "produces": own}
+        for what, names in known.items():
+            wrong = [name for name in getattr(gradient, what) if name not in names]
+            if wrong:
+                raise ValueError(
+                    f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}"
+                )
+
+
+def _check_floating(label: str, spec: Spec) -> None:
+    if spec.dtype.is_floating_point and spec.dtype not in FLOATING.values():
+        raise TypeError(f"{label}: takes {', '.join(FLOATING)}, got {text_of(spec.dtype)}; convert with .bfloat16()")
+    if not spec.dtype.is_floating_point:
+        raise TypeError(f"{label}: takes floating-point tensors, got {text_of(spec.dtype)}; convert with .float()")

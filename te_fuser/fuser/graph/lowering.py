@@ -1,0 +1,30 @@
+"""What a call makes of its list of ops: passes, one after the other, each from list to list.
+
+The graph, the reference and verify see the last one's result alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from te_fuser.fuser.graph.autocast import autocast
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+
+Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
+
+PASSES: tuple[Pass, ...] = (autocast,)
+
+
+def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list as it runs in a call.
+
+    Random streams are numbered before any pass, so that what passes add moves no draw.
+    """
+    found: Sequence[ListedOp] = [replace(op, stream=place) for place, op in enumerate(listed)]
+    for run in PASSES:
+        found = run(found, call)
+    return found
+
+
+__all__ = ["PASSES", "Pass", "lower"]

@@ -1,0 +1,82 @@
+"""The unfused reference: op after op by its meaning, recorded by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+
+import torch
+
+from te_fuser.formula.random import RandomStream
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.fuser.graph.lowering import lower
+from te_fuser.ops.base import FusableOperation, OpCall, batch_layout
+
+
+def reference_run(
+    listed: Sequence[ListedOp],
+    x: torch.Tensor,
+    values: MutableMapping[str, torch.Tensor],
+    seed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run a flattened list op by op, lowered as for a plan.
+
+    Args:
+        values: named tensors; those that ops bind are added.
+        seed: (seed, offset) of the call's random draws.
+    """
+    lowered = lower(listed, CallSpecs.of(x, values))
+    # What autocast casts is in the list; it must not cast once more inside the ops.
+    with torch.autocast(x.device.type, enabled=False):
+        for item in lowered:
+            parameters = {name: binding.get() for name, binding in item.lowered.bindings.items()}
+            parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
+            named = {argument: values.get(name) for argument, name in item.names_in.items()}
+            op = item.lowered.op
+            made = run_op(op, item.stream, x, {**parameters, **named}, seed)
+            x = made["output"]
+            for name, own in zip(item.names_out, op.named_outputs(), strict=True):
+                values[name] = made[own]
+    return x
+
+
+def run_nodes(
+    nodes: Iterable[Node],
+    values: MutableMapping[int, torch.Tensor],
+    parameters: Mapping[int, torch.Tensor],
+    seed: torch.Tensor | None,
+    exact: bool,
+) -> None:
+    """Run some nodes of a graph op by op; what they make is added to `values`.
+
+    Args:
+        values: what enters, by value of the graph.
+        parameters: by number in the graph.
+        exact: everything is float64, and parameters stay so where the plan casts them.
+    """
+    for node in nodes:
+        tensors: dict[str, torch.Tensor | None] = {}
+        for name, number in node.parameters.items():
+            cast = None if exact else node.casts.get(name)
+            tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
+        tensors.update({argument: values[v] for argument, v in node.named_in.items()})
+        made = run_op(node.op, node.stream, values[node.input], tensors, seed)
+        values[node.output] = made["output"]
+        values.update((v, made[name]) for v, name in zip(node.named_out, node.op.named_outputs(), strict=True))
+
+
+def run_op(
+    op: FusableOperation,
+    stream: int,
+    x: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor | None],
+    seed: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """The outputs of one op by its meaning; `stream` is the number of its random stream."""
+    call = OpCall({**tensors, "input": x})
+    if op.draws():
+        if seed is None:
+            raise RuntimeError(f"{op.kind.__name__} draws random numbers: give the call's seed")
+        value, offset = seed.tolist()
+        call.random = RandomStream(value, offset, stream, *batch_layout(x.shape, op.batch_dim()))
+    return op.references(call, x)

@@ -1,0 +1,222 @@
+"""How plans name tensors before they become slots: a kind, what identifies it within that, and the form it is in.
+
+Who wants to know something of a ref asks the row of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from te_fuser.dtypes import name_of
+from te_fuser.ops.base import Spec, UnfusedOperation
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph
+
+
+class Form(NamedTuple):
+    """What a tensor is stored in; None: what it is made in."""
+
+    dtype: torch.dtype | None = None
+
+    def of(self, spec: Spec) -> Spec:
+        """The spec of a tensor in this form."""
+        return spec if self.dtype is None else replace(spec, dtype=self.dtype)
+
+
+AS_MADE = Form()
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What refs of one kind have in common.
+
+    Attributes:
+        name: for people.
+        counts: what the index counts: "values", "parameters", "nodes", "stretches"; empty where there is but one.
+        owner: whose memory it is where it is kept for backward, in its first form; empty: it is never kept, since
+            backward makes it.
+        spec: shape, dtype and device; None where only who makes it knows.
+        bytes: how many, where there is no spec.
+        label: what people call a tensor of this kind; by default by the name that it has in a step.
+    """
+
+    name: str
+    counts: str
+    owner: str
+    spec: Callable[[Graph, Ref], Spec | None] = lambda graph, ref: None
+    bytes: Callable[[Graph, Ref], int] = lambda graph, ref: 0
+    label: Callable[[Graph, Ref], str] | None = None
+
+
+class Ref(NamedTuple):
+    """A tensor of a plan.
+
+    Attributes:
+        index: which one of what its kind counts.
+        form: a value may exist in several; who reads names the one it wants.
+        name: which one of several with that index: a statistic by its digest, what an op emits or a fusion saves.
+        term: the number of a contribution to a sum, from 1 on; 0: the whole.
+    """
+
+    kind: Kind
+    index: int = 0  # type: ignore[assignment] # nobody looks for an item of a ref
+    form: Form = AS_MADE
+    name: str = ""
+    term: int = 0
+
+    @property
+    def whole(self) -> Ref:
+        """What a contribution contributes to."""
+        return self._replace(term=0) if self.term else self
+
+    @property
+    def owner(self) -> str:
+        """Whose memory it is where it is kept; empty: it is never kept."""
+        return self.kind.owner if self.form == AS_MADE or not self.kind.owner else "activation"
+
+    @property
+    def is_of_a_value(self) -> bool:
+        """Whether it has the rows of a value."""
+        return self.kind.counts == "values"
+
+    def spec(self, graph: Graph) -> Spec | None:
+        """Shape, dtype and device; None where only who makes it knows."""
+        return self.kind.spec(graph, self)
+
+    def bytes(self, graph: Graph) -> int:
+        """The size, as far as the graph tells."""
+        spec = self.kind.spec(graph, self)
+        return self.kind.bytes(graph, self) if spec is None else bytes_of(spec)
+
+    def label(self, graph: Graph) -> str:
+        """What people call it."""
+        return self.name if self.kind.label is None else self.kind.label(graph, self)
+
+
+def bytes_of(spec: Spec) -> int:
+    """The size of a tensor."""
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+# ------------------------------------------------------------------------------------------------- the kinds
+
+
+def _spec_of_value(graph: Graph, ref: Ref) -> Spec:
+    return ref.form.of(graph.values[ref.index].spec)
+
+
+def _spec_of_gradient(graph: Graph, ref: Ref) -> Spec:
+    value = graph.values[ref.index]
+    return replace(value.spec, dtype=value.gradient_dtype)
+
+
+def _spec_of_parameter(graph: Graph, ref: Ref) -> Spec:
+    return ref.form.of(graph.parameter_specs[ref.index])
+
+
+def _bytes_of_statistic(graph: Graph, ref: Ref) -> int:
+    first = graph.values[graph.nodes[ref.index].input].spec
+    return first.rows * (8 if first.dtype == torch.float64 else 4)
+
+
+def _bytes_of_emission(graph: Graph, ref: Ref) -> int:
+    node = graph.nodes[ref.index]
+    assert isinstance(node.op, UnfusedOperation)
+    return node.op.emitted_bytes(graph.values[node.input].spec).get(ref.name, 0)
+
+
+def _value_label(graph: Graph, ref: Ref) -> str:
+    name = graph.values[ref.index].name
+    return name if ref.form.dtype is None else f"{name} in {name_of(ref.form.dtype)}"
+
+
+def _parameter_label(graph: Graph, ref: Ref) -> str:
+    name = graph.parameters[ref.index].name
+    return name if ref.form == AS_MADE else f"cast {name}"
+
+
+def _parameter_gradient_label(graph: Graph, ref: Ref) -> str:
+    owner = next(node for node in graph.nodes if ref.index in node.parameters.values())
+    return f"gradient of {graph.parameters[ref.index].name} of {owner.label}"
+
+
+VALUE = Kind("value", "values", "activation", _spec_of_value, label=_value_label)
+RECOMPUTED = Kind("value again", "values", "", _spec_of_value, label=_value_label)
+GRADIENT = Kind(
+    "gradient", "values", "", _spec_of_gradient, label=lambda graph, ref: f"gradient of {_value_label(graph, ref)}"
+)
+PARAMETER = Kind("parameter", "parameters", "parameter", _spec_of_parameter, label=_parameter_label)
+PARAMETER_GRADIENT = Kind("parameter gradient", "parameters", "", _spec_of_parameter, label=_parameter_gradient_label)
+STATISTIC = Kind("statistic", "stretches", "statistic", bytes=_bytes_of_statistic)
+EMITTED = Kind("emission", "nodes", "activation", bytes=_bytes_of_emission)
+SAVED = Kind("saved", "nodes", "activation", label=lambda graph, ref: ref.name.partition(": ")[2])
+NOTES = Kind("notes", "nodes", "")  # what is no tensor, from an opaque op's forward to its backward
+STARTED = Kind("started", "nodes", "")  # what a step left under way for the one that waits for it
+SEEDS = Kind("seed", "", "statistic", bytes=lambda graph, ref: 16, label=lambda graph, ref: "seed")
+# One tensor that enters a program twice: nobody reads the second.
+DOUBLED = Kind("doubled", "inputs", "")
+
+SEED = Ref(SEEDS)
+
+
+def parameter_ref(index: int, dtype: torch.dtype | None = None) -> Ref:
+    """A parameter, in another dtype where one is given."""
+    return Ref(PARAMETER, index) if dtype is None else Ref(PARAMETER, index, Form(dtype))
+
+
+def gradient_ref(value: int) -> Ref:
+    """The adjoint of a value."""
+    return Ref(GRADIENT, value)
+
+
+def parameter_gradient_ref(index: int) -> Ref:
+    """The gradient of a parameter."""
+    return Ref(PARAMETER_GRADIENT, index)
+
+
+def statistic_ref(stretch: int, digest: str) -> Ref:
+    """A per-row statistic of a stretch, by the digest of its expression."""
+    return Ref(STATISTIC, stretch, name=digest)
+
+
+def emitted_ref(node: int, name: str) -> Ref:
+    """What an opaque op emits for its backward."""
+    return Ref(EMITTED, node, name=name)
+
+
+def saved_ref(start: int, fusion: str, name: str) -> Ref:
+    """What a joint fusion saves for its own backward."""
+    return Ref(SAVED, start, name=f"{fusion}: {name}")
+
+
+__all__ = [
+    "AS_MADE",
+    "DOUBLED",
+    "EMITTED",
+    "GRADIENT",
+    "NOTES",
+    "PARAMETER",
+    "PARAMETER_GRADIENT",
+    "RECOMPUTED",
+    "SAVED",
+    "SEED",
+    "STARTED",
+    "STATISTIC",
+    "VALUE",
+    "Form",
+    "Kind",
+    "Ref",
+    "bytes_of",
+    "emitted_ref",
+    "gradient_ref",
+    "parameter_gradient_ref",
+    "parameter_ref",
+    "saved_ref",
+    "statistic_ref",
+]

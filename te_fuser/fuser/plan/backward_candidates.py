@@ -1,0 +1,332 @@
+"""Candidates for backward plans: row kernels with what they compute again, opaque ops' gradients, fusions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from te_fuser.codegen.description import NotOneKernel
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.plan.candidates import (
+    NO_TENSOR,
+    Edge,
+    Ledger,
+    Limits,
+    fusion_task,
+    kernel_step,
+    phases,
+    row_edges,
+    saved_by,
+)
+from te_fuser.fuser.plan.derivation import DerivedStretch
+from te_fuser.fuser.plan.keeping import Keeping
+from te_fuser.fuser.plan.plan import Choice
+from te_fuser.fuser.plan.prices import Prices
+from te_fuser.fuser.plan.problem import Problem
+from te_fuser.fuser.steps.op_tasks import OpTask
+from te_fuser.fuser.steps.step import Step
+from te_fuser.fusions import registry
+from te_fuser.fusions.match import Match
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import Gradient
+
+Named = list[tuple[str, Ref]]
+
+_MAX_SUBSETS = 4
+_WITHHELD = "it reads what the forward fusion does not give"
+# Explicit math goes over its scratch again for each product of its backward.
+_BACKWARD_SCRATCH = 2.0
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A fusion where it matches, the ops of the match that its backward covers, and what its forward saves for them."""
+
+    fusion: Fusion
+    match: Match
+    nodes: tuple[Node, ...]
+    saved: Named
+
+    @property
+    def start(self) -> int:
+        """The first op."""
+        return self.nodes[0].index
+
+    @property
+    def stop(self) -> int:
+        """The op after the last one."""
+        return self.nodes[-1].index + 1
+
+
+class BackwardCandidates:
+    """Every candidate for the backward of one problem, under the limits that a forward cover sets."""
+
+    def __init__(self, problem: Problem, prices: Prices, keeping: Keeping, limits: Limits, ledger: Ledger) -> None:
+        self.problem, self.prices, self.keeping, self.limits, self.ledger = problem, prices, keeping, limits, ledger
+        self.graph, self.nodes = problem.graph, problem.nodes
+        self.withheld = frozenset(limits.forbidden - limits.given)
+
+    def edges(self) -> list[Edge]:
+        """All of them; an op may be left without any under these limits."""
+        rows = row_edges(self.problem, self._row)
+        opaque = [self._opaque(n) for n in self.nodes if not n.is_row]
+        fused = [self._fusion(f, (start, stop)) for f, start, stop in self.problem.matches if f.has_backward]
+        return [*rows, *(e for e in (*opaque, *fused) if e is not None)]
+
+    def _price_of_keeping(self, refs: list[Ref]) -> float:
+        return self.prices.of_keeping(refs, self.keeping.weight)
+
+    def _is_withheld(self, ref: Ref) -> bool:
+        return ref.kind is VALUE and ref.index in self.withheld
+
+    # ------------------------------------------------------------------------------------ opaque ops
+
+    def _opaque(self, node: Node) -> Edge | None:
+        steps: list[Step] = []
+        for gradient, needed in self.problem.gradients(node):
+            step = self._gradient_step(node, gradient, needed)
+            if step is None:
+                return None
+            steps += phases(step)
+        # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
+        kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
+        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        return Edge(node.index, node.index + 1, node.role, tuple(steps), weight)
+
+    def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step | None:
+        """One node of an opaque op's backward; None where forward withholds what it reads."""
+        reads = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
+        if any(self._is_withheld(r) or r.kind is EMITTED and node.index in self.limits.silent for _, r in reads):
+            return None
+        inputs = [("dy", gradient_ref(node.output)), *reads, *([("seed", SEED)] if node.draws else [])]
+        outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
+        work = len(outputs) if gradient.work is None else gradient.work
+        c = self.prices.of_opaque(node, inputs, outputs, work, _BACKWARD_SCRATCH)
+        whole = len(gradient.produces) > 2
+        name = f"{node.role}.{'whole' if whole else '_'.join(gradient.produces)}_gradient"
+        return Step(
+            name,
+            node.index,
+            node.index + 1,
+            tuple(inputs),
+            tuple(outputs),
+            OpTask(node, gradient, needed, self._casts(node, outputs)),
+            c,
+            self.prices.seconds(c, node),
+            chain=not self.problem.is_hanging(node, gradient),
+        )
+
+    def _casts(self, node: Node, outputs: Named) -> tuple[tuple[str, torch.dtype], ...]:
+        """The gradients of values that are wanted in another dtype than the op gives them in."""
+        values = [(name, self.graph.values[ref.index]) for name, ref in outputs if ref.kind is GRADIENT]
+        return tuple(
+            (name, v.gradient_dtype) for name, v in values if node.op.gradient_dtype(v.spec.dtype) != v.gradient_dtype
+        )
+
+    # --------------------------------------------------------------------------------------- row ops
+
+    def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
+        """A range's backward kernel, at its cheapest: what only hanging nodes read is kept, or computed again."""
+        wanted = self._recomputable(stretch, start, stop)
+        subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
+        variants = {frozenset(again): self._variant(stretch, start, stop, wanted, again) for again in subsets}
+        made = {again: edge for again, edge in variants.items() if edge is not None}
+        allowed = [edge for again, edge in made.items() if not again & self.keeping.held]
+        if not allowed:
+            return None
+        best = min(allowed, key=lambda edge: edge.weight)
+        return replace(best, choices=self._choices(wanted, best, made))
+
+    def _variant(
+        self, stretch: DerivedStretch, start: int, stop: int, wanted: list[int], again: tuple[int, ...]
+    ) -> Edge | None:
+        """The kernel that computes `again` again; the rest of `wanted` is kept."""
+        limits = self.limits
+        leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
+        readable = frozenset(r.index for r in leaving if r.form == AS_MADE)
+        readable = (readable | limits.given) - limits.forbidden
+        try:
+            kernel = stretch.backward(start, stop, readable, self.withheld, again, frozenset(limits.silent))
+        except NotOneKernel as why:
+            self.ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
+            return None
+        steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
+        kept = [r for s in steps for r in s.reads()] + [self.graph.ref(v) for v in wanted if v not in again]
+        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        return Edge(
+            start, stop, steps[0].name if steps else "none", steps, weight, recomputes=tuple(map(self.graph.ref, again))
+        )
+
+    def _choices(self, wanted: list[int], best: Edge, variants: Mapping[frozenset[int], Edge]) -> tuple[Choice, ...]:
+        found: list[Choice] = []
+        chosen_again = frozenset(v for v in wanted if self.graph.ref(v) in best.recomputes)
+        for value in wanted:
+            other = variants.get(chosen_again ^ {value})
+            if other is not None:
+                again = value in chosen_again
+                seconds = best.seconds - other.seconds if again else other.seconds - best.seconds
+                name, size = self.graph.values[value].name, self.prices.size(self.graph.ref(value))
+                found.append(Choice(name, again, size, seconds, value))
+        return tuple(found)
+
+    def _recomputable(self, stretch: DerivedStretch, start: int, stop: int) -> list[int]:
+        """Values of the range that only hanging nodes read."""
+        found: list[int] = []
+        for value in stretch.values_leaving(start, stop):
+            first = self.graph.first(value)
+            producer = self.graph.producer(first)
+            made_here = producer is not None and start <= producer < stop
+            if made_here and self.problem.hanging_reads.get(first) and first not in found:
+                found.append(first)
+        return found[:_MAX_SUBSETS]
+
+    # --------------------------------------------------------------------------------------- fusions
+
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int]) -> Edge | None:
+        """A fusion that matches the ops `whole`."""
+        start, stop = fusion.covers("backward", *whole)
+        nodes = self.nodes[start:stop]
+        if not self.graph.needs_grad(nodes[-1].output):
+            return None
+        made = self._why_no_fusion(fusion, *whole) or self._fitted(fusion, nodes, whole)
+        if isinstance(made, str):
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, made)
+            return None
+        return made
+
+    def _fitted(self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int]) -> Edge | str:
+        """The candidate, or why there is none."""
+        match = self.problem.match(*whole)
+        fit = _Fit(fusion, match, nodes, saved_by(fusion, match, whole, self.prices))
+        made = self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
+        return made if isinstance(made, str) else replace(made, whole=whole)
+
+    def _fusion_at_once(self, fit: _Fit) -> Edge | str:
+        """A fusion that is one step, or why it is none."""
+        fusion, nodes, start, stop = fit.fusion, fit.nodes, fit.start, fit.stop
+        needed, outputs = self._fusion_gradients(nodes)
+        inputs = self._fusion_inputs(fit)
+        if any(self._is_withheld(r) for _, r in inputs):
+            return _WITHHELD
+        c = self.prices.of_fusion(fusion, fit.match, nodes, "backward", inputs, outputs)
+        seconds = self.prices.seconds(c, nodes[0])
+        task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, frozenset(needed))
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
+        kept = [*step.reads(), *self._left_for_hanging(nodes)]
+        return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(kept), fusion)
+
+    def _fusion_apart(self, fit: _Fit) -> Edge | str:
+        """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
+        fusion = fit.fusion
+        needed, outputs = self._fusion_gradients(fit.nodes)
+        targets = dict(outputs)
+        steps: list[Step] = []
+        for k, gradient in enumerate(fusion.gradients):
+            wanted = needed & set(gradient.produces)
+            if not wanted:
+                continue
+            idle = ", ".join(sorted(set(gradient.produces) - wanted))
+            if idle:
+                made = ", ".join(sorted(wanted))
+                return f"nobody needs the gradient of {idle}, which it makes with {made}"
+            step = self._node_of_fusion(fit, k, targets)
+            if step is None:
+                return _WITHHELD
+            steps.append(step)
+        missing = needed - {p for g in fusion.gradients for p in g.produces}
+        if missing or not steps:
+            return f"it gives no gradient of {', '.join(sorted(missing))}"
+        if fit.saved and not {r for _, r in fit.saved} & {r for s in steps for r in s.reads()}:
+            return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
+        # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
+        kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
+        weight = sum(s.seconds for s in steps) + self._price_of_keeping([*kept, *self._left_for_hanging(fit.nodes)])
+        return Edge(fit.start, fit.stop, fusion.name, tuple(steps), weight, fusion)
+
+    def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
+        """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
+        last = nodes[-1]
+        hanging = last.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
+        return [self.graph.ref(last.output)] if hanging else []
+
+    def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
+        producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
+        return producer is not None and self.problem.made_by_row_op(ref) and not start <= producer < stop
+
+    def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:
+        """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""
+        fusion, nodes, gradient, saved = fit.fusion, fit.nodes, fit.fusion.gradients[k], dict(fit.saved)
+        inputs = [("dy", gradient_ref(nodes[-1].output))]
+        inputs += [(name, saved.get(name) or self._fusion_ref(fusion, nodes, name)) for name in gradient.reads]
+        if any(self._is_withheld(r) for _, r in inputs):
+            return None
+        outputs = tuple((name, targets[name]) for name in gradient.produces)
+        c = self.prices.of_node(fusion, fit.match, nodes, k, inputs, outputs)
+        produces = frozenset(gradient.produces)
+        task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, produces, gradient)
+        seconds, chain = self.prices.seconds(c, nodes[0]), "input" in gradient.produces
+        return Step(fusion.name, fit.start, fit.stop, tuple(inputs), outputs, task, c, seconds, chain=chain)
+
+    def _why_no_fusion(self, fusion: Fusion, start: int, stop: int) -> str | None:
+        nodes = self.nodes[start:stop]
+        forward = self.nodes[slice(*fusion.covers("forward", start, stop))]
+        if fusion.has_forward and not self.problem.ends_in_a_tensor(forward):
+            return NO_TENSOR
+        made = [v for n in nodes[:-1] for v in (n.output, *n.named_out)]
+        leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
+        if leaving:
+            inner = ", ".join(self.graph.values[v].name for v in leaving)
+            return f"{inner} is also read outside the pattern"
+        return None
+
+    def _fusion_inputs(self, fit: _Fit) -> Named:
+        nodes = fit.nodes
+        inputs: Named = [("dy", gradient_ref(nodes[-1].output))]
+        inputs += [(name, self._fusion_ref(fit.fusion, nodes, name)) for name in fit.fusion.reads]
+        inputs += fit.saved
+        have = {name for name, _ in inputs}
+        for k, node in enumerate(nodes):
+            # masks and the like are the caller's: backward may read them without saying so
+            given = node.op.named_inputs()
+            masks = [(a, v) for a, v in node.named_in.items() if not given[a].gradient]
+            inputs += [(f"{k}.{a}", self.graph.ref(v)) for a, v in masks]
+            own = [p for p in node.parameters if f"{k}.{p}" not in have]
+            inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in own]
+        return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
+
+    def _fusion_gradients(self, nodes: tuple[Node, ...]) -> tuple[set[str], list[tuple[str, Ref]]]:
+        needed: set[str] = set()
+        outputs: list[tuple[str, Ref]] = []
+        if self.graph.needs_grad(nodes[0].input):
+            needed.add("input")
+            outputs.append(("input", gradient_ref(nodes[0].input)))
+        made = {v for n in nodes for v in (n.output, *n.named_out)}
+        for k, node in enumerate(nodes):
+            for name in sorted(self.problem.needed(node) - {"input"}):
+                if node.named_in.get(name) in made:
+                    continue
+                needed.add(f"{k}.{name}")
+                outputs.append((f"{k}.{name}", self.problem.gradient_target(node, name)))
+        return needed, outputs
+
+    def _fusion_ref(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
+        if name == "input":
+            return self.graph.ref(nodes[0].input)
+        if name == "output":
+            return self.graph.ref(nodes[-1].output)
+        place, _, what = name.partition(".")
+        if place.removeprefix("-").isdigit() and -len(nodes) <= int(place) < len(nodes):
+            ref = self.problem.read_ref(nodes[int(place)], what)
+            if ref is not None:
+                return ref
+        raise ValueError(
+            f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
+            '"k.<parameter>" or "k.<named input>"'
+        )
+
+
+__all__ = ["BackwardCandidates"]

@@ -1,0 +1,69 @@
+"""What joint fusions cost in both directions: backward's cover chooses them, and forward's then has to follow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+
+from te_fuser.fuser.plan.candidates import Edge, Ledger
+from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
+from te_fuser.fuser.plan.prices import Prices
+from te_fuser.fuser.plan.problem import Problem
+
+
+class BothWays:
+    """Forward's share of backward's candidates, so that covers of backward compare what both directions take.
+
+    Forward is priced as if backward demanded nothing of it. A candidate stands for forward's way past its ops without
+    joint fusions; a joint fusion, on top, for what the whole way takes longer (or less long) through its forward.
+    """
+
+    def __init__(self, problem: Problem, prices: Prices) -> None:
+        self.candidates = ForwardCandidates(problem, prices, set(), [], Ledger())
+        self.end = len(problem.nodes)
+
+    def counted(self, backward: list[Edge]) -> list[Edge]:
+        """The candidates with forward's share; without joint fusions among them forward is the same for all covers."""
+        return [replace(e, ahead=self._share(e)) for e in backward] if any(e.is_joint for e in backward) else backward
+
+    def _share(self, edge: Edge) -> int:
+        passing = self._way_to[edge.stop] - self._way_to[edge.start]
+        return passing + (self._more(edge) if edge.is_joint else 0)
+
+    def _more(self, edge: Edge) -> int:
+        """What all of forward takes more with the forward of a joint fusion in it; 0 where that cannot run at all."""
+        forward = self.candidates.forward_of(edge)
+        before, after = self._distances
+        if forward is None or forward.start not in before or forward.stop not in after:
+            return 0  # why, is said where forward is covered
+        return before[forward.start] + forward.length + after[forward.stop] - before[self.end]
+
+    @functools.cached_property
+    def _distances(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Ticks of the shortest way from the first op to each place, and from there to the end."""
+        edges = self.candidates.edges()
+        turned = [(self.end - e.stop, self.end - e.start, e.length) for e in edges]
+        after = _distances(turned)
+        return _distances((e.start, e.stop, e.length) for e in edges), {self.end - k: d for k, d in after.items()}
+
+    @functools.cached_property
+    def _way_to(self) -> list[int]:
+        """For each place the ticks of forward before it; never less for a later one."""
+        before = self._distances[0]
+        least = [before[self.end]]
+        for place in range(self.end - 1, -1, -1):
+            least.append(min(least[-1], before.get(place, least[-1])))
+        return least[::-1]
+
+
+def _distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+    """Place -> the length of the shortest way there from 0 over (from, to, length), all of which lead on."""
+    found = {0: 0}
+    for start, stop, length in sorted(edges):
+        if start in found:
+            found[stop] = min(found.get(stop, found[start] + length), found[start] + length)
+    return found
+
+
+__all__ = ["BothWays"]

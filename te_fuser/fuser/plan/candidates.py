@@ -1,0 +1,201 @@
+"""Candidates of either direction: a step or more for a range of ops, what it costs, and why something is none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
+from te_fuser.fuser.plan.derivation import DerivedStretch
+from te_fuser.fuser.plan.plan import Choice, Refusal
+from te_fuser.fuser.plan.prices import Prices
+from te_fuser.fuser.plan.problem import Problem
+from te_fuser.fuser.steps.fusion_task import FusionTask
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.op_tasks import OpTask
+from te_fuser.fuser.steps.step import Step
+from te_fuser.fusions import registry
+from te_fuser.fusions.match import Body, Cost, Match
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import Gradient, batch_layout
+
+# Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
+TICK = 1e-13
+NO_TENSOR = "its last op makes no tensor of its own"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A candidate: steps for the ops start..stop-1, and its cost including what it makes kept.
+
+    `whole` is where the match of a fusion is, of which it covers start..stop-1. `ahead` are the ticks of forward that
+    a candidate for backward stands for, where covers are to be compared by both directions.
+    """
+
+    start: int
+    stop: int
+    name: str
+    steps: tuple[Step, ...]
+    weight: float
+    fusion: Fusion | None = None
+    whole: tuple[int, int] | None = None
+    recomputes: tuple[Ref, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    ahead: int = 0
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it is one direction of a joint fusion."""
+        return self.fusion is not None and self.fusion.direction == "joint"
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time without the price of memory."""
+        return sum(s.seconds for s in self.steps)
+
+    @property
+    def length(self) -> int:
+        """The weight in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
+        return max(10 * round(self.weight / (10 * TICK)) + (0 if self.fusion else 1), 0)
+
+    @property
+    def compared(self) -> int:
+        """What covers are compared by, in ticks: the length, with forward's share."""
+        return max(self.length + self.ahead, 0)
+
+
+@dataclass
+class Limits:
+    """What a forward cover already chosen cannot give: values, statistics of ops, emissions of ops."""
+
+    forbidden: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Ledger:
+    """What one round of planning did not take, and whether another backward plan could change that."""
+
+    refusals: list[Refusal] = field(default_factory=list)
+    demand_unmet: bool = False
+
+    def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
+        """Note why something is no candidate, or lost."""
+        refusal = Refusal(direction, start, stop, name, reason)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+
+    def add(self, other: Ledger) -> None:
+        """Note what another one has."""
+        for r in other.refusals:
+            self.refuse(r.direction, r.start, r.stop, r.name, r.reason)
+        self.demand_unmet |= other.demand_unmet
+
+    def refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
+        """A no that another backward plan could turn into a yes."""
+        self.demand_unmet = True
+        self.refuse(fusion.direction, start, stop, fusion.name, reason)
+
+
+def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
+    """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
+    parts = [f.covers(d, start, stop) for f, start, stop in problem.matches for d in ("forward", "backward")]
+    points = {p for part in parts for p in part}
+    found = []
+    for stretch in problem.stretches:
+        lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
+        ranges = set(lone)
+        if registry.enabled(registry.STRETCH):
+            ends = sorted({stretch.start, stretch.stop} | {p for p in points if stretch.start < p < stretch.stop})
+            ranges |= set(itertools.combinations(ends, 2))
+            # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
+            ranges -= lone - set(itertools.pairwise(ends)) if problem.options.kernels != "torch" else set()
+        edges = {(a, b): derive(stretch, a, b) for a, b in sorted(ranges)}
+        if None in edges.values():
+            edges |= {(a, b): derive(stretch, a, b) for a, b in sorted(lone - set(edges))}
+        found += [edge for edge in edges.values() if edge is not None]
+    return found
+
+
+def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
+    """A row kernel as the step for the ops start..stop-1."""
+    description = kernel.description
+    first = problem.nodes[start]
+    spec = problem.graph.values[first.input].spec
+    c = prices.of_kernel(description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1])
+    names = [load.name for load in description.loads]
+    outs = [t.name for t in description.stores] + [t.name for t in description.sums]
+    inputs = list(zip(names, kernel.inputs, strict=True))
+    if description.streams:
+        inputs.append(("seed", SEED))
+    outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))
+    outputs += [(f"= {ref.label(problem.graph)}", new) for new, ref in kernel.aliases]
+    made = {r for _, r in outputs}
+    inputs += [(f"alias {k}", ref) for k, (_, ref) in enumerate(kernel.aliases) if ref not in made]
+    if kernel.lead not in {r for _, r in inputs}:
+        inputs.append(("shape", kernel.lead))
+    name = description.name if kernel.computes else "alias"
+    c = c if kernel.computes else Cost(launches=0)
+    return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, prices.seconds(c, first))
+
+
+def fusion_task(
+    problem: Problem,
+    fusion: Fusion,
+    direction: str,
+    nodes: tuple[Node, ...],
+    match: Match,
+    needed: frozenset[str] = frozenset(),
+    gradient: Gradient | None = None,
+) -> FusionTask:
+    """A direction of a fusion over the ops that it covers, or one node of its backward, where `match` fits."""
+    method = direction if gradient is None else gradient.method
+    answer = fusion.choose(match, method) if fusion.choose is not None else None
+    body = answer if answer is None or isinstance(answer, Body) else Body(answer)
+    covered = problem.match(nodes[0].index, nodes[-1].index + 1) if fusion.compiles is not None else None
+    return FusionTask(fusion, direction, nodes, needed, gradient, body, covered)
+
+
+def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> list[tuple[str, Ref]]:
+    """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
+    start, _ = fusion.covers("forward", *whole)
+    found = [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]
+    sizes = fusion.saved_bytes(match) if fusion.saved_bytes else {}
+    prices.learn({ref: sizes.get(name, 0) for name, ref in found})
+    return found
+
+
+def phases(step: Step) -> tuple[Step, ...]:
+    """The step, or the two of an op that starts something and waits for it later.
+
+    What is under way is read by the second: it also counts as reading what the first read, so that none of it dies.
+    """
+    task = step.task
+    assert isinstance(task, OpTask)
+    if task.waiting_method is None:
+        return (step,)
+    started = (("started", task.started),)
+    first = replace(step, name=f"{step.name}.start", outputs=started, task=replace(task, phase="start"))
+    last = replace(task, phase="wait")
+    nothing = Cost(launches=0)
+    second = replace(
+        step, name=f"{step.name}.wait", inputs=(*started, *step.inputs), task=last, cost=nothing, seconds=0.0
+    )
+    return first, second
+
+
+__all__ = [
+    "NO_TENSOR",
+    "TICK",
+    "Edge",
+    "Ledger",
+    "Limits",
+    "fusion_task",
+    "kernel_step",
+    "phases",
+    "row_edges",
+    "saved_by",
+]

@@ -1,0 +1,223 @@
+"""Covers: the cheapest steps for the whole list in each direction, as shortest paths, and how the two meet.
+
+Backward first: its cover says which values it reads, and with joint fusions among its candidates it is the cheapest
+by what both directions take (`both_ways`). Then the forward cover, which must emit them. If a forward
+fusion was refused only because backward reads what it does not give, a second round lets forward choose freely and
+plans backward around it; the cheaper total wins.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+from te_fuser.fuser.graph.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VALUE, Ref
+from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
+from te_fuser.fuser.plan.both_ways import BothWays
+from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger, Limits
+from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
+from te_fuser.fuser.plan.keeping import Keeping
+from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.plan.prices import Prices
+from te_fuser.fuser.plan.problem import Problem
+from te_fuser.fuser.steps.step import Step
+
+_TIE = 0.05e-6  # seconds: shown as nothing
+
+
+@dataclass(frozen=True)
+class Covers:
+    """What covers the list in both directions, and what was not taken."""
+
+    forward: list[Edge]
+    backward: list[Edge]
+    refusals: list[Refusal]
+
+    @property
+    def length(self) -> int:
+        """What both cost together, in ticks."""
+        return sum(e.length for e in (*self.forward, *self.backward))
+
+
+def cover(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers:
+    """The cheapest covers that fit together."""
+    ledger = Ledger()
+    first = _round(problem, prices, both, keeping, Limits(), ledger)
+    assert first is not None  # every op has an edge of its own, and nothing is forbidden
+    if not ledger.demand_unmet:
+        return first
+    second = _second_round(problem, prices, both, keeping)
+    return first if second is None or first.length <= second.length else second
+
+
+def _round(
+    problem: Problem, prices: Prices, both: BothWays, keeping: Keeping, limits: Limits, ledger: Ledger
+) -> Covers | None:
+    """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
+    edges = both.counted(BackwardCandidates(problem, prices, keeping, limits, ledger).edges())
+    while True:
+        tried = Ledger()
+        backward = shortest(problem, "backward", edges, keeping, tried)
+        if backward is None:
+            return None
+        joint = _forced(backward)
+        found = ForwardCandidates(problem, prices, _demands(in_running_order(backward)), joint, tried).edges()
+        impossible = next((e for e in joint if not _is_among(e, found)), None)
+        if impossible is None:
+            break
+        ledger.refuse("joint", impossible.start, impossible.stop, impossible.name, _why_impossible(impossible, joint))
+        edges = [e for e in edges if e.fusion is not impossible.fusion or e.whole != impossible.whole]
+    forward = shortest(problem, "forward", found, keeping, tried)
+    ledger.add(tried)
+    return None if forward is None else Covers(forward, backward, ledger.refusals)
+
+
+def _forced(backward: list[Edge]) -> list[Edge]:
+    """The joint fusions of a backward cover, over what their forward covers."""
+    found = []
+    for edge in backward:
+        if edge.is_joint:
+            assert edge.fusion is not None and edge.whole is not None
+            start, stop = edge.fusion.covers("forward", *edge.whole)
+            found.append(replace(edge, start=start, stop=stop))
+    return found
+
+
+def _is_among(joint: Edge, edges: list[Edge]) -> bool:
+    return any(e.fusion is joint.fusion and e.whole == joint.whole for e in edges)
+
+
+def _why_impossible(edge: Edge, joint: list[Edge]) -> str:
+    """Why a joint fusion of a backward cover cannot run forward."""
+    others = [e.name for e in joint if e is not edge and e.start < edge.stop and edge.start < e.stop]
+    if others:
+        return f"its forward overlaps that of {', '.join(others)}"
+    return "other steps of backward read what its forward does not give"
+
+
+def _second_round(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers | None:
+    """Forward as if nobody demanded anything, then a round within what it gives."""
+    unheard = Ledger()
+    edges = ForwardCandidates(problem, prices, set(), [], unheard).edges()
+    free = shortest(problem, "forward", edges, keeping, unheard)
+    return None if free is None else _round(problem, prices, both, keeping, _limits_of(problem, free), Ledger())
+
+
+def _limits_of(problem: Problem, forward: list[Edge]) -> Limits:
+    """What the fusions of a forward cover do not give."""
+    root, limits = problem.graph.root, Limits()
+    for edge in forward:
+        if edge.fusion is None:
+            continue
+        nodes = problem.nodes[edge.start : edge.stop]
+        inside = {root(n.output) for n in nodes}
+        last = root(nodes[-1].output)
+        given = {ref.index for ref in problem.emitted(edge.fusion, nodes).values()}
+        limits.forbidden |= inside - {last} - given
+        limits.given |= given | {last}
+        limits.silent |= {n.index for n in nodes}
+    return limits
+
+
+def _demands(steps: Iterable[Step]) -> set[Ref]:
+    """What backward steps read of forward's."""
+    made: set[Ref] = set()
+    demanded: set[Ref] = set()
+    for step in steps:
+        demanded |= {r for r in step.reads() if r not in made}
+        made |= set(step.writes())
+    return {r for r in demanded if r.kind in (VALUE, STATISTIC, EMITTED, SAVED)}
+
+
+# ------------------------------------------------------------------------------------------- the shortest path
+
+
+def shortest(
+    problem: Problem, direction: str, edges: list[Edge], keeping: Keeping, ledger: Ledger
+) -> list[Edge] | None:
+    """The cheapest way from the first op to the last; None when there is none. Fusions that lost are noted."""
+    best: dict[tuple[int, int], Edge] = {}
+    if problem.preferred:  # measured faster, whatever their price
+        edges = [replace(e, weight=0.0, ahead=0) if _is_preferred(problem, e) else e for e in edges]
+    for edge in edges:
+        key = (edge.start, edge.stop)
+        if key not in best or edge.compared < best[key].compared:
+            best[key] = edge
+    graph = nx.DiGraph()
+    graph.add_nodes_from((0, len(problem.nodes)))
+    graph.add_weighted_edges_from((start, stop, edge.compared) for (start, stop), edge in best.items())
+    try:
+        path = nx.shortest_path(graph, 0, len(problem.nodes), weight="weight")
+    except nx.NetworkXNoPath:
+        return None
+    chosen = [best[a, b] for a, b in itertools.pairwise(path)]
+    taken = {id(e) for e in chosen}
+    losers = [e for e in edges if e.fusion is not None and id(e) not in taken]
+    if losers:
+        weighed = bool(keeping.weight) and direction == "backward"
+        for edge, reason in _why_they_lost(losers, chosen, graph, len(problem.nodes), weighed):
+            ledger.refuse(direction, edge.start, edge.stop, edge.name, reason)
+    return chosen
+
+
+def _is_preferred(problem: Problem, edge: Edge) -> bool:
+    return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in problem.preferred
+
+
+def _why_they_lost(
+    losers: list[Edge], chosen: list[Edge], graph: nx.DiGraph, end: int, weighed: bool
+) -> Iterable[tuple[Edge, str]]:
+    """Say of each what the best cover with it in it would cost more than the chosen one."""
+    length = nx.single_source_dijkstra_path_length
+    before, after = length(graph, 0), length(graph.reverse(copy=False), end)
+    for edge in losers:
+        rivals = [c for c in chosen if c.start < edge.stop and edge.start < c.stop]
+        names = " + ".join(dict.fromkeys(c.name for c in rivals))
+        if edge.start not in before or edge.stop not in after:
+            yield edge, f"no other steps fit around it; {names} is taken"
+            continue
+        more = (before[edge.start] + edge.compared + after[edge.stop] - before[end]) * TICK
+        if more < _TIE:
+            yield edge, f"no gain over {names}"
+            continue
+        note = ", with what is kept for backward weighed in" if weighed else ""
+        note += ", both directions together" if any(e.is_joint for e in (edge, *rivals)) else ""
+        yield edge, f"predicted {more * 1e6:.1f} us more than {names}{note}"
+
+
+# ------------------------------------------------------------------------------------------- the running order
+
+
+def in_running_order(backward: list[Edge]) -> list[Step]:
+    """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
+    recomputed = frozenset(r for e in backward for r in e.recomputes)
+    order: list[Step] = []
+    waiting: list[Step] = []
+    made: set[Ref] = set()
+    for edge in reversed(backward):
+        for step in edge.steps:
+            step = _use_recomputed(step, recomputed)
+            if step.chain:
+                order.append(step)
+                made |= set(step.writes())
+            else:
+                waiting.append(step)
+        ready = [s for s in waiting if all(r in made for r in s.reads() if r.kind is RECOMPUTED)]
+        waiting = [s for s in waiting if s not in ready]
+        order += ready
+    assert not waiting, [s.name for s in waiting]
+    return order
+
+
+def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
+    """A hanging node reads what was computed again, where something was."""
+    if not step.task.hangs or step.chain:
+        return step
+    inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
+    return replace(step, inputs=inputs)
+
+
+__all__ = ["Covers", "cover", "in_running_order", "shortest"]

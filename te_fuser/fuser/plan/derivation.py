@@ -1,0 +1,144 @@
+"""Kernels of stretches, derived once for all that are equal: in other layers, other models and later plans.
+
+What a stretch's kernels are depends on its formulas, dtypes, feature sizes, and on who reads what, but not on where in
+which list it stands. So a result is kept under that form, with its tensors by their numbers within the stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from te_fuser.codegen.description import NotOneKernel
+from te_fuser.fuser.graph.graph import Graph, Node
+from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fuser.plan.stretch import Stretch
+from te_fuser.fuser.steps.kernel_task import KernelTask
+
+_KEPT = 4096
+_derived: dict[Any, KernelTask | NotOneKernel | None] = {}
+_MISSING = object()
+
+
+class DerivedStretch:
+    """A stretch whose kernels are shared with all equal ones; its methods are those of `Stretch`."""
+
+    def __init__(self, graph: Graph, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.exact = Stretch(graph, start, stop)
+        self._graph, self._first_stream = graph, graph.nodes[start].stream
+        nodes = graph.nodes[start:stop]
+        values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
+        self._values = tuple(dict.fromkeys([*values, *map(graph.root, values)]))
+        self._parameters = tuple(dict.fromkeys(p for n in nodes for p in n.parameters.values()))
+        # What the index of a ref counts -> the index in the graph by that within the stretch, and the other way.
+        self._outward = {"values": self._values, "parameters": self._parameters, "stretches": (start,)}
+        self._inward = {kind: {g: k for k, g in enumerate(numbers)} for kind, numbers in self._outward.items()}
+        self._form = self._describe(nodes)
+
+    def _describe(self, nodes: Sequence[Node]) -> Any:
+        """Everything that the kernels depend on."""
+        number = self._inward["values"]
+        parameter = self._inward["parameters"]
+        first = self._first_stream
+        ops = tuple(
+            (
+                n.role,
+                tuple(self.exact.env[v].digest for v in (n.output, *n.named_out)),
+                number[n.input],
+                number[n.output],
+                tuple(sorted((name, number[v]) for name, v in n.named_in.items())),
+                tuple(number[v] for v in n.named_out),
+                tuple(sorted((name, parameter[p], n.casts.get(name)) for name, p in n.parameters.items())),
+                n.draws and n.stream - first,
+                n.op.batch_dim(),
+            )
+            for n in nodes
+        )
+        specs = [self._graph.parameter_specs[p] for p in self._parameters]
+        needs = [self._graph.parameter_needs[p] for p in self._parameters]
+        owned = tuple((s.shape, s.dtype, need) for s, need in zip(specs, needs, strict=True))
+        return ops, owned, tuple(map(self._describe_value, self._values))
+
+    def _describe_value(self, value: int) -> Any:
+        v = self._graph.values[value]
+        readers = self._graph.consumers(value)
+        inside = tuple(c - self.start for c in readers if self.start <= c < self.stop)
+        leaves = len(inside) < len(readers) or self._graph.leaves(value)
+        producer = self._graph.producer(value)
+        made = producer - self.start if producer is not None and self.start <= producer < self.stop else None
+        # Only what is given for each sample has its whole shape in a kernel's plan.
+        shape = v.spec.shape if made is None and v.axes is not None and not v.axes & 1 else v.spec.features
+        root = self._inward["values"][self._graph.root(value)]
+        return shape, v.spec.dtype, v.gradient_dtype, v.axes, v.needs_grad, inside, leaves, made, root
+
+    # -------------------------------------------------------------------------------------- the kernels
+
+    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
+        """See `Stretch.forward`."""
+        stores, statistics = tuple(stores), tuple(statistics)
+        key = ("forward", self._place(start, stop), self._numbers(stores), statistics)
+        return self._once(key, lambda: self.exact.forward(start, stop, stores, statistics))
+
+    def backward(
+        self,
+        start: int,
+        stop: int,
+        readable: frozenset[int],
+        forbidden: frozenset[int],
+        recompute: Sequence[int] = (),
+        silent: frozenset[int] = frozenset(),
+    ) -> KernelTask | None:
+        """See `Stretch.backward`."""
+        known = frozenset(self._values)
+        readable, forbidden = readable & known, forbidden & known
+        sets = frozenset(self._numbers(readable)), frozenset(self._numbers(forbidden))
+        mute = frozenset(k - self.start for k in silent if self.start <= k < self.stop)
+        key = ("backward", self._place(start, stop), *sets, self._numbers(recompute), mute)
+        return self._once(key, lambda: self.exact.backward(start, stop, readable, forbidden, recompute, silent))
+
+    def values_leaving(self, start: int, stop: int) -> list[int]:
+        """See `Stretch.values_leaving`."""
+        return self.exact.values_leaving(start, stop)
+
+    def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
+        """See `Stretch.statistics_of`."""
+        return self.exact.statistics_of(start, stop, digests)
+
+    # ------------------------------------------------------------------------------------------ sharing
+
+    def _place(self, start: int, stop: int) -> tuple[int, int]:
+        return start - self.start, stop - self.start
+
+    def _numbers(self, values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._inward["values"][v] for v in values)
+
+    def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
+        whole = (self._form, key)
+        found: Any = _derived.get(whole, _MISSING)
+        if found is _MISSING:
+            try:
+                made = derive()
+                found = made and made.moved(self._numbered, -self._first_stream)
+            except NotOneKernel as why:
+                found = why
+            if len(_derived) >= _KEPT:
+                _derived.clear()
+            _derived[whole] = found
+        if isinstance(found, NotOneKernel):
+            raise NotOneKernel(str(found))
+        return found and found.moved(self._placed, self._first_stream)
+
+    def _numbered(self, ref: Ref) -> Ref:
+        return ref._replace(index=self._inward[ref.kind.counts][ref.index])
+
+    def _placed(self, ref: Ref) -> Ref:
+        return ref._replace(index=self._outward[ref.kind.counts][ref.index])
+
+
+def forget() -> None:
+    """Drop every derived kernel, for tests and timing."""
+    _derived.clear()
+
+
+__all__ = ["DerivedStretch", "forget"]

@@ -1,0 +1,219 @@
+"""From covers to a plan: segments, casts of parameters, sums of gradients, what is kept."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from te_fuser.fuser.graph.graph import Graph
+from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, SEED, Ref, bytes_of, parameter_ref
+from te_fuser.fuser.plan.candidates import Edge
+from te_fuser.fuser.plan.covers import Covers, in_running_order
+from te_fuser.fuser.plan.plan import Kept, Plan, SegmentPlan
+from te_fuser.fuser.plan.prices import Prices
+from te_fuser.fuser.plan.problem import Problem
+from te_fuser.fuser.steps.step import Step
+from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
+from te_fuser.fusions.match import Cost
+
+SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
+_SHORT_END = 1 / 16  # of that: too little for a segment of its own
+
+
+def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
+    """The plan of these covers."""
+    forward = [s for e in covers.forward for s in e.steps]
+    backward = in_running_order(covers.backward)
+    found = tuple(
+        _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
+        for part in segments(problem, covers)
+    )
+    taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
+    refused = (r for r in covers.refusals if (r.name, r.start, r.stop) not in taken)
+    memory = problem.options.memory
+    return Plan(
+        problem.graph,
+        found,
+        problem.options.device,
+        problem.options.kernels,
+        memory if isinstance(memory, str) else f"at most {memory} bytes",
+        (*problem.conditions, *refused),
+        tuple(c for e in covers.backward for c in e.choices),
+    )
+
+
+def _within(steps: list[Step], part: tuple[int, int]) -> list[Step]:
+    return [s for s in steps if part[0] <= s.start < part[1]]
+
+
+def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
+    """A segment makes its own casts and sums: what comes from several of them autograd adds up."""
+    forward, backward = (
+        waiting_late(change(problem, prices, s)) for change, s in zip((_with_casts, _with_sums), steps, strict=True)
+    )
+    reads = {r for s in (*forward, *backward) for r in s.reads()}
+    parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
+    parameters |= {r.index for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT}
+    return SegmentPlan(
+        *part,
+        tuple(forward),
+        tuple(backward),
+        *_crossing(problem.graph, *part),
+        tuple(sorted(parameters)),
+        SEED in reads,
+        _kept(problem, prices, backward),
+    )
+
+
+def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The values that enter the segment start..stop-1 and those that leave it."""
+    values_in: dict[int, None] = {}
+    values_out: dict[int, None] = {}
+    for node in graph.nodes[start:stop]:
+        for value in (node.input, *node.named_in.values()):
+            producer = graph.producer(value)
+            if producer is None or producer < start:
+                values_in[value] = None
+        for value in (node.output, *node.named_out):
+            if graph.leaves(value) or any(c >= stop for c in graph.consumers(value)):
+                values_out[value] = None
+    return tuple(values_in), tuple(values_out)
+
+
+def waiting_late(steps: list[Step]) -> list[Step]:
+    """The steps with each that waits for something under way just before the first that reads what it gives."""
+    found = list(steps)
+    for step in [s for s in steps if s.task.waits]:
+        at, made = found.index(step), set(step.writes())
+        readers = (k for k in range(at + 1, len(found)) if made & set(found[k].reads()))
+        found.insert(next(readers, len(found)) - 1, found.pop(at))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ casts
+
+
+def _with_casts(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
+    """Before the first step that reads a parameter in another dtype, the step that makes it."""
+    made: set[Ref] = set()
+    result: list[Step] = []
+    for step in steps:
+        for ref in step.reads():
+            if ref.kind is PARAMETER and ref.form != AS_MADE and ref not in made:
+                made.add(ref)
+                result.append(_cast(problem, prices, ref, step))
+        result.append(step)
+    return result
+
+
+def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
+    dtype = ref.form.dtype
+    assert dtype is not None
+    inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
+    c = prices.of_launch(inputs, outputs, 0.0)
+    seconds = prices.seconds(c, problem.nodes[step.start])
+    return Step("cast_parameter", step.start, step.stop, inputs, outputs, CastTask(dtype), c, seconds)
+
+
+# ---------------------------------------------------------------------------------------------- summed gradients
+
+
+def _with_sums(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
+    """Where several steps contribute to one gradient, rename the contributions and add them up."""
+    counts: dict[Ref, int] = {}
+    for step in steps:
+        for ref in step.writes():
+            counts[ref] = counts.get(ref, 0) + 1
+    shared = {r for r, n in counts.items() if n > 1}
+    if not shared:
+        return steps
+    seen: dict[Ref, list[Ref]] = {r: [] for r in shared}
+    result: list[Step] = []
+    for step in steps:
+        result.append(_rename_outputs(step, seen))
+        complete = [r for r in dict.fromkeys(step.writes()) if r in shared and len(seen[r]) == counts[r]]
+        result += [_sum(problem, prices, ref, seen[ref], step) for ref in complete]
+    return result
+
+
+def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Step) -> Step:
+    inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
+    size, sums = prices.size(ref), len(terms) - 1
+    c = Cost(2 * size * sums, size * sums, 0.0, sums)
+    seconds = prices.seconds(c, problem.nodes[step.start])
+    return Step("add_gradients", step.start, step.stop, inputs, (("sum", ref),), AddTask(), c, seconds)
+
+
+def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
+    """The step with every shared gradient that it makes under a name of its own, which is added to `seen`."""
+    renames: dict[Ref, Ref] = {}
+    outputs = []
+    for name, ref in step.outputs:
+        if ref in seen:
+            renames[ref] = ref._replace(term=len(seen[ref]) + 1)
+            seen[ref].append(renames[ref])
+        outputs.append((name, renames.get(ref, ref)))
+    if not renames:
+        return step
+    return replace(step, outputs=tuple(outputs), task=step.task.renamed(renames))
+
+
+# ----------------------------------------------------------------------------------------------- what is kept
+
+
+def _kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
+    """Everything that backward steps read and none of them makes."""
+    graph, found = problem.graph, dict[Ref, Kept]()
+    for step in backward:
+        for name, ref in step.inputs:
+            if ref not in found and ref.owner:
+                text = f"{step.name}: {name}" if ref.name else ref.label(graph)
+                found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
+    return tuple(found.values())
+
+
+# --------------------------------------------------------------------------------------------------- segments
+
+
+def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
+    """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
+
+    An end of the list with next to none, as the bias behind the last product, is part of the segment before it.
+    """
+    graph = problem.graph
+    ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, covers.backward)
+    cuts, size, counted = [0], 0, set()
+    for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
+        for p in node.parameters.values():
+            if graph.parameter_needs[p] and p not in counted:
+                counted.add(p)
+                size += bytes_of(graph.parameter_specs[p])
+        if following is None:
+            break
+        beside = any(not n.is_row and n.parameters for n in (node, following))
+        if size >= SEGMENT_BYTES and following.index in ends and beside:
+            cuts.append(following.index)
+            size = 0
+    if size < _SHORT_END * SEGMENT_BYTES and len(cuts) > 1:
+        cuts.pop()
+    return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
+
+
+def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
+    """Where no cut can be: between what computes or saves a value for backward and what reads it."""
+    graph = problem.graph
+    found: set[int] = set()
+    # A gradient in another dtype than its value's would come out of autograd in the value's.
+    apart = [v.index for v in graph.values if v.gradient is not None]
+    for value in apart:
+        found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
+    for edge in backward:
+        if edge.whole is not None:
+            found |= set(range(edge.whole[0] + 1, edge.whole[1]))
+        for ref in edge.recomputes:
+            standing_for = [v.index for v in graph.values if graph.ref(v.index) == ref and graph.consumers(v.index)]
+            found |= set(range(edge.stop, max(graph.consumers(v)[-1] for v in standing_for) + 1))
+    return found
+
+
+__all__ = ["SEGMENT_BYTES", "finish", "segments", "waiting_late"]

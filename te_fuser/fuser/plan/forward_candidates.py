@@ -1,0 +1,178 @@
+"""Candidates for forward plans, which must give what backward demands: row kernels, opaque ops, fusions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from te_fuser.codegen.description import NotOneKernel
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref
+from te_fuser.fuser.plan.candidates import (
+    NO_TENSOR,
+    Edge,
+    Ledger,
+    fusion_task,
+    kernel_step,
+    phases,
+    row_edges,
+    saved_by,
+)
+from te_fuser.fuser.plan.derivation import DerivedStretch
+from te_fuser.fuser.plan.prices import Prices
+from te_fuser.fuser.plan.problem import Problem
+from te_fuser.fuser.steps.op_tasks import OpTask
+from te_fuser.fuser.steps.step import Step
+from te_fuser.fusions import registry
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import UnfusedOperation
+
+
+class ForwardCandidates:
+    """Every candidate for the forward of one problem that gives what is demanded.
+
+    Args:
+        joint: the joint fusions of the backward cover, over what their forward covers; they are forced.
+    """
+
+    def __init__(self, problem: Problem, prices: Prices, demands: set[Ref], joint: list[Edge], ledger: Ledger) -> None:
+        self.problem, self.prices, self.demands, self.joint, self.ledger = problem, prices, demands, joint, ledger
+        self.graph, self.nodes = problem.graph, problem.nodes
+
+    def edges(self) -> list[Edge]:
+        """All of them, apart from those that would break a forced joint fusion."""
+        found = row_edges(self.problem, self._row)
+        found += [self._opaque(n) for n in self.nodes if not n.is_row]
+        for fusion, whole in self._matches():
+            start, stop = fusion.covers("forward", *whole)
+            forced = any(e.fusion is fusion and e.whole == whole for e in self.joint)
+            silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
+            if fusion.has_forward and (fusion.direction != "joint" or forced or silent):
+                edge = self._fusion(fusion, start, stop, whole, forced)
+                found += [edge] if edge is not None else []
+        return [e for e in found if not any(_breaks(e, j) for j in self.joint)]
+
+    def forward_of(self, backward: Edge) -> Edge | None:
+        """The forward of a joint fusion that would run backward so; None where it cannot run."""
+        assert backward.fusion is not None and backward.whole is not None
+        start, stop = backward.fusion.covers("forward", *backward.whole)
+        return self._fusion(backward.fusion, start, stop, backward.whole, True)
+
+    def _matches(self) -> Iterable[tuple[Fusion, tuple[int, int]]]:
+        """A match for each fusion and the ops that its forward covers: a forced one, else the first."""
+        found: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
+        for fusion, *whole in self.problem.matches:
+            found.setdefault((fusion, *fusion.covers("forward", *whole)), (whole[0], whole[1]))
+        for edge in self.joint:
+            assert edge.fusion is not None and edge.whole is not None
+            found[edge.fusion, edge.start, edge.stop] = edge.whole
+        return [(fusion, whole) for (fusion, _, _), whole in found.items()]
+
+    def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
+        stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
+        for node in self.nodes[start:stop]:
+            for value in (node.output, *node.named_out):
+                if self.graph.ref(value) in self.demands:
+                    stores[self.graph.first(value)] = None
+        made = [v for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop]
+        digests = sorted(r.name for r in self.demands if r.kind is STATISTIC and r.index == stretch.start)
+        try:
+            kernel = stretch.forward(start, stop, made, stretch.statistics_of(start, stop, digests))
+        except NotOneKernel as why:
+            self.ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
+            return None
+        steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
+        name = steps[0].name if steps else "none"
+        return Edge(start, stop, name, steps, sum(s.seconds for s in steps))
+
+    # ------------------------------------------------------------------------------------ opaque ops
+
+    def _opaque(self, node: Node) -> Edge:
+        inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(node.input))]
+        inputs += [(p, self.problem.parameter_ref(node, p)) for p in node.parameters]
+        inputs += [(a, self.graph.ref(v)) for a, v in node.named_in.items()]
+        inputs += [("seed", SEED)] if node.draws else []
+        assert isinstance(node.op, UnfusedOperation)
+        outputs = [("output", self.graph.ref(node.output)), *((n, emitted_ref(node.index, n)) for n in node.op.emits)]
+        c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
+        start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
+        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds)
+        return Edge(start, stop, node.role, phases(step), seconds)
+
+    # --------------------------------------------------------------------------------------- fusions
+
+    def _fusion(self, fusion: Fusion, start: int, stop: int, whole: tuple[int, int], joint: bool) -> Edge | None:
+        nodes = self.nodes[start:stop]
+        if not self.problem.ends_in_a_tensor(nodes):
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, NO_TENSOR)
+            return None
+        inside = {self.graph.ref(v) for n in nodes for v in (n.output, *n.named_out)}
+        owed = self._owed(nodes, inside)
+        why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
+        if why is not None:
+            self.ledger.refuse_for_demand(fusion, start, stop, why)
+            return None
+        inputs = self._fusion_inputs(nodes, inside)
+        outputs = self._fusion_outputs(fusion, nodes, owed)
+        match = self.problem.match(*whole)
+        if joint:
+            outputs += saved_by(fusion, match, whole, self.prices)
+        c = self.prices.of_fusion(fusion, match, nodes, "forward", inputs, outputs)
+        seconds = self.prices.seconds(c, nodes[0])
+        task = fusion_task(self.problem, fusion, "forward", nodes, match)
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
+        return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
+
+    def _owed(self, nodes: tuple[Node, ...], inside: set[Ref]) -> set[Ref]:
+        """The values of a range that backward or somebody outside it reads."""
+        start, stop = nodes[0].index, nodes[-1].index + 1
+        made = [v for n in nodes for v in (n.output, *n.named_out)]
+        outside = {self.graph.ref(v) for v in made if self.problem.read_outside(v, start, stop)}
+        return self.demands & inside | outside
+
+    def _why_no_fusion(
+        self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[Ref], inside: set[Ref], joint: bool
+    ) -> str | None:
+        """What the fusion would have to give and does not."""
+        emitted = self.problem.emitted(fusion, nodes)
+        missing = owed - {*emitted.values(), self.graph.ref(nodes[-1].output), self.graph.ref(nodes[0].input)}
+        if missing:
+            wants = ", ".join(sorted(r.label(self.graph) for r in missing))
+            reader = "backward" if missing <= self.demands else "a later op"
+            has = ", ".join(("its output", *fusion.emits))
+            return f"{reader} reads {wants}, and it gives only {has}"
+        if not joint and self._statistics_owed(nodes[0].index, nodes[-1].index + 1):
+            return "backward reads per-row statistics or op results that it does not give"
+        return None
+
+    def _fusion_inputs(self, nodes: tuple[Node, ...], inside: set[Ref]) -> list[tuple[str, Ref]]:
+        inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(nodes[0].input))]
+        for k, node in enumerate(nodes):
+            inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in node.parameters]
+            named = [(f"{k}.{a}", self.graph.ref(v)) for a, v in node.named_in.items()]
+            inputs += [(name, ref) for name, ref in named if ref not in inside]
+        return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
+
+    def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[Ref]) -> list[tuple[str, Ref]]:
+        last = self.graph.ref(nodes[-1].output)
+        emitted = self.problem.emitted(fusion, nodes).items()
+        return [("output", last), *((name, ref) for name, ref in emitted if ref in owed and ref != last)]
+
+    def _statistics_owed(self, start: int, stop: int) -> bool:
+        for r in self.demands:
+            if r.kind is EMITTED and start <= r.index < stop:
+                return True
+            if r.kind is STATISTIC:
+                stretch = next(s for s in self.problem.stretches if s.start == r.index)
+                low, high = max(start, stretch.start), min(stop, stretch.stop)
+                if low < high and stretch.statistics_of(low, high, [r.name]):
+                    return True
+        return False
+
+
+def _breaks(edge: Edge, joint: Edge) -> bool:
+    """Whether a forward edge overlaps a forced joint fusion without being it."""
+    overlaps = edge.start < joint.stop and joint.start < edge.stop
+    return overlaps and (edge.fusion is not joint.fusion or edge.whole != joint.whole)
+
+
+__all__ = ["ForwardCandidates"]

@@ -1,0 +1,72 @@
+"""How much is kept for backward: what a kept byte is worth, budgets, and giving back what is dear to compute again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from te_fuser.fuser.plan.plan import Plan
+
+# Seconds that a kept byte is worth, in passes over it at copy speed: balanced computes a value again when that costs
+# at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone
+# would take all or nothing: balanced then keeps again what is dearest for its bytes, up to half of what it had saved.
+LAMBDA = {"fast": 0.0, "balanced": 2.0, "lean": 8.0}
+_HARD_PRESSED = 64.0  # where a budget leaves no choice
+_AT_ANY_PRICE = 4096.0  # and where launches cost more than that
+_GIVEN_BACK = 0.5
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a plan is made for: a kept byte is worth `weight` passes over it, the values in `held` are kept anyway."""
+
+    weight: float
+    held: frozenset[int] = frozenset()
+
+
+MakePlan = Callable[[Keeping], Plan]
+
+
+def plan_for_memory(memory: str | int, make: MakePlan) -> Plan:
+    """The plan for a name in LAMBDA or a budget in bytes; `make` plans for a given keeping."""
+    if isinstance(memory, int):
+        return _within(memory, make)
+    keeping = Keeping(LAMBDA[memory])
+    plan = make(keeping)
+    if memory != "balanced":
+        return plan
+    saved = sum(c.bytes for c in plan.choices if c.recomputed)
+    return _giving_back(plan, keeping, saved * _GIVEN_BACK, True, make)
+
+
+def _within(budget: int, make: MakePlan) -> Plan:
+    """The fastest plan whose kept activations fit; the leanest one, with a note, when none does."""
+    for weight in (LAMBDA["fast"], LAMBDA["lean"], _HARD_PRESSED, _AT_ANY_PRICE):
+        plan = make(Keeping(weight))
+        room = budget - plan.kept_bytes()
+        if room >= 0:
+            more = _giving_back(plan, Keeping(weight), room, False, make)
+            return more if more.kept_bytes() <= budget else plan
+    note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _giving_back(plan: Plan, keeping: Keeping, room: float, alike: bool, make: MakePlan) -> Plan:
+    """The plan that keeps, of what `plan` computes again, the dearest for its bytes, as far as there is room.
+
+    Args:
+        alike: whether equal values of several layers are all kept or none.
+    """
+    again = sorted((c for c in plan.choices if c.recomputed), key=lambda c: (-c.dearness, c.bytes, c.value))
+    held: set[int] = set()
+    for _, group in itertools.groupby(again, key=lambda c: (c.value, c.bytes) if alike else c.root):
+        choices = list(group)
+        size = sum(c.bytes for c in choices)
+        if size <= room:
+            room -= size
+            held |= {c.root for c in choices}
+    return make(replace(keeping, held=frozenset(held))) if held else plan
+
+
+__all__ = ["LAMBDA", "Keeping", "plan_for_memory"]

@@ -1,0 +1,156 @@
+"""Which inputs the generated kernels of a plan may store outputs over: those that die at that step.
+
+An input qualifies when
+
+- it is large: below LEAST_BYTES a call goes as it always did;
+- no later step of its program reads it, nor any other name of it, and it is no result and not kept;
+- it is memory of our own: a generated kernel, a fusion's body that says so or a sum of gradients made it, in this
+  program or, for what one segment alone keeps, in forward. What comes from outside (the call's inputs, parameters,
+  gradients that autograd hands in) and what other code makes or reads (ops and fusions with functions of their own,
+  which may hold a view or read it on another stream) does not;
+- it has the shape of the output;
+- the kernel allows it (`codegen.in_place`).
+
+At run time an output is stored over it only where nobody else holds it by then (`csrc/sole_owner.h`), and in backward
+only if the graph is not kept and no hooks for saved tensors were active in forward. Otherwise it is a new tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from te_fuser.codegen import in_place
+from te_fuser.codegen.description import item_size
+from te_fuser.codegen.nvrtc import arch_of
+from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, Ref, gradient_ref
+from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+from te_fuser.fuser.plan.problem import Options
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.step import Step
+
+LEAST_BYTES = 2**20
+
+
+def with_overwriting(plan: Plan, options: Options) -> Plan:
+    """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
+    if plan.kernels != "cuda":
+        return plan
+    ours = _kept_of_our_own(plan)
+    return replace(plan, segments=tuple(_in_segment(plan, s, ours) for s in plan.segments))
+
+
+def _in_segment(plan: Plan, segment: SegmentPlan, ours: set[Ref]) -> SegmentPlan:
+    graph, forward, backward = plan.graph, segment.forward, segment.backward
+    stays = {*(k.ref for k in segment.kept), *segment.gives(graph)}
+    returned = {r for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
+    returned |= {gradient_ref(v) for v in segment.values_in}
+    lives = _Lives.of(forward, stays), _Lives.of(backward, returned, ours)
+    changed = (
+        tuple(_overwriting(plan, s, k, alive) for k, s in enumerate(steps))
+        for steps, alive in zip((forward, backward), lives, strict=True)
+    )
+    return replace(segment, **dict(zip(("forward", "backward"), changed, strict=True)))  # type: ignore[arg-type]
+
+
+def _kept_of_our_own(plan: Plan) -> set[Ref]:
+    """What forward makes and one segment alone keeps, and neither the caller nor other code ever sees."""
+    graph = plan.graph
+    seen = Counter(k.ref for segment in plan.segments for k in segment.kept)
+    given = {graph.ref(v.index) for v in graph.values if graph.leaves(v.index)}
+    everywhere = _Lives.of(plan.steps, given)
+    made = {r for s in plan.forward for r in s.writes()}
+    return {
+        r for r, times in seen.items()
+        if times == 1 and r in made and r not in given and everywhere.is_ours(r) and len(everywhere.names(r)) == 1
+    }  # fmt: skip
+
+
+def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
+    """The step, number so and so of its program, with what its kernel may overwrite."""
+    task = step.task
+    if not isinstance(task, KernelTask):
+        return step
+    d = task.description
+    dying = {
+        load.name
+        for ref, load in zip(task.inputs, d.loads, strict=True)
+        if task.inputs.count(ref) == 1
+        and lives.dies(ref, number)
+        and (shape := shape_of(plan, ref)) is not None
+        and shape[:-1] == (shape_of(plan, task.lead) or ())[:-1]
+        and math.prod(shape) * item_size(load.dtype) >= LEAST_BYTES
+    }
+    pairs = in_place.pairs(d, dying) if dying else ()
+    if not pairs or in_place.is_cut(d, arch_of(plan.device.capability or (8, 0))):
+        return step
+    return replace(step, task=replace(task, description=replace(d, overwrites=pairs)))
+
+
+def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:
+    """The sizes of a value, or of its gradient; None for anything else."""
+    spec = ref.spec(plan.graph) if ref.is_of_a_value else None
+    return None if spec is None else spec.shape
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """What becomes of the tensors of one program.
+
+    Attributes:
+        last: the last step that reads or makes a ref.
+        same: refs that a step gives another name to -> all names of that tensor.
+        foreign: refs that other code than kernels and products makes or reads.
+        own: refs whose memory is our own, as far as their maker is concerned.
+        held: what the program gives.
+    """
+
+    last: dict[Ref, int]
+    same: dict[Ref, frozenset[Ref]]
+    foreign: frozenset[Ref]
+    own: frozenset[Ref]
+    held: frozenset[Ref]
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], held: Iterable[Ref], given: Iterable[Ref] = ()) -> _Lives:
+        """The lives in these steps, of which `held` outlive them; `given` is memory of our own from before."""
+        last: dict[Ref, int] = {}
+        same: dict[Ref, frozenset[Ref]] = {}
+        foreign: set[Ref] = set()
+        own = set(given)
+        for k, step in enumerate(steps):
+            touched = [*step.reads(), *step.writes()]
+            last |= dict.fromkeys(touched, k)
+            if not step.task.own_memory:
+                foreign.update(touched)
+                continue
+            aliases = step.task.aliases
+            own.update(set(step.writes()) - {new for new, _ in aliases})
+            for new, old in aliases:
+                names = same.get(new, frozenset([new])) | same.get(old, frozenset([old]))
+                same |= dict.fromkeys(names, names)
+        return cls(last, same, frozenset(foreign), frozenset(own), frozenset(held))
+
+    def names(self, ref: Ref) -> frozenset[Ref]:
+        """The ref, and every other name of its tensor."""
+        return self.same.get(ref, frozenset([ref]))
+
+    def is_ours(self, ref: Ref) -> bool:
+        """Whether our own steps made the tensor, and only they read it."""
+        names = self.names(ref)
+        return bool(names & self.own) and not names & self.foreign
+
+    def dies(self, ref: Ref, number: int) -> bool:
+        """Whether a step is the last that needs a tensor of our own, under any name."""
+        others = self.names(ref) - {ref}
+        return (
+            self.is_ours(ref)
+            and not self.names(ref) & self.held
+            and self.last[ref] == number
+            and all(self.last[r] < number for r in others)
+        )
+
+
+__all__ = ["LEAST_BYTES", "shape_of", "with_overwriting"]

@@ -1,0 +1,204 @@
+"""Plans as data: segments with their steps in both directions, what is kept in between, and why it came out so."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.codegen.written import WrittenKernel
+from te_fuser.fuser.graph.graph import Graph
+from te_fuser.fuser.graph.refs import SEED, Ref, gradient_ref, parameter_gradient_ref, parameter_ref
+from te_fuser.fuser.plan.device import Device
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.step import Step
+from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.ops.base import Spec, batch_layout
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor kept between forward and backward, its bytes (0: in the memory of another one), and whose it is."""
+
+    ref: Ref
+    name: str
+    bytes: int
+    owner: str  # "activation", "statistic", "input", "parameter"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that was considered for the ops start..stop-1 and not taken, and why."""
+
+    direction: str
+    start: int
+    stop: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether a value is kept or computed again, and what the other would have cost."""
+
+    value: str
+    recomputed: bool
+    bytes: int
+    seconds: float
+    root: int = -1
+
+    @property
+    def dearness(self) -> float:
+        """Seconds that computing it again takes, per byte that this saves."""
+        return self.seconds / max(self.bytes, 1)
+
+    def __str__(self) -> str:
+        if self.recomputed:
+            return (
+                f"{self.value}: computed again in backward, +{self.seconds * 1e6:.1f} us, saves {size_text(self.bytes)}"
+            )
+        return f"{self.value}: kept, {size_text(self.bytes)}; computing it again would cost {self.seconds * 1e6:.1f} us"
+
+
+_UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+
+
+def size_text(count: float) -> str:
+    """Bytes for people: 64.00 MiB, 12 B."""
+    name, unit = next((u for u in _UNITS if count >= u[1]), _UNITS[-1])
+    return f"{count / unit:.0f} B" if unit == 1.0 else f"{count / unit:.2f} {name}"
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """The ops start..stop-1: one autograd node.
+
+    Attributes:
+        forward, backward: its steps in running order; no backward where nobody needs a gradient.
+        values_in, values_out: values of the graph that enter and leave it.
+        parameters: the graph's parameters that it reads, or gives a gradient of.
+        uses_seed: whether it reads the seed of random draws.
+        kept: what its backward reads and does not make.
+    """
+
+    start: int
+    stop: int
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    values_in: tuple[int, ...]
+    values_out: tuple[int, ...]
+    parameters: tuple[int, ...]
+    uses_seed: bool
+    kept: tuple[Kept, ...]
+
+    def takes(self, graph: Graph) -> list[Ref]:
+        """What enters it, in order: values, parameters, the seed."""
+        values = [graph.ref(v) for v in self.values_in]
+        return [*values, *map(parameter_ref, self.parameters), *([SEED] if self.uses_seed else [])]
+
+    def gives(self, graph: Graph) -> list[Ref]:
+        """What leaves it."""
+        return [graph.ref(v) for v in self.values_out]
+
+    def arriving(self, graph: Graph) -> list[Ref | None]:
+        """The gradient of each output; None for one that takes none."""
+        return [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_out]
+
+    def returned(self, graph: Graph) -> list[Ref | None]:
+        """The gradient of each input; None for one that needs none, or that nothing reaches."""
+        # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
+        there = {r for s in self.backward for r in s.writes()}.union(r for r in self.arriving(graph) if r is not None)
+        found: list[Ref | None] = [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_in]
+        found += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in self.parameters]
+        found += [None] if self.uses_seed else []
+        return [r if r in there else None for r in found]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A generated kernel of a plan, with rows, batch_inner and samples of its largest call."""
+
+    description: KernelDescription
+    sizes: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Both plans of one signature."""
+
+    graph: Graph
+    segments: tuple[SegmentPlan, ...]
+    device: Device
+    kernels: str
+    memory: str
+    refusals: tuple[Refusal, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def forward(self) -> tuple[Step, ...]:
+        """The steps of forward in running order."""
+        return tuple(s for segment in self.segments for s in segment.forward)
+
+    @functools.cached_property
+    def backward(self) -> tuple[Step, ...]:
+        """The steps of backward in running order."""
+        return tuple(s for segment in reversed(self.segments) for s in segment.backward)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All of them."""
+        return *self.forward, *self.backward
+
+    @functools.cached_property
+    def kept(self) -> tuple[Kept, ...]:
+        """What is kept between forward and backward; of tensors in one memory only the first has bytes."""
+        found: dict[Ref, Kept] = {}
+        counted: set[Ref] = set()
+        for entry in (k for segment in reversed(self.segments) for k in segment.kept):
+            if entry.ref not in found:
+                memory = self.graph.stored(entry.ref)
+                found[entry.ref] = replace(entry, bytes=0) if memory in counted else entry
+                counted.add(memory)
+        return tuple(found.values())
+
+    @functools.cached_property
+    def generated(self) -> dict[str, Generated]:
+        """Description key -> a generated kernel that it launches."""
+        found: dict[str, Generated] = {}
+        for step in self.steps:
+            task = step.task
+            if isinstance(task, KernelTask) and task.computes:
+                x = self.graph.values[self.graph.nodes[step.start].input].spec
+                key, sizes = task.description.key, (x.rows, *batch_layout(x.shape, task.batch_dim))
+                known = found.get(key)
+                found[key] = Generated(task.description, max(known.sizes, sizes) if known else sizes)
+        return found
+
+    @functools.cached_property
+    def has_sums(self) -> bool:
+        """Whether there are column sums whose last addition may wait for the end of a program."""
+        return any(s.sums() for s in self.steps)
+
+    @property
+    def written(self) -> tuple[WrittenKernel, ...]:
+        """The kernels written by hand that it launches, for its steps and for its column sums, each once."""
+        sums = [ColumnSumsKernel()] if self.has_sums else []
+        return tuple(dict.fromkeys([*sums, *(kernel for s in self.steps for kernel in s.task.written)]))
+
+    @property
+    def x(self) -> Spec:
+        """Shape, dtype and device of the main input."""
+        return self.graph.values[0].spec
+
+    def kept_bytes(self, owner: str = "activation") -> int:
+        """Bytes kept for backward that this model allocated (parameters and the call's own inputs apart)."""
+        return sum(k.bytes for k in self.kept if k.owner == owner)
+
+    def seconds(self) -> float:
+        """Predicted time of both directions."""
+        return sum(s.seconds for s in self.steps)
+
+    def noted(self, *notes: str) -> Plan:
+        """The same with more to say of it."""
+        return replace(self, notes=(*self.notes, *notes)) if notes else self

@@ -1,0 +1,56 @@
+"""From a graph to its plan: the covers that keep what memory allows, then passes over the plan, in this order.
+
+Backward is covered first: that says which values it reads. Then forward, which must emit them. docs/design.md says
+which module does what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from te_fuser.fuser.graph.graph import Graph
+from te_fuser.fuser.plan.both_ways import BothWays
+from te_fuser.fuser.plan.covers import cover
+from te_fuser.fuser.plan.finish import finish
+from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
+from te_fuser.fuser.plan.overwriting import with_overwriting
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.plan.prices import Prices
+from te_fuser.fuser.plan.problem import Options, Problem
+
+
+def covered(graph: Graph, options: Options) -> Plan:
+    """The plan whose steps cover the graph at the least price, for the memory that was asked for."""
+    problem = Problem(graph, options)
+    prices = Prices(problem)
+    both = BothWays(problem, prices)
+
+    def weighed(keeping: Keeping) -> Plan:
+        return finish(problem, prices, cover(problem, prices, both, keeping))
+
+    return plan_for_memory(options.memory, weighed)
+
+
+def _with_notes(plan: Plan, options: Options) -> Plan:
+    """What is to be said of where its prices and choices come from."""
+    found = []
+    if options.tuned:
+        listed = ", ".join(f"{place} {choice}" for place, choice in options.tuned.items())
+        found.append(f"measured choices of tune(): {listed}")
+    if plan.device.estimate:
+        found.append(plan.device.estimate_note())
+    return plan.noted(*found, *options.notes)
+
+
+PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overwriting, _with_notes)
+
+
+def make_plan(graph: Graph, options: Options) -> Plan:
+    """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again."""
+    plan = covered(graph, options)
+    for change in PASSES:
+        plan = change(plan, options)
+    return plan
+
+
+__all__ = ["LAMBDA", "PASSES", "covered", "make_plan"]

@@ -1,0 +1,119 @@
+"""What steps take and what keeping takes: bytes of tensors, costs of kernels, ops and fusions, predicted seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from te_fuser import dtypes
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fuser.plan import cost as costs
+from te_fuser.fuser.plan.problem import Problem
+from te_fuser.fusions.match import Cost, Match
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import UnfusedOperation
+
+_SCRATCH_LAUNCHES = 10
+# The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
+_EPILOGUE = 0.99
+
+Named = Iterable[tuple[str, Ref]]
+
+
+class Prices:
+    """Costs within one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.graph = problem, problem.graph
+        self._sizes: dict[Ref, int] = {}  # of what joint fusions save
+        self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
+
+    # ----------------------------------------------------------------------------------------- bytes
+
+    def learn(self, sizes: Mapping[Ref, int]) -> None:
+        """Note the bytes of what a joint fusion saves."""
+        self._sizes |= sizes
+
+    def size(self, ref: Ref) -> int:
+        """The bytes of a tensor."""
+        learned = self._sizes.get(ref)
+        return ref.bytes(self.graph) if learned is None else learned
+
+    def kept_bytes(self, refs: Iterable[Ref]) -> int:
+        """What keeping these for backward takes, the call's own inputs and parameters apart; a view takes nothing."""
+        storages = {self.graph.stored(r) for r in refs}
+        ours = (r for r in storages if r.kind.counts != "parameters" and self.graph.owner(r) == "activation")
+        return sum(map(self.size, ours))
+
+    def of_keeping(self, refs: Iterable[Ref], weight: float) -> float:
+        """Seconds that keeping these is worth, where a kept byte is worth `weight` passes over it."""
+        return self.kept_bytes(refs) * weight / self.problem.options.device.bandwidth
+
+    # ----------------------------------------------------------------------------------------- costs
+
+    def seconds(self, cost: Cost, node: Node) -> float:
+        """The predicted time, in the dtype that an op gets."""
+        dtype = self.graph.values[node.input].spec.dtype
+        return self.problem.options.device.seconds(cost, dtypes.name_of(dtype))
+
+    def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
+        """One launch that reads and writes these tensors once."""
+        read = sum(self.size(r) for r in {r for _, r in inputs})
+        return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
+
+    def of_kernel(self, description: KernelDescription, rows: int, samples: int) -> Cost:
+        """A row kernel."""
+        key = (id(description), rows, samples)
+        if key not in self._kernels:
+            generated = self.problem.options.kernels != "torch"
+            # The description is kept too, so that its id is not given to another one.
+            self._kernels[key] = costs.kernel_cost(description, rows, samples, generated), description
+        return self._kernels[key][0]
+
+    def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
+        """An opaque op's own code: `work` times its products in forward, `scratch` times its scratch."""
+        assert isinstance(node.op, UnfusedOperation)
+        if node.op.views:
+            return Cost(launches=0)
+        c = self.of_launch(inputs, outputs, costs.flops_of(self.graph, [node]) * work)
+        extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
+        if not extra:
+            return c
+        # Operations of their own go over the scratch, after the products and not beside them.
+        seconds = self.seconds(c, node) + self.seconds(Cost(extra, extra, launches=_SCRATCH_LAUNCHES), node)
+        return replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES, seconds=seconds)
+
+    def of_fusion(
+        self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named
+    ) -> Cost:
+        """What a fusion says that it takes, else one launch with the products' operations."""
+        stated = _stated(fusion, match, direction)
+        if direction == "backward":
+            products = sum(len(self.problem.gradients(n)) for n in nodes if not n.is_row)
+            return stated or self.of_launch(inputs, outputs, costs.flops_of(self.graph, nodes) * products)
+        if stated is not None:
+            return stated
+        efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
+        return replace(self.of_launch(inputs, outputs, costs.flops_of(self.graph, nodes)), efficiency=efficiency)
+
+    def of_node(
+        self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
+    ) -> Cost:
+        """Node k of a backward fusion whose nodes run apart: what the fusion says, else a launch with one product."""
+        c = _stated(fusion, match, "backward")
+        stated = c[k] if isinstance(c, tuple) else c
+        work = fusion.gradients[k].work
+        products = costs.flops_of(self.graph, nodes) * (1.0 if work is None else work)
+        return stated or self.of_launch(inputs, outputs, products)
+
+
+def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
+    """What the fusion says that it takes in a direction: a Cost, one for each of its nodes, or None."""
+    c = fusion.costs(match)
+    return c[direction == "backward"] if fusion.direction == "joint" and isinstance(c, tuple) else c
+
+
+__all__ = ["Prices"]

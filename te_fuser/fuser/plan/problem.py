@@ -1,0 +1,177 @@
+"""What is planned: one graph for one device, the fusions that fit in it, and who needs and reads what in backward."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+
+from te_fuser.fuser.graph.graph import Graph, Node
+from te_fuser.fuser.graph.refs import VALUE, Ref, emitted_ref, gradient_ref, parameter_gradient_ref, parameter_ref
+from te_fuser.fuser.plan.derivation import DerivedStretch
+from te_fuser.fuser.plan.device import Device
+from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
+from te_fuser.fusions import registry
+from te_fuser.fusions.match import Match, MatchedOp
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import Gradient, UnfusedOperation
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan depends on beside the graph."""
+
+    device: Device
+    kernels: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
+    memory: str | int = "balanced"  # a name in LAMBDA, or a budget in bytes
+    capability: tuple[int, int] | None = None  # of a GPU that is not at hand
+    tuned: Choices = field(default_factory=dict)  # measured choices, whatever the prices say
+    notes: tuple[str, ...] = ()  # what is to be said of every plan made with them
+
+
+def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
+    """What a fusion's condition and cost see of the ops start..stop-1."""
+    nodes = graph.nodes[start:stop]
+    ops = tuple(
+        MatchedOp(n.op, {k: graph.parameters[p] for k, p in n.parameters.items()}, _dtypes(graph, n)) for n in nodes
+    )
+    x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
+    return Match(ops, x.spec, y.spec, options.kernels, y.needs_grad, options.capability)
+
+
+def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
+    """Parameter or named input of an op -> the dtype in which it is read."""
+    found = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
+    return found | dict(node.casts) | {name: graph.values[v].spec.dtype for name, v in node.named_in.items()}
+
+
+def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
+    """Where the fusions in force fit, and where their conditions said no, with the reason."""
+    found, refusals = [], []
+    ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
+    for fusion in registry.active():
+        for start in range(len(ops)):
+            for stop in fusion.stops(ops, start, places):
+                match = match_at(graph, options, start, stop)
+                why = fusion.refusal(match)
+                if why is None and options.tuned.get(place_of(fusion, match)) == OFF:
+                    why = "measured slower in its place by tune()"
+                if why is None:
+                    found.append((fusion, start, stop))
+                else:
+                    refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
+    return found, refusals
+
+
+class Problem:
+    """One graph with what does not change while it is planned."""
+
+    def __init__(self, graph: Graph, options: Options) -> None:
+        self.graph, self.options = graph, options
+        self.nodes = graph.nodes
+        self.matches, self.conditions = find_matches(graph, options)
+        self.preferred = {
+            (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
+            for fusion, start, stop in (self.matches if options.tuned else ())
+            if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
+        }
+        self.stretches = [DerivedStretch(graph, a, b) for a, b in self._runs()]
+        self.hanging_reads = self._hanging_reads()
+
+    def _runs(self) -> list[tuple[int, int]]:
+        groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
+        return [(g[0].index, g[-1].index + 1) for row, nodes in groups if row and (g := list(nodes))]
+
+    def match(self, start: int, stop: int) -> Match:
+        """What a fusion's condition and cost see of the ops start..stop-1."""
+        return match_at(self.graph, self.options, start, stop)
+
+    # ------------------------------------------------------------------------------------ gradients
+
+    def needed(self, node: Node) -> frozenset[str]:
+        """Which gradients of an op somebody needs: "input", parameters, named inputs."""
+        needed = {"input"} if self.graph.needs_grad(node.input) else set()
+        needed |= {name for name, p in node.parameters.items() if self.graph.parameter_needs[p]}
+        given = node.op.named_inputs()
+        needed |= {a for a, v in node.named_in.items() if given[a].gradient and self.graph.needs_grad(v)}
+        return frozenset(needed)
+
+    def gradients(self, node: Node) -> list[tuple[Gradient, frozenset[str]]]:
+        """The gradient nodes of an opaque op that somebody needs, and what is needed of each."""
+        assert isinstance(node.op, UnfusedOperation)
+        if not self.graph.needs_grad(node.output):
+            return []
+        needed = self.needed(node)
+        names = (*node.parameters, *node.named_in)
+        found = [(g, frozenset(g.produces) & needed) for g in node.op.gradients(names)]
+        return [(g, n) for g, n in found if n]
+
+    def is_hanging(self, node: Node, gradient: Gradient) -> bool:
+        """Whether no other op's gradient depends on this one."""
+        return not any(p == "input" or p in node.named_in for p in gradient.produces)
+
+    def _hanging_reads(self) -> dict[int, bool]:
+        """Values that opaque gradients read -> whether only hanging nodes read them."""
+        found: dict[int, bool] = {}
+        for node in self.nodes:
+            if node.is_row:
+                continue
+            for gradient, _ in self.gradients(node):
+                for name in gradient.reads:
+                    value = {"input": node.input, "output": node.output, **node.named_in}.get(name)
+                    if value is not None:
+                        first = self.graph.first(value)
+                        found[first] = found.get(first, True) and self.is_hanging(node, gradient)
+        return found
+
+    # ----------------------------------------------------------------------------------------- refs
+
+    def read_ref(self, node: Node, name: str) -> Ref | None:
+        """What an op calls `name` when it reads: a value, a parameter, what it emitted; None: none of these."""
+        values = {"input": node.input, "output": node.output, **node.named_in}
+        if name in values:
+            return self.graph.ref(values[name])
+        if name in node.parameters:
+            return self.parameter_ref(node, name)
+        if name in getattr(node.op, "emits", ()):
+            return emitted_ref(node.index, name)
+        return None
+
+    def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
+        """What a fusion can give beside its output, as far as the ops that its forward covers have it."""
+        places = ((name, *name.split(".", 1)) for name in fusion.emits)
+        found = {name: self.read_ref(nodes[int(k)], what) for name, k, what in places if int(k) < len(nodes)}
+        return {name: ref for name, ref in found.items() if ref is not None}
+
+    def parameter_ref(self, node: Node, name: str) -> Ref:
+        """A parameter of an op, in the dtype that it runs in."""
+        return parameter_ref(node.parameters[name], node.casts.get(name))
+
+    def gradient_target(self, node: Node, name: str) -> Ref:
+        """The gradient of what an op calls `name`."""
+        if name == "input":
+            return gradient_ref(node.input)
+        if name in node.parameters:
+            return parameter_gradient_ref(node.parameters[name])
+        return gradient_ref(node.named_in[name])
+
+    # --------------------------------------------------------------------------------------- values
+
+    def read_outside(self, value: int, start: int, stop: int) -> bool:
+        """Whether the caller, or an op outside start..stop-1, reads a value."""
+        outside = any(not start <= c < stop for c in self.graph.consumers(value))
+        return outside or self.graph.leaves(value)
+
+    def made_by_row_op(self, ref: Ref) -> bool:
+        """Whether a ref is a value that a row op makes."""
+        producer = self.graph.producer(ref.index) if ref.kind is VALUE else None
+        return producer is not None and self.nodes[producer].is_row
+
+    def ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:
+        """Whether the last of these ops gives a tensor that one of them makes."""
+        return self.graph.root(nodes[-1].output) in {n.output for n in nodes}
+
+
+__all__ = ["Options", "Problem", "find_matches", "match_at"]

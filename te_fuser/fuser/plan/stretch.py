@@ -1,0 +1,473 @@
+"""A stretch of row ops as expressions: substituted into one another, cut where a kernel shall begin, differentiated.
+
+All ranges of a maximal stretch are cut out of one canonical set of expressions, so a statistic that one range emits
+and another reads has one name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from te_fuser import dtypes
+from te_fuser.codegen.description import NotOneKernel, Target, describe
+from te_fuser.formula import expr
+from te_fuser.formula.adjoint import differentiate
+from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.substitution import substitute
+from te_fuser.fuser.graph.graph import Graph, Node
+from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
+from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
+from te_fuser.ops.base import RowOp, main_of
+
+
+@dataclass
+class _Leaf:
+    ref: Ref
+    axes: Axes
+    width: int
+    dtype: str
+    value: int | None = None
+    parameter: int | None = None
+
+    def tensor(self) -> tuple[Axes, int, str]:
+        return self.axes, self.width, self.dtype
+
+
+class Stretch:
+    """The row ops start..stop-1 of a graph as expressions over the tensors that enter them."""
+
+    def __init__(self, graph: Graph, start: int, stop: int) -> None:
+        self.graph, self.start, self.stop = graph, start, stop
+        self.leaves: dict[str, _Leaf] = {}
+        self.env: dict[int, Expr] = {}
+        self.marks: dict[str, int] = {}  # name of a value node -> value
+        self.streams: dict[str, int] = {}
+        self.roles: dict[int, str] = {}
+        # statistics have the dtype of the arithmetic
+        wide = graph.values[graph.nodes[start].input].spec.dtype == torch.float64
+        self._wide = "float64" if wide else "float32"
+        self._trace()
+
+    # ---------------------------------------------------------------------------------- building
+
+    def _trace(self) -> None:
+        counts: dict[str, int] = {}
+        first = self.graph.nodes[self.start]
+        self._enter("x", first.input)
+        for node in self.graph.nodes[self.start : self.stop]:
+            counts[node.role] = counts.get(node.role, 0) + 1
+            role = node.role if counts[node.role] == 1 else f"{node.role}{counts[node.role]}"
+            self.roles[node.index] = role
+            self.env |= self._trace_node(node, role)
+
+    def _trace_node(self, node: Node, role: str) -> dict[int, Expr]:
+        """The expression of each value that an op makes."""
+        op = node.op
+        assert isinstance(op, RowOp)
+        arguments = [self._argument(node, role, name) for name in op.arguments()]
+        try:
+            made = op.compute(self.env[node.input], *arguments)
+            y = expr.lift(main_of(made))
+            own = {name: expr.lift(made[name]) for name in op.values}
+        except (ValueError, TypeError, AttributeError) as error:
+            kind = TypeError if isinstance(error, AttributeError) else type(error)
+            hint = "; a formula is written with the functions of te_fuser.formula" if "Expr" in str(error) else ""
+            raise kind(f"{node.label}: {error}{hint}") from error
+        found = {node.output: self._marked(node, f"{role}.output", role, y, node.output)}
+        for value, name in zip(node.named_out, op.named_outputs(), strict=True):
+            same = found[node.output]
+            found[value] = self._marked(node, f"{role}.{name}", role, own[name], value) if name in own else same
+        return found
+
+    def _marked(self, node: Node, name: str, role: str, y: Expr, value: int) -> Expr:
+        """What an op gives as one of its values, under a name of its own."""
+        if node.draws:
+            y = self._name_stream(y, role, node.stream)
+        features = self.graph.values[value].spec.features
+        if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
+            raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
+        if y.axes & Axes.FEATURE and y.width != features:
+            raise ValueError(
+                f"{node.label}: compute() gives {y.width} features, infer() says {features}; it need not be defined "
+                f"where the formula says it, or gives x.with_features({y.width})"
+            )
+        # It may be stored and read again, and then it is there for every row and feature.
+        marked = expr.value(name, expr.broadcast(y, Axes.FULL, features))
+        if marked.op == "value":
+            self.marks[name] = value
+        return marked
+
+    def _name_stream(self, y: Expr, role: str, number: int) -> Expr:
+        self.streams[role] = number
+
+        def rename(e: Expr) -> Expr | None:
+            if e.op != "keep" or e.attrs[0] != "keep":
+                return None
+            return expr.make("keep", (), (role, *e.attrs[1:]), e.axes, e.width)
+
+        return substitute([y], rename)[0]
+
+    def _argument(self, node: Node, role: str, name: str) -> Expr | None:
+        if name in node.parameters:
+            return self._parameter(node, role, name)
+        if name in node.named_in:
+            value = node.named_in[name]
+            if value not in self.env:
+                self._enter(f"{role}.{name}", value)
+            return self.env[value]
+        return None
+
+    def _parameter(self, node: Node, role: str, name: str) -> Expr:
+        index = node.parameters[name]
+        found = next((n for n, leaf in self.leaves.items() if leaf.parameter == index), None)
+        if found is None:
+            found = f"{role}.{name}"
+            spec = self.graph.parameter_specs[index]
+            width = 1
+            for size in spec.shape:
+                width *= size
+            axes = Axes.FEATURE if spec.shape else Axes.NONE
+            dtype, ref = spec.dtype, parameter_ref(index)
+            if name in node.casts and node.op.autocast == "lower":  # else it is as well read as it is
+                dtype, ref = node.casts[name], parameter_ref(index, node.casts[name])
+            self.leaves[found] = _Leaf(ref, axes, width, dtypes.name_of(dtype), parameter=index)
+        leaf = self.leaves[found]
+        return expr.leaf(found, leaf.axes, leaf.width)
+
+    def _enter(self, name: str, value: int) -> None:
+        v = self.graph.values[value]
+        axes = v.axes if v.axes is not None else Axes.FULL
+        self.leaves[name] = _Leaf(
+            self.graph.ref(value), axes, v.spec.features, dtypes.name_of(v.spec.dtype), value=value
+        )
+        self.env[value] = expr.leaf(name, axes, v.spec.features)
+
+    # ------------------------------------------------------------------------------------ ranges
+
+    def batch_dim(self, start: int, stop: int) -> int | None:
+        """The batch dimension the ops of a range agree on.
+
+        Raises:
+            NotOneKernel: when they disagree.
+        """
+        found = {d for n in self.graph.nodes[start:stop] if (d := n.op.batch_dim()) is not None}
+        if len(found) > 1:
+            raise NotOneKernel(f"the ops count samples along different dimensions {sorted(found)}")
+        return found.pop() if found else None
+
+    def values_leaving(self, start: int, stop: int) -> list[int]:
+        """Values made in the range that somebody outside it reads."""
+        found = []
+        for node in self.graph.nodes[start:stop]:
+            for value in (node.output, *node.named_out):
+                outside = [c for c in self.graph.consumers(value) if not start <= c < stop]
+                if outside or self.graph.leaves(value):
+                    found.append(value)
+        return found
+
+    def _cut(self, start: int) -> _Range:
+        """Expressions of the range that begins at `start`: values made before it become leaves."""
+        earlier = {name: v for name, v in self.marks.items() if (p := self.graph.producer(v)) is not None and p < start}
+        leaves = dict(self.leaves)
+        for name, value in earlier.items():
+            leaves[name] = self._value_leaf(value)
+        nodes = topological(self.env.values())
+
+        def replace(e: Expr) -> Expr | None:
+            if e.op == "value" and e.attrs[0] in earlier:
+                return expr.make("input", (), e.attrs, e.axes, e.width)
+            return None
+
+        cut = substitute(nodes, replace)
+        return _Range({id(a): b for a, b in zip(nodes, cut, strict=True)}, nodes, cut, leaves)
+
+    def _value_leaf(self, value: int) -> _Leaf:
+        v = self.graph.values[value]
+        return _Leaf(self.graph.ref(value), Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype), value)
+
+    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
+        """The kernel that makes the given values and statistics; None when they are all there already.
+
+        Args:
+            stores: values to store.
+            statistics: digests of canonical expressions to store per row.
+        """
+        cut = self._cut(start)
+        gives = _Gives(cut)
+        for value in stores:
+            v, ref = self.graph.values[value], self.graph.ref(value)
+            if ref not in {o.ref for o in gives.outputs}:
+                output = KernelOutput(ref, Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype))
+                gives.add(self._output_name(value), cut.of(self.env[value]), output)
+        for k, digest in enumerate(statistics):
+            output = KernelOutput(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
+            gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
+        return self._kernel(start, stop, "fwd", cut, gives)
+
+    def statistic(self, digest: str) -> Expr:
+        """The canonical expression with this digest."""
+        return next(e for e in topological(self.env.values()) if e.digest == digest)
+
+    def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
+        """Those of `digests` that ops of the range compute."""
+        return [d for d in digests if start <= self._first_made.get(d, -1) < stop]
+
+    @functools.cached_property
+    def _first_made(self) -> dict[str, int]:
+        """Digest -> the first op whose output has that expression in it."""
+        found: dict[str, int] = {}
+        for node in self.graph.nodes[self.start : self.stop]:
+            for e in topological([self.env[v] for v in (node.output, *node.named_out)]):
+                found.setdefault(e.digest, node.index)
+        return found
+
+    def backward(
+        self,
+        start: int,
+        stop: int,
+        readable: frozenset[int],
+        forbidden: frozenset[int],
+        recompute: Sequence[int] = (),
+        silent: frozenset[int] = frozenset(),
+    ) -> KernelTask | None:
+        """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
+
+        Args:
+            readable: values (by storage) that exist after forward, apart from what enters the range.
+            forbidden: values that nobody can give.
+            recompute: values of the range to compute again and store.
+            silent: ops whose per-row statistics forward cannot give.
+
+        Raises:
+            NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
+        """
+        cut = self._cut(start)
+        seeds = self._seeds(start, stop, cut)
+        wanted = self._wanted(start, stop, cut)
+        if not wanted and not recompute:
+            return None
+        adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])
+        again = [cut.of(self.env[v]) for v in recompute]
+        avoid = {self.graph.root(v) for v in recompute}
+        roots = [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()] + again
+        readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
+        ways = [_by_output(roots, cut, readable_marks), roots]
+        reduced, used = min((self._reduce(way, cut, readable_marks, silent) for way in ways if way), key=_full_reads)
+        gives = _Gives(used)
+        for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
+            gives.add(f"d_{name}", e, output)
+        for value, e in zip(recompute, reduced[len(wanted) :], strict=True):
+            spec, ref = self.graph.values[value].spec, self.graph.again(value)
+            gives.store(
+                self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
+            )
+        read = {leaf.ref for leaf in used.used_leaves(gives.targets, gives.sums)}
+        bad = [self.graph.values[v].name for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)]
+        if bad:
+            raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
+        return self._kernel(start, stop, "bwd", used, gives)
+
+    def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
+        seeds: dict[Expr, Expr] = {}
+        for value in self.values_leaving(start, stop):
+            v = self.graph.values[value]
+            if not v.needs_grad:
+                continue
+            name = f"d_{self._output_name(value)}"
+            while name in cut.leaves:
+                name += "_"
+            dtype = dtypes.name_of(v.gradient_dtype)
+            cut.leaves[name] = _Leaf(gradient_ref(value), Axes.FULL, v.spec.features, dtype)
+            leaf = expr.leaf(name, Axes.FULL, v.spec.features)
+            e = cut.of(self.env[value])
+            seeds[e] = expr.add(seeds[e], leaf) if e in seeds else leaf
+        return seeds
+
+    def _output_name(self, value: int) -> str:
+        producer = self.graph.producer(value)
+        assert producer is not None
+        role, node = self.roles[producer], self.graph.nodes[producer]
+        if value == node.output:
+            return f"{role}.output"
+        name = node.op.named_outputs()[node.named_out.index(value)]
+        other = self.graph.ref(value) != self.graph.ref(node.output)
+        return f"{role}.{name}" if other else f"{role}.branch"
+
+    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr | None, KernelOutput]]:
+        """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient.
+
+        Where both ends of a fork enter, they are one leaf: one gets its whole adjoint, the other none, which is 0.
+        """
+        wanted: dict[str, tuple[Expr | None, KernelOutput]] = {}
+        entering: dict[int, None] = {}
+        parameters: dict[int, None] = {}
+        inside: set[int] = set()
+        for node in self.graph.nodes[start:stop]:
+            for value in (node.input, *node.named_in.values()):
+                if value not in inside:
+                    entering[value] = None
+            inside |= {node.output, *node.named_out}
+            parameters |= dict.fromkeys(node.parameters.values())
+        for value in entering:
+            v = self.graph.values[value]
+            if not v.needs_grad:
+                continue
+            leaf = cut.of(self.env[value])
+            axes = leaf.axes
+            dtype = dtypes.name_of(v.gradient_dtype)
+            shape = None if axes & Axes.OUTER else v.spec.shape
+            output = KernelOutput(gradient_ref(value), axes, leaf.width, dtype, shape)
+            name = leaf.attrs[0]
+            wanted[name if name not in wanted else f"{name}_{value}"] = (leaf if name not in wanted else None, output)
+        for index in parameters:
+            if not self.graph.parameter_needs[index]:
+                continue
+            name = next(n for n, leaf in cut.leaves.items() if leaf.parameter == index)
+            info, spec = cut.leaves[name], self.graph.parameter_specs[index]
+            leaf = expr.leaf(name, info.axes, info.width)
+            ref = parameter_gradient_ref(index)
+            wanted[name] = (leaf, KernelOutput(ref, info.axes, info.width, dtypes.name_of(spec.dtype), spec.shape))
+        return wanted
+
+    def _reduce(
+        self, roots: list[Expr], cut: _Range, readable: dict[str, int], silent: frozenset[int]
+    ) -> tuple[list[Expr], _Range]:
+        """Replace what exists already: stored values, and per-row statistics that forward computed on its way."""
+        forward = {id(e): canonical for canonical, e in zip(cut.canonical, cut.nodes, strict=True)}
+        leaves = dict(cut.leaves)
+        statistics: dict[str, str] = {}
+
+        def replace(e: Expr) -> Expr | None:
+            if e.op == "value" and e.attrs[0] in readable:
+                leaves[e.attrs[0]] = self._value_leaf(readable[e.attrs[0]])
+                return expr.make("input", (), e.attrs, e.axes, e.width)
+            canonical = forward.get(id(e))
+            if canonical is None or e.axes & Axes.FEATURE or not e.axes & Axes.OUTER or not e.depth:
+                return None
+            if self._first_made.get(canonical.digest) in silent:
+                return None
+            # Forward picks among unrounded features, and no rounded one need reach the one it took: whoever asks which
+            # feature that was must pick among those it reads.
+            if FUNCTIONS[e.op].picks:
+                return None
+            name = statistics.setdefault(canonical.digest, f"statistic{len(statistics)}")
+            leaves[name] = _Leaf(statistic_ref(self.start, canonical.digest), Axes.ROWS, 1, self._wide)
+            return expr.leaf(name, Axes.ROWS)
+
+        reduced = substitute(roots, replace)
+        return reduced, _Range({}, [], [], leaves)
+
+    def _kernel(self, start: int, stop: int, direction: str, cut: _Range, gives: _Gives) -> KernelTask | None:
+        if gives.nothing():
+            return None
+        # What hands its input through (Fork, say) does nothing that the kernel could be named by.
+        busy = [n.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
+        name = "_".join([*dict.fromkeys(busy), direction])
+        leaves = {n: leaf.tensor() for n, leaf in cut.leaves.items()}
+        description = describe(name, gives.targets, gives.sums, leaves)
+        inputs = tuple(cut.leaves[load.name].ref for load in description.loads)
+        full = [cut.leaves[load.name].ref for load in description.loads if load.axes == Axes.FULL]
+        lead = full[0] if full else self._any_full(start, stop, direction)
+        streams = tuple(self.streams[s] for s in description.streams)
+        outputs = (*gives.outputs, *gives.sum_outputs)
+        batch_dim = self.batch_dim(start, stop)
+        return KernelTask(description, inputs, outputs, streams, batch_dim, tuple(gives.aliases), lead)
+
+    def _any_full(self, start: int, stop: int, direction: str) -> Ref:
+        """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
+        if direction == "fwd":
+            return self.graph.ref(self.graph.nodes[start].input)
+        return gradient_ref(next(v for v in self.values_leaving(start, stop) if self.graph.needs_grad(v)))
+
+
+def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list[Expr]:
+    """The same with the sign of x by what a function like ReLU gave, where that can be read; else nothing.
+
+    A product that follows keeps ReLU's output anyway, and x need then not be there at all.
+    """
+    told = [e for e in cut.nodes if e.op == "value" and e.attrs[0] in readable and FUNCTIONS[e.args[0].op].tells_sign]
+    given = {e.args[0].args[0]: e for e in told}
+
+    def replace(e: Expr) -> Expr | None:
+        slope = e.op == "gt" and e.args[0] in given and e.args[1] is expr.ZERO
+        return expr.compare("gt", given[e.args[0]], expr.ZERO) if slope else None
+
+    return substitute(roots, replace) if given else []
+
+
+def _full_reads(reduced: tuple[list[Expr], _Range]) -> int:
+    """How many tensors of all rows and features are read."""
+    roots, used = reduced
+    leaves = {e.attrs[0] for e in topological(roots) if e.op == "input"}
+    return sum(used.leaves[name].axes == Axes.FULL for name in leaves)
+
+
+@dataclass
+class _Range:
+    """Expressions cut at the beginning of a range, and the leaves they may have."""
+
+    mapping: dict[int, Expr]
+    canonical: list[Expr]
+    nodes: list[Expr]
+    leaves: dict[str, _Leaf] = field(default_factory=dict)
+
+    def of(self, e: Expr) -> Expr:
+        return self.mapping[id(e)]
+
+    def alias(self, e: Expr, dtype: str) -> Ref | None:
+        """The tensor that `e` is, if it is one as a whole and in this dtype."""
+        if e.op != "input" or e.width != e.attrs[2] and e.axes & Axes.FEATURE or e.axes != Axes.FULL:
+            return None
+        leaf = self.leaves[e.attrs[0]]
+        return leaf.ref if leaf.dtype == dtype else None
+
+    def used_leaves(self, *targets: list[Target]) -> list[_Leaf]:
+        roots = [t.expression for group in targets for t in group]
+        names = {e.attrs[0] for e in topological(roots) if e.op == "input"}
+        return [self.leaves[n] for n in names]
+
+
+class _Gives:
+    """What a kernel gives, and the tensors for it. What is there already gets another name."""
+
+    def __init__(self, cut: _Range) -> None:
+        self._cut = cut
+        self._stored: dict[Any, Ref] = {}
+        self.targets: list[Target] = []
+        self.outputs: list[KernelOutput] = []
+        self.sums: list[Target] = []
+        self.sum_outputs: list[KernelOutput] = []
+        self.aliases: list[tuple[Ref, Ref]] = []
+
+    def add(self, name: str, e: Expr, output: KernelOutput) -> None:
+        """Give `e`: a sum where it has no rows, a tensor that is there, or one to store."""
+        if not output.axes & Axes.OUTER:
+            self.sums.append(_target(name, e, output))
+            self.sum_outputs.append(output)
+            return
+        key = (id(e), output.dtype, output.axes, output.width)
+        same = self._cut.alias(e, output.dtype) or self._stored.get(key)
+        if same is None:
+            self._stored[key] = output.ref
+            self.store(name, e, output)
+        elif same != output.ref:
+            self.aliases.append((output.ref, same))
+
+    def store(self, name: str, e: Expr, output: KernelOutput) -> None:
+        """Store `e`, whatever is there already."""
+        self.targets.append(_target(name, e, output))
+        self.outputs.append(output)
+
+    def nothing(self) -> bool:
+        """Whether no kernel is needed."""
+        return not (self.targets or self.sums or self.aliases)
+
+
+def _target(name: str, e: Expr, output: KernelOutput) -> Target:
+    return Target(name, e, output.axes, output.width, output.dtype)

@@ -1,0 +1,102 @@
+"""What `tune` found, on disk: for each list of ops and device, which fusions to take where, whatever their price says.
+
+A place is a fusion and the feature sizes of what it covers, so equal layers of a stack are one place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_fuser.codegen.entry_file import EntryFile, Stores
+from te_fuser.fuser.graph.graph import Graph
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fusions.match import Match
+from te_fuser.fusions.registry import Fusion
+
+ON, OFF = "on", "off"
+Choices = Mapping[str, str]  # place -> ON or OFF
+_FORMAT = 1
+
+
+def place_of(fusion: Fusion, match: Match) -> str:
+    """The place where a fusion fits: "matmul_bias 4096>12288"."""
+    return f"{fusion.name} {match.x.features}>{match.y.features}"
+
+
+def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
+    """A digest of what measured choices depend on: ops, sizes, dtypes, rows by power of two, needed gradients."""
+    x = graph.values[0].spec
+    described: list[Any] = [_FORMAT, memory, kernels, x.rows.bit_length()]
+    for node in graph.nodes:
+        spec = graph.values[node.output].spec
+        parameters = [(graph.parameter_specs[p].shape, graph.parameter_needs[p]) for p in node.parameters.values()]
+        described.append((node.op.kind.__name__, spec.features, str(spec.dtype), node.draws, parameters))
+        described.append([graph.values[v].index for v in (node.input, *node.named_in.values())])
+    described.append([v.needs_grad for v in graph.values])
+    return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:32]
+
+
+class Store:
+    """The choices for one device."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = EntryFile(path, _FORMAT)
+
+    def find(self, key: str) -> Choices:
+        """The choices for a list of ops; none where it was never tuned."""
+        places = self._file.entries().get(key, {}).get("places", {})
+        return dict(places) if isinstance(places, dict) and set(places.values()) <= {ON, OFF} else {}
+
+    def put(self, key: str, choices: Choices, ratio: float) -> None:
+        """Keep the choices for a list of ops, and by how much they are faster; what others wrote stays.
+
+        Raises:
+            OSError: when the file cannot be written.
+        """
+        found = {"places": dict(choices), "ratio": ratio}
+        self._file.change(lambda entries: entries.update({key: found}))
+
+    def check(self) -> None:
+        """Nothing where `put` will find its way.
+
+        Raises:
+            OSError: when the file cannot be written, with what to do.
+        """
+        try:
+            self._file.change(lambda entries: None)
+        except OSError as error:
+            what = (
+                f"what tune finds cannot be kept in {self.path.parent}: {error.strerror}; set te_fuser.config.cache_dir"
+            )
+            raise type(error)(error.errno, what) from error
+
+
+_stores = Stores(Store, ".json")
+
+
+def device_name(device: torch.device) -> str:
+    """What tells machines apart: the GPU's name, or the processor's kind and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
+
+
+def store_for(device_name: str) -> Store:
+    """The store of a device, in the cache folder as it is set now."""
+    return _stores.of(device_name)
+
+
+def signature(plan: Plan) -> tuple[Any, ...]:
+    """What two plans must share to run the same steps."""
+    steps = [(s.name, s.start, s.stop, s.inputs, s.outputs) for s in plan.steps]
+    return (*steps, *((s.start, s.stop) for s in plan.segments))
+
+
+__all__ = ["OFF", "ON", "Choices", "Store", "device_name", "list_key", "place_of", "signature", "store_for"]

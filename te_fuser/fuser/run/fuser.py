@@ -1,0 +1,323 @@
+"""The Fuser: plans by signature, runs them, one autograd node for each segment."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from te_fuser import dtypes
+from te_fuser.fuser.graph.graph import Graph, GraphBuilder
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, list_ops
+from te_fuser.fuser.plan.device import Device, device_of
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.plan.planner import LAMBDA, make_plan
+from te_fuser.fuser.plan.problem import Options, find_matches
+from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
+from te_fuser.fuser.run.loading import Prepared, execute, load
+from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
+from te_fuser.fusions import registry
+from te_fuser.ops.base import Binding, FusableOperation
+
+_PLANS_KEPT = 16
+_SHAPES_KEPT = 64
+_MODES = ("auto", "generated", "reference")
+_FALLBACKS = ("warn", "error")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Fuser:
+    """Plans a list of ops, forward and backward, and runs the plans.
+
+    Args:
+        ops: operations in order; `Linear` and other compound ops are lowered to elementary ones.
+        memory: "fast" (keep what saves time), "balanced", "lean" (compute again what saves memory), or a budget in
+            bytes for the activations kept for backward.
+        kernels: "auto" (generated kernels where they can be had), "generated" (an error where they cannot),
+            "reference" (PyTorch operations).
+        fallback: what "auto" does on a GPU where generated kernels cannot be had: "warn" once and run PyTorch's, or
+            raise an "error" that says what is missing.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[FusableOperation | ListedOp],
+        *,
+        memory: str | int = "balanced",
+        kernels: str = "auto",
+        fallback: str = "warn",
+    ) -> None:
+        check_options(memory, kernels, fallback)
+        self.memory, self.fallback = memory, fallback
+        self.kernels = "generated" if (kernels, fallback) == ("auto", "error") else kernels
+        self._given = tuple(ops)
+        # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
+        self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
+        self._by_shape: OrderedDict[Any, Prepared] = OrderedDict()
+        self._plans: OrderedDict[Any, Prepared] = OrderedDict()
+        self._last: tuple[Any, Any] = (None, None)
+        self._lock = threading.Lock()
+        self._relist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"ops": self._given, "memory": self.memory, "kernels": self.kernels, "fallback": self.fallback}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ops = state.pop("ops")
+        self.__init__(ops, **state)  # type: ignore[misc]
+
+    def _relist(self) -> None:
+        listed: list[ListedOp] = []
+        for k, op in enumerate(self._given):
+            listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
+        self._listed = listed
+        self._ops = tuple(o.lowered.op for o in listed)
+        unique: dict[tuple[int, str], Binding] = {}
+        for o in listed:
+            for b in o.lowered.bindings.values():
+                unique.setdefault((id(b.owner), b.name), b)
+        self._bindings = tuple(unique.values())
+        self._slots = tuple((b.owner._parameters, b.name) for b in self._bindings)
+        self._computed = any(name not in parameters for parameters, name in self._slots)
+        kinds = [type(op) for op in self._ops]
+        self._states = tuple(dict.fromkeys(k.global_state for k in kinds if k.global_state is not None))
+        self._revisions = self._revision()
+
+    def _revision(self) -> tuple[int, ...]:
+        return tuple([op.revision for op in self._watched])  # type: ignore[misc]
+
+    def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
+        """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""
+        return self.run(x, inputs, tuple(outputs))
+
+    def run(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
+        """Run the plan for x.
+
+        Raises:
+            TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
+        """
+        # What else check_input looks at is in the signature, and checked when there is no plan for it yet.
+        if type(x) not in _PLAIN or x.is_meta or x.is_neg() or torch._C._are_functorch_transforms_active():
+            check_input(x)
+        inputs = named_tensors(inputs) if inputs else inputs
+        prepared, parameters = self._cached(x, inputs, outputs)
+        return execute(prepared, x, inputs, parameters)
+
+    def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
+        """The prepared plan for a call like this one, from the cache or newly made."""
+        return self._cached(x, inputs, outputs)[0]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """The ops' parameters as they are now, in the order of the graph's."""
+        if self._watched and self._revision() != self._revisions:
+            self._relist()
+        if self._computed:
+            return [b.get() for b in self._bindings]
+        return [parameters[name] for parameters, name in self._slots]  # type: ignore[misc]
+
+    def _cached(
+        self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> tuple[Prepared, list[torch.Tensor]]:
+        """The prepared plan, and the parameters of this call."""
+        parameters = self._parameters()
+        signature = self._signature(x, inputs, outputs, parameters)
+        last, found = self._last  # comparing takes half the time of a look-up
+        if signature == last:
+            return found, parameters
+        known = self._by_shape.get(signature)
+        found = known or self._find(signature, x, inputs, outputs)
+        if known is None and self._computed:
+            parameters = self._parameters()  # planning computed them too: what the first ones keep may have changed
+        self._last = signature, found
+        return found, parameters
+
+    def _signature(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        parameters: Sequence[torch.Tensor],
+    ) -> Any:
+        """The shapes of a call, and everything else that its plan depends on."""
+        grad = torch.is_grad_enabled()
+        kind = x.device.type
+        shapes: tuple[torch.Size, ...] = (x.shape,)
+        named: tuple[Any, ...] = ()
+        if inputs:
+            given = sorted(inputs.items())
+            shapes += tuple([t.shape for _, t in given])
+            named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
+        return shapes, (
+            x.dtype,
+            x.layout,
+            x.device,
+            grad and x.requires_grad,
+            grad,
+            autocast_of(kind),
+            outputs,
+            named,
+            registry.state(),
+            self._revisions,
+            tuple([op.training for op in self._ops]),
+            tuple([state() for state in self._states]),
+            tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]),
+        )
+
+    def _find(
+        self, signature: Any, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> Prepared:
+        """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
+        graph, options = self.problem(x, inputs, outputs)
+        shapes, rest = signature
+        places = tuple(find_matches(graph, options)[0])
+        key = (tuple(_shape_class(s) for s in shapes), rest, places)
+        prepared = self._plans.get(key) or load(make_plan(graph, options), outputs)
+        with self._lock:
+            _remember(self._plans, key, prepared, _PLANS_KEPT)
+            _remember(self._by_shape, signature, prepared, _SHAPES_KEPT)
+        return prepared
+
+    def forget_plans(self) -> None:
+        """Plan anew at the next call."""
+        with self._lock:
+            self._plans.clear()
+            self._by_shape.clear()
+            self._last = (None, None)
+
+    def plan(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        outputs: tuple[str, ...] = (),
+        device: Device | None = None,
+    ) -> Plan:
+        """Plan a call like this one, without running or compiling anything.
+
+        Args:
+            device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
+                the parameters count as if they were there, so they may be on the meta device.
+        """
+        return make_plan(*self.problem(x, named_tensors(inputs or {}), outputs, device))
+
+    def problem(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        device: Device | None = None,
+    ) -> tuple[Graph, Options]:
+        """What is to be planned; every error in the list or in the input is raised here."""
+        if self._revision() != self._revisions:
+            self._relist()
+        if torch.jit.is_tracing():
+            raise TypeError("te_fuser does not run under torch.jit.trace; model.reference is plain PyTorch and does")
+        check_input(x, planning=device is not None)
+        there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
+        graph = GraphBuilder(self._listed, CallSpecs.of(x, inputs, outputs, there)).build()
+        if device is not None and device.kind == "cuda":
+            target = target_on_gpu(x.dtype, self.kernels)
+            return graph, Options(device, target, self.memory, capability=device.capability)
+        target = target_for(there or x.device, x.dtype, self.kernels)
+        options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
+        return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
+
+    def _tuned(self, graph: Graph, device: torch.device) -> Choices:
+        return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
+
+    def _missing(self, target: str, graph: Graph) -> tuple[str, ...]:
+        """What plans for a device at hand have to do without, where kernels were wanted."""
+        x = graph.values[0].spec
+        if self.kernels == "reference" or x.dtype not in dtypes.GENERATED:
+            return ()
+        return tuple(missing_notes(target, x.device, x.dtype))
+
+
+def _shape_class(shape: torch.Size) -> tuple[Any, ...]:
+    """What plans depend on of a shape: features, dimensions, rows modulo 16, rows by power of two (0: empty)."""
+    rows = shape[:-1].numel()
+    return shape[-1:], len(shape), rows & 15, rows.bit_length()
+
+
+def _remember(cache: OrderedDict[Any, Prepared], key: Any, prepared: Prepared, most: int) -> None:
+    cache[key] = prepared
+    while len(cache) > most:
+        cache.popitem(last=False)
+
+
+def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The named inputs of a call; None counts as not given.
+
+    Raises:
+        TypeError: when one is not a plain tensor.
+    """
+    found = {name: t for name, t in inputs.items() if t is not None}
+    for name, t in found.items():
+        if type(t) not in _PLAIN:
+            raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
+    return found
+
+
+def check_options(memory: str | int, kernels: str, fallback: str) -> None:
+    """Check the options of a Fuser or Sequential.
+
+    Raises:
+        ValueError: naming what was given and what there is.
+    """
+    if kernels not in _MODES:
+        raise ValueError(f"kernels is one of {', '.join(_MODES)}, got {kernels!r}")
+    if fallback not in _FALLBACKS:
+        raise ValueError(f"fallback is one of {', '.join(_FALLBACKS)}, got {fallback!r}")
+    if isinstance(memory, bool) or not (isinstance(memory, int) and memory >= 0 or memory in LAMBDA):
+        raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
+
+
+def check_input(x: Any, planning: bool = False) -> None:
+    """Check the main input of a call; one without values is enough for planning.
+
+    Raises:
+        TypeError: when x is not a plain tensor.
+        ValueError: when x has no feature dimension.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+    if type(x) not in _PLAIN:
+        raise TypeError(
+            f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
+            "or keep this model out of tracing (torch.compiler.disable)"
+        )
+    if x.device.type == "meta" and not planning:
+        raise TypeError(
+            "te_fuser got a meta tensor, which has no values; move the model and input to a real device, "
+            'or name one to plan for: plan(x, device="h200")'
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(
+            "te_fuser does not run inside torch.func transforms or vmap; call the model outside, or transform "
+            "model.reference, which is plain PyTorch"
+        )
+    if x.layout != torch.strided or x.is_conj() or x.is_neg():
+        raise TypeError("te_fuser takes dense, materialized tensors; call .to_dense() or .resolve_conj() first")
+    if x.dim() == 0:
+        raise ValueError("te_fuser takes [..., features], got a scalar tensor")
+
+
+def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Run a single op by a plan cached on it."""
+    if torch.compiler.is_compiling():
+        from te_fuser.fuser.run.outside_tracing import outside_tracing
+
+        return outside_tracing(run_alone, op, x, inputs)
+    fuser = op.__dict__.get("_alone")
+    if fuser is None:
+        fuser = Fuser([op])
+        object.__setattr__(op, "_alone", fuser)
+    return fuser.run(x, inputs)
+
+
+FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]
+
+__all__ = ["Fuser", "check_input", "check_options", "named_tensors"]

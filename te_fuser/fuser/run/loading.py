@@ -1,0 +1,180 @@
+"""A plan made ready to run: its kernels compiled and loaded, its segments built; and the run."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser import _native
+from te_fuser.codegen.description import KernelDescription
+from te_fuser.codegen.interpreted import InterpretedKernel
+from te_fuser.codegen.written import WrittenKernel
+from te_fuser.config import config
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.program import Loaded, Wrapper
+from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
+from te_fuser.fuser.steps.step import KernelFunction
+from te_fuser.kernels.column_sums import column_sums
+
+_OFFSETS_PER_CALL = 4  # PyTorch's offsets count in fours
+_drawing = threading.Lock()
+_apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level call, without the Python wrapper
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with its segments ready to run."""
+
+    plan: Plan
+    segments: tuple[Segment, ...]
+    with_grad: bool
+    draws: bool
+    autocast: bool
+    named: tuple[tuple[str, int], ...]
+    result: int
+    extras: tuple[int, ...]
+
+    @functools.cached_property
+    def alone(self) -> Segment | None:
+        """The only segment, where it takes the input and all parameters as they come, and gives the result alone."""
+        if len(self.segments) != 1 or self.extras:
+            return None
+        (segment,) = self.segments
+        everything = tuple(range(len(self.plan.graph.parameters)))
+        fits = segment.values_in == (0,) and segment.values_out == (self.result,) and segment.parameters == everything
+        return segment if fits else None
+
+
+def load(
+    plan: Plan,
+    outputs: tuple[str, ...] = (),
+    *,
+    instead: Mapping[str, KernelFunction] | None = None,
+    wrap: Wrapper | None = None,
+) -> Prepared:
+    """A plan made ready to run.
+
+    Args:
+        outputs: names of the extra outputs, in the order in which they are returned.
+        instead: description key -> another kernel for it.
+        wrap: what runs in each step's place; each kernel then adds up its own column sums.
+    """
+    wanted = [g.description for g in plan.generated.values()]
+    rows = {key: g.sizes[0] for key, g in plan.generated.items()}
+    with_sums = plan.has_sums and wrap is None
+    kernels = load_kernels(wanted, plan.kernels, plan.x.device, rows, plan.written) | dict(instead or {})
+    sums = load_column_sums(plan.kernels, plan.x.device) if with_sums else None
+    return Prepared(
+        plan,
+        build_segments(plan, Loaded(kernels, wrap, sums)),
+        bool(plan.backward),
+        # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
+        any(n.draws for n in plan.graph.nodes),
+        torch.is_autocast_enabled(plan.x.device.type),
+        tuple(plan.graph.named_inputs.items()),
+        plan.graph.output,
+        tuple(plan.graph.named_outputs[name] for name in outputs),
+    )
+
+
+def load_kernels(
+    wanted: Sequence[KernelDescription],
+    target: str,
+    device: torch.device,
+    rows: Mapping[str, int] | None = None,
+    written: Sequence[WrittenKernel] = (),
+) -> dict[str, KernelFunction]:
+    """Description key -> kernel, for tensors on `device`.
+
+    Args:
+        rows: description key -> about how many rows the kernel will have.
+        written: kernels written by hand that are compiled and loaded beside these, where the target is "cuda".
+    """
+    if target == "cpp":
+        from te_fuser.codegen import compiler
+
+        found = compiler.find_compiler(config.compiler)
+        handles = compiler.load(wanted, cache_dir=config.cache_dir, compiler=found)
+        return {d.key: h for d, h in zip(wanted, handles, strict=True)}
+    if target == "cuda":
+        from te_fuser.codegen import cuda_loader
+
+        kernels = cuda_loader.load(wanted, device, rows=rows, cache_dir=config.cache_dir, written=written)
+        return {d.key: k.run for d, k in zip(wanted, kernels, strict=True)}
+    return {d.key: InterpretedKernel(d) for d in wanted}
+
+
+def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | None:
+    """What adds up the column sums of a program's kernels at its end; None where each does it at once."""
+    return column_sums(device) if target == "cuda" else None
+
+
+def execute(
+    prepared: Prepared,
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    parameters: Sequence[torch.Tensor] | None = None,
+) -> Any:
+    """Run a prepared plan.
+
+    Args:
+        parameters: those of the plan's graph, in its order, where the caller has them already.
+    """
+    if parameters is None:
+        parameters = [b.get() for b in prepared.plan.graph.parameters]
+    if not prepared.autocast:
+        return _execute(prepared, x, inputs, parameters)
+    # The plan has the casts; what runs inside must not cast again.
+    with torch.autocast(x.device.type, enabled=False):
+        return _execute(prepared, x, inputs, parameters)
+
+
+def _execute(
+    prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> Any:
+    seed = draw_seed(x.device) if prepared.draws else None
+    if prepared.alone is not None:
+        return _run(prepared.alone, [x, *parameters], seed)[0]
+    values: dict[int, torch.Tensor] = {0: x}
+    for name, index in prepared.named:
+        values[index] = inputs[name]
+    for segment in prepared.segments:
+        tensors = [values[v] for v in segment.values_in]
+        tensors += [parameters[p] for p in segment.parameters]
+        values.update(zip(segment.values_out, _run(segment, tensors, seed), strict=True))
+    if not prepared.extras:
+        return values[prepared.result]
+    return (values[prepared.result], *(values[v] for v in prepared.extras))
+
+
+def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    if segment.uses_seed:
+        tensors.append(seed)  # type: ignore[arg-type]
+    if segment.backward is not None:
+        return _apply(segment, *tensors)  # type: ignore[no-any-return]
+    return segment.results(segment.run_forward(tensors))
+
+
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """(seed, offset) for one call, from the device's generator, which goes on by it.
+
+    So manual_seed, checkpointing, trackers of random states and CUDA-graph replay govern it as they do torch's own
+    dropout. On a GPU it lies on the host and costs no kernel; while a graph is captured it is drawn on the device, so
+    that each replay draws anew.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(2, dtype=torch.int64, device=device).random_()
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    with _drawing:  # reading and going on are two calls
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.set_offset(offset + _OFFSETS_PER_CALL)
+    signed = seed - (seed >> 63 << 64)  # the same 64 bits, with a sign
+    return torch.tensor((signed, offset), device="cpu")  # whatever the default device is
+
+
+__all__ = ["Prepared", "draw_seed", "execute", "load", "load_column_sums", "load_kernels"]

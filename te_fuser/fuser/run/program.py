@@ -1,0 +1,88 @@
+"""Steps made ready to run: refs become slots, tasks become steps, and running is a loop in the native runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser import _native
+from te_fuser.fuser.graph.refs import DOUBLED, Ref
+from te_fuser.fuser.steps.step import Bench, KernelFunction, Runner, SlotMap, Slots, Step
+
+# What runs in a step's place, given it, its runner and the slots of refs; how verify sees every step.
+Wrapper = Callable[[Step, Runner, SlotMap], Runner]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in order, and after each the slots nobody reads any more.
+
+    Slots are the inputs in their order, then what the steps make, and a last one that stays empty. `run` takes
+    them, and whether outputs may be stored over what dies (by default they may).
+    """
+
+    run: Callable[..., None]
+    size: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    blank: tuple[None, ...]
+
+    def slots(self, tensors: Iterable[torch.Tensor | None]) -> Slots:
+        """Slots that hold the inputs."""
+        return [*tensors, *self.blank]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What programs are built of.
+
+    Attributes:
+        kernels: description key -> the kernel.
+        wrap: what runs in each step's place.
+        sums: adds up all column sums at the end that no step reads; without it each kernel adds up its own.
+    """
+
+    kernels: Mapping[str, KernelFunction]
+    wrap: Wrapper | None = None
+    sums: _native.ColumnSums | None = None
+
+
+def build_program(
+    steps: Sequence[Step], inputs: Iterable[Ref], outputs: Iterable[Ref], loaded: Loaded
+) -> tuple[Program, SlotMap]:
+    """Steps as a program whose first slots are `inputs`; `outputs` are never dropped."""
+    slots, wrap = SlotMap(), loaded.wrap
+    # Two inputs may be one tensor under two names; nobody reads the second.
+    numbers_in = tuple(slots[Ref(DOUBLED, k) if r in slots else r] for k, r in enumerate(inputs))
+    numbers_out = tuple(slots[r] for r in outputs)
+    last: dict[int, int] = {}
+    for k, step in enumerate(steps):
+        for ref in (*step.reads(), *step.writes()):
+            last[slots[ref]] = k
+    held = set(numbers_out)
+    dead: dict[int, list[int]] = {}
+    for slot, k in last.items():
+        if slot not in held:
+            dead.setdefault(k, []).append(slot)
+    # What stands in a step's place may run it again, or look at what it has read.
+    dying = (() if wrap else dead.get(k, ()) for k in range(len(steps)))
+    runners = [s.task.runner(s, Bench(slots, loaded.kernels, d)) for s, d in zip(steps, dying, strict=True)]
+    if wrap is not None:
+        runners = [wrap(s, r, slots) for s, r in zip(steps, runners, strict=True)]
+    may_wait = [] if wrap else [k for k, s in enumerate(steps) if _sums_may_wait(s, k, slots, last, held)]
+    native = _native.Program(
+        [(r, dead.get(k, [])) for k, r in enumerate(runners)], loaded.sums if may_wait else None, may_wait
+    )
+    blank = (None,) * (len(slots) - len(numbers_in) + 1)
+    return Program(native.run, len(slots), numbers_in, numbers_out, blank), slots
+
+
+def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, int], held: Container[int]) -> bool:
+    """Whether a step has column sums, and all are results of the program that no later step reads."""
+    places = [slots[r] for r in step.sums()]
+    return bool(places) and all(p in held and last[p] == number for p in places)
+
+
+__all__ = ["Loaded", "Program", "Wrapper", "build_program"]

@@ -1,0 +1,237 @@
+"""A segment of a plan: one autograd node. The only `torch.autograd.Function` of the code base is here."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.graph.graph import Graph
+from te_fuser.fuser.graph.refs import Ref, parameter_ref
+from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.fuser.steps.step import SlotMap, Step
+
+Picker = Callable[[list[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a plan made ready to run.
+
+    Attributes:
+        values_in, values_out: values of the graph that enter and leave, in the order of tensors and results.
+        parameters: the graph's parameters that it reads, in the order after the values.
+        uses_seed: whether the last tensor handed in is the seed.
+        forward, backward: the programs; backward is None where nobody needs a gradient.
+        kept: forward slots that are saved; in backward they come after the gradients.
+        marked: (place among the kept, place among the tensors handed in) of parameters whose attributes backward reads.
+        notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
+        gradients_in: the slots of the results' gradients; None for a result that takes none.
+        gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
+        results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
+        overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
+        take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
+    """
+
+    values_in: tuple[int, ...]
+    values_out: tuple[int, ...]
+    parameters: tuple[int, ...]
+    uses_seed: bool
+    forward: Program
+    backward: Program | None
+    kept: tuple[int, ...]
+    marked: tuple[tuple[int, int], ...]
+    notes: tuple[tuple[int, int], ...]
+    gradients_in: tuple[int | None, ...]
+    gradients_out: tuple[int, ...]
+    results_at: tuple[int, ...]
+    aliased: tuple[bool, ...]
+    device: str
+    overwrites: bool
+    take_kept: Picker
+    take_gradients: Picker
+
+    def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """All slots after the forward program."""
+        slots = self.forward.slots(tensors)
+        self.forward.run(slots)
+        return slots
+
+    def results(self, slots: list[Any]) -> list[torch.Tensor]:
+        """The outputs; ones that share storage become tensors of their own over it."""
+        if self.aliased == (False,):
+            return [slots[self.results_at[0]]]
+        return [
+            slots[k].detach() if shared else slots[k] for k, shared in zip(self.results_at, self.aliased, strict=True)
+        ]
+
+
+class SegmentFunction(torch.autograd.Function):
+    """Runs one segment's forward program, and its backward program when gradients arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: Segment, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        slots = segment.run_forward(tensors)
+        ctx.segment = segment
+        ctx.set_materialize_grads(False)
+        if segment.notes:
+            ctx.notes = [slots[k] for k, _ in segment.notes]
+        if segment.marked:
+            ctx.marked = [tensors[k] for _, k in segment.marked]
+        if segment.overwrites:  # hooks may keep memory that no count of references shows
+            ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        outs = segment.results(slots)
+        if len(outs) > 1:
+            ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
+            ctx.mark_non_differentiable(*[t for t, k in zip(outs, segment.gradients_in, strict=True) if k is None])
+        ctx.save_for_backward(*segment.take_kept(slots))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "te_fuser does not differentiate its backward: call backward() without create_graph=True, "
+                "or use model.reference(x), which plain autograd differentiates any number of times"
+            )
+        segment: Segment = ctx.segment
+        program = segment.backward
+        assert program is not None
+        if grads[0] is None and all(g is None for g in grads):
+            return (None,) * (1 + len(segment.gradients_out))
+        saved = ctx.saved_tensors
+        if segment.marked:
+            saved = _with_marked(saved, segment, ctx.marked)
+        stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not stays:
+            ctx.maybe_clear_saved_tensors()
+        may_overwrite = segment.overwrites and not stays and not ctx.hooked
+        # From here on the slots alone hold the tensors, so that each is freed after its last use.
+        slots = program.slots((*_arrived(ctx, segment, grads), *saved))
+        del saved, grads
+        for k, (_, slot) in enumerate(segment.notes):
+            slots[slot] = ctx.notes[k]
+        kind = segment.device
+        if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
+            with torch.autocast(kind, enabled=False):
+                program.run(slots, may_overwrite)
+        else:
+            program.run(slots, may_overwrite)
+        return (None, *segment.take_gradients(slots))
+
+
+def _with_marked(
+    saved: tuple[torch.Tensor, ...], segment: Segment, parameters: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """What was saved, but the parameters themselves: hooks, as checkpointing's, give tensors without attributes."""
+    found = list(saved)
+    for (place, _), parameter in zip(segment.marked, parameters, strict=True):
+        found[place] = parameter
+    return found
+
+
+def _arrived(ctx: Any, segment: Segment, grads: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor]:
+    """The gradients of the results that take one; zeros for those that nobody used."""
+    if len(grads) == 1:
+        return grads  # type: ignore[return-value]
+    needed = [(k, g) for k, (g, slot) in enumerate(zip(grads, segment.gradients_in, strict=True)) if slot is not None]
+    return [g if g is not None else _zeros(ctx.meta[k]) for k, g in needed]
+
+
+def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
+    return torch.zeros(meta[0], dtype=meta[1], device=meta[2])
+
+
+def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
+    """Every segment of a plan, ready to run."""
+    return tuple(_build(plan, segment, loaded) for segment in plan.segments)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The part of a segment that only one with a backward program has; its fields are those of the segment."""
+
+    backward: Program | None = None
+    kept: tuple[int, ...] = ()
+    marked: tuple[tuple[int, int], ...] = ()
+    notes: tuple[tuple[int, int], ...] = ()
+    gradients_in: tuple[int | None, ...] = ()
+    gradients_out: tuple[int, ...] = ()
+
+
+def _build_backward(
+    graph: Graph, segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded
+) -> _Backward:
+    if not segment.backward:
+        return _Backward()
+    arriving, returned, kept = segment.arriving(graph), segment.returned(graph), [k.ref for k in segment.kept]
+    given = [*(r for r in arriving if r is not None), *kept]
+    backward, slots = build_program(segment.backward, given, [r for r in returned if r is not None], loaded)
+    return _Backward(
+        backward,
+        tuple(forward_slots[r] for r in kept),
+        _marked(graph, segment),
+        tuple((forward_slots[r], slots[r]) for r in notes if r in slots),
+        tuple(None if r is None else slots[r] for r in arriving),
+        tuple(backward.size if r is None else slots[r] for r in returned),
+    )
+
+
+def _marked(graph: Graph, segment: SegmentPlan) -> tuple[tuple[int, int], ...]:
+    """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
+    nodes, inputs = graph.nodes, segment.takes(graph)
+    refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
+    return tuple((k, inputs.index(entry.ref)) for k, entry in enumerate(segment.kept) if entry.ref in refs)
+
+
+def _build(plan: Plan, segment: SegmentPlan, loaded: Loaded) -> Segment:
+    graph, steps = plan.graph, segment.forward
+    inputs, outputs = segment.takes(graph), segment.gives(graph)
+    notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
+    held = [*outputs, *(k.ref for k in segment.kept), *notes]
+    forward, slots = build_program(steps, inputs, held, loaded)
+    back = _build_backward(graph, segment, notes, slots, loaded)
+    return Segment(
+        segment.values_in,
+        segment.values_out,
+        segment.parameters,
+        segment.uses_seed,
+        forward,
+        back.backward,
+        back.kept,
+        back.marked,
+        back.notes,
+        back.gradients_in,
+        back.gradients_out,
+        tuple(slots[r] for r in outputs),
+        _aliased(inputs, outputs, steps),
+        plan.x.device.type,
+        any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
+        _picker(back.kept),
+        _picker(back.gradients_out),
+    )
+
+
+def _picker(places: tuple[int, ...]) -> Picker:
+    """A function that takes these places out of a list."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda items: tuple(items[k] for k in places)
+
+
+def _aliased(inputs: Sequence[Ref], outputs: Sequence[Ref], steps: Sequence[Step]) -> tuple[bool, ...]:
+    same: dict[Ref, Ref] = {}
+    for step in steps:
+        for new, old in step.task.aliases:
+            same[new] = same.get(old, old)
+    seen = set(inputs)
+    flags = []
+    for ref in outputs:
+        real = same.get(ref, ref)
+        flags.append(real in seen)
+        seen.add(real)
+    return tuple(flags)

@@ -1,0 +1,113 @@
+"""How long each step of a plan takes, measured in its place in the running model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.run.loading import execute, load
+from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
+
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each step, in the order of the plan's steps: the median of the runs."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def of(self, direction: str) -> tuple[float, ...]:
+        """One direction's."""
+        return self.forward if direction == "forward" else self.backward
+
+
+def measured_run(
+    fuser: Fuser,
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: tuple[str, ...] = (),
+    *,
+    repeats: int = 5,
+) -> tuple[Plan, Measured, Any]:
+    """Run a call a few times, forward and backward, with a clock at each step.
+
+    Gradients that tensors hold and PyTorch's random generators are left as they are; what runs otherwise is not
+    slowed down, since the clocks are in programs of this call's own.
+
+    Returns:
+        The plan, the times, and what the call returns.
+    """
+    plan = fuser.prepare(x, inputs, outputs).plan
+    clock = _CudaClock() if x.device.type == "cuda" else _Clock()
+    timed = load(plan, outputs, wrap=clock.wrap)
+    wanted = [t for t in (x, *inputs.values(), *(b.get() for b in plan.graph.parameters)) if t.requires_grad]
+    result: Any = None
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+        for run in range(_WARM_UP + repeats):
+            clock.recording = run >= _WARM_UP
+            result = execute(timed, x, inputs)
+            if timed.with_grad:
+                made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
+                torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
+    times = clock.medians()
+    return plan, Measured(*(tuple(times[id(s)] for s in steps) for steps in (plan.forward, plan.backward))), result
+
+
+class _Clock:
+    """Times by the host's clock."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.marks: dict[int, list[tuple[Any, Any]]] = {}
+
+    def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
+        """`runner`, with its time written down."""
+        marks = self.marks.setdefault(id(step), [])
+
+        def timed(values: Slots) -> None:
+            start = self.now()
+            runner(values)
+            if self.recording:
+                marks.append((start, self.now()))
+
+        return timed
+
+    def now(self) -> Any:
+        """A mark in time."""
+        return time.perf_counter()
+
+    def between(self, start: Any, stop: Any) -> float:
+        """Seconds from one mark to another."""
+        return float(stop - start)
+
+    def medians(self) -> dict[int, float]:
+        """Seconds by the id of the step; 0 for one that never ran."""
+        return {
+            step: statistics.median([self.between(*pair) for pair in pairs]) if pairs else 0.0
+            for step, pairs in self.marks.items()
+        }
+
+
+class _CudaClock(_Clock):
+    """Times on the GPU, by events in its stream."""
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e-3
+
+
+__all__ = ["Measured", "measured_run"]

@@ -1,0 +1,139 @@
+"""A registered fusion as a task."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser import _native
+from te_fuser.codegen.written import WrittenKernel
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made, stream_of
+from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
+from te_fuser.fusions.match import Body, FusionCall, Match
+from te_fuser.fusions.registry import Fusion
+from te_fuser.ops.base import Gradient, batch_layout
+
+
+@dataclass(frozen=True)
+class FusionTask(Task):
+    """A registered fusion in one direction.
+
+    Attributes:
+        gradient: which node of a backward fusion whose nodes run apart.
+        body: what was chosen to run here; None: what the fusion declares.
+        covered: what a fusion that launches kernels written by hand sees of the ops that this direction covers.
+    """
+
+    what = "fusion"
+
+    fusion: Fusion
+    direction: str
+    nodes: tuple[Node, ...]
+    needed: frozenset[str] = frozenset()
+    gradient: Gradient | None = None
+    body: Body | None = None
+    covered: Match | None = None
+
+    @functools.cached_property
+    def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
+        if self.fusion.compiles is None or self.covered is None:
+            return ()
+        return tuple(self.fusion.compiles(self.covered, self.direction, self.needed))
+
+    @property
+    def own_memory(self) -> bool:  # type: ignore[override]
+        return self.body is not None and self.body.plain
+
+    @property
+    def hangs(self) -> bool:  # type: ignore[override]
+        return self.gradient is not None
+
+    def sums(self, step: Step) -> list[Ref]:
+        return [r for name, r in step.outputs if name in self.fusion.sums]
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        """In a native step where its body is a plain function of tensors."""
+        fusion, slots = self.fusion, bench.slots
+        joint_backward = fusion.direction == "joint" and self.direction == "backward"
+        takes, gives = () if joint_backward else fusion.takes, fusion.gives
+        if self.gradient is not None:
+            takes, gives = ("dy", *self.gradient.reads), self.gradient.produces
+        if not takes:
+            return FusionRunner(step, self, slots)
+        read, made = dict(step.inputs), {made_name(name): slots[r] for name, r in step.outputs}
+        missing = [name for name in takes if name not in read]
+        if missing:
+            raise ValueError(
+                f"fusion {fusion.name!r} takes {missing[0]!r}, which it has not (there are {sorted(read)})"
+            )
+        inputs = [slots[read[name]] for name in takes]
+        return _native.FunctionStep(
+            f"fusion {fusion.name}", self._plain(), inputs, [made.get(name, -1) for name in gives]
+        )
+
+    def runs_by(self) -> str:
+        return self.body.describe() if self.body is not None and self.body.describe is not None else ""
+
+    def _plain(self) -> Callable[..., Any]:
+        """The plain function of tensors that was chosen here, or that the fusion declares."""
+        if self.body is not None:
+            return self.body.function
+        declared = self.fusion.run_forward if self.direction == "forward" else self.fusion.run_backward
+        assert declared is not None
+        return declared if self.gradient is None else getattr(declared, self.gradient.method)  # type: ignore[no-any-return]
+
+
+class FusionRunner:
+    """Runs a registered fusion in one direction."""
+
+    __slots__ = ("_first", "_forward", "_function", "_inputs", "_label", "_needed", "_ops", "_outputs", "_streams")
+
+    def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
+        self._forward = task.direction == "forward"
+        function = task.fusion.run_forward if self._forward else task.fusion.run_backward
+        assert function is not None
+        self._function = function
+        self._ops = tuple(n.op for n in task.nodes)
+        self._needed = task.needed
+        self._inputs = tuple((name, slots[r]) for name, r in step.inputs)
+        self._first = dict(self._inputs)["input" if self._forward else "dy"]
+        self._outputs = tuple((name, slots[r]) for name, r in step.outputs)
+        self._streams = tuple((k, n) for k, n in enumerate(task.nodes) if n.draws)
+        self._label = f"fusion {task.fusion.name!r} over {', '.join(n.label for n in task.nodes)}"
+
+    def __call__(self, slots: Slots, later: object = None) -> None:
+        """Run it; where its column sums may wait, the native loop says where they are left."""
+        tensors = {name: slots[k] for name, k in self._inputs}
+        first = slots[self._first]
+        streams = {}
+        for k, node in self._streams:
+            layout = batch_layout(first.shape, node.op.batch_dim())
+            # Read only when somebody draws from it: a seed on a GPU is waited for.
+            streams[k] = functools.partial(stream_of, tensors["seed"], node.stream, layout)
+        call = FusionCall(self._ops, tensors, self._needed, streams, later)
+        result = self._function(call, first)
+        if self._forward:
+            self._store_forward(slots, call, result)
+        else:
+            self._store_backward(slots, result)
+
+    def _store_forward(self, slots: Slots, call: FusionCall, result: Any) -> None:
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"{self._label}: its forward must return a tensor, got {type(result).__name__}")
+        for name, k in self._outputs:
+            slots[k] = result if name == "output" else emission_made(self._label, call.made, name)
+
+    def _store_backward(self, slots: Slots, result: Any) -> None:
+        dx, others = result if isinstance(result, tuple) else (result, {})
+        made = {"input": dx, **others}
+        for name, k in self._outputs:
+            slots[k] = gradient_made(self._label, made, name)
+
+
+__all__ = ["FusionTask"]

@@ -1,0 +1,179 @@
+"""A generated kernel as a task."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from te_fuser import _native
+from te_fuser.codegen.description import KernelDescription, Load
+from te_fuser.dtypes import FLOATING
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
+from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
+
+
+@dataclass(frozen=True)
+class KernelOutput:
+    """A tensor that a kernel makes: its ref, and its shape as (axes, width), or a fixed shape (parameters)."""
+
+    ref: Ref
+    axes: Axes
+    width: int
+    dtype: str
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class KernelTask(Task):
+    """A generated kernel in its place: the description and what its tensors are.
+
+    Attributes:
+        aliases: (new name, the tensor it is).
+        lead: a full-size tensor whose leading dimensions the outputs have.
+    """
+
+    what = "kernel"
+    own_memory = True
+
+    description: KernelDescription = field()  # not the default of other tasks
+    inputs: tuple[Ref, ...]
+    outputs: tuple[KernelOutput, ...]
+    streams: tuple[int, ...]
+    batch_dim: int | None
+    aliases: tuple[tuple[Ref, Ref], ...] = field()
+    lead: Ref
+
+    @property
+    def computes(self) -> bool:
+        """Whether there is a kernel at all; else outputs are other names of inputs."""
+        return bool(self.description.stores or self.description.sums)
+
+    def emits(self) -> set[Ref]:
+        """Every ref it makes."""
+        return {o.ref for o in self.outputs} | {new for new, _ in self.aliases}
+
+    def overwritten(self) -> list[Ref]:
+        """The inputs whose memory outputs may be stored in."""
+        names = {load for _, load in self.description.overwrites}
+        return [ref for ref, load in zip(self.inputs, self.description.loads, strict=True) if load.name in names]
+
+    def sums(self, step: Step) -> list[Ref]:
+        return [o.ref for o in self.outputs[len(self.description.stores) :]]
+
+    def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:
+        """The same kernel on other tensors, its streams so many places later."""
+        return replace(
+            self,
+            inputs=tuple(map(move, self.inputs)),
+            outputs=tuple(replace(o, ref=move(o.ref)) for o in self.outputs),
+            streams=tuple(s + streams for s in self.streams),
+            aliases=tuple((move(new), move(old)) for new, old in self.aliases),
+            lead=move(self.lead),
+        )
+
+    def renamed(self, renames: Mapping[Ref, Ref]) -> KernelTask:
+        outs = tuple(replace(o, ref=renames.get(o.ref, o.ref)) for o in self.outputs)
+        aliases = tuple((renames.get(a, a), renames.get(b, b)) for a, b in self.aliases)
+        return replace(self, outputs=outs, aliases=aliases)
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        """A native step: inputs made contiguous, outputs allocated, or those that die, launched."""
+        description, slots = self.description, bench.slots
+        kernel = bench.kernels[description.key] if self.computes else None
+        refs = [*self.inputs, *([SEED] if description.streams else [])]
+        widest = max((o.width * FLOATING[o.dtype].itemsize for o in self.outputs if o.axes & Axes.OUTER), default=0)
+        return _native.KernelStep(
+            description.name,
+            # The native kernel itself, where there is one: its Python front takes as long as launching it.
+            getattr(kernel, "run", kernel),
+            [slots[r] for r in refs],
+            slots[self.lead],
+            self.batch_dim,
+            [
+                (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, FLOATING[o.dtype])
+                for o, alike in zip(self.outputs, self._alike(len(refs)), strict=True)
+            ],
+            self.streams,
+            [(slots[new], slots[old]) for new, old in self.aliases],
+            LARGE // widest if widest else sys.maxsize,
+            prefer_huge_pages,
+            [_input_size(load) for load in description.loads] + [_ANY_SIZE] * (len(refs) - len(self.inputs)),
+            [slots[r] for r in self.overwritten() if slots[r] in bench.dying],
+        )
+
+    def _alike(self, inputs: int) -> list[int | None]:
+        """For each output the tensor of its sizes and dtype among the inputs and the outputs before it, by number."""
+        forms: dict[Any, int] = {}
+        for k, (ref, load) in enumerate(zip(self.inputs, self.description.loads, strict=True)):
+            if ref == self.lead:
+                forms[_ROWS, load.width, load.dtype] = k
+            elif ref.kind is PARAMETER:
+                forms[ref.index, load.dtype] = k
+        found = []
+        for k, o in enumerate(self.outputs, inputs):
+            form: Any = (_ROWS, o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
+            if o.ref.kind is PARAMETER_GRADIENT and not o.ref.term:
+                form = (o.ref.index, o.dtype)
+            found.append(forms.get(form))
+            forms.setdefault(form, k)
+        return found
+
+
+# How an output's sizes follow from a call's; in the order of the native runtime.
+_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(4)
+_ANY_SIZE = (_FIXED, -1)
+
+
+def _shape_rule(axes: Axes) -> int:
+    """How the sizes of a tensor with these axes follow from a call's."""
+    if axes & Axes.OUTER:
+        return _ROWS
+    if axes & Axes.BATCH:
+        return _SAMPLE_ROWS if axes & Axes.FEATURE else _SAMPLES
+    return _FIXED
+
+
+def _input_size(load: Load) -> tuple[int, int]:
+    """How many elements a tensor has that a kernel loads, as the native step takes it."""
+    return _shape_rule(load.axes), load.width if load.axes & Axes.FEATURE else 1
+
+
+# ---------------------------------------------------------------------------------------------- huge pages
+
+# The C library gives blocks beyond 32 MiB back to the system as soon as they are free, so that each large tensor is
+# made of pages that were never touched. A page fault for each 4 KiB of it takes longer than the kernel that fills it.
+LARGE = 32 * 2**20  # bytes; glibc's largest threshold for giving back
+_PAGE = 4096
+_MADV_HUGEPAGE = 14
+
+
+def prefer_huge_pages(t: torch.Tensor) -> None:
+    """Ask the system for 2 MiB pages under a tensor that nobody has written to yet; only a hint, and only if large."""
+    madvise = _madvise()
+    if madvise is None or t.nbytes < LARGE or t.device.type != "cpu":
+        return
+    start = -(-t.data_ptr() // _PAGE) * _PAGE
+    madvise(start, (t.data_ptr() + t.nbytes - start) // _PAGE * _PAGE, _MADV_HUGEPAGE)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The system's call; None where there is none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        call = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
+__all__ = ["LARGE", "KernelOutput", "KernelTask", "prefer_huge_pages"]

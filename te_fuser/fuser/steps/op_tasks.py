@@ -1,0 +1,159 @@
+"""Opaque ops as tasks: forward, or a node of backward; in one step, or in one that starts and one that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser import _native
+from te_fuser.formula.random import RandomStream
+from te_fuser.fuser.graph.graph import Node
+from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
+from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
+from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
+from te_fuser.ops.tensor_function import TensorFunction
+
+
+def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> RandomStream:
+    """The random stream `number` of a call whose (seed, offset) is `seed`."""
+    value, offset = seed.tolist()
+    return RandomStream(value, offset, number, *layout)
+
+
+@dataclass(frozen=True)
+class OpTask(Task):
+    """A method of an opaque op.
+
+    Attributes:
+        gradient: which node of its backward; None: its forward.
+        needed: the gradients that somebody needs.
+        casts: gradients (by their names in the step) that are wanted in another dtype than the op gives them in.
+        phase: "whole"; or "start", which leaves what is under way to the step that waits for it, "wait".
+    """
+
+    node: Node
+    gradient: Gradient | None = None
+    needed: frozenset[str] = frozenset()
+    casts: tuple[tuple[str, torch.dtype], ...] = ()
+    phase: str = "whole"
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return self.phase != "start"
+
+    @property
+    def hangs(self) -> bool:  # type: ignore[override]
+        return self.gradient is not None
+
+    @property
+    def notes(self) -> Ref | None:  # type: ignore[override]
+        return Ref(NOTES, self.node.index)
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return self.phase == "wait"
+
+    @property
+    def waiting_method(self) -> str | None:
+        """The method that waits for what the other has started; None: the other does all."""
+        if self.gradient is not None:
+            return self.gradient.wait
+        assert isinstance(self.node.op, UnfusedOperation)
+        return None if self.node.op.op_wait is None else "op_wait"
+
+    @property
+    def started(self) -> Ref:
+        """What is under way between the two steps of one that starts and waits."""
+        return Ref(STARTED, self.node.index, name=self.method)
+
+    @property
+    def method(self) -> str:
+        """The op's method: that which starts, where there are two."""
+        return "op_forward" if self.gradient is None else self.gradient.method
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        """The method's plain function in a native step where it has one."""
+        op = self.node.op
+        plain: TensorFunction | None = getattr(getattr(op, self.method), "plain", None)
+        read, made = dict(step.inputs), list(step.outputs)
+        simple = self.phase == "whole" and plain is not None and len(made) == 1 and not self.casts
+        if not simple or plain is None or any(name not in read for name in plain.reads):
+            return OpRunner(step, self, bench.slots)
+        reads = [bench.slots[read[name]] for name in plain.reads]
+        return _native.FunctionStep(self.node.label, plain.function, reads, [bench.slots[made[0][1]]])
+
+
+class OpRunner:
+    """Runs a method of an opaque op, or one of its two phases."""
+
+    def __init__(self, step: Step, task: OpTask, slots: SlotMap) -> None:
+        assert task.notes is not None
+        self._task, self._node = task, task.node
+        self._forward = task.gradient is None
+        method = task.waiting_method if task.waits else task.method
+        assert method is not None
+        self._function: Callable[..., Any] = getattr(task.node.op, method)
+        self._inputs, given = _named_slots(step.inputs, slots, "seed", "started", *(() if self._forward else ("dy",)))
+        first = dict(self._inputs)["input"] if self._forward else given["dy"]
+        self._first = given["started"] if task.phase == "wait" else first
+        self._seed = given["seed"]
+        self._outputs = tuple((name if self._forward else made_name(name), slots[r]) for name, r in step.outputs)
+        self._casts = {made_name(name): dtype for name, dtype in task.casts}
+        self._notes = slots[task.notes]
+
+    def __call__(self, slots: Slots) -> None:
+        node, forward = self._node, self._forward
+        call = OpCall({name: slots[k] for name, k in self._inputs}, self._task.needed)
+        call.notes = slots[self._notes] or {}
+        if node.draws:
+            call.random = stream_of(slots[self._seed], node.stream, (1, 1))
+        made = self._function(call, slots[self._first])
+        if forward:
+            slots[self._notes] = call.notes
+        if self._task.phase == "start":
+            slots[self._outputs[0][1]] = made
+            return
+        for name, k in self._outputs:
+            if not forward:
+                found = gradient_made(node.label, made, name)
+                slots[k] = found.to(self._casts[name]) if name in self._casts else found
+            else:
+                slots[k] = made if name == "output" else emission_made(node.label, call.emitted, name)
+
+
+def _named_slots(
+    refs: Iterable[tuple[str, Ref]], slots: SlotMap, *apart: str
+) -> tuple[tuple[tuple[str, int], ...], dict[str, int]]:
+    """The slots of named refs, and those of some names apart; -1 for one of these that is not there."""
+    found = {name: slots[r] for name, r in refs}
+    given = {name: found.pop(name, -1) for name in apart}
+    return tuple(found.items()), given
+
+
+def emission_made(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What a forward emitted by that name.
+
+    Raises:
+        RuntimeError: when it did not.
+    """
+    if name not in made:
+        raise RuntimeError(f"{label} declares {name!r} but did not emit it; call emit({name!r}, tensor) in its forward")
+    return made[name]
+
+
+def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str) -> torch.Tensor:
+    """The gradient that a backward gave by that name.
+
+    Raises:
+        RuntimeError: when it gave none.
+    """
+    found = made.get(name)
+    if found is None:
+        raise RuntimeError(f"{label}: its backward gave no gradient for {name!r}, which is needed")
+    return found
+
+
+__all__ = ["OpTask", "emission_made", "gradient_made", "stream_of"]

@@ -1,0 +1,137 @@
+"""A step of a plan: what it reads and makes, what it takes, and the task that knows how it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fusions.match import Cost
+
+if TYPE_CHECKING:
+    import torch
+
+    from te_fuser.codegen.description import KernelDescription
+    from te_fuser.codegen.written import WrittenKernel
+
+Slots = list[Any]
+Runner = Callable[[Slots], None]
+# kernel(tensors: loads, seed if it draws, stores, sums; rows; batch_inner; batch_size; stream numbers)
+KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int, ...]], None]
+
+
+class SlotMap:
+    """Numbers for refs."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Ref, int] = {}
+
+    def __getitem__(self, ref: Ref) -> int:
+        return self.numbers.setdefault(ref, len(self.numbers))
+
+    def __contains__(self, ref: Ref) -> bool:
+        return ref in self.numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a task is made ready with.
+
+    Attributes:
+        kernels: description key -> the kernel.
+        dying: slots that nobody reads after this step.
+    """
+
+    slots: SlotMap
+    kernels: Mapping[str, KernelFunction]
+    dying: Container[int] = ()
+
+
+class Task:
+    """What a step does; a class for each way to do it.
+
+    Attributes:
+        what: the word that explain() has for it.
+        compares: whether verify can hold what it makes against the reference; else it runs as it is.
+        hangs: whether it may read what was computed again in backward, as a gradient of parameters alone may.
+        own_memory: whether what it makes is memory of its own, and it keeps nothing of what it reads and runs on the
+            current stream alone.
+        description: the generated kernel that it launches, if it does.
+        aliases: (new name, the tensor that it is).
+        written: the kernels written by hand that it launches.
+        notes: where it leaves what is no tensor for its own backward.
+        waits: whether it ends what an earlier step has started.
+    """
+
+    what: ClassVar[str] = "op"
+    compares: ClassVar[bool] = True
+    hangs: bool = False
+    own_memory: bool = False
+    description: KernelDescription | None = None
+    aliases: tuple[tuple[Ref, Ref], ...] = ()
+    written: tuple[WrittenKernel, ...] = ()
+    notes: Ref | None = None
+    waits: bool = False
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        """The step made ready to run."""
+        raise NotImplementedError
+
+    def sums(self, step: Step) -> list[Ref]:
+        """The column sums that it makes whose last addition may wait, as far as it is concerned."""
+        return []
+
+    def renamed(self, renames: Mapping[Ref, Ref]) -> Task:
+        """The same with other names for what it makes."""
+        return self
+
+    def runs_by(self) -> str:
+        """What a library runs it by, as far as that is known; empty for all others."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of a plan.
+
+    Attributes:
+        name: the kernel or library call.
+        start, stop: the ops it covers.
+        inputs, outputs: (name, ref) of what it reads and makes.
+        cost, seconds: what it moves and computes, and the predicted time.
+        chain: in backward, whether the next step's gradient depends on it.
+    """
+
+    name: str
+    start: int
+    stop: int
+    inputs: tuple[tuple[str, Ref], ...]
+    outputs: tuple[tuple[str, Ref], ...]
+    task: Task
+    cost: Cost
+    seconds: float
+    chain: bool = True
+
+    def reads(self) -> list[Ref]:
+        """The refs it reads."""
+        return [r for _, r in self.inputs]
+
+    def writes(self) -> list[Ref]:
+        """The refs it makes."""
+        return [r for _, r in self.outputs]
+
+    def sums(self) -> list[Ref]:
+        """Those of them that are column sums whose last addition may wait, as far as the step itself is concerned."""
+        return self.task.sums(self)
+
+
+def made_name(name: str) -> str:
+    """What a method calls the gradient that a step calls `d_` and that name."""
+    return name.removeprefix("d_")
+
+
+__all__ = ["Bench", "KernelFunction", "Runner", "SlotMap", "Slots", "Step", "Task", "made_name"]

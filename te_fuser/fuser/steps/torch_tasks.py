@@ -1,0 +1,46 @@
+"""Steps that are one PyTorch operation: sums of gradients, parameters in another dtype."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser import _native
+from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
+
+
+@dataclass(frozen=True)
+class AddTask(Task):
+    """Adds up the contributions to one gradient."""
+
+    what = "torch"
+    compares = False
+    own_memory = True
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        reads = [bench.slots[r] for r in step.reads()]
+        function = torch.add if len(reads) == 2 else _sum
+        return _native.FunctionStep(step.name, function, reads, [bench.slots[step.outputs[0][1]]])
+
+
+def _sum(*terms: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(torch.add, terms)
+
+
+@dataclass(frozen=True)
+class CastTask(Task):
+    """A parameter in another dtype, for autocast."""
+
+    what = "torch"
+    compares = False
+
+    dtype: torch.dtype
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        dtype, ((_, taken),), ((_, given),) = self.dtype, step.inputs, step.outputs
+        return _native.FunctionStep(step.name, lambda p: p.to(dtype), [bench.slots[taken]], [bench.slots[given]])
+
+
+__all__ = ["AddTask", "CastTask"]

@@ -1,0 +1,147 @@
+"""Whether what tune tries computes what the default does: the rule of verify, without float64.
+
+Outputs and gradients may differ by four times what the default's own differ by when its data are moved by an ulp, plus
+one ulp of their scale: each of the two may err by half of that. The default runs once; on moved data only where that
+does not settle it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from te_fuser.compare import Tensors, judge_alike, neighbour
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.loading import Prepared, execute
+from te_fuser.ops.main_grad import caught, held_main_grad
+
+Results = dict[str, torch.Tensor]
+_AS_IT_IS = contextlib.nullcontext()
+
+
+class Check:
+    """The results of the default for one call, and what others must give; one seed for all random draws.
+
+    It sets the seed of PyTorch's generators: callers that need theirs fork them.
+    """
+
+    def __init__(self, default: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.default, self.x, self.inputs = default, x, inputs
+        self.parameters = [b.get() for b in default.plan.graph.parameters]
+        dtypes = [v.spec.dtype for v in default.plan.graph.values if v.spec.dtype.is_floating_point]
+        self.coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+        self.wanted = self.results(default)
+
+    def reason(self, other: Prepared, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
+        """Why another plan of the call, or other kernels, cannot be taken; empty when they can.
+
+        Args:
+            within: what the other one alone runs in, as with other algorithms in force.
+        """
+        try:
+            with within:
+                found = self.results(other)
+        except Exception as error:  # of a fusion that no plan has run yet: whatever it may raise
+            return f"fails: {type(error).__name__}: {error}"
+        if _drawn_elsewhere(self.default.plan, other.plan):
+            return ""
+        try:
+            rows = judge_alike("differs from the default", found, self.wanted, self._neighbour, "the default")
+        except torch.OutOfMemoryError:
+            return "there is no memory to compare it with the default on moved data"
+        failed = [row for row in rows if not row.passed]
+        return str(max(failed, key=lambda row: row.share)) if failed else ""
+
+    def note(self, other: Prepared) -> str:
+        """What of another plan could not be compared, in words; empty when all was."""
+        drawing = _drawn_elsewhere(self.default.plan, other.plan)
+        return f"not compared: {', '.join(drawing)} draws other numbers by another kernel" if drawing else ""
+
+    def results(self, prepared: Prepared) -> Results:
+        """Outputs and gradients by name."""
+        return self._results(prepared, self.x, self.inputs, self.parameters)
+
+    def _neighbour(self, number: int) -> Results:
+        """The default's results on data moved by an ulp."""
+        # What has a main_grad is known by the tensor itself, and stays.
+        moving = {f"{k}": p for k, p in enumerate(self.parameters) if held_main_grad(p) is None}
+        given = {"x": self.x, **{f"input {name}": t for name, t in self.inputs.items()}, **moving}
+        moved = _moved(given, number, self.coarsest)
+        inputs = {name: moved[f"input {name}"] for name in self.inputs}
+        parameters = [moved.get(f"{k}", p) for k, p in enumerate(self.parameters)]
+        return self._results(self.default, moved["x"], inputs, parameters, number)
+
+    def _results(
+        self,
+        prepared: Prepared,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        moved: int | None = None,
+    ) -> Results:
+        """Outputs and gradients; `moved` is the number of the neighbour whose arriving gradients are to be taken."""
+        _seed(x.device)
+        names = _names(prepared.plan)
+        with contextlib.ExitStack() as stack:
+            added = {k: stack.enter_context(caught(p)) for k, p in enumerate(parameters) if p.requires_grad}
+            result = execute(prepared, x, inputs, parameters)
+            made = result if isinstance(result, tuple) else (result,)
+            found = {f"output {k}" if k else "output": t.detach() for k, t in enumerate(made)}
+            if not prepared.with_grad:
+                return found
+            named = {f"input {name!r}": t for name, t in inputs.items()}
+            leaves = {"input": x, **named, **dict(zip(names, parameters, strict=True))}
+            leaves = {f"gradient of {name}": t for name, t in leaves.items() if t.requires_grad}
+            ends = [t for t in made if t.requires_grad]
+            arriving = {f"{k}": _upstream(t, k) for k, t in enumerate(ends)}
+            if moved is not None:  # a bias's gradient depends on nothing else
+                arriving = neighbour(arriving, moved, self.coarsest)
+            gradients = torch.autograd.grad(ends, list(leaves.values()), list(arriving.values()), allow_unused=True)
+        for (name, leaf), g in zip(leaves.items(), gradients, strict=True):
+            found[name] = torch.zeros_like(leaf) if g is None else g
+        for k, t in added.items():
+            if t is not None:
+                name = f"gradient of {names[k]}"
+                found[name] = found[name] + t.to(found[name].dtype)
+        return found
+
+
+def _moved(data: Tensors, number: int, coarsest: float) -> Results:
+    """The data moved by an ulp, leaves as they were."""
+    moved = neighbour({name: t.detach() for name, t in data.items()}, number, coarsest)
+    return {name: moved[name].requires_grad_(t.requires_grad) for name, t in data.items()}
+
+
+def _seed(device: torch.device) -> None:
+    """The same random draws from now on, of this device's generator and the host's; torch.manual_seed is for all."""
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(0)
+
+
+def _upstream(t: torch.Tensor, number: int) -> torch.Tensor:
+    """The gradient of an output: the same normal numbers each time."""
+    rng = torch.Generator(t.device).manual_seed(number + 1)
+    return torch.randn(t.shape, generator=rng, device=t.device, dtype=t.dtype)
+
+
+def _names(plan: Plan) -> list[str]:
+    """The parameters of a plan's graph as errors call them: by the first op that reads them."""
+    found = {k: f"{name} of {n.label}" for n in reversed(plan.graph.nodes) for name, k in n.parameters.items()}
+    return [found.get(k, f"parameter {k}") for k in range(len(plan.graph.parameters))]
+
+
+def _drawn_elsewhere(plan: Plan, other: Plan) -> list[str]:
+    """The ops that draw by themselves, as attention's libraries do, and that another kernel runs in the other plan."""
+    apart = [n for n in plan.graph.nodes if n.draws and not n.is_row]
+    return [n.label for n in apart if _runs(plan, n.index) != _runs(other, n.index)]
+
+
+def _runs(plan: Plan, op: int) -> list[str]:
+    return [s.name for s in plan.forward if s.start <= op < s.stop]
+
+
+__all__ = ["Check"]

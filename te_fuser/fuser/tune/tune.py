@@ -1,0 +1,290 @@
+"""Tuning: other choices, measured in the running model; what makes the whole faster is kept, also on disk.
+
+A fusion that was not taken is tried, one that was taken is left out: one place after the other, each against the best
+so far in alternating rounds, forward and backward together. Alone a kernel may win and in a model lose: the card's
+power and caches are shared. Then the schedules of generated kernels, on a GPU, and the algorithms of the libraries that
+the model runs. Whatever is tried must first compute what the plan by prices alone does (`tune_check`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.graph.graph import Graph
+from te_fuser.fuser.plan.plan import Plan, size_text
+from te_fuser.fuser.plan.planner import make_plan
+from te_fuser.fuser.plan.problem import Options, find_matches, match_at
+from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
+from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.run.loading import Prepared, execute, load
+from te_fuser.fuser.steps.fusion_task import FusionTask
+from te_fuser.fuser.steps.step import KernelFunction
+from te_fuser.fuser.tune.check import Check
+from te_fuser.fuser.tune.schedules import tune_schedules
+from te_fuser.fusions.library import Library, libraries
+from te_fuser.kernels.trials import Trial, dropped
+
+_WARM_UP = 3
+_MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, unless memory="fast"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds, seconds of each turn, and the share of the time that a choice must gain."""
+
+    rounds: int = 7
+    seconds: float = 0.2
+    margin: float = 0.005
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What was tried; prints as a table.
+
+    Attributes:
+        trials: in order.
+        ratios: for each group of ops between plain modules, the time of the plan that was found over that of the plan
+            that the prices alone give.
+    """
+
+    trials: tuple[Trial, ...]
+    ratios: tuple[float, ...]
+
+    @classmethod
+    def of(cls, reports: Sequence[TuneReport]) -> TuneReport:
+        """One report of several."""
+        return cls(tuple(t for r in reports for t in r.trials), tuple(x for r in reports for x in r.ratios))
+
+    def __str__(self) -> str:
+        width = max([len("place"), *(len(t.place) for t in self.trials)])
+        lines = [
+            f"{t.place:{width}} {t.choice:4} {'' if t.ratio is None else f'{t.ratio:.4f}':8} {_outcome(t)}"
+            for t in self.trials
+        ]
+        head = f"{'place':{width}} {'':4} {'ratio':8}"
+        found = ", ".join(f"{ratio:.4f}" for ratio in self.ratios)
+        return "\n".join([head, *lines, f"time over that of the plan by prices alone: {found}"])
+
+
+def _outcome(trial: Trial) -> str:
+    if not trial.taken:
+        return trial.reason or "no gain"
+    return f"taken; {trial.reason}" if trial.reason else "taken"
+
+
+# contest(first, second, effort) -> seconds of the second over seconds of the first
+Contest = Callable[[Callable[[], None], Callable[[], None], Effort], float]
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Plans of one call, prepared and measured against each other."""
+
+    x: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
+    outputs: tuple[str, ...]
+    effort: Effort
+    contest: Contest
+
+    def prepared(self, plan: Plan, kernels: Mapping[str, KernelFunction] | None = None) -> Prepared:
+        """A plan ready to run, some of its kernels by other ones."""
+        return load(plan, self.outputs, instead=kernels)
+
+    def call(self, prepared: Prepared) -> Callable[[], None]:
+        """The call by a plan."""
+        return _call(prepared, self.x, self.inputs)
+
+    def ratio(self, first: Callable[[], None], second: Callable[[], None]) -> float:
+        """Seconds of the second over seconds of the first."""
+        return self.contest(first, second, self.effort)
+
+    def between(self, first: Plan, second: Plan) -> float:
+        """The same of two plans."""
+        return self.ratio(self.call(self.prepared(first)), self.call(self.prepared(second)))
+
+
+def tune(
+    fuser: Fuser,
+    x: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: tuple[str, ...] = (),
+    effort: Effort = Effort(),  # noqa: B008 - frozen
+    contest: Contest | None = None,
+) -> tuple[TuneReport, Any]:
+    """Tune the plan of a call like this one; (report, what the call returns)."""
+    rounds = _Rounds(x, inputs, outputs, effort, contest or _contest_on(x.device))
+    store_for(device_name(x.device)).check()  # now, not after minutes of measuring
+    graph, options = fuser.problem(x, inputs, outputs)
+    # What an earlier tuning left out is a candidate again.
+    options = dataclasses.replace(options, tuned={})
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+        search = _Search(graph, options, rounds)
+        for place, choice in _candidates(search.first, options):
+            search.look_at(place, choice)
+        total = search.conclude()
+        trials, best = search.trials, search.best
+        if best.kernels == "cuda":
+            trials += _schedule_trials(best, rounds, search.check)
+        for library in libraries():
+            trials += _library_trials(library, rounds.prepared(best), rounds, search.check)
+        result = execute(rounds.prepared(best), x, inputs)
+    _keep(graph, fuser, x.device, search.choices, total)
+    return TuneReport(tuple(trials), (total,)), result
+
+
+class _Search:
+    """Choices of fusions, one after the other, each against the best plan so far.
+
+    Attributes:
+        first, best: the plan by prices alone, and the one with what was taken.
+        choices: what was taken, by place.
+        trials: what was looked at.
+        check: what the next one must compute.
+    """
+
+    def __init__(self, graph: Graph, options: Options, rounds: _Rounds) -> None:
+        self._graph, self._options, self._rounds = graph, options, rounds
+        self.choices: dict[str, str] = {}
+        self.trials: list[Trial] = []
+        self.first = self.best = self._plan({})
+        self.check = self._checked_by(rounds.prepared(self.first))
+
+    def look_at(self, place: str, choice: str) -> None:
+        """Take a choice if it fits, computes the same and gains."""
+        plan = self._plan({**self.choices, place: choice})
+        unfit, rounds = _unfit(plan, self.best, self._options.memory), self._rounds
+        if unfit:
+            self.trials.append(Trial(place, choice, None, False, unfit))
+            return
+        candidate = rounds.prepared(plan)
+        reason = self.check.reason(candidate)
+        if reason:
+            self.trials.append(Trial(place, choice, None, False, reason))
+            return
+        ratio = rounds.ratio(rounds.call(rounds.prepared(self.best)), rounds.call(candidate))
+        taken = ratio < 1 - rounds.effort.margin
+        note = self.check.note(candidate) if taken else ""
+        self.trials.append(Trial(place, choice, ratio, taken, note))
+        if taken:
+            self.choices[place], self.best = choice, plan
+        if note:  # what follows draws as this one does
+            self.check = self._checked_by(candidate)
+
+    def conclude(self) -> float:
+        """The time of the best plan over that of the first; nothing is taken where all together gains nothing."""
+        total = self._rounds.between(self.first, self.best) if self.choices else 1.0
+        if total >= 1:
+            self.trials = dropped(self.trials)
+            self.choices, self.best, total = {}, self.first, 1.0
+        found = self._rounds.prepared(self.best)
+        if self.check.note(found):  # the last one that was taken is not in it
+            self.check = self._checked_by(found)
+        return total
+
+    def _plan(self, choices: Choices) -> Plan:
+        return make_plan(self._graph, dataclasses.replace(self._options, tuned=choices))
+
+    def _checked_by(self, prepared: Prepared) -> Check:
+        return Check(prepared, self._rounds.x, self._rounds.inputs)
+
+
+def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> list[Trial]:
+    """Other schedules of the plan's generated kernels."""
+
+    def reason_not(kernels: Mapping[str, KernelFunction]) -> str:
+        return check.reason(rounds.prepared(plan, kernels))
+
+    def compare(before: Mapping[str, KernelFunction], after: Mapping[str, KernelFunction]) -> float:
+        first, second = (rounds.call(rounds.prepared(plan, kernels)) for kernels in (before, after))
+        return rounds.ratio(first, second)
+
+    return tune_schedules(plan, compare, rounds.effort.margin, reason_not)
+
+
+def _library_trials(library: Library, prepared: Prepared, rounds: _Rounds, check: Check) -> list[Trial]:
+    """Other algorithms of what the model runs of a library."""
+
+    def reason_not(within: AbstractContextManager[None]) -> str:
+        return check.reason(prepared, within)
+
+    return library.tune(rounds.call(prepared), rounds.ratio, rounds.effort.margin, reason_not)
+
+
+def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
+    """(place, choice) of every fusion that fits somewhere: the other choice than the plan's."""
+    taken = {(s.task.fusion.name, s.start, s.stop) for s in plan.steps if isinstance(s.task, FusionTask)}
+    found: dict[str, str] = {}
+    for fusion, start, stop in find_matches(plan.graph, options)[0]:
+        place = place_of(fusion, match_at(plan.graph, options, start, stop))
+        step = (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
+        if place not in found or step in taken:
+            found[place] = OFF if step in taken else ON
+    return iter(found.items())
+
+
+def _unfit(plan: Plan, best: Plan, memory: str | int) -> str:
+    """Why a plan is not worth measuring; empty when it is."""
+    if signature(plan) == signature(best):
+        return "gives the same plan"
+    if memory != "fast" and plan.kept_bytes() > _MORE_MEMORY * best.kept_bytes():
+        return f"keeps {size_text(plan.kept_bytes() - best.kept_bytes())} more for backward"
+    return ""
+
+
+def _call(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """One forward and, where there is one, backward; gradients that tensors hold are left alone."""
+    parameters = [b.get() for b in prepared.plan.graph.parameters]
+    wanted = [t for t in (x, *inputs.values(), *parameters) if t.requires_grad]
+
+    def run() -> None:
+        result = execute(prepared, x, inputs, parameters)
+        if prepared.with_grad:
+            made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
+            torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
+
+    return run
+
+
+def _contest_on(device: torch.device) -> Contest:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def turn(call: Callable[[], None], times: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        wait()
+        return (time.perf_counter() - start) / times
+
+    def contest(first: Callable[[], None], second: Callable[[], None], effort: Effort) -> float:
+        for call in (first, second):
+            turn(call, _WARM_UP)
+        times = max(1, round(effort.seconds / max(turn(first, _WARM_UP), 1e-9)))
+        ratios = []
+        for k in range(effort.rounds):  # who begins changes, so that neither always follows a pause
+            if k % 2:
+                after, before = turn(second, times), turn(first, times)
+            else:
+                before, after = turn(first, times), turn(second, times)
+            ratios.append(after / before)
+        return statistics.median(ratios)
+
+    return contest
+
+
+def _keep(graph: Graph, fuser: Fuser, device: torch.device, choices: Choices, ratio: float) -> None:
+    store_for(device_name(device)).put(list_key(graph, fuser.memory, fuser.kernels), choices, ratio)
+    fuser.forget_plans()
+
+
+__all__ = ["Contest", "Effort", "Trial", "TuneReport", "tune"]

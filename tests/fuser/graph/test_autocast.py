@@ -1,0 +1,184 @@
+"""Models under autocast: dtypes and errors are PyTorch's, and plans fuse as in the lower precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER
+from tests.fuser.models import our_mlp, torch_mlp
+from tests.fusions.products import autocast_on_cuda
+from tests.twins import randomize, sequential, tensor
+
+
+class TorchResidual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def pairs():
+    """name -> (ours, the torch.nn twin)."""
+    return {
+        "mlp": (our_mlp(torch.float32), torch_mlp(torch.float32)),
+        "linear": (ops.Linear(8, 8), nn.Linear(8, 8)),
+        "linear_without_bias": (ops.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)),
+        "layer_norm": (ops.LayerNorm(8), nn.LayerNorm(8)),
+        "gelu": (ops.GELU(), nn.GELU("tanh")),
+        "linear_relu": (te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+        "norm_of_linear": (
+            te_fuser.Sequential(ops.Linear(8, 8), ops.LayerNorm(8)),
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),
+        ),
+        # The sum of a branch in bfloat16 and a float32 stream is float32, as x + branch is in PyTorch.
+        "residual": (
+            te_fuser.Sequential(te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, 8)), ops.GELU()),
+            nn.Sequential(TorchResidual(nn.LayerNorm(8), nn.Linear(8, 8)), nn.GELU("tanh")),
+        ),
+    }
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", pairs())
+def test_autocast_like_torch(name, x_dtype):
+    """Output dtypes are torch's, gradients have the parameter's dtype, and errors against float64 are no larger."""
+    ours, theirs = (randomize(model) for model in pairs()[name])
+    x = tensor(64, 8, dtype=x_dtype)
+    exact = randomize(pairs()[name][1]).double()
+    exact_x = x.detach().double().requires_grad_()
+
+    def run(model, x):
+        y = model(x)
+        grads = torch.autograd.grad(y, [x, *model.parameters()], tensor(*y.shape, grad=False, seed=1).to(y.dtype))
+        return y, *grads
+
+    with torch.autocast("cpu", torch.bfloat16):
+        y, their_y = ours(x), theirs(x)
+    dy = tensor(*y.shape, grad=False, seed=1)
+    got = (y, *torch.autograd.grad(y, [x, *ours.parameters()], dy.to(y.dtype)))
+    rival = (their_y, *torch.autograd.grad(their_y, [x, *theirs.parameters()], dy.to(y.dtype)))
+    want = run(exact, exact_x)
+    for mine, torchs, truth in zip(got, rival, want, strict=True):
+        assert mine.dtype == torchs.dtype and mine.shape == torchs.shape
+        scale = truth.abs().max().item()
+        mine_error, torch_error = ((t.double() - truth).abs().max().item() for t in (mine, torchs))
+        assert mine_error <= 2 * torch_error + torch.finfo(mine.dtype).eps * scale
+
+
+def test_autocast_on_and_off(planned):
+    """A plan with casts is not one without, and each is made once."""
+    model, twin, x = our_mlp(torch.float32), torch_mlp(torch.float32), tensor(6, 8, dtype=torch.float32)
+    for _ in range(2):
+        for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32), (True, torch.float16)):
+            with torch.autocast("cpu", dtype if enabled else torch.bfloat16, enabled=enabled):
+                y = model(x)
+                assert y.dtype == twin(x).dtype == dtype
+    assert len(planned) == 3
+
+
+def test_autocast_fuses_as_bfloat16_does():
+    x = tensor(6, 8, dtype=torch.float32)
+    model = our_mlp(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = [s.name for s in model.plan(x).forward]
+    low = [s.name for s in our_mlp(torch.bfloat16).plan(x.detach().bfloat16()).forward]
+    assert "matmul_bias" in low
+    assert [name.replace("_cast", "") for name in under if name != "cast_parameter"] == low
+
+
+def test_nothing_inside_is_cast_again():
+    """An op that autocast knows nothing of gets the dtype that the plan says, in forward and in its own products."""
+    seen = []
+
+    class Product(ops.UnfusedOperation):
+        def op_forward(self, call, x):
+            y = x @ x.t() @ x
+            seen.append(y.dtype)
+            return y
+
+        def op_backward(self, call, dy):
+            x = call["input"]
+            return dy @ (x.t() @ x) + x @ (dy.t() @ x) + x @ (x.t() @ dy)
+
+    model = sequential(Product(), ops.GELU(), dtype=torch.float32)
+    x = tensor(6, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        want = model.reference(x)
+    assert seen == [torch.float32] * 2 and y.dtype == torch.float32
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), x) for t in (y, want)), rtol=1e-4, atol=1e-3)
+
+
+def test_autocast_on_a_gpu_fuses_as_bfloat16_does():
+    """Biases are read in the products' dtype, as torch.nn.Linear reads them there: epilogues take them."""
+
+    def names(model, x):
+        plan = model.plan(x, device="h200")
+        steps = [s.name for s in (*plan.forward, *plan.backward)]
+        return [name.replace("_cast", "") for name in steps if name != "cast_parameter"]
+
+    with torch.device("meta"):
+        x = torch.empty(2048, 1024, requires_grad=True)
+        model = te_fuser.Sequential(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GELU(), ops.Linear(4096, 1024))
+    with autocast_on_cuda():
+        under = names(model, x)
+    assert "matmul_bias_gelu_aux" in under and "matmul_bias_backward" in under
+    assert under == names(model.bfloat16(), x.detach().bfloat16().requires_grad_())
+
+
+def test_a_linear_under_autocast_is_torchs():
+    ours = te_fuser.Sequential(ops.Linear(8, 5), kernels="reference")
+    theirs = nn.Linear(8, 5)
+    theirs.load_state_dict(ours[0].state_dict())
+    x = torch.randn(7, 8)
+    with torch.autocast("cpu", torch.bfloat16), fusions.only("matmul_bias"):
+        assert "matmul_bias" in [s.name for s in ours.plan(x).forward]
+        assert torch.equal(ours(x), theirs(x))
+        bias = next(s for s in ours.plan(x).forward if s.name == "matmul_bias").reads()
+    assert sum(ref.kind is PARAMETER and ref.form != AS_MADE for ref in bias) == 2
+
+
+def test_a_formula_reads_the_bias_as_it_is_under_autocast():
+    model, x = te_fuser.Sequential(ops.Linear(8, 5), ops.GELU(), kernels="reference"), torch.randn(7, 8)
+    with torch.autocast("cpu", torch.bfloat16), fusions.disabled("matmul_bias", "matmul_bias_gelu", "matmul_bias_relu"):
+        steps = [s for s in model.plan(x).forward if "bias" in s.name]
+        assert steps and all(ref.kind is not PARAMETER or ref.form == AS_MADE for s in steps for ref in s.reads())
+        plain = model.reference(x)
+        assert (model(x) - plain).abs().max() <= 2**-7 * plain.abs().max()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_in_another_half_precision(dtype, bias):
+    """autocast casts them as PyTorch does, and their gradients have their own dtype."""
+    ours, theirs = ops.Linear(24, 16, bias=bias).to(dtype), nn.Linear(24, 16, bias=bias).to(dtype)
+    theirs.load_state_dict(randomize(ours).state_dict())
+    x = tensor(9, 24, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, want = ours(x), theirs(x)
+    dy = tensor(9, 16, grad=False, seed=1).to(y.dtype)
+    got = torch.autograd.grad(y, [x, *ours.parameters()], dy)
+    meant = torch.autograd.grad(want, [x, *theirs.parameters()], dy)
+    for a, b in zip((y, *got), (want, *meant), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [ops.LayerNorm, ops.RMSNorm])
+def test_norms_in_half_precision_under_cuda_autocast(kind):
+    """They run in float32, and read their parameters as they are."""
+    model = te_fuser.Sequential(ops.Linear(64, 64), kind(64)).to(torch.bfloat16)
+    x = torch.empty(32, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with autocast_on_cuda():
+        plan = model.to("meta").plan(x, device="h200")
+    assert plan.graph.values[plan.graph.output].spec.dtype == torch.float32
+    (norm,) = (s for s in plan.forward if s.name.endswith("norm_fwd"))
+    assert {str(r.form.dtype) for r in norm.reads()} == {"None"}
+
+
+def test_what_autocast_cannot_mend_is_not_blamed_on_its_absence():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"convert one with \.to\(\)$"):
+        ops.LayerNorm(8).double()(tensor(4, 8, dtype=torch.float32))

@@ -1,0 +1,115 @@
+"""Equal stretches share their kernels, unequal ones do not, and a shared kernel stands where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.graph.refs import PARAMETER
+from te_fuser.fuser.plan import derivation
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.plan.stretch import Stretch
+from te_fuser.fuser.steps.kernel_task import KernelTask
+
+
+@pytest.fixture(autouse=True)
+def derived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The derivations that a test makes, by direction; nothing is shared with other tests."""
+    derivation.forget()
+    made: list[str] = []
+    for name in ("forward", "backward"):
+        plain = getattr(Stretch, name)
+
+        def counted(self: Stretch, *args: Any, name: str = name, plain: Any = plain) -> Any:
+            made.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(Stretch, name, counted)
+    return made
+
+
+def branch(features: int = 8, p: float = 0.1, eps: float = 1e-5) -> te_fuser.Residual:
+    return te_fuser.Residual(
+        ops.LayerNorm(features, eps), ops.Linear(features, 16), ops.GELU(), ops.Linear(16, features), ops.Dropout(p)
+    )
+
+
+def plan(*branches: te_fuser.Residual, dtype: torch.dtype = torch.float32) -> Plan:
+    model = te_fuser.Sequential(*branches).to(dtype)
+    return model.plan(torch.empty(4, 3, 8, dtype=dtype, requires_grad=True), device="h200")
+
+
+def test_layers_of_one_model_are_derived_once(derived: list[str]) -> None:
+    plan(branch(), branch(), branch())
+    three = len(derived)
+    derived.clear()
+    plan(*(branch() for _ in range(6)))
+    assert three > 0 and not derived
+
+
+def test_models_share_too(derived: list[str]) -> None:
+    first = plan(branch())
+    derived.clear()
+    second = plan(branch())
+    assert not derived
+    assert first.forward[0].task.description is second.forward[0].task.description  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "other", [{"p": 0.2}, {"eps": 1e-3}, {"p": 0.0}], ids=["other probability", "other constant", "no dropout"]
+)
+def test_another_formula_is_another_kernel(derived: list[str], other: dict[str, float]) -> None:
+    plan(branch())
+    derived.clear()
+    plan(branch(**other))
+    assert derived
+
+
+def test_another_dtype_is_another_kernel(derived: list[str]) -> None:
+    plan(branch())
+    derived.clear()
+    plan(branch(), dtype=torch.bfloat16)
+    assert derived
+
+
+def test_who_needs_a_gradient_counts(derived: list[str]) -> None:
+    plan(branch())
+    derived.clear()
+    frozen = branch()
+    frozen[0].requires_grad_(False)
+    plan(frozen)
+    assert derived
+
+
+def test_a_shared_kernel_reads_and_makes_the_tensors_of_its_place() -> None:
+    found = plan(branch(), branch(), branch())
+    for steps in (found.forward, found.backward):
+        made: set[Any] = set()
+        for step in steps:
+            if isinstance(step.task, KernelTask):
+                nodes = found.graph.nodes[step.start : step.stop]
+                parameters = {p for n in nodes for p in n.parameters.values()}
+                assert {r.index for r in step.reads() if r.kind is PARAMETER} <= parameters
+                assert set(step.task.streams) <= {n.index for n in nodes}
+                assert not made & set(step.writes())
+                made |= set(step.writes())
+
+
+def test_results_and_refusals_are_those_of_the_stretch() -> None:
+    graph = plan(branch(), branch()).graph
+    for start, stop in ((0, 2), (7, 11)):
+        shared, exact = derivation.DerivedStretch(graph, start, stop), Stretch(graph, start, stop)
+        for _ in range(2):
+            assert shared.backward(start, stop, frozenset(), frozenset()) == exact.backward(
+                start, stop, frozenset(), frozenset()
+            )
+
+
+def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derivation, "_KEPT", 5)
+    plan(branch(), branch())
+    assert len(derivation._derived) <= 5

@@ -1,0 +1,153 @@
+"""Rooflines of the devices at hand: which names the table knows, and what is estimated of those it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from te_fuser import Sequential, fusions, ops
+from te_fuser.fuser.plan.device import DEVICES, Device, _estimated, cpu_device, device_named, device_of
+from te_fuser.fuser.run import fuser
+from te_fuser.fusions import Cost
+from tests.conftest import CPUS
+
+GPU = torch.device("cuda", 0)
+
+
+def at_hand(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int] = (9, 0), **properties: int
+) -> Device:
+    """The roofline of a GPU with this name and these properties, on a machine that has none."""
+    major, minor = capability
+    found = SimpleNamespace(name=name, major=major, minor=minor, **{"multi_processor_count": 132, **properties})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    return device_of(GPU)
+
+
+KNOWN = {
+    "NVIDIA H200": "h200",
+    "NVIDIA H200 NVL": "h200-nvl",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA B200": "b200",
+    "NVIDIA A10": "a10",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40": "l40",
+    "NVIDIA L40S": "l40s",
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_gpus_are_found_by_whole_words(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert at_hand(monkeypatch, name) is DEVICES[KNOWN[name]]
+
+
+# Name -> capability, multiprocessors, memory clock (kHz), memory width (bits), bytes per second by the vendor.
+OTHERS = {
+    "NVIDIA A10G": ((8, 6), 80, 6251000, 384, 600e9),
+    "NVIDIA RTX A1000": ((8, 6), 18, 6001000, 128, 192e9),
+    "NVIDIA GeForce RTX 4090": ((8, 9), 128, 10501000, 384, 1008e9),
+    "NVIDIA A800-SXM4-80GB": ((8, 0), 108, 1593000, 5120, 2039e9),
+    "NVIDIA GH200 480GB": ((9, 0), 132, 2619000, 6144, 4023e9),
+    "NVIDIA B300 SXM6 AC": ((10, 3), 148, 3996000, 8192, 8184e9),
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": ((9, 0), 16, 2619000, 640, 419e9),
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": ((12, 0), 188, 14001000, 512, 1792e9),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_gpus_keep_their_name_and_capability(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability, count, clock, width, bandwidth = OTHERS[name]
+    memory = {"memory_clock_rate": clock, "memory_bus_width": width}
+    found = at_hand(monkeypatch, name, capability, multi_processor_count=count, **memory)
+    assert (found.name, found.capability, found.multiprocessors) == (name, capability, count)
+    assert found.estimate and found.kind == "cuda"
+    assert found.bandwidth == pytest.approx(0.875 * bandwidth, rel=0.01)
+
+
+def test_rates_follow_the_multiprocessors_of_the_nearest_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    a10, found = DEVICES["a10"], at_hand(monkeypatch, "NVIDIA RTX A1000", (8, 6), multi_processor_count=18)
+    assert found.matrix_rate == pytest.approx({dtype: rate / 4 for dtype, rate in a10.matrix_rate.items()})
+    assert found.vector_rate == pytest.approx(a10.vector_rate / 4)
+    assert found.bandwidth == pytest.approx(a10.bandwidth / 4), "where PyTorch does not know the memory"
+    assert found.estimate == "its properties and the rates of a10"
+    unread = at_hand(monkeypatch, "NVIDIA RTX A1000", (8, 6), memory_clock_rate=0, memory_bus_width=128)
+    assert unread.bandwidth == pytest.approx(a10.bandwidth * 132 / 72)
+
+
+def test_geforce_cards_multiply_at_half_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """165.2 * 10**12 operations per second at most, adding up in float32, are the vendor's words for an RTX 4090."""
+    found = at_hand(monkeypatch, "NVIDIA GeForce RTX 4090", (8, 9), multi_processor_count=128)
+    assert found.matrix_rate["bfloat16"] == pytest.approx(0.8 * 165.2e12, rel=0.25)
+    assert found.vector_rate == pytest.approx(0.45 * 82.6e12, rel=0.25)
+
+
+NEAREST = {(7, 5): "a100", (8, 7): "a10", (9, 0): "h200", (10, 3): "b200", (11, 0): "b200", (12, 0): "b200"}
+
+
+@pytest.mark.parametrize("capability", NEAREST, ids=str)
+def test_the_nearest_known_gpu_is_by_capability(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = at_hand(monkeypatch, "NVIDIA Something", capability)
+    assert found.estimate == f"its properties and the rates of {NEAREST[capability]}"
+
+
+def test_a_plan_says_that_its_device_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = at_hand(monkeypatch, "NVIDIA L20", (8, 9), multi_processor_count=92)
+    monkeypatch.setattr(fuser, "device_of", lambda device_at_hand: device)
+    model, x = Sequential(ops.LayerNorm(8)), torch.randn(3, 8)
+    plan, text = model.plan(x), str(model.explain(x))
+    (note,) = plan.notes
+    assert note.startswith("NVIDIA L20 was not measured: its roofline") and "the rates of l4;" in note
+    assert "on NVIDIA L20 (estimated), " in text and "Note: NVIDIA L20 was not measured" in " ".join(text.split())
+    assert "on l40s (estimated), " in str(model.explain(x, device="l40s"))
+    assert model.plan(x, device=device_named("l40s")).notes[0].startswith("l40s was not measured")
+    measured = model.explain(x, device="h200")
+    assert "on h200, " in str(measured) and not measured.plans[0].notes
+
+
+def test_generated_code_is_that_of_the_gpus_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = at_hand(monkeypatch, "NVIDIA Something", (8, 9))
+    model, x = Sequential(ops.LayerNorm(8192)), torch.randn(3, 8192, requires_grad=True)
+    with fusions.only("stretch"):
+        texts = [list(model.explain(x, device=d, source=True).sources().values()) for d in (device, "l40s", "h200")]  # type: ignore[arg-type]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_cpu_follows_from_its_threads_and_vectors() -> None:
+    wide, narrow = cpu_device(4, "AVX512", 2.5), cpu_device(2, "AVX2", 0.2)
+    assert wide.bandwidth == 2 * narrow.bandwidth and wide.vector_rate == 3 * narrow.vector_rate
+    assert wide.matrix_rate["bfloat16"] == 2.5 * wide.matrix_rate["float32"]
+    assert narrow.matrix_rate["bfloat16"] == 0.2 * narrow.matrix_rate["float32"] == narrow.matrix_rate["float16"]
+    assert narrow.vector_rate > cpu_device(2, "NEON", 0.2).vector_rate
+
+
+def test_a_dtype_without_a_rate_is_no_float32() -> None:
+    device, cost = DEVICES["h200"], Cost(flops=1e12)
+    assert device.seconds(cost, "bfloat16") < device.seconds(cost, "float32")
+    with pytest.raises(ValueError, match="h200: the rate of matrix products in int8 is not known, those in float32, "):
+        device.seconds(cost, "int8")
+
+
+def test_tests_plan_for_the_cpu_that_the_command_names(request: pytest.FixtureRequest) -> None:
+    plan = Sequential(ops.LayerNorm(8)).plan(torch.randn(3, 8))
+    assert plan.device == CPUS[request.config.getoption("--cpu")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_pytorch_knows_of_a_gpu_fits_the_table() -> None:
+    properties, found = torch.cuda.get_device_properties(GPU), device_of(GPU)
+    assert found.capability == torch.cuda.get_device_capability(GPU)
+    assert found.multiprocessors == properties.multi_processor_count
+    estimate = _estimated(properties.name, properties)
+    assert (estimate.capability, estimate.multiprocessors) == (found.capability, found.multiprocessors)
+    assert estimate.bandwidth == pytest.approx(found.bandwidth, rel=0.1)

@@ -1,0 +1,304 @@
+"""The Fuser: when it plans again and when not, ops alone, and threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import te_fuser
+from te_fuser import fusions, ops
+from te_fuser.fuser.run import fuser as fuser_module
+from te_fuser.fusions import Details
+from te_fuser.kernels.attention import problem
+from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES
+from tests.fuser.models import mlp, our_mlp
+from tests.twins import assert_as_meant, assert_same_gradients, randomize, results_and_gradients, sequential, tensor
+
+X = tensor(6, 8)
+
+
+# ---------------------------------------------------------------------------------------------- the plan cache
+
+
+def step(model, x=X):
+    if torch.is_grad_enabled():
+        model(x).sum().backward()
+        x.grad = None
+    else:
+        model(x)
+
+
+def test_equal_calls_are_planned_once(planned):
+    model = mlp()
+    for _ in range(3):
+        step(model)
+    assert len(planned) == 1
+
+
+def test_grad_and_no_grad_alternate_without_planning(planned):
+    model = mlp()
+    for _ in range(4):
+        step(model)
+        with torch.no_grad():
+            step(model)
+        with torch.inference_mode():
+            step(model)
+    assert len(planned) == 2
+
+
+def test_train_and_eval_alternate_without_planning(planned):
+    model = mlp()
+    for _ in range(4):
+        step(model.train())
+        step(model.eval())
+    assert len(planned) == 2
+    torch.testing.assert_close(model(X), model(X))
+
+
+# What may change between two calls -> whether it takes another plan.
+CHANGES = {
+    "nothing": (lambda m: (X,), False),
+    "parameter_of_the_same_shape": (
+        lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones_like(m[1].weight))),
+        False,
+    ),
+    "parameter_data": (lambda m: m[1].weight.data.fill_(1.0), False),
+    "load_state_dict": (lambda m: m.load_state_dict(randomize(mlp(), 3).state_dict()), False),
+    "load_state_dict_assign": (lambda m: m.load_state_dict(randomize(mlp(), 3).state_dict(), assign=True), False),
+    "frozen": (lambda m: m[1].weight.requires_grad_(False), True),
+    "p": (lambda m: setattr(m[3], "p", 0.5), True),
+    "eps": (lambda m: setattr(m[0], "eps", 0.5), True),
+    "memory": (lambda m: setattr(m, "memory", "lean"), True),
+    "no_bias": (lambda m: setattr(m[4], "bias", None), True),
+    "eval_of_one": (lambda m: m[3].eval(), True),
+    "replaced_op": (lambda m: m.__setitem__(2, ops.ReLU()), True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_takes_another_plan(name, planned):
+    change, again = CHANGES[name]
+    model = mlp()
+    step(model)
+    change(model)
+    step(model)
+    assert len(planned) == 1 + again
+    assert_as_meant(model, X)
+
+
+SHAPES = {
+    "more_rows_of_the_class": ((48, 8), (32, 8), False),
+    "as_many_rows_otherwise": ((4, 8, 8), (8, 4, 8), False),
+    "rows_modulo_16": ((48, 8), (49, 8), True),
+    "rows_by_power_of_two": ((48, 8), (64, 8), True),
+    "dimensions": ((32, 8), (4, 8, 8), True),
+    "empty": ((16, 8), (0, 8), True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_classes(name, planned):
+    first, second, again = SHAPES[name]
+    model = mlp()
+    assert_as_meant(model, tensor(*first))
+    assert_as_meant(model, tensor(*second))
+    assert len(planned) == 1 + again
+    assert_as_meant(model, tensor(*first))
+    assert len(planned) == 1 + again
+
+
+def test_a_plan_is_not_reused_where_an_op_cannot_take_the_shape():
+    model = sequential(ops.GELU(), ops.Reshape(4, 12, 8), ops.Bias(8))
+    model(tensor(48, 8))
+    with pytest.raises(ValueError, match=r"op 1 \(Reshape '1'\): .* holds 384 elements, got 256"):
+        model(tensor(32, 8))
+    other = sequential(ops.Linear(8, 8), ops.Add("c"))
+    other(tensor(48, 8), c=tensor(48, 8))
+    with pytest.raises(ValueError, match=r"op 2 \(Add '1'\): 'c' has shape \[32, 8\], the main input \[48, 8\]"):
+        other(tensor(48, 8), c=tensor(32, 8))
+
+
+def test_a_plan_is_not_reused_where_a_condition_changes_its_mind(planned):
+    seen = []
+
+    @te_fuser.fusion(forward=[ops.SiLU], when=lambda m: m.x.rows > 40, cost=lambda m: fusions.Cost(seconds=0.0))
+    def many_rows(m, x):
+        seen.append(x.shape[0])
+        return F.silu(x)
+
+    try:
+        model = sequential(ops.SiLU())
+        for rows in (32, 48, 33, 32, 48):
+            model(tensor(rows, 8, grad=False))
+        assert seen == [48, 48] and len(planned) == 3
+    finally:
+        fusions.unregister("many_rows")
+
+
+SWITCHES = {
+    "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    "flash": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_attention_is_planned_again_when_a_switch_is_set(name, planned):
+    asked, switch = SWITCHES[name]
+    before = asked()
+    attending = sequential(ops.Linear(8, 24), te_fuser.Sequential(ops.DotProductAttention(2, 4)), dtype=torch.float32)
+    without = mlp()
+    x = tensor(5, 3, 8, dtype=torch.float32)
+    try:
+        for _ in range(2):
+            for value in (before, not before):
+                switch(value)
+                step(attending, x)
+                step(without)
+    finally:
+        switch(before)
+    assert len(planned) == 3  # twice for attention, whose two plans are kept; nothing else looks at it
+
+
+def test_the_switches_are_those_that_attention_looks_at():
+    assert set(problem.SWITCHES.values()) == set(KERNEL_SWITCHES.values())
+
+
+class Chosen(ops.ReLU):
+    """Its fusion is taken where a switch of the user's own says so."""
+
+    on = False
+    global_state = staticmethod(lambda: Chosen.on)
+
+
+def test_a_plan_follows_the_state_that_an_op_names():
+    entry = fusions.fusion(
+        forward=[Chosen], name="chosen", when=lambda m: Chosen.on, details=Details(registered=False)
+    )(lambda m, x: x.relu())
+    model = sequential(ops.Linear(8, 8), Chosen())
+    fuser = te_fuser.Fuser(list(model), kernels="reference")
+    with fusions.only(entry), torch.no_grad():
+        taken = []
+        for Chosen.on in (False, True, False):
+            taken.append("chosen" in [s.name for s in fuser.prepare(X, {}).plan.forward])
+            torch.testing.assert_close(fuser(X), model.reference(X))
+    assert taken == [False, True, False]
+
+
+def test_dtypes(planned):
+    model, x = our_mlp(), tensor(6, 8)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float64):
+        model.to(dtype)
+        y = model(x.detach().to(dtype).requires_grad_())
+        assert y.dtype == dtype
+        y.sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {dtype}
+        model.zero_grad()
+    assert len(planned) == 3
+    randomize(model)
+    assert_as_meant(model, x)
+
+
+def test_input_that_needs_no_gradient(planned):
+    model = mlp()
+    for x in (X, X.detach(), X, X.detach()):
+        assert_as_meant(model, x)
+    assert len(planned) == 2
+
+
+def test_old_plans_are_forgotten():
+    model = our_mlp()
+    for rows in range(1, 200):
+        model(tensor(rows, 8, grad=False))
+    fuser = model._prepared()[0].fuser
+    assert len(fuser._plans) == fuser_module._PLANS_KEPT and len(fuser._by_shape) == fuser_module._SHAPES_KEPT
+    assert_as_meant(model, tensor(3, 8))
+
+
+# ---------------------------------------------------------------------------------------------- ops alone
+
+
+ALONE = {
+    "linear": lambda: ops.Linear(8, 8),
+    "layer_norm": lambda: ops.LayerNorm(8),
+    "swiglu": ops.SwiGLU,
+    "matmul": lambda: ops.MatMul(8, 8),
+    "fork": lambda: ops.Fork("a"),
+    "output": lambda: ops.Output("a"),
+    "reshape": lambda: ops.Reshape(3, 16),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_ops_alone_plan_once(name, planned):
+    op = randomize(ALONE[name]().double())
+    leaves = {"input": X, **dict(op.named_parameters())}
+    made, grads = results_and_gradients(op, leaves, X)
+    for _ in range(2):
+        op(X)
+    assert len(planned) == 1
+    whole = te_fuser.Sequential(op, kernels="reference")
+    want, want_grads = results_and_gradients(whole.reference, leaves, X)
+    torch.testing.assert_close(made, want)
+    assert_same_gradients(grads, want_grads)
+
+
+def test_an_op_alone_plans_again_when_it_changes(planned):
+    op = ops.Linear(8, 8).double()
+    op(X)
+    op.bias = None
+    torch.testing.assert_close(op(X), F.linear(X, op.weight))
+    op.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
+    torch.testing.assert_close(op(X), F.linear(X, op.weight))
+    assert len(planned) == 2
+
+
+def test_add_alone_takes_its_input_by_name():
+    other = tensor(6, 8, seed=2)
+    torch.testing.assert_close(ops.Add("other")(X, other=other), X + other)
+    with pytest.raises(ValueError, match=r"op 0 \(Add '0'\) reads 'other'.*pass it: model\(x, other=\.\.\.\)"):
+        ops.Add("other")(X)
+
+
+def test_a_fuser_of_ops():
+    up, down = ops.Linear(8, 16).double(), ops.Linear(16, 8).double()
+    fuser = te_fuser.Fuser([ops.Fork("a"), up, ops.Output("mid"), ops.GELU(), down, ops.Add("a")], kernels="reference")
+    y, mid = fuser(X, outputs=("mid",))
+    torch.testing.assert_close(mid, F.linear(X, up.weight, up.bias))
+    torch.testing.assert_close(y, X + F.linear(F.gelu(mid, approximate="tanh"), down.weight, down.bias))
+    down.bias = None
+    torch.testing.assert_close(fuser(X), X + F.linear(F.gelu(mid, approximate="tanh"), down.weight))
+
+
+# ---------------------------------------------------------------------------------------------- threads
+
+
+def test_threads_call_one_model():
+    model = mlp()
+    model.eval()
+    inputs = [tensor(1 + k % 5, 8, seed=k) for k in range(24)]
+    want = [results_and_gradients(model.reference, {"input": x}, x) for x in inputs]
+    fresh, failures = mlp().eval(), []
+    barrier = threading.Barrier(4)
+
+    def work(first):
+        barrier.wait()
+        try:
+            for k in range(first, len(inputs), 4):
+                made, grads = results_and_gradients(fresh, {"input": inputs[k]}, inputs[k])
+                torch.testing.assert_close(made, want[k][0])
+                assert_same_gradients(grads, want[k][1])
+        except BaseException as error:  # noqa: BLE001 - reported by the test
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures, failures

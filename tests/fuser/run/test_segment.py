@@ -1,0 +1,564 @@
+"""Segments as autograd nodes: PyTorch's rules for saving, freeing, recomputing and differentiating are kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.plan import finish
+from tests.twins import assert_as_meant, assert_same_gradients, results_and_gradients, sequential, tensor
+
+X = tensor(6, 8)
+
+
+def block(**options):
+    """Something of everything: a norm, products, a residual, draws, a named input and an output in the middle."""
+    return sequential(
+        ops.LayerNorm(8),
+        ops.Linear(8, 16),
+        ops.SwiGLU(),
+        te_fuser.Residual(ops.Linear(8, 8), ops.GELU(), ops.Output("middle"), ops.Dropout(0.25), ops.Linear(8, 8)),
+        ops.Add("extra"),
+        ops.RMSNorm(8),
+        **options,
+    )
+
+
+EXTRA = {"extra": tensor(6, 8, seed=5)}
+
+
+def leaves(model, x=X):
+    return {"input": x, **EXTRA, **dict(model.named_parameters())}
+
+
+def wanted(model, x=X):
+    return results_and_gradients(model.reference, leaves(model, x), x, (), EXTRA)
+
+
+def run(model, x=X, seed=0):
+    torch.manual_seed(seed)
+    return model(x, **EXTRA)
+
+
+def dy_for(y):
+    return tensor(*y.shape, dtype=y.dtype, grad=False, seed=1)
+
+
+def gradients(model, y, x=X, **options):
+    found = leaves(model, x)
+    return dict(zip(found, torch.autograd.grad(y, list(found.values()), dy_for(y), **options), strict=True))
+
+
+# ------------------------------------------------------------------------------------ when backward runs
+
+
+def test_backward_again_where_the_graph_is_kept():
+    model = block()
+    _, want = wanted(model)
+    y = run(model)
+    for keep in (True, True, False):
+        assert_same_gradients(gradients(model, y, retain_graph=keep), want)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        gradients(model, y)
+
+
+def test_several_forwards_before_one_backward():
+    model = block()
+    inputs = [tensor(6, 8, seed=k) for k in range(3)]
+    total = sum((run(model, x, seed=k) * (k + 1)).sum() for k, x in enumerate(inputs))
+    every = [*inputs, *model.parameters()]
+    got = torch.autograd.grad(total, every)
+    torch_total = 0.0
+    for k, x in enumerate(inputs):
+        torch.manual_seed(k)
+        torch_total = torch_total + (model.reference(x, **EXTRA) * (k + 1)).sum()
+    torch.testing.assert_close(got, torch.autograd.grad(torch_total, every), rtol=1e-11, atol=1e-11)
+
+
+def test_gradients_add_up_in_grad():
+    model = block()
+    _, want = wanted(model)
+    for times in (1.0, 2.0):
+        y = run(model)
+        y.backward(dy_for(y))
+        got = {name: p.grad for name, p in model.named_parameters()}
+        assert_same_gradients(got, {name: times * want[name] for name in got}, 1e-10)
+    X.grad = EXTRA["extra"].grad = None
+
+
+def test_some_of_the_gradients():
+    model = block()
+    _, want = wanted(model)
+    for names in (["input"], ["1.weight", "5.weight"], ["extra"]):
+        y = run(model)
+        got = torch.autograd.grad(y, [leaves(model)[n] for n in names], dy_for(y))
+        assert_same_gradients(dict(zip(names, got, strict=True)), {n: want[n] for n in names})
+
+
+def test_unused_inputs():
+    model, stranger = block(), tensor(3)
+    y = run(model)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(y.sum(), [X, stranger], retain_graph=True)
+    dx, none = torch.autograd.grad(y.sum(), [X, stranger], allow_unused=True)
+    assert none is None and dx.shape == X.shape
+
+
+class Nothing(torch.autograd.Function):
+    """Takes a value and gives its maker no gradient at all."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_no_gradient_at_all_arrives():
+    model = block()
+    grads = torch.autograd.grad(Nothing.apply(run(model)).sum(), [X, *model.parameters()], allow_unused=True)
+    assert all(g is None for g in grads)
+
+
+@pytest.mark.parametrize("segment_bytes", [1, finish.SEGMENT_BYTES])
+def test_an_output_whose_gradient_is_missing(segment_bytes, monkeypatch):
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
+    model = block()
+    every = leaves(model)
+    for chosen in (0, 1):
+        torch.manual_seed(0)
+        got = torch.autograd.grad(
+            model(X, outputs=("middle",), **EXTRA)[chosen].square().sum(), list(every.values()), allow_unused=True
+        )
+        torch.manual_seed(0)
+        want = torch.autograd.grad(
+            model.reference(X, outputs=("middle",), **EXTRA)[chosen].square().sum(),
+            list(every.values()),
+            allow_unused=True,
+        )
+        for name, g, w in zip(every, got, want, strict=True):
+            zero = torch.zeros_like(every[name])  # a whole segment gives zeros where eager gives none
+            torch.testing.assert_close(
+                zero if g is None else g, zero if w is None else w, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_an_output_before_any_parameter_takes_no_gradient():
+    model = sequential(ops.Output("raw"), ops.GELU(), ops.Output("act"), ops.Linear(8, 8))
+    y, raw, act = model(X.detach(), outputs=("raw", "act"))
+    assert [t.requires_grad for t in (y, raw, act)] == [True, False, False]
+    y.square().sum().backward()
+    assert_as_meant(model, X.detach(), ("raw", "act"))
+    assert_as_meant(model, X, ("raw", "act"))
+
+
+def test_double_backward_is_refused():
+    model = block()
+    words = r"does not differentiate its backward: call backward\(\) without create_graph=True, or use model.reference"
+    with pytest.raises(RuntimeError, match=words):
+        torch.autograd.grad(run(model).sum(), X, create_graph=True)
+    (dx,) = torch.autograd.grad(model.reference(X, **EXTRA).sum(), X, create_graph=True)
+    dx.square().sum().backward()
+    X.grad = None
+    EXTRA["extra"].grad = None
+
+
+def test_forward_mode_is_refused():
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X.detach(), torch.ones(6, 8, dtype=X.dtype))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            block()(dual, **EXTRA)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.vmap(f)(tensor(3, 6, 8)),
+        lambda f: torch.func.grad(lambda x: f(x).sum())(X),
+        lambda f: torch.func.jacrev(f)(X),
+        lambda f: torch.func.jvp(f, (X.detach(),), (X.detach(),)),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda: sequential(ops.Linear(8, 8), ops.GELU()), ops.GELU])
+def test_transforms_are_refused_and_the_reference_takes_them(make, transform):
+    model = make()
+    model(X)  # a plan that exists is no way around it
+    with pytest.raises(TypeError, match=r"does not run inside torch\.func transforms or vmap; .* model\.reference"):
+        transform(model)
+    if isinstance(model, te_fuser.Sequential):
+        transform(model.reference)
+
+
+def test_jit_tracing_is_refused_and_the_reference_takes_it():
+    model = sequential(ops.Linear(8, 8), ops.GELU())
+    with pytest.raises(TypeError, match=r"does not run under torch\.jit\.trace; model\.reference"):
+        torch.jit.trace(model, X.detach(), check_trace=False)
+    model.requires_grad_(False)
+    traced = torch.jit.trace(lambda x: model.reference(x), X.detach(), check_trace=False)
+    other = tensor(6, 8, seed=4)
+    torch.testing.assert_close(traced(other), model(other))
+
+
+# ------------------------------------------------------------------------------------ strides and sizes
+
+GRADIENTS = {
+    "stride_0": lambda y: torch.ones((), dtype=y.dtype).expand(y.shape),
+    "row_stride_0": lambda y: tensor(1, y.shape[-1], grad=False).expand(y.shape),
+    "transposed": lambda y: tensor(y.shape[-1], y.shape[0], grad=False).t(),
+    "every_second": lambda y: tensor(y.shape[0], 2 * y.shape[-1], grad=False)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_every_stride(name):
+    model = block()
+    dy = GRADIENTS[name](run(model))
+    got = torch.autograd.grad(run(model), list(leaves(model).values()), dy)
+    torch.manual_seed(0)
+    want = torch.autograd.grad(model.reference(X, **EXTRA), list(leaves(model).values()), dy)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+INPUTS = {
+    "transposed": lambda: tensor(8, 6, grad=False).t(),
+    "expanded": lambda: tensor(1, 8, grad=False).expand(6, 8),
+    "scalar_expanded": lambda: tensor(1, 1, grad=False).expand(6, 8),
+    "every_second": lambda: tensor(6, 16, grad=False)[:, ::2],
+    "permuted": lambda: tensor(2, 8, 3, grad=False).permute(2, 0, 1),
+    "offset": lambda: tensor(7, 8, grad=False)[1:],
+    "no_rows": lambda: tensor(0, 8, grad=False),
+    "no_samples": lambda: tensor(2, 0, 8, grad=False),
+    "vector": lambda: tensor(8, grad=False),
+    "many_dimensions": lambda: tensor(1, 2, 1, 3, 8, grad=False),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_of_every_stride_and_rank(name):
+    model = block()
+    x = INPUTS[name]().requires_grad_()
+    before = x.detach().clone()
+    assert_as_meant(model, x, ("middle",), extra=INPUTS[name]().requires_grad_())
+    assert torch.equal(x, before)
+
+
+# ------------------------------------------------------------------------------------ what is kept
+
+
+def test_hooks_on_saved_tensors_see_everything():
+    """What they hand back is what backward computes with, and nothing else survives the forward pass."""
+    model = block()
+    _, want = wanted(model)
+    packed: list[torch.Tensor] = []
+    made = []
+
+    def pack(t):
+        packed.append(t.detach().clone())
+        made.append(weakref.ref(t)) if not isinstance(t, nn.Parameter) and t is not X and t is not EXTRA[
+            "extra"
+        ] else None
+        return len(packed) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda k: packed[k]):
+        y = run(model)
+    gc.collect()
+    assert len(packed) == len(model.plan(X, **EXTRA).kept)
+    assert made and not any(ref() is not None for ref in made)
+    assert_same_gradients(gradients(model, y, retain_graph=True), want)
+    for t in packed:
+        if t.is_floating_point():
+            t.zero_()
+    assert gradients(model, y)["input"].abs().max() == 0.0
+
+
+def test_kept_tensors_are_free_after_backward():
+    made = []
+
+    def pack(t):
+        made.append(weakref.ref(t))
+        return t
+
+    model = block()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = run(model)
+    alive = [t for t in made if t() is not None]
+    assert len(alive) > 5
+    gradients(model, y)
+    gc.collect()
+    left = [t() for t in made if t() is not None]
+    assert all(any(t is leaf for leaf in leaves(model).values()) for t in left)
+
+
+def test_save_on_cpu():
+    model = block()
+    _, want = wanted(model)
+    with torch.autograd.graph.save_on_cpu():
+        y = run(model)
+    assert_same_gradients(gradients(model, y), want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_draws_the_same_masks(reentrant):
+    model = block()
+    _, want = wanted(model)
+    torch.manual_seed(0)
+    y = torch.utils.checkpoint.checkpoint(lambda x: model(x, **EXTRA), X, use_reentrant=reentrant)
+    torch.manual_seed(123)  # whatever is drawn in between
+    if not reentrant:
+        assert_same_gradients(gradients(model, y), want)
+        return
+    y.backward(dy_for(y))
+    got = {name: leaf.grad for name, leaf in leaves(model).items()}
+    assert_same_gradients(got, want)
+    X.grad = EXTRA["extra"].grad = None
+
+
+def test_checkpointing_of_a_part():
+    class Recomputed(te_fuser.Sequential):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    def make(kind):
+        return sequential(
+            ops.Linear(8, 8), kind(ops.GELU(), ops.Dropout(0.5), ops.Linear(8, 8), kernels="reference"), ops.ReLU()
+        )
+
+    plain, model = make(te_fuser.Sequential), make(Recomputed)
+    model[1][1].p = plain[1][1].p = 0.0
+    for one, other in zip(
+        *(results_and_gradients(m, dict(m.named_parameters()), X) for m in (plain, model)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    model[1][1].p = 0.5
+    y = model(X)
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    X.grad = None
+
+
+# ------------------------------------------------------------------------------------ what changes in between
+
+
+def test_an_optimizer_step_before_backward_is_noticed():
+    model = block()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    y = run(model)
+    y.sum().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    X.grad = EXTRA["extra"].grad = None
+
+
+def test_a_changed_input_is_noticed():
+    model, x = block(), tensor(6, 8, grad=False)
+    y = run(model, x)
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_result_may_be_changed_in_place():
+    model = sequential(ops.Linear(8, 8), ops.GELU())
+    y = model(X)
+    y.mul_(2.0).add_(1.0)
+    want = 2.0 * model.reference(X) + 1.0
+    torch.testing.assert_close(y, want)
+    dy = dy_for(y)
+    torch.testing.assert_close(torch.autograd.grad(y, X, dy), torch.autograd.grad(want, X, dy))
+
+
+def test_parts_of_a_result_share_nothing():
+    """Two names of one value are two tensors for autograd: each brings its own gradient."""
+    model = sequential(ops.Linear(8, 8), ops.Output("a"), ops.Output("b"))
+    y, a, b = model(X, outputs=("a", "b"))
+    assert y.data_ptr() == a.data_ptr() == b.data_ptr()
+    assert_as_meant(model, X, ("a", "b"))
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def allocations(run):
+    """The sizes of what is allocated (+) and freed (-) while `run` runs, in order.
+
+    `run` must not free what was there before: the profiler counts that or not, as it happens to know the address.
+    """
+    gc.collect()
+    with torch.autograd.profiler.profile(use_device=None, profile_memory=True) as profile:
+        run()
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+def peak(run):
+    level = highest = 0
+    for size in allocations(run):
+        level += size
+        highest = max(highest, level)
+    return highest
+
+
+def deep(kinds, size, depth):
+    return [kind for _ in range(depth) for kind in (kinds["norm"](size), kinds["linear"](size, size), kinds["act"]())]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_backward_frees_as_it_goes_like_eager(frozen):
+    """One segment of many layers: its peak grows with depth as eager's does.
+
+    What an interpreted kernel holds of one op comes on top of that, and is the same for every depth.
+    """
+    size = 64
+    x = tensor(size, size, dtype=torch.float32)
+
+    def activations(model):
+        def step():
+            model(x).square().mean().backward()
+
+        step()  # plans are made
+        x.grad = None
+        model.zero_grad()
+        return peak(step) / (x.numel() * x.itemsize)
+
+    def growth(kinds, make):
+        shallow, large = (activations(make(*deep(kinds, size, depth)).requires_grad_(not frozen)) for depth in (3, 12))
+        return large - shallow
+
+    def ours(*parts):
+        model = te_fuser.Sequential(*parts, kernels="reference")
+        assert len(model.plan(x).segments) == 1
+        return model
+
+    eager = growth({"norm": nn.LayerNorm, "linear": nn.Linear, "act": lambda: nn.GELU("tanh")}, nn.Sequential)
+    assert growth({"norm": ops.LayerNorm, "linear": ops.Linear, "act": ops.GELU}, ours) <= eager + 0.1
+
+
+def test_the_price_of_a_call_is_what_the_plan_says():
+    """After forward, what is held is what the plan lists as kept, and the result."""
+    model = sequential(ops.LayerNorm(64), ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64), ops.GELU())
+    x = tensor(64, 64)
+    model(x)
+    held = []
+    level = sum(allocations(lambda: held.append(model(x))))
+    plan = model.plan(x)
+    expected = sum(k.bytes for k in plan.kept if k.owner in ("activation", "statistic")) + 8 * 64 * 64
+    assert level == pytest.approx(expected, rel=0.02)
+
+
+# ------------------------------------------------------------------------------------ several segments
+
+
+def many_layers(**options):
+    shared = ops.Linear(8, 8)
+    return sequential(
+        ops.Fork("far"),
+        ops.Linear(8, 8),
+        ops.GELU(),
+        shared,
+        te_fuser.Residual(ops.LayerNorm(8), ops.Linear(8, 16), ops.SwiGLU(), ops.Output("middle"), ops.Linear(8, 8)),
+        ops.Dropout(0.25),
+        ops.Add("extra"),
+        shared,
+        ops.AdaptiveLayerNorm(8, scale="extra", shift="extra", per="row"),
+        ops.Linear(8, 8, bias=False),
+        ops.Add("far"),
+        shared,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+@pytest.mark.parametrize("segment_bytes", [1, 1500, 3000])
+def test_several_segments(segment_bytes, memory, monkeypatch):
+    whole = many_layers(memory=memory)
+    assert len(whole.plan(X, **EXTRA).segments) == 1
+    want = assert_as_meant(whole, X, ("middle",), **EXTRA)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", segment_bytes)
+    model = many_layers(memory=memory)
+    plan = model.plan(X, **EXTRA)
+    assert len(plan.segments) >= (4 if segment_bytes == 1 else 2)
+    assert plan.segments[0].start == 0 and plan.segments[-1].stop == len(plan.graph.nodes)
+    torch.testing.assert_close(assert_as_meant(model, X, ("middle",), **EXTRA), want)
+    assert_as_meant(model, X.detach(), **EXTRA)
+
+
+def nodes_of(y):
+    """The autograd nodes of this package below a result."""
+    found, stack = set(), [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            stack += [n for n, _ in node.next_functions]
+    return [n for n in found if "SegmentFunction" in n.name()]
+
+
+def test_each_segment_is_one_autograd_node(monkeypatch):
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    model = many_layers()
+    y = model(X, **EXTRA)
+    assert len(nodes_of(y)) == len(model.plan(X, **EXTRA).segments) > 3
+    with torch.no_grad():
+        assert len(model.plan(X, **EXTRA).segments) == 1
+    monkeypatch.undo()
+    whole = many_layers()
+    assert len(nodes_of(whole(X, **EXTRA))) == 1
+
+
+def test_a_short_end_is_part_of_the_segment_before(monkeypatch):
+    """A norm behind the last product: a node of its own would add up its gradients in a launch of its own."""
+    parts = [ops.Linear(8, 32), ops.GELU(), ops.Linear(32, 8, bias=False), ops.RMSNorm(8)]
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 8 * 8 * 32)  # a weight in float64
+    model = sequential(*parts)
+    plan = model.plan(X)
+    assert [len(plan.graph.nodes), *(s.start for s in plan.segments)] == [5, 0, 3]
+    assert_as_meant(model, X)
+
+
+def test_segments_give_their_gradients_one_by_one(monkeypatch):
+    """So that DDP can send the last layers' gradients while the first layers still compute theirs."""
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    model = sequential(*(op for _ in range(4) for op in (ops.Linear(8, 8), ops.GELU())))
+    order = []
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g, name=name: order.append(name))
+    model(X).sum().backward()
+    X.grad = None
+    assert [name.split(".")[0] for name in order if name.endswith("weight")] == ["6", "4", "2", "0"]
+
+
+def test_segments_with_shared_weights_under_autocast(monkeypatch):
+    """Each segment casts the parameters that it reads."""
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    shared = ops.Linear(8, 8)
+    model = sequential(shared, ops.GELU(), ops.Linear(8, 8), ops.GELU(), shared, dtype=torch.float32)
+    x = tensor(6, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(model.plan(x).segments) == 2
+        y = model(x)
+    grads = torch.autograd.grad(y.float().sum(), [x, *model.parameters()])
+    double = sequential(*model).double()
+    want = torch.autograd.grad(double(x.double()).sum(), [*double.parameters()])
+    for g, w in zip(grads[1:], want, strict=True):
+        assert g.dtype == torch.float32
+        torch.testing.assert_close(g.double(), w, rtol=0.05, atol=0.05 * w.abs().max().item())
+
+
+def test_checkpointing_of_several_segments(monkeypatch):
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    model = many_layers()
+    _, want = wanted(model)
+    torch.manual_seed(0)
+    y = torch.utils.checkpoint.checkpoint(lambda x: model(x, **EXTRA), X, use_reentrant=False)
+    assert_same_gradients(gradients(model, y, retain_graph=True), want)
+    assert_same_gradients(gradients(model, y), want)
