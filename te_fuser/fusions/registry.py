@@ -373,7 +373,6 @@ def fusion(
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
     _check_declared(direction, name, {"emits": emits, "reads": reads, "saves": saves}, details)
-    by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
 
     def declare(body: Any) -> Fusion:
         own = name or body.__name__
@@ -390,15 +389,7 @@ def fusion(
             reads=tuple(reads),
             saves=tuple(saves),
             doc=(body.__doc__ or "").strip(),
-            saved_bytes=details.saved_bytes,
-            takes=tuple(details.takes),
-            gives=tuple(details.gives) or (by_default if details.takes else ()),
-            forward_ops=_part(direction, "forward_ops", details.forward_ops),
-            backward_ops=_part(direction, "backward_ops", details.backward_ops),
-            gradients=tuple(details.gradients),
-            choose=details.choose,
-            compiles=details.compiles,
-            sums=tuple(details.sums),
+            **_as_declared(direction, saves, details),
         )
         return register(entry) if details.registered else entry
 
@@ -419,6 +410,22 @@ def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[
     if any(not re.fullmatch(r"\d+\.\w+", s) for s in details.sums):
         got = ", ".join(map(repr, details.sums))
         raise ValueError(f"sums are gradients of the match's parameters, as in '0.bias'; got {got}")
+
+
+def _as_declared(direction: str, saves: Sequence[str], details: Details) -> dict[str, Any]:
+    """The details as a Fusion has them."""
+    by_default = {"forward": ("output",), "backward": ("input",), "joint": ("output", *saves)}[direction]
+    return {
+        "takes": tuple(details.takes),
+        "gives": tuple(details.gives) or (by_default if details.takes else ()),
+        "gradients": tuple(details.gradients),
+        "choose": details.choose,
+        "saved_bytes": details.saved_bytes,
+        "forward_ops": _part(direction, "forward_ops", details.forward_ops),
+        "backward_ops": _part(direction, "backward_ops", details.backward_ops),
+        "compiles": details.compiles,
+        "sums": tuple(details.sums),
+    }
 
 
 def _directions(name: str, direction: str, body: Any, apart: bool) -> tuple[Any, Any]:
