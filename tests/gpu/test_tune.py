@@ -9,7 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, ops
-from te_fuser.fuser.tune import schedules
+from te_fuser.fuser.tune import schedules as tuning_schedules
 from te_fuser.fuser.tune import tune as tuning
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as tuning_products
@@ -21,7 +21,7 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize("ratio", [0.5, 1.5])
 def test_tuned_models_give_the_same(ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    monkeypatch.setattr(schedules, "_SOLO_GAIN", 100.0)  # whatever the clock says, some variant is tried
+    monkeypatch.setattr(tuning_schedules, "_SOLO_GAIN", 100.0)  # whatever the clock says, some variant is tried
     monkeypatch.setattr(tuning_products, "_SOLO_LOSS", 100.0)
 
     def contest(first: object, second: object, effort: tuning.Effort) -> float:

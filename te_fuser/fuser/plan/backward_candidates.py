@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from te_fuser.codegen.description import NotOneKernel
-from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
@@ -22,17 +21,21 @@ from te_fuser.fuser.plan.candidates import (
     row_edges,
     saved_by,
 )
-from te_fuser.fuser.plan.derivation import DerivedStretch
-from te_fuser.fuser.plan.keeping import Keeping
 from te_fuser.fuser.plan.plan import Choice
-from te_fuser.fuser.plan.prices import Prices
-from te_fuser.fuser.plan.problem import Problem
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
-from te_fuser.fusions.match import Match
-from te_fuser.fusions.registry import Fusion
-from te_fuser.ops.base import Gradient
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from te_fuser.ops.base import Gradient
+    from te_fuser.fusions.registry import Fusion
+    from te_fuser.fusions.match import Match
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.keeping import Keeping
+    from te_fuser.fuser.plan.derivation import DerivedStretch
+    from te_fuser.fuser.graph.graph import Node
 
 Named = list[tuple[str, Ref]]
 

@@ -8,8 +8,11 @@ from dataclasses import replace
 
 from te_fuser.fuser.plan.candidates import Edge, Ledger
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
-from te_fuser.fuser.plan.prices import Prices
-from te_fuser.fuser.plan.problem import Problem
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.plan.prices import Prices
 
 
 class BothWays:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
-from te_fuser.fusions.match import Cost
+
+if TYPE_CHECKING:
+    from te_fuser.fusions.match import Cost
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from te_fuser.fuser.graph.graph import Graph, Node
 from te_fuser.fuser.graph.refs import VALUE, Ref, emitted_ref, gradient_ref, parameter_gradient_ref, parameter_ref
 from te_fuser.fuser.plan.derivation import DerivedStretch
-from te_fuser.fuser.plan.device import Device
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
-from te_fuser.fusions.registry import Fusion
 from te_fuser.ops.base import Gradient, UnfusedOperation
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from te_fuser.fusions.registry import Fusion
+    from te_fuser.fuser.plan.device import Device
+    from te_fuser.fuser.graph.graph import Graph, Node
 
 
 @dataclass(frozen=True)

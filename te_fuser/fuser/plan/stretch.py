@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
@@ -20,10 +20,12 @@ from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr, topological
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
-from te_fuser.fuser.graph.graph import Graph, Node
 from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
 from te_fuser.ops.base import RowOp, main_of
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph, Node
 
 
 @dataclass

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,6 @@ from te_fuser import dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, list_ops
 from te_fuser.fuser.plan.device import Device, device_of
-from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.planner import LAMBDA, make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
@@ -22,6 +21,9 @@ from te_fuser.fuser.run.loading import Prepared, execute, load
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fusions import registry
 from te_fuser.ops.base import Binding, FusableOperation
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.plan import Plan
 
 _PLANS_KEPT = 16
 _SHAPES_KEPT = 64

@@ -6,20 +6,22 @@ import html
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from te_fuser.codegen.description import KernelDescription
 from te_fuser.dtypes import name_of
-from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.refs import RECOMPUTED, SEED, VALUE, Ref
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
-from te_fuser.fuser.show.measure import Measured
-from te_fuser.fuser.steps.step import Step
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.show.measure import Measured
+    from te_fuser.fuser.steps.step import Step
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.codegen.description import KernelDescription
 
 _WIDTH = 110
 _STEP_WIDTH = 39

@@ -6,14 +6,16 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
-from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load
-from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.plan import Plan
+    from te_fuser.fuser.run.fuser import Fuser
+    from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 
 _WARM_UP = 2
 

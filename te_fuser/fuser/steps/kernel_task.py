@@ -7,16 +7,18 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.description import KernelDescription, Load
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
+
+if TYPE_CHECKING:
+    from te_fuser.codegen.description import KernelDescription, Load
 
 
 @dataclass(frozen=True)

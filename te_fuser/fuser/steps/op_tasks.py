@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
 from te_fuser import _native
 from te_fuser.formula.random import RandomStream
-from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
-from te_fuser.ops.tensor_function import TensorFunction
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.ops.tensor_function import TensorFunction
 
 
 def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> RandomStream:

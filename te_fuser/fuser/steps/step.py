@@ -6,10 +6,10 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from te_fuser.fuser.graph.refs import Ref
-from te_fuser.fusions.match import Cost
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fusions.match import Cost
     import torch
 
     from te_fuser.codegen.description import KernelDescription

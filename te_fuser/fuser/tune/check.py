@@ -14,9 +14,12 @@ from contextlib import AbstractContextManager
 import torch
 
 from te_fuser.compare import Tensors, judge_alike, neighbour
-from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.loading import Prepared, execute
 from te_fuser.ops.main_grad import caught, held_main_grad
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.plan import Plan
 
 Results = dict[str, torch.Tensor]
 _AS_IT_IS = contextlib.nullcontext()

@@ -15,11 +15,11 @@ import torch
 from te_fuser.codegen.description import KernelDescription, elements
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
-from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.kernels.trials import Trial, concluded, seconds_alone
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.codegen.cuda_loader import GpuKernel
     from te_fuser.codegen.schedule import Schedule
 

@@ -14,23 +14,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
-from te_fuser.fuser.graph.graph import Graph
 from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
-from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import Prepared, execute, load
 from te_fuser.fuser.steps.fusion_task import FusionTask
-from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.fuser.tune.check import Check
 from te_fuser.fuser.tune.schedules import tune_schedules
 from te_fuser.fusions.library import Library, libraries
 from te_fuser.kernels.trials import Trial, dropped
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.fuser.run.fuser import Fuser
+    from te_fuser.fuser.steps.step import KernelFunction
 
 _WARM_UP = 3
 _MORE_MEMORY = 1.02  # what a choice may keep over the plan it is to replace, unless memory="fast"
