@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,7 +11,6 @@ from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall, batch_layout
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,17 +26,16 @@ from te_fuser.fuser.plan.plan import Choice
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.ops.base import Gradient
-    from te_fuser.fusions.registry import Fusion
-    from te_fuser.fusions.match import Match
-    from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.keeping import Keeping
-    from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.derivation import DerivedStretch
+    from te_fuser.fuser.plan.keeping import Keeping
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fusions.match import Match
+    from te_fuser.fusions.registry import Fusion
+    from te_fuser.ops.base import Gradient
 
 Named = list[tuple[str, Ref]]
 

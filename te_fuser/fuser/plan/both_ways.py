@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from te_fuser.fuser.plan.candidates import Edge, Ledger
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
 
 
 class BothWays:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Choice, Refusal
@@ -14,15 +15,14 @@ from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.ops.base import Gradient, batch_layout
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fusions.registry import Fusion
-    from te_fuser.fuser.steps.kernel_task import KernelTask
-    from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.derivation import DerivedStretch
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fusions.registry import Fusion
 
 # Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
 TICK = 1e-13

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.fusions.match import Cost
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.codegen.description import KernelDescription
+    from te_fuser.fuser.graph.graph import Graph, Node
 
 _FREE = {"input", "const", "value", "concat"}
 

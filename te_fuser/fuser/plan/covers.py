@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
@@ -18,15 +19,14 @@ from te_fuser.fuser.graph.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VAL
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger, Limits
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.steps.step import Step
-    from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.plan import Refusal
-    from te_fuser.fuser.plan.keeping import Keeping
     from te_fuser.fuser.plan.both_ways import BothWays
+    from te_fuser.fuser.plan.keeping import Keeping
+    from te_fuser.fuser.plan.plan import Refusal
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
 
 _TIE = 0.05e-6  # seconds: shown as nothing
 

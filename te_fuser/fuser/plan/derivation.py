@@ -7,15 +7,15 @@ which list it stands. So a result is kept under that form, with its tensors by t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.plan.stretch import Stretch
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
-    from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fuser.steps.kernel_task import KernelTask
 
 _KEPT = 4096
 _derived: dict[Any, KernelTask | NotOneKernel | None] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, SEED, Ref, bytes_of, parameter_ref
 from te_fuser.fuser.plan.covers import Covers, in_running_order
@@ -11,13 +12,12 @@ from te_fuser.fuser.plan.plan import Kept, Plan, SegmentPlan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 from te_fuser.fusions.match import Cost
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.candidates import Edge
     from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.fuser.plan.candidates import Edge
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
 
 SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
 _SHORT_END = 1 / 16  # of that: too little for a segment of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.graph.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref
@@ -20,14 +21,13 @@ from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
 from te_fuser.ops.base import UnfusedOperation
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fusions.registry import Fusion
-    from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.derivation import DerivedStretch
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fusions.registry import Fusion
 
 
 class ForwardCandidates:

@@ -21,18 +21,18 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from te_fuser.codegen import in_place
 from te_fuser.codegen.description import item_size
 from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, Ref, gradient_ref
 from te_fuser.fuser.steps.kernel_task import KernelTask
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.steps.step import Step
-    from te_fuser.fuser.plan.problem import Options
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
+    from te_fuser.fuser.plan.problem import Options
+    from te_fuser.fuser.steps.step import Step
 
 LEAST_BYTES = 2**20
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import SEED, Ref, gradient_ref, parameter_gradient_ref, parameter_ref
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.kernels.column_sums import ColumnSumsKernel
 from te_fuser.ops.base import Spec, batch_layout
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.steps.step import Step
-    from te_fuser.fuser.plan.device import Device
-    from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.codegen.written import WrittenKernel
     from te_fuser.codegen.description import KernelDescription
+    from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.fuser.plan.device import Device
+    from te_fuser.fuser.steps.step import Step
 
 
 @dataclass(frozen=True)

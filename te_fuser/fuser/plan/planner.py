@@ -7,6 +7,7 @@ which module does what.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from te_fuser.fuser.plan.both_ways import BothWays
 from te_fuser.fuser.plan.covers import cover
@@ -15,11 +16,10 @@ from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.fuser.plan.plan import Plan
 
 
 def covered(graph: Graph, options: Options) -> Plan:

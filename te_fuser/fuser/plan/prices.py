@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import Ref
@@ -13,10 +13,10 @@ from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.base import UnfusedOperation
 
 if TYPE_CHECKING:
-    from te_fuser.fusions.registry import Fusion
-    from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.graph.graph import Node
     from te_fuser.codegen.description import KernelDescription
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fusions.registry import Fusion
 
 _SCRATCH_LAUNCHES = 10
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +15,11 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.ops.base import Gradient, UnfusedOperation
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from te_fuser.fusions.registry import Fusion
-    from te_fuser.fuser.plan.device import Device
     from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.fuser.plan.device import Device
+    from te_fuser.fusions.registry import Fusion
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fuser.codegen.entry_file import EntryFile, Stores
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.fusions.registry import Fusion
+    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fusions.match import Match
+    from te_fuser.fusions.registry import Fusion
 
 ON, OFF = "on", "off"
 Choices = Mapping[str, str]  # place -> ON or OFF

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,9 +19,9 @@ from te_fuser.kernels.column_sums import column_sums
 if TYPE_CHECKING:
     from te_fuser import _native
     from te_fuser.codegen.description import KernelDescription
+    from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.steps.step import KernelFunction
-    from te_fuser.codegen.written import WrittenKernel
 
 _OFFSETS_PER_CALL = 4  # PyTorch's offsets count in fours
 _drawing = threading.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,8 @@ from te_fuser.fuser.graph.refs import Ref, parameter_ref
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.steps.step import SlotMap, Step
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]

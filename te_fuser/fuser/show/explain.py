@@ -6,7 +6,7 @@ import html
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
@@ -18,10 +18,10 @@ from te_fuser.fuser.graph.refs import RECOMPUTED, SEED, VALUE, Ref
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
 
 if TYPE_CHECKING:
+    from te_fuser.codegen.description import KernelDescription
+    from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.show.measure import Measured
     from te_fuser.fuser.steps.step import Step
-    from te_fuser.fuser.graph.graph import Node
-    from te_fuser.codegen.description import KernelDescription
 
 _WIDTH = 110
 _STEP_WIDTH = 39

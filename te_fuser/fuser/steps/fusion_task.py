@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +16,10 @@ from te_fuser.fusions.match import Body, FusionCall, Match
 from te_fuser.ops.base import Gradient, batch_layout
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.refs import Ref
-    from te_fuser.fuser.graph.graph import Node
-    from te_fuser.fusions.registry import Fusion
     from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fusions.registry import Fusion
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.refs import Ref
-    from te_fuser.fusions.match import Cost
     import torch
 
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fusions.match import Cost
 
 Slots = list[Any]
 Runner = Callable[[Slots], None]

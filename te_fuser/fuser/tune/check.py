@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser.compare import Tensors, judge_alike, neighbour
 from te_fuser.fuser.run.loading import Prepared, execute
 from te_fuser.ops.main_grad import caught, held_main_grad
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan

@@ -19,9 +19,9 @@ from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.kernels.trials import Trial, concluded, seconds_alone
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.plan import Plan
     from te_fuser.codegen.cuda_loader import GpuKernel
     from te_fuser.codegen.schedule import Schedule
+    from te_fuser.fuser.plan.plan import Plan
 
 MOST_VARIANTS = 12
 _LAUNCHES = 10  # of a variant alone, between two events
