@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from trainer import Speed
 
-from te_fuser.fuser.plan.plan import Plan, Step
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.steps.step import Step
 
 
 @dataclass

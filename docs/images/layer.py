@@ -9,8 +9,9 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan.plan import Plan, Step
-from te_fuser.fuser.plan.stretch import KernelPlan
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.step import Step
 
 UNIT, LEFT, HEIGHT = 56, 92, 30
 COLOURS = {"generated": "#3b7dd8", "product": "#6b7280", "other": "#9a6bb5"}
@@ -34,7 +35,7 @@ def layer(hidden: int, ffn: int, heads: int) -> te_fuser.Sequential:
 
 def colour(step: Step) -> str:
     """Generated kernels blue, products grey, the rest violet."""
-    if isinstance(step.task, KernelPlan):
+    if isinstance(step.task, KernelTask):
         return COLOURS["generated"]
     return COLOURS["product"] if step.name.startswith("mat") else COLOURS["other"]
 

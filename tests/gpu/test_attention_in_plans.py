@@ -14,7 +14,7 @@ import torch
 import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run import fuser
+from te_fuser.fuser.run import loading
 from tests.twins import randomize
 
 pytestmark = pytest.mark.gpu
@@ -173,7 +173,7 @@ def batch(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 def at_once(model: Sequential, patch: pytest.MonkeyPatch) -> Sequential:
     """The same ops in a model whose kernels all add up their own sums."""
-    patch.setattr(fuser, "load_column_sums", lambda target, device: None)
+    patch.setattr(loading, "load_column_sums", lambda target, device: None)
     return Sequential(*model)
 
 
