@@ -18,7 +18,6 @@ from te_fuser.fuser.plan.candidates import (
     Limits,
     fusion_task,
     kernel_step,
-    phases,
     row_edges,
     saved_by,
 )
@@ -94,7 +93,7 @@ class BackwardCandidates:
             step = self._gradient_step(node, gradient, needed)
             if step is None:
                 return None
-            steps += phases(step)
+            steps += step.task.phases(step)
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
         weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Choice, Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
-from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Body, Cost, Match
@@ -171,25 +170,6 @@ def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Price
     return found
 
 
-def phases(step: Step) -> tuple[Step, ...]:
-    """The step, or the two of an op that starts something and waits for it later.
-
-    What is under way is read by the second: it also counts as reading what the first read, so that none of it dies.
-    """
-    task = step.task
-    assert isinstance(task, OpTask)
-    if task.waiting_method is None:
-        return (step,)
-    started = (("started", task.started),)
-    first = replace(step, name=f"{step.name}.start", outputs=started, task=replace(task, phase="start"))
-    last = replace(task, phase="wait")
-    nothing = Cost(launches=0)
-    second = replace(
-        step, name=f"{step.name}.wait", inputs=(*started, *step.inputs), task=last, cost=nothing, seconds=0.0
-    )
-    return first, second
-
-
 __all__ = [
     "NO_TENSOR",
     "TICK",
@@ -198,7 +178,6 @@ __all__ = [
     "Limits",
     "fusion_task",
     "kernel_step",
-    "phases",
     "row_edges",
     "saved_by",
 ]

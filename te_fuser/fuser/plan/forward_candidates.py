@@ -13,7 +13,6 @@ from te_fuser.fuser.plan.candidates import (
     Ledger,
     fusion_task,
     kernel_step,
-    phases,
     row_edges,
     saved_by,
 )
@@ -99,7 +98,7 @@ class ForwardCandidates:
         c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
         start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
         step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds)
-        return Edge(start, stop, node.role, phases(step), seconds)
+        return Edge(start, stop, node.role, step.task.phases(step), seconds)
 
     # --------------------------------------------------------------------------------------- fusions
 

@@ -23,11 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from te_fuser.codegen import in_place
 from te_fuser.codegen.description import item_size
 from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, Ref, gradient_ref
-from te_fuser.fuser.steps.kernel_task import KernelTask
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -73,23 +71,14 @@ def _kept_of_our_own(plan: Plan) -> set[Ref]:
 
 def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
     """The step, number so and so of its program, with what its kernel may overwrite."""
-    task = step.task
-    if not isinstance(task, KernelTask):
-        return step
-    d = task.description
-    dying = {
-        load.name
-        for ref, load in zip(task.inputs, d.loads, strict=True)
-        if task.inputs.count(ref) == 1
-        and lives.dies(ref, number)
-        and (shape := shape_of(plan, ref)) is not None
-        and shape[:-1] == (shape_of(plan, task.lead) or ())[:-1]
-        and math.prod(shape) * item_size(load.dtype) >= LEAST_BYTES
-    }
-    pairs = in_place.pairs(d, dying) if dying else ()
-    if not pairs or in_place.is_cut(d, arch_of(plan.device.capability or (8, 0))):
-        return step
-    return replace(step, task=replace(task, description=replace(d, overwrites=pairs)))
+
+    def dying(ref: Ref, lead: Ref, dtype: str) -> bool:
+        if not lives.dies(ref, number):
+            return False
+        shape, whole = shape_of(plan, ref), shape_of(plan, lead) or ()
+        return shape is not None and shape[:-1] == whole[:-1] and math.prod(shape) * item_size(dtype) >= LEAST_BYTES
+
+    return replace(step, task=step.task.storing_over(dying, arch_of(plan.device.capability or (8, 0))))
 
 
 def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:

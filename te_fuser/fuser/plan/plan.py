@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import SEED, Ref, gradient_ref, parameter_gradient_ref, parameter_ref
-from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.kernels.column_sums import ColumnSumsKernel
-from te_fuser.ops.base import Spec, batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fuser.steps.step import Step
+    from te_fuser.ops.base import Spec
 
 
 @dataclass(frozen=True)
@@ -170,12 +169,11 @@ class Plan:
         """Description key -> a generated kernel that it launches."""
         found: dict[str, Generated] = {}
         for step in self.steps:
-            task = step.task
-            if isinstance(task, KernelTask) and task.computes:
-                x = self.graph.values[self.graph.nodes[step.start].input].spec
-                key, sizes = task.description.key, (x.rows, *batch_layout(x.shape, task.batch_dim))
-                known = found.get(key)
-                found[key] = Generated(task.description, max(known.sizes, sizes) if known else sizes)
+            description = step.task.description
+            sizes = step.task.sizes(self.graph.values[self.graph.nodes[step.start].input].spec)
+            if description is not None and sizes is not None:
+                known = found.get(description.key)
+                found[description.key] = Generated(description, max(known.sizes, sizes) if known else sizes)
         return found
 
     @functools.cached_property

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser import _native
+from te_fuser.codegen import in_place
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
+from te_fuser.ops.base import Spec, batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription, Load
@@ -68,6 +70,21 @@ class KernelTask(Task):
 
     def sums(self, step: Step) -> list[Ref]:
         return [o.ref for o in self.outputs[len(self.description.stores) :]]
+
+    def sizes(self, x: Spec) -> tuple[int, int, int] | None:
+        return (x.rows, *batch_layout(x.shape, self.batch_dim)) if self.computes else None
+
+    def storing_over(self, dying: Callable[[Ref, Ref, str], bool], arch: str) -> KernelTask:
+        d = self.description
+        found = {
+            load.name
+            for ref, load in zip(self.inputs, d.loads, strict=True)
+            if self.inputs.count(ref) == 1 and dying(ref, self.lead, load.dtype)
+        }
+        pairs = in_place.pairs(d, found) if found else ()
+        if not pairs or in_place.is_cut(d, arch):
+            return self
+        return replace(self, description=replace(d, overwrites=pairs))
 
     def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:
         """The same kernel on other tensors, its streams so many places later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from te_fuser import _native
 from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
+from te_fuser.fusions.match import Cost
 from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
 
 if TYPE_CHECKING:
@@ -75,6 +76,25 @@ class OpTask(Task):
     def method(self) -> str:
         """The op's method: that which starts, where there are two."""
         return "op_forward" if self.gradient is None else self.gradient.method
+
+    def phases(self, step: Step) -> tuple[Step, ...]:
+        """Its step, or the two of an op that starts something and waits for it later.
+
+        What is under way is read by the second: it also counts as reading what the first read, so that none of it dies.
+        """
+        if self.waiting_method is None:
+            return (step,)
+        started = (("started", self.started),)
+        first = replace(step, name=f"{step.name}.start", outputs=started, task=replace(self, phase="start"))
+        second = replace(
+            step,
+            name=f"{step.name}.wait",
+            inputs=(*started, *step.inputs),
+            task=replace(self, phase="wait"),
+            cost=Cost(launches=0),
+            seconds=0.0,
+        )
+        return first, second
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         """The method's plain function in a native step where it has one."""

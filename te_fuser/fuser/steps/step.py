@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fusions.match import Cost
+    from te_fuser.ops.base import Spec
 
 Slots = list[Any]
 Runner = Callable[[Slots], None]
@@ -83,6 +84,22 @@ class Task:
     def sums(self, step: Step) -> list[Ref]:
         """The column sums that it makes whose last addition may wait, as far as it is concerned."""
         return []
+
+    def sizes(self, x: Spec) -> tuple[int, int, int] | None:
+        """Rows, batch_inner and samples of the generated kernel that it launches for x; None: it launches none."""
+        return None
+
+    def storing_over(self, dying: Callable[[Ref, Ref, str], bool], arch: str) -> Task:
+        """The same with outputs that may be stored over inputs, where that can be.
+
+        Args:
+            dying: f(input, lead, dtype), whether that memory may be taken for something of the lead's rows.
+        """
+        return self
+
+    def phases(self, step: Step) -> tuple[Step, ...]:
+        """Its step, or the two of one that starts something and waits for it later."""
+        return (step,)
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> Task:
         """The same with other names for what it makes."""

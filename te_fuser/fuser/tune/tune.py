@@ -23,7 +23,6 @@ from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
 from te_fuser.fuser.run.loading import Prepared, execute, load
-from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.tune.check import Check
 from te_fuser.fuser.tune.schedules import tune_schedules
 from te_fuser.fusions.library import Library, libraries
@@ -222,7 +221,7 @@ def _library_trials(library: Library, prepared: Prepared, rounds: _Rounds, check
 
 def _candidates(plan: Plan, options: Options) -> Iterator[tuple[str, str]]:
     """(place, choice) of every fusion that fits somewhere: the other choice than the plan's."""
-    taken = {(s.task.fusion.name, s.start, s.stop) for s in plan.steps if isinstance(s.task, FusionTask)}
+    taken = {(s.name, s.start, s.stop) for s in plan.steps if s.task.what == "fusion"}
     found: dict[str, str] = {}
     for fusion, start, stop in find_matches(plan.graph, options)[0]:
         place = place_of(fusion, match_at(plan.graph, options, start, stop))
