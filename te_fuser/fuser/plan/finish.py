@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, SEED, Ref, bytes_of, parameter_ref
+from te_fuser.fuser.graph.refs import (
+    AS_MADE,
+    PARAMETER,
+    PARAMETER_GRADIENT,
+    SEED,
+    VALUE,
+    Ref,
+    bytes_of,
+    gradient_ref,
+    parameter_gradient_ref,
+    parameter_ref,
+)
 from te_fuser.fuser.plan.covers import Covers, in_running_order
 from te_fuser.fuser.plan.plan import Kept, Plan, SegmentPlan
 from te_fuser.fuser.steps.step import Step
@@ -54,18 +66,46 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     forward, backward = (
         waiting_late(change(problem, prices, s)) for change, s in zip((_with_casts, _with_sums), steps, strict=True)
     )
-    reads = {r for s in (*forward, *backward) for r in s.reads()}
+    graph, reads, made = problem.graph, _reads(forward, backward), {r for s in backward for r in s.writes()}
+    values_in, values_out = _crossing(graph, *part)
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
-    parameters |= {r.index for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT}
+    parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
+    takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
+    arriving = tuple(gradient_ref(v) if graph.needs_grad(v) else None for v in values_out)
+    kept = _kept(problem, prices, backward)
     return SegmentPlan(
         *part,
         tuple(forward),
         tuple(backward),
-        *_crossing(problem.graph, *part),
+        values_in,
+        values_out,
         tuple(sorted(parameters)),
-        SEED in reads,
-        _kept(problem, prices, backward),
+        tuple(takes),
+        tuple(map(graph.ref, values_out)),
+        arriving,
+        tuple(r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)),
+        kept,
+        _marked(graph, takes, kept),
     )
+
+
+def _reads(*groups: Iterable[Step]) -> set[Ref]:
+    return {r for steps in groups for s in steps for r in s.reads()}
+
+
+def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> Iterator[Ref | None]:
+    """The gradient of each tensor that enters a segment, the values first; None for one that needs none."""
+    yield from (gradient_ref(v) if graph.needs_grad(v) else None for v in values)
+    for ref in takes:
+        if ref.kind is not VALUE:
+            needed = ref.kind is PARAMETER and graph.parameter_needs[ref.index]
+            yield parameter_gradient_ref(ref.index) if needed else None
+
+
+def _marked(graph: Graph, takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
+    nodes = graph.nodes
+    refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
+    return tuple((k, takes.index(entry.ref)) for k, entry in enumerate(kept) if entry.ref in refs)
 
 
 def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

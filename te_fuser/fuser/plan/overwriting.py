@@ -44,8 +44,8 @@ def with_overwriting(plan: Plan, options: Options) -> Plan:
 
 
 def _in_segment(plan: Plan, segment: SegmentPlan, ours: set[Ref]) -> SegmentPlan:
-    graph, forward, backward = plan.graph, segment.forward, segment.backward
-    stays = {*(k.ref for k in segment.kept), *segment.gives(graph)}
+    _graph, forward, backward = plan.graph, segment.forward, segment.backward
+    stays = {*(k.ref for k in segment.kept), *segment.gives}
     returned = {r for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
     returned |= {gradient_ref(v) for v in segment.values_in}
     lives = _Lives.of(forward, stays), _Lives.of(backward, returned, ours)

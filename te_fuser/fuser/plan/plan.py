@@ -6,13 +6,13 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from te_fuser.fuser.graph.refs import SEED, Ref, gradient_ref, parameter_gradient_ref, parameter_ref
 from te_fuser.kernels.column_sums import ColumnSumsKernel
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.base import Spec
@@ -79,8 +79,11 @@ class SegmentPlan:
         forward, backward: its steps in running order; no backward where nobody needs a gradient.
         values_in, values_out: values of the graph that enter and leave it.
         parameters: the graph's parameters that it reads, or gives a gradient of.
-        uses_seed: whether it reads the seed of random draws.
+        takes, gives: what enters it (values, parameters, the seed) and what leaves it.
+        arriving: the gradient of each of `gives`; None for one that takes none.
+        returned: the gradient of each of `takes`; None for one that needs none, or that nothing reaches.
         kept: what its backward reads and does not make.
+        marked: (place among the kept, among `takes`) of parameters whose attributes say where their gradients go.
     """
 
     start: int
@@ -90,30 +93,12 @@ class SegmentPlan:
     values_in: tuple[int, ...]
     values_out: tuple[int, ...]
     parameters: tuple[int, ...]
-    uses_seed: bool
+    takes: tuple[Ref, ...]
+    gives: tuple[Ref, ...]
+    arriving: tuple[Ref | None, ...]
+    returned: tuple[Ref | None, ...]
     kept: tuple[Kept, ...]
-
-    def takes(self, graph: Graph) -> list[Ref]:
-        """What enters it, in order: values, parameters, the seed."""
-        values = [graph.ref(v) for v in self.values_in]
-        return [*values, *map(parameter_ref, self.parameters), *([SEED] if self.uses_seed else [])]
-
-    def gives(self, graph: Graph) -> list[Ref]:
-        """What leaves it."""
-        return [graph.ref(v) for v in self.values_out]
-
-    def arriving(self, graph: Graph) -> list[Ref | None]:
-        """The gradient of each output; None for one that takes none."""
-        return [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_out]
-
-    def returned(self, graph: Graph) -> list[Ref | None]:
-        """The gradient of each input; None for one that needs none, or that nothing reaches."""
-        # What vanished from a formula is read by no step, and has a gradient of zeros all the same.
-        there = {r for s in self.backward for r in s.writes()}.union(r for r in self.arriving(graph) if r is not None)
-        found: list[Ref | None] = [gradient_ref(v) if graph.needs_grad(v) else None for v in self.values_in]
-        found += [parameter_gradient_ref(p) if graph.parameter_needs[p] else None for p in self.parameters]
-        found += [None] if self.uses_seed else []
-        return [r if r in there else None for r in found]
+    marked: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from te_fuser import dtypes
+from te_fuser.formula.expr import Axes
+from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.fuser.graph.refs import Ref
-from te_fuser.fuser.plan import cost as costs
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.base import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
-    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fusions.registry import Fusion
 
 _SCRATCH_LAUNCHES = 10
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
+
+_FREE = {"input", "const", "value", "concat"}
 
 Named = Iterable[tuple[str, Ref]]
 
@@ -72,7 +75,7 @@ class Prices:
         if key not in self._kernels:
             generated = self.problem.options.kernels != "torch"
             # The description is kept too, so that its id is not given to another one.
-            self._kernels[key] = costs.kernel_cost(description, rows, samples, generated), description
+            self._kernels[key] = kernel_cost(description, rows, samples, generated), description
         return self._kernels[key][0]
 
     def of_opaque(self, node: Node, inputs: Named, outputs: Named, work: float, scratch: float) -> Cost:
@@ -80,7 +83,7 @@ class Prices:
         assert isinstance(node.op, UnfusedOperation)
         if node.op.views:
             return Cost(launches=0)
-        c = self.of_launch(inputs, outputs, costs.flops_of(self.graph, [node]) * work)
+        c = self.of_launch(inputs, outputs, flops_of(self.graph, [node]) * work)
         extra = node.op.scratch_bytes(self.graph.values[node.input].spec) * scratch
         if not extra:
             return c
@@ -95,11 +98,11 @@ class Prices:
         stated = _stated(fusion, match, direction)
         if direction == "backward":
             products = sum(len(self.problem.gradients(n)) for n in nodes if not n.is_row)
-            return stated or self.of_launch(inputs, outputs, costs.flops_of(self.graph, nodes) * products)
+            return stated or self.of_launch(inputs, outputs, flops_of(self.graph, nodes) * products)
         if stated is not None:
             return stated
         efficiency = _EPILOGUE if any(n.is_row for n in nodes) else 1.0
-        return replace(self.of_launch(inputs, outputs, costs.flops_of(self.graph, nodes)), efficiency=efficiency)
+        return replace(self.of_launch(inputs, outputs, flops_of(self.graph, nodes)), efficiency=efficiency)
 
     def of_node(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
@@ -108,7 +111,7 @@ class Prices:
         c = _stated(fusion, match, "backward")
         stated = c[k] if isinstance(c, tuple) else c
         work = fusion.gradients[k].work
-        products = costs.flops_of(self.graph, nodes) * (1.0 if work is None else work)
+        products = flops_of(self.graph, nodes) * (1.0 if work is None else work)
         return stated or self.of_launch(inputs, outputs, products)
 
 
@@ -118,4 +121,26 @@ def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
     return c[direction == "backward"] if fusion.direction == "joint" and isinstance(c, tuple) else c
 
 
-__all__ = ["Prices"]
+def kernel_cost(description: KernelDescription, rows: int, samples: int, generated: bool) -> Cost:
+    """A row kernel: one pass if it is generated, one PyTorch operation for each node if it is interpreted."""
+    full = [n for n in description.nodes if n.axes & Axes.FEATURE and n.axes & Axes.ROWS and n.op not in _FREE]
+    size = rows * max(description.width, 1)
+    operations = float(sum(FUNCTIONS[n.op].operations for n in full) * size)
+    read, written = description.bytes_moved(rows, samples)
+    if generated:
+        return Cost(read, written, 0.0, 1, operations)
+    nodes = [n for n in description.nodes if n.op not in _FREE]
+    traffic = 4.0 * size * len(full)
+    return Cost(read + 2 * traffic, written + traffic, 0.0, max(len(nodes), 1), operations)
+
+
+def flops_of(graph: Graph, nodes: Iterable[Node]) -> float:
+    """The products' floating-point operations in forward."""
+    total = 0.0
+    for n in nodes:
+        specs = {name: graph.parameter_specs[p] for name, p in n.parameters.items()}
+        total += n.op.flops(graph.values[n.input].spec, specs)
+    return total
+
+
+__all__ = ["Prices", "kernel_cost"]

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.fuser.graph.refs import Ref, parameter_ref
+from te_fuser.fuser.graph.refs import SEED, Ref
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.steps.step import SlotMap, Step
 
@@ -150,7 +149,7 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
 
 def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
-    return tuple(_build(plan, segment, loaded) for segment in plan.segments)
+    return tuple(_build(segment, plan.x.device.type, loaded) for segment in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -159,59 +158,47 @@ class _Backward:
 
     backward: Program | None = None
     kept: tuple[int, ...] = ()
-    marked: tuple[tuple[int, int], ...] = ()
     notes: tuple[tuple[int, int], ...] = ()
     gradients_in: tuple[int | None, ...] = ()
     gradients_out: tuple[int, ...] = ()
 
 
-def _build_backward(
-    graph: Graph, segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded
-) -> _Backward:
+def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded) -> _Backward:
     if not segment.backward:
         return _Backward()
-    arriving, returned, kept = segment.arriving(graph), segment.returned(graph), [k.ref for k in segment.kept]
-    given = [*(r for r in arriving if r is not None), *kept]
-    backward, slots = build_program(segment.backward, given, [r for r in returned if r is not None], loaded)
+    kept = [k.ref for k in segment.kept]
+    given = [*(r for r in segment.arriving if r is not None), *kept]
+    backward, slots = build_program(segment.backward, given, [r for r in segment.returned if r is not None], loaded)
     return _Backward(
         backward,
         tuple(forward_slots[r] for r in kept),
-        _marked(graph, segment),
         tuple((forward_slots[r], slots[r]) for r in notes if r in slots),
-        tuple(None if r is None else slots[r] for r in arriving),
-        tuple(backward.size if r is None else slots[r] for r in returned),
+        tuple(None if r is None else slots[r] for r in segment.arriving),
+        tuple(backward.size if r is None else slots[r] for r in segment.returned),
     )
 
 
-def _marked(graph: Graph, segment: SegmentPlan) -> tuple[tuple[int, int], ...]:
-    """Where the kept parameters stand whose attributes say where their gradients go: among the kept, the inputs."""
-    nodes, inputs = graph.nodes, segment.takes(graph)
-    refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
-    return tuple((k, inputs.index(entry.ref)) for k, entry in enumerate(segment.kept) if entry.ref in refs)
-
-
-def _build(plan: Plan, segment: SegmentPlan, loaded: Loaded) -> Segment:
-    graph, steps = plan.graph, segment.forward
-    inputs, outputs = segment.takes(graph), segment.gives(graph)
+def _build(segment: SegmentPlan, device: str, loaded: Loaded) -> Segment:
+    steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
-    held = [*outputs, *(k.ref for k in segment.kept), *notes]
-    forward, slots = build_program(steps, inputs, held, loaded)
-    back = _build_backward(graph, segment, notes, slots, loaded)
+    held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
+    forward, slots = build_program(steps, segment.takes, held, loaded)
+    back = _build_backward(segment, notes, slots, loaded)
     return Segment(
         segment.values_in,
         segment.values_out,
         segment.parameters,
-        segment.uses_seed,
+        SEED in segment.takes,
         forward,
         back.backward,
         back.kept,
-        back.marked,
+        segment.marked,
         back.notes,
         back.gradients_in,
         back.gradients_out,
-        tuple(slots[r] for r in outputs),
-        _aliased(inputs, outputs, steps),
-        plan.x.device.type,
+        tuple(slots[r] for r in segment.gives),
+        _aliased(segment.takes, segment.gives, steps),
+        device,
         any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
         _picker(back.kept),
         _picker(back.gradients_out),

@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.graph.refs import RECOMPUTED
-from te_fuser.fuser.plan import cost, derivation, finish
+from te_fuser.fuser.plan import derivation, finish, prices
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.kernel_task import KernelTask
 
@@ -214,14 +214,14 @@ def test_every_plan_computes_the_same(memory: str | int, segment_bytes: int, mon
     x = torch.randn(16, 3, 64, dtype=torch.float64, requires_grad=True)
     # As planned for a GPU, where nothing is kept that can be made again: the reference's own plans keep more.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("te_fuser.fuser.plan.cost.kernel_cost", _as_generated)
+        patch.setattr("te_fuser.fuser.plan.prices.kernel_cost", _as_generated)
         for fused, meant in zip(gradients(model, x, False), gradients(model, x, True), strict=True):
             torch.testing.assert_close(fused, meant, rtol=1e-9, atol=1e-9)
         plan = model.plan(x)
     assert len(plan.segments) == 1 if segment_bytes == 25 * MIB else len(plan.segments) > 1
 
 
-_kernel_cost = cost.kernel_cost
+_kernel_cost = prices.kernel_cost
 
 
 def _as_generated(description: object, rows: int, samples: int, generated: bool) -> object:
