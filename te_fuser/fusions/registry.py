@@ -293,7 +293,7 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequenc
         if names and direction not in _DECLARED[what]:
             raise ValueError(f"{label}: a {direction} fusion has no {what}; that is for {', '.join(_DECLARED[what])}")
     for name in declared["emits"]:
-        if not re.fullmatch(r"\d+\.output", name):
+        if not re.fullmatch(r"\d+\.\w+", name):
             raise ValueError(
                 f'{label}: emits names values inside the match, "0.output" for the first op\'s, got {name!r}'
             )

@@ -15,7 +15,7 @@ from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
     Ledger,
-    Limits,
+    Withheld,
     fusion_task,
     kernel_step,
     row_edges,
@@ -67,7 +67,7 @@ class _Fit:
 class BackwardCandidates:
     """Every candidate for the backward of one problem, under the limits that a forward cover sets."""
 
-    def __init__(self, problem: Problem, prices: Prices, keeping: Keeping, limits: Limits, ledger: Ledger) -> None:
+    def __init__(self, problem: Problem, prices: Prices, keeping: Keeping, limits: Withheld, ledger: Ledger) -> None:
         self.problem, self.prices, self.keeping, self.limits, self.ledger = problem, prices, keeping, limits, ledger
         self.graph, self.nodes = problem.graph, problem.nodes
         self.withheld = frozenset(limits.forbidden - limits.given)
@@ -263,7 +263,7 @@ class BackwardCandidates:
         """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""
         fusion, nodes, gradient, saved = fit.fusion, fit.nodes, fit.fusion.gradients[k], dict(fit.saved)
         inputs = [("dy", gradient_ref(nodes[-1].output))]
-        inputs += [(name, saved.get(name) or self._fusion_ref(fusion, nodes, name)) for name in gradient.reads]
+        inputs += [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.reads]
         if any(self._is_withheld(r) for _, r in inputs):
             return None
         outputs = tuple((name, targets[name]) for name in gradient.produces)
@@ -288,7 +288,7 @@ class BackwardCandidates:
     def _fusion_inputs(self, fit: _Fit) -> Named:
         nodes = fit.nodes
         inputs: Named = [("dy", gradient_ref(nodes[-1].output))]
-        inputs += [(name, self._fusion_ref(fit.fusion, nodes, name)) for name in fit.fusion.reads]
+        inputs += [(name, self.problem.in_match(fit.fusion, nodes, name)) for name in fit.fusion.reads]
         inputs += fit.saved
         have = {name for name, _ in inputs}
         for k, node in enumerate(nodes):
@@ -314,21 +314,6 @@ class BackwardCandidates:
                 needed.add(f"{k}.{name}")
                 outputs.append((f"{k}.{name}", self.problem.gradient_target(node, name)))
         return needed, outputs
-
-    def _fusion_ref(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
-        if name == "input":
-            return self.graph.ref(nodes[0].input)
-        if name == "output":
-            return self.graph.ref(nodes[-1].output)
-        place, _, what = name.partition(".")
-        if place.removeprefix("-").isdigit() and -len(nodes) <= int(place) < len(nodes):
-            ref = self.problem.read_ref(nodes[int(place)], what)
-            if ref is not None:
-                return ref
-        raise ValueError(
-            f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
-            '"k.<parameter>" or "k.<named input>"'
-        )
 
 
 __all__ = ["BackwardCandidates"]

@@ -69,7 +69,7 @@ class Edge:
 
 
 @dataclass
-class Limits:
+class Withheld:
     """What a forward cover already chosen cannot give: values, statistics of ops, emissions of ops."""
 
     forbidden: set[int] = field(default_factory=set)
@@ -175,7 +175,7 @@ __all__ = [
     "TICK",
     "Edge",
     "Ledger",
-    "Limits",
+    "Withheld",
     "fusion_task",
     "kernel_step",
     "row_edges",

@@ -17,7 +17,7 @@ import networkx as nx
 
 from te_fuser.fuser.graph.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VALUE, Ref
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
-from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger, Limits
+from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Covers:
 def cover(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers:
     """The cheapest covers that fit together."""
     ledger = Ledger()
-    first = _round(problem, prices, both, keeping, Limits(), ledger)
+    first = _round(problem, prices, both, keeping, Withheld(), ledger)
     assert first is not None  # every op has an edge of its own, and nothing is forbidden
     if not ledger.demand_unmet:
         return first
@@ -57,7 +57,7 @@ def cover(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) ->
 
 
 def _round(
-    problem: Problem, prices: Prices, both: BothWays, keeping: Keeping, limits: Limits, ledger: Ledger
+    problem: Problem, prices: Prices, both: BothWays, keeping: Keeping, limits: Withheld, ledger: Ledger
 ) -> Covers | None:
     """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
     edges = both.counted(BackwardCandidates(problem, prices, keeping, limits, ledger).edges())
@@ -109,9 +109,9 @@ def _second_round(problem: Problem, prices: Prices, both: BothWays, keeping: Kee
     return None if free is None else _round(problem, prices, both, keeping, _limits_of(problem, free), Ledger())
 
 
-def _limits_of(problem: Problem, forward: list[Edge]) -> Limits:
+def _limits_of(problem: Problem, forward: list[Edge]) -> Withheld:
     """What the fusions of a forward cover do not give."""
-    root, limits = problem.graph.root, Limits()
+    root, limits = problem.graph.root, Withheld()
     for edge in forward:
         if edge.fusion is None:
             continue

@@ -134,6 +134,7 @@ class Problem:
     def read_ref(self, node: Node, name: str) -> Ref | None:
         """What an op calls `name` when it reads: a value, a parameter, what it emitted; None: none of these."""
         values = {"input": node.input, "output": node.output, **node.named_in}
+        values |= zip(node.op.named_outputs(), node.named_out, strict=True)
         if name in values:
             return self.graph.ref(values[name])
         if name in node.parameters:
@@ -142,11 +143,30 @@ class Problem:
             return emitted_ref(node.index, name)
         return None
 
+    def in_match(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
+        """What a fusion calls `name` where it covers these ops.
+
+        Raises:
+            ValueError: when it is nothing there.
+        """
+        if name == "input":
+            return self.graph.ref(nodes[0].input)
+        if name == "output":
+            return self.graph.ref(nodes[-1].output)
+        place, _, what = name.partition(".")
+        if place.removeprefix("-").isdigit() and -len(nodes) <= int(place) < len(nodes):
+            ref = self.read_ref(nodes[int(place)], what)
+            if ref is not None:
+                return ref
+        raise ValueError(
+            f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
+            '"k.<parameter>", "k.<named input>" or "k.<named output>"'
+        )
+
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
         """What a fusion can give beside its output, as far as the ops that its forward covers have it."""
-        places = ((name, *name.split(".", 1)) for name in fusion.emits)
-        found = {name: self.read_ref(nodes[int(k)], what) for name, k, what in places if int(k) < len(nodes)}
-        return {name: ref for name, ref in found.items() if ref is not None}
+        there = (name for name in fusion.emits if int(name.partition(".")[0]) < len(nodes))
+        return {name: self.in_match(fusion, nodes, name) for name in there}
 
     def parameter_ref(self, node: Node, name: str) -> Ref:
         """A parameter of an op, in the dtype that it runs in."""

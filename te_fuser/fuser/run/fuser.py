@@ -173,7 +173,7 @@ class Fuser:
         self, signature: Any, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
     ) -> Prepared:
         """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
-        graph, options = self.problem(x, inputs, outputs)
+        graph, options = self.asked(x, inputs, outputs)
         shapes, rest = signature
         places = tuple(find_matches(graph, options)[0])
         key = (tuple(_shape_class(s) for s in shapes), rest, places)
@@ -203,9 +203,9 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        return make_plan(*self.problem(x, named_tensors(inputs or {}), outputs, device))
+        return make_plan(*self.asked(x, named_tensors(inputs or {}), outputs, device))
 
-    def problem(
+    def asked(
         self,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],

@@ -123,7 +123,7 @@ def tune(
     """Tune the plan of a call like this one; (report, what the call returns)."""
     rounds = _Rounds(x, inputs, outputs, effort, contest or _contest_on(x.device))
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
-    graph, options = fuser.problem(x, inputs, outputs)
+    graph, options = fuser.asked(x, inputs, outputs)
     # What an earlier tuning left out is a candidate again.
     options = dataclasses.replace(options, tuned={})
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
