@@ -188,6 +188,8 @@ class FusableOperation(torch.nn.Module):
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
+    emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
+    views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -478,8 +480,6 @@ class UnfusedOperation(FusableOperation):
 
     family = True
     reads: ClassVar[tuple[str, ...]] = ("input",)
-    emits: ClassVar[tuple[str, ...]] = ()
-    views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
     # op_wait(call, started) -> the output, of an op whose op_forward only starts something and gives what is under way:
     # other steps may run in between.
     op_wait: ClassVar[Callable[..., torch.Tensor] | None] = None

@@ -69,6 +69,3 @@ def _casts(
     if op.autocast == "follow" and x == target or op.autocast == "float32" and x == wanted:
         return {name: x for name, dtype in parameters.items() if dtype not in (x, torch.float64)}
     return {}
-
-
-__all__ = ["autocast"]

@@ -106,7 +106,7 @@ class Graph:
         found = list(self._roots)
         for n in self.nodes:  # what a node reads comes before what it makes
             for value in (n.output, *n.named_out):
-                found[value] = found[n.input] if getattr(n.op, "views", False) else found[self._roots[value]]
+                found[value] = found[n.input] if n.op.views else found[self._roots[value]]
         return found
 
     @functools.cached_property

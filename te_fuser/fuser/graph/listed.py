@@ -94,6 +94,3 @@ def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp
             names = {arg: given.name for arg, given in low.op.named_inputs().items()}
             listed.append(ListedOp(low, prefix + low.suffix, names, low.op.named_outputs()))
     return listed
-
-
-__all__ = ["CallSpecs", "ListedOp", "autocast_of", "list_ops", "output_of", "spec_of"]

@@ -25,6 +25,3 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     for run in PASSES:
         found = run(found, call)
     return found
-
-
-__all__ = ["PASSES", "Pass", "lower"]

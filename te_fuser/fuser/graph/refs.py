@@ -193,30 +193,3 @@ def emitted_ref(node: int, name: str) -> Ref:
 def saved_ref(start: int, fusion: str, name: str) -> Ref:
     """What a joint fusion saves for its own backward."""
     return Ref(SAVED, start, name=f"{fusion}: {name}")
-
-
-__all__ = [
-    "AS_MADE",
-    "DOUBLED",
-    "EMITTED",
-    "GRADIENT",
-    "NOTES",
-    "PARAMETER",
-    "PARAMETER_GRADIENT",
-    "RECOMPUTED",
-    "SAVED",
-    "SEED",
-    "STARTED",
-    "STATISTIC",
-    "VALUE",
-    "Form",
-    "Kind",
-    "Ref",
-    "bytes_of",
-    "emitted_ref",
-    "gradient_ref",
-    "parameter_gradient_ref",
-    "parameter_ref",
-    "saved_ref",
-    "statistic_ref",
-]

@@ -314,6 +314,3 @@ class BackwardCandidates:
                 needed.add(f"{k}.{name}")
                 outputs.append((f"{k}.{name}", self.problem.gradient_target(node, name)))
         return needed, outputs
-
-
-__all__ = ["BackwardCandidates"]

@@ -67,6 +67,3 @@ def _distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
         if start in found:
             found[stop] = min(found.get(stop, found[start] + length), found[start] + length)
     return found
-
-
-__all__ = ["BothWays"]

@@ -168,16 +168,3 @@ def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Price
     sizes = fusion.saved_bytes(match) if fusion.saved_bytes else {}
     prices.learn({ref: sizes.get(name, 0) for name, ref in found})
     return found
-
-
-__all__ = [
-    "NO_TENSOR",
-    "TICK",
-    "Edge",
-    "Ledger",
-    "Withheld",
-    "fusion_task",
-    "kernel_step",
-    "row_edges",
-    "saved_by",
-]

@@ -221,6 +221,3 @@ def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
         return step
     inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
     return replace(step, inputs=inputs)
-
-
-__all__ = ["Covers", "cover", "in_running_order", "shortest"]

@@ -141,6 +141,3 @@ class DerivedStretch:
 def forget() -> None:
     """Drop every derived kernel, for tests and timing."""
     _derived.clear()
-
-
-__all__ = ["DerivedStretch", "forget"]

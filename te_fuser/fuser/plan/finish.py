@@ -257,6 +257,3 @@ def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
             standing_for = [v.index for v in graph.values if graph.ref(v.index) == ref and graph.consumers(v.index)]
             found |= set(range(edge.stop, max(graph.consumers(v)[-1] for v in standing_for) + 1))
     return found
-
-
-__all__ = ["SEGMENT_BYTES", "finish", "segments", "waiting_late"]

@@ -175,6 +175,3 @@ def _breaks(edge: Edge, joint: Edge) -> bool:
     """Whether a forward edge overlaps a forced joint fusion without being it."""
     overlaps = edge.start < joint.stop and joint.start < edge.stop
     return overlaps and (edge.fusion is not joint.fusion or edge.whole != joint.whole)
-
-
-__all__ = ["ForwardCandidates"]

@@ -67,6 +67,3 @@ def _giving_back(plan: Plan, keeping: Keeping, room: float, alike: bool, make: M
             room -= size
             held |= {c.root for c in choices}
     return make(replace(keeping, held=frozenset(held))) if held else plan
-
-
-__all__ = ["LAMBDA", "Keeping", "plan_for_memory"]

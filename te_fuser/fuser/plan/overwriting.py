@@ -143,6 +143,3 @@ class _Lives:
             and self.last[ref] == number
             and all(self.last[r] < number for r in others)
         )
-
-
-__all__ = ["LEAST_BYTES", "shape_of", "with_overwriting"]

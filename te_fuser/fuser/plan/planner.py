@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from te_fuser.fuser.plan.both_ways import BothWays
 from te_fuser.fuser.plan.covers import cover
 from te_fuser.fuser.plan.finish import finish
-from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
+from te_fuser.fuser.plan.keeping import Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
@@ -54,6 +54,3 @@ def make_plan(graph: Graph, options: Options) -> Plan:
     for change in PASSES:
         plan = change(plan, options)
     return plan
-
-
-__all__ = ["LAMBDA", "PASSES", "covered", "make_plan"]

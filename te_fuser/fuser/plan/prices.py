@@ -141,6 +141,3 @@ def flops_of(graph: Graph, nodes: Iterable[Node]) -> float:
         specs = {name: graph.parameter_specs[p] for name, p in n.parameters.items()}
         total += n.op.flops(graph.values[n.input].spec, specs)
     return total
-
-
-__all__ = ["Prices", "kernel_cost"]

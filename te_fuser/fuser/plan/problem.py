@@ -139,7 +139,7 @@ class Problem:
             return self.graph.ref(values[name])
         if name in node.parameters:
             return self.parameter_ref(node, name)
-        if name in getattr(node.op, "emits", ()):
+        if name in node.op.emits:
             return emitted_ref(node.index, name)
         return None
 
@@ -195,6 +195,3 @@ class Problem:
     def ends_in_a_tensor(self, nodes: tuple[Node, ...]) -> bool:
         """Whether the last of these ops gives a tensor that one of them makes."""
         return self.graph.root(nodes[-1].output) in {n.output for n in nodes}
-
-
-__all__ = ["Options", "Problem", "find_matches", "match_at"]

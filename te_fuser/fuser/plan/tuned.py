@@ -99,6 +99,3 @@ def signature(plan: Plan) -> tuple[Any, ...]:
     """What two plans must share to run the same steps."""
     steps = [(s.name, s.start, s.stop, s.inputs, s.outputs) for s in plan.steps]
     return (*steps, *((s.start, s.stop) for s in plan.segments))
-
-
-__all__ = ["OFF", "ON", "Choices", "Store", "device_name", "list_key", "place_of", "signature", "store_for"]

@@ -321,5 +321,3 @@ def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.
 
 
 FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]
-
-__all__ = ["Fuser", "check_input", "check_options", "named_tensors"]

@@ -177,6 +177,3 @@ def draw_seed(device: torch.device) -> torch.Tensor:
         generator.set_offset(offset + _OFFSETS_PER_CALL)
     signed = seed - (seed >> 63 << 64)  # the same 64 bits, with a sign
     return torch.tensor((signed, offset), device="cpu")  # whatever the default device is
-
-
-__all__ = ["Prepared", "draw_seed", "execute", "load", "load_column_sums", "load_kernels"]

@@ -15,6 +15,3 @@ import torch
 def outside_tracing(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function where torch.compile does not look."""
     return function(*arguments)
-
-
-__all__ = ["outside_tracing"]

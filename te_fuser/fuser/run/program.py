@@ -83,6 +83,3 @@ def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, i
     """Whether a step has column sums, and all are results of the program that no later step reads."""
     places = [slots[r] for r in step.sums()]
     return bool(places) and all(p in held and last[p] == number for p in places)
-
-
-__all__ = ["Loaded", "Program", "Wrapper", "build_program"]

@@ -455,6 +455,3 @@ def _range(first: int, last: int) -> str:
 
 def _few(texts: Sequence[str], most: int) -> list[str]:
     return list(texts) if len(texts) <= most else [*texts[:most], f"{len(texts) - most} more places"]
-
-
-__all__ = ["Explanation", "StepRow", "step_rows"]

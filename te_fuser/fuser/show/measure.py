@@ -110,6 +110,3 @@ class _CudaClock(_Clock):
     def between(self, start: Any, stop: Any) -> float:
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
-
-
-__all__ = ["Measured", "measured_run"]

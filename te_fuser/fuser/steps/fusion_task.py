@@ -136,6 +136,3 @@ class FusionRunner:
         made = {"input": dx, **others}
         for name, k in self._outputs:
             slots[k] = gradient_made(self._label, made, name)
-
-
-__all__ = ["FusionTask"]

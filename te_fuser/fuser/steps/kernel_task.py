@@ -193,6 +193,3 @@ def _madvise() -> Callable[[int, int, int], int] | None:
         return None
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return call
-
-
-__all__ = ["LARGE", "KernelOutput", "KernelTask", "prefer_huge_pages"]

@@ -176,6 +176,3 @@ def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str
     if found is None:
         raise RuntimeError(f"{label}: its backward gave no gradient for {name!r}, which is needed")
     return found
-
-
-__all__ = ["OpTask", "emission_made", "gradient_made", "stream_of"]

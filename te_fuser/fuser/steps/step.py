@@ -148,6 +148,3 @@ class Step:
 def made_name(name: str) -> str:
     """What a method calls the gradient that a step calls `d_` and that name."""
     return name.removeprefix("d_")
-
-
-__all__ = ["Bench", "KernelFunction", "Runner", "SlotMap", "Slots", "Step", "Task", "made_name"]

@@ -41,6 +41,3 @@ class CastTask(Task):
     def runner(self, step: Step, bench: Bench) -> Runner:
         dtype, ((_, taken),), ((_, given),) = self.dtype, step.inputs, step.outputs
         return _native.FunctionStep(step.name, lambda p: p.to(dtype), [bench.slots[taken]], [bench.slots[given]])
-
-
-__all__ = ["AddTask", "CastTask"]

@@ -145,6 +145,3 @@ def _drawn_elsewhere(plan: Plan, other: Plan) -> list[str]:
 
 def _runs(plan: Plan, op: int) -> list[str]:
     return [s.name for s in plan.forward if s.start <= op < s.stop]
-
-
-__all__ = ["Check"]

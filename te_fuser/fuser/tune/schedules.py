@@ -136,6 +136,3 @@ def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[
     """Seconds of one launch of a kernel alone."""
     numbers = tuple(range(len(kernel.description.streams)))
     return seconds_alone(lambda: kernel.run.repeat(_LAUNCHES, tensors, *sizes, numbers)) / _LAUNCHES
-
-
-__all__ = ["Compare", "tune_schedules"]

@@ -286,6 +286,3 @@ def _contest_on(device: torch.device) -> Contest:
 def _keep(graph: Graph, fuser: Fuser, device: torch.device, choices: Choices, ratio: float) -> None:
     store_for(device_name(device)).put(list_key(graph, fuser.memory, fuser.kernels), choices, ratio)
     fuser.forget_plans()
-
-
-__all__ = ["Contest", "Effort", "Trial", "TuneReport", "tune"]
