@@ -29,6 +29,3 @@ def name_of(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise TypeError(f"values are in {', '.join(FLOATING)}, got {text_of(dtype)}")
     return _NAMES[dtype]
-
-
-__all__ = ["FLOATING", "GENERATED", "name_of", "text_of"]
