@@ -300,6 +300,34 @@ def test_an_op_says_how_it_is_made_and_what_else_to_try() -> None:
         check(wrong)
 
 
+class Weighted(ops.RowOp):
+    """y = x * weight**power."""
+
+    def __init__(self, features: int, power: float, flat: bool = False) -> None:
+        super().__init__()
+        self.power, self.flat = power, flat
+        self.weight = torch.nn.Parameter(torch.full((features,), 2.0))
+
+    prototype_arguments = {"power": 2.0}
+
+    def compute(self, x: Any, weight: Any) -> Any:
+        return x if self.flat else x * weight**self.power
+
+
+def test_an_op_is_made_by_its_constructor() -> None:
+    made = Weighted.prototype(5, "free", flat=True)
+    assert isinstance(made, Weighted) and made.weight.shape == (5,) and (made.power, made.flat) == (2.0, True)
+    like = Weighted(4, 3.0).example(7, torch.Generator())
+    assert isinstance(like, Weighted) and (like.weight == torch.full((7,), 2.0)).all() and like.power == 3.0
+
+    @fusion(forward=[Weighted], details=Details(registered=False))
+    def squared(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * m[0].weight ** 2
+
+    with pytest.raises(VerificationError, match="Weighted with (power=4.125|flat=True)"):
+        check(squared)
+
+
 def test_an_op_without_an_example_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Centred, "example")
 

@@ -57,6 +57,3 @@ def seconds_alone(work: Call) -> float:
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e-3)
     return min(times[1:])
-
-
-__all__ = ["Call", "Contest", "ReasonNot", "Trial", "concluded", "dropped", "seconds_alone"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from te_fuser.ops.base import NamedInput, RowOp
 from te_fuser.ops.checks import check_name
 
@@ -31,10 +29,3 @@ class Add(RowOp):
 
     def compute(self, x: Any, other: Any) -> Any:
         return x + other
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Add:
-        return cls(name, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Add:
-        return Add(self.name)

@@ -19,6 +19,7 @@ import torch
 
 from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
+from te_fuser.ops.parameters import alike, of_kind, randomized
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ class FusableOperation(torch.nn.Module):
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
+    prototype_arguments: ClassVar[Mapping[str, Any]] = {}  # argument -> what verify gives where it gives nothing else
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -301,13 +303,18 @@ class FusableOperation(torch.nn.Module):
     def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
         """An op of this kind, for verify: `changed` has another value of an argument, and `name` is a free one.
 
-        What it is called with goes to the constructor; overridden where that needs more than its defaults.
+        By default the constructor gets these, `prototype_arguments`, and its `features` and `name`.
         """
-        return cls(**changed)
+        return of_kind(cls, features, name, {**cls.prototype_arguments, **changed})
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        """An op like this one for `features` input features, for verify, the fuzzer and the benchmark."""
-        raise NotImplementedError(f"{type(self).__name__} gives no example")
+        """An op like this one for `features` input features, for verify, the fuzzer and the benchmark.
+
+        By default the constructor gets the attributes that are called as its arguments are, and parameters random
+        numbers where it takes a device.
+        """
+        made = alike(self, features)
+        return randomized(made, rng) if any(p.is_meta for p in made.parameters()) else made
 
     def extra_repr(self) -> str:
         hidden = ("training", "revision")

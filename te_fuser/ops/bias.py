@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.ops.base import RowOp, Spec
 from te_fuser.ops.checks import check_features, feature_size
-from te_fuser.ops.parameters import empty, fill, randomized
+from te_fuser.ops.parameters import empty, fill
 
 
 class Bias(RowOp):
@@ -46,10 +46,3 @@ class Bias(RowOp):
     def infer(self, x: Spec) -> Spec:
         check_features(self, x, self.features)
         return super().infer(x)
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Bias:
-        return cls(features, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Bias:
-        return randomized(Bias(features, device="meta"), rng)

@@ -16,6 +16,8 @@ class Cast(RowOp):
         TypeError: for a dtype that is none of float32, bfloat16, float16, float64.
     """
 
+    prototype_arguments = {"dtype": torch.bfloat16}
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -30,13 +32,6 @@ class Cast(RowOp):
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Cast:
-        return cls(torch.bfloat16, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Cast:
-        return Cast(self.dtype)
 
     def extra_repr(self) -> str:
         return str(self.dtype)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from te_fuser.formula import random
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec, UnfusedOperation
 from te_fuser.ops.checks import check_name, check_probability
+from te_fuser.ops.parameters import alike
 
 # Name of a mask -> (hides later positions, is given a boolean tensor).
 MASKS = {
@@ -270,6 +270,7 @@ class DotProductAttention(UnfusedOperation):
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
     global_state = staticmethod(switches)
+    prototype_arguments = {"heads": 2, "head_dim": 8}
     other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
 
     def __init__(
@@ -368,10 +369,6 @@ class DotProductAttention(UnfusedOperation):
         samples, positions = self.packed.lengths(x.shape)
         return 4 * 4 * samples * self.heads * positions**2
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> DotProductAttention:
-        return cls(2, 8, **changed)
-
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same attention with other heads; a given mask becomes a causal one, since an example has one input.
 
@@ -379,15 +376,8 @@ class DotProductAttention(UnfusedOperation):
             ValueError: fewer than 3 features.
         """
         packed, causal = self.packed.like(features), {"given": "causal", "causal_and_given": "causal"}
-        return type(self)(
-            packed.heads,
-            packed.head_dim,
-            kv_heads=packed.kv_heads,
-            mask=causal.get(self.mask, self.mask),
-            dropout=self.dropout,
-            layout=self.layout,
-            packing=self.packing,
-        )
+        heads = {"heads": packed.heads, "kv_heads": packed.kv_heads, "head_dim": packed.head_dim}
+        return alike(self, features, **heads, mask=causal.get(self.mask, self.mask), scale=None)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """An explicit softmax, recorded by autograd."""

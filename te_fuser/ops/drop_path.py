@@ -27,6 +27,8 @@ class DropPath(RowOp):
     Source: Huang et al., "Deep networks with stochastic depth" (2016).
     """
 
+    prototype_arguments = {"p": 0.25, "batch_dim": 0}
+
     def __init__(self, p: float, batch_dim: int) -> None:
         super().__init__()
         self.p = check_probability(p)
@@ -46,10 +48,6 @@ class DropPath(RowOp):
     def infer(self, x: Spec) -> Spec:
         check_batch_dim(self, x, self.sample_dim)
         return super().infer(x)
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> DropPath:
-        return cls(0.25, 0, **changed)
 
     def example(self, features: int, rng: torch.Generator) -> DropPath:
         return DropPath(self.p, self.sample_dim)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import keep_mask
 from te_fuser.ops.base import RowOp
 from te_fuser.ops.checks import check_probability
@@ -24,6 +22,8 @@ class Dropout(RowOp):
     Source: Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (2014).
     """
 
+    prototype_arguments = {"p": 0.25}
+
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
         self.p = check_probability(p)
@@ -35,13 +35,6 @@ class Dropout(RowOp):
         if not self.draws():
             return x
         return x * (keep_mask(x, self.p) * kept_scale(self.p))
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Dropout:
-        return cls(0.25, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Dropout:
-        return Dropout(self.p)
 
 
 def kept_scale(p: float) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.ops.base import RowOp
 from te_fuser.ops.checks import check_name
 
@@ -26,10 +24,3 @@ class Fork(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Fork:
-        return cls(name, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Fork:
-        return Fork(self.name)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from te_fuser.formula import erf, sigmoid
 from te_fuser.ops.base import RowOp
 
@@ -49,6 +47,3 @@ class GELU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return _FORMS[self.approximate](x)
-
-    def example(self, features: int, rng: torch.Generator) -> GELU:
-        return GELU(self.approximate)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import clamp, relu, sigmoid, split
 from te_fuser.ops.base import RowOp, Spec
 from te_fuser.ops.gelu import gelu_tanh
@@ -49,9 +47,6 @@ class GatedUnit(RowOp):
                 f"(input shape {list(x.shape)}): make the layer before it twice as wide as what shall come out"
             )
         return super().infer(x)
-
-    def example(self, features: int, rng: torch.Generator) -> GatedUnit:
-        return type(self)(gate_first=self.gate_first)
 
 
 class GLU(GatedUnit):
@@ -151,6 +146,3 @@ class ClampedSwiGLU(GatedUnit):
 
     def combine(self, gate: Any, linear: Any) -> Any:
         return self.activation(gate) * (clamp(linear, -self.limit, self.limit) + 1.0)
-
-    def example(self, features: int, rng: torch.Generator) -> ClampedSwiGLU:
-        return ClampedSwiGLU(self.limit, self.alpha, self.gate_first)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.ops.base import RowOp
 
 
@@ -14,6 +12,3 @@ class Identity(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x
-
-    def example(self, features: int, rng: torch.Generator) -> Identity:
-        return Identity()

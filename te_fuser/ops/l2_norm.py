@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import row_sum, rsqrt
 from te_fuser.ops.base import RowOp
 
@@ -28,6 +26,3 @@ class L2Norm(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x * rsqrt(row_sum(x * x) + self.eps)
-
-    def example(self, features: int, rng: torch.Generator) -> L2Norm:
-        return L2Norm(self.eps)

@@ -10,7 +10,7 @@ import torch
 from te_fuser.formula import row_mean, rsqrt
 from te_fuser.ops.base import RowOp, Spec
 from te_fuser.ops.checks import check_features, feature_size
-from te_fuser.ops.parameters import empty, fill, randomized
+from te_fuser.ops.parameters import alike, empty, fill, randomized
 
 
 def normalize(x: Any, eps: float) -> Any:
@@ -71,16 +71,5 @@ class LayerNorm(RowOp):
         check_features(self, x, self.features)
         return super().infer(x)
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> LayerNorm:
-        return cls(features, **changed)
-
     def example(self, features: int, rng: torch.Generator) -> LayerNorm:
-        op = LayerNorm(
-            features,
-            self.eps,
-            zero_centered_gamma=self.zero_centered_gamma,
-            bias=self.bias is not None,
-            device="meta",
-        )
-        return randomized(op, rng, center=0.0 if self.zero_centered_gamma else 1.0)
+        return randomized(alike(self, features), rng, center=0.0 if self.zero_centered_gamma else 1.0)

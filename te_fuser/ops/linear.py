@@ -13,7 +13,7 @@ from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.matmul import MatMul, init_linear_weight
-from te_fuser.ops.parameters import randomized
+from te_fuser.ops.parameters import alike, randomized
 
 
 class Linear(FusableOperation):
@@ -95,10 +95,5 @@ class Linear(FusableOperation):
             x = part.op.reference(call, x)
         return x
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Linear:
-        return cls(features, features, **changed)
-
     def example(self, features: int, rng: torch.Generator) -> Linear:
-        op = Linear(features, self.out_features, self.bias is not None, device="meta")
-        return randomized(op, rng, spread=max(features, 1) ** -0.5)
+        return randomized(alike(self, features), rng, spread=max(features, 1) ** -0.5)

@@ -11,7 +11,7 @@ import torch
 from te_fuser.ops.base import Gradient, Spec, UnfusedOperation, check_floating
 from te_fuser.ops.checks import check_features, feature_size
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
-from te_fuser.ops.parameters import empty, randomized
+from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import linear, product
 from te_fuser.ops.tensor_function import forward_of, gradient_of
 
@@ -110,18 +110,8 @@ class MatMul(UnfusedOperation):
     weight_gradient = gradient_of("weight", _weight_gradient, "dy", "input")
     main_gradient = gradient_of("weight", _main_gradient, "dy", "input", "weight")
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> MatMul:
-        return cls(features, features, **changed)
-
     def example(self, features: int, rng: torch.Generator) -> MatMul:
-        made = MatMul(
-            features,
-            self.out_features,
-            accumulate_into_main_grad=self.accumulate_into_main_grad,
-            device="meta",
-        )
-        return randomized(made, rng, spread=max(features, 1) ** -0.5)
+        return randomized(alike(self, features), rng, spread=max(features, 1) ** -0.5)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.ops.base import RowOp
 from te_fuser.ops.checks import check_name
 
@@ -28,10 +26,3 @@ class Output(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x
-
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Output:
-        return cls(name, **changed)
-
-    def example(self, features: int, rng: torch.Generator) -> Output:
-        return Output(self.name)

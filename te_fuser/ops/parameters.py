@@ -1,14 +1,14 @@
-"""Parameters of ops: made, or filled with random numbers."""
+"""Parameters of ops, made or filled with random numbers, and ops made like another one."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import inspect
+from typing import Any, TypeVar
 
 import torch
 
-from te_fuser.ops.base import FusableOperation
-
-Op = TypeVar("Op", bound=FusableOperation)
+Op = TypeVar("Op", bound=torch.nn.Module)
+_SIZES = ("features", "in_features")  # what constructors call the number of input features
 
 
 def empty(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> torch.nn.Parameter:
@@ -29,3 +29,34 @@ def randomized(op: Op, rng: torch.Generator, center: float = 0.0, spread: float 
         for parameter in op.parameters():
             parameter.normal_(center, spread, generator=rng)
     return op
+
+
+def of_kind(kind: type[Op], features: int, name: str, given: dict[str, Any]) -> Op:
+    """An op of that kind: `given` goes to its constructor, and the sizes and the name that it takes."""
+    takes = inspect.signature(kind).parameters
+    known = {**dict.fromkeys((*_SIZES, "out_features"), features), "name": name}
+    return kind(**{**{argument: value for argument, value in known.items() if argument in takes}, **given})
+
+
+def alike(op: Op, features: int, **changed: Any) -> Op:
+    """An op of the same kind for so many input features, made on the meta device where it takes one.
+
+    Its constructor gets the attributes that have its arguments' names.
+
+    Raises:
+        NotImplementedError: when an argument without a default is no such attribute.
+    """
+    given: dict[str, Any] = {}
+    for name, argument in inspect.signature(type(op)).parameters.items():
+        value = getattr(op, name, argument.empty)
+        if name in _SIZES:
+            given[name] = features
+        elif name == "device":
+            given[name] = "meta"
+        elif isinstance(argument.default, bool) and isinstance(value, (torch.Tensor, type(None))):
+            given[name] = value is not None
+        elif not (value is argument.empty or callable(value) or isinstance(value, torch.Tensor)):
+            given[name] = value
+        elif argument.default is argument.empty and name not in changed:
+            raise NotImplementedError(f"{type(op).__name__} gives no example")
+    return type(op)(**{**given, **changed})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import sigmoid
 from te_fuser.ops.base import RowOp
 
@@ -18,6 +16,3 @@ class QGELU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x * sigmoid(1.702 * x)
-
-    def example(self, features: int, rng: torch.Generator) -> QGELU:
-        return QGELU()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import relu
 from te_fuser.ops.base import RowOp
 
@@ -20,6 +18,3 @@ class ReLU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return relu(x)
-
-    def example(self, features: int, rng: torch.Generator) -> ReLU:
-        return ReLU()

@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from te_fuser.ops.base import FusableOperation, OpCall, Spec, UnfusedOperation
 from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads, one_of, raised
+from te_fuser.ops.parameters import alike
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache
 
@@ -95,6 +95,7 @@ class RotaryEmbedding(UnfusedOperation):
     """
 
     reads = ()
+    prototype_arguments = {"head_dim": 8, "heads": 2}
     other_choices = {"layout": "batch_first", "packing": "blocked", "style": "interleaved"}
 
     def __init__(
@@ -141,10 +142,6 @@ class RotaryEmbedding(UnfusedOperation):
         self.packed.check(type(self).__name__, x)
         return x
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> RotaryEmbedding:
-        return cls(8, heads=2, **changed)
-
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same embedding of other heads, with as many of their features turning as here or all.
 
@@ -152,17 +149,8 @@ class RotaryEmbedding(UnfusedOperation):
             ValueError: `features` has no head size of 2 or more, as prime numbers have none.
         """
         packed = self.packed.like(features, smallest=2)
-        return type(self)(
-            packed.head_dim,
-            heads=packed.heads,
-            kv_heads=packed.kv_heads,
-            base=self.base,
-            layout=self.layout,
-            packing=self.packing,
-            style=self.style,
-            rotary_dim=min(self.rotary_dim, packed.head_dim // 2 * 2),
-            position_offset=self.position_offset,
-        )
+        heads = {"heads": packed.heads, "kv_heads": packed.kv_heads, "head_dim": packed.head_dim}
+        return alike(self, features, **heads, rotary_dim=min(self.rotary_dim, packed.head_dim // 2 * 2))
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The formula, recorded by autograd."""

@@ -58,10 +58,6 @@ class Scale(RowOp):
             check_features(self, x, self.features)
         return super().infer(x)
 
-    @classmethod
-    def prototype(cls, features: int, name: str, **changed: Any) -> Scale:
-        return cls(features, **changed)
-
     def example(self, features: int, rng: torch.Generator) -> Scale:
         if self.weight is None:
             return Scale(value=self.value)

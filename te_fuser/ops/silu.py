@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import sigmoid
 from te_fuser.ops.base import RowOp
 
@@ -20,6 +18,3 @@ class SiLU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x * sigmoid(x)
-
-    def example(self, features: int, rng: torch.Generator) -> SiLU:
-        return SiLU()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fuser.formula import relu
 from te_fuser.ops.base import RowOp
 
@@ -21,6 +19,3 @@ class SReLU(RowOp):
     def compute(self, x: Any) -> Any:
         positive = relu(x)
         return positive * positive
-
-    def example(self, features: int, rng: torch.Generator) -> SReLU:
-        return SReLU()

@@ -327,8 +327,3 @@ def first_features(model: Sequential, default: int) -> int:
             if isinstance(size, int):
                 return size
     return default
-
-
-__all__: Sequence[str] = (
-    "Call", "Subject", "example_call", "first_features", "gradient_names", "gradients_repeat", "listed_ops",
-)  # fmt: skip

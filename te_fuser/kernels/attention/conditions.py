@@ -61,6 +61,11 @@ def switched_on(name: str) -> Condition:
     )
 
 
+def cuda_kernel(name: str, major: int, *dtypes: torch.dtype) -> tuple[Condition, ...]:
+    """What a CUDA kernel of that name needs that PyTorch has a switch for: the GPU, the switch, dtypes, `major`.0."""
+    return runs_on("cuda"), switched_on(name), takes(*dtypes), capability(major)
+
+
 NO_DROPOUT = needs(
     lambda p: p.settings.dropout == 0.0,
     lambda p: f"it has no dropout, and {p.settings.dropout} of the probabilities are to be dropped",

@@ -6,17 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from te_fuser.kernels.attention.conditions import (
-    DROPS_SOME,
-    IN_GRID,
-    Condition,
-    capability,
-    head_dim,
-    needs,
-    runs_on,
-    switched_on,
-    takes,
-)
+from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, Condition, cuda_kernel, head_dim, needs
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import Call
@@ -46,10 +36,7 @@ class CudnnProvider(CudaProvider):
         {True: (730.0, 1320.0), False: (220.0, 550.0)},
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
-        runs_on("cuda"),
-        switched_on("cuda_cudnn"),
-        takes(torch.bfloat16, torch.float16),
-        capability(8),
+        *cuda_kernel("cuda_cudnn", 8, torch.bfloat16, torch.float16),
         head_dim(128),
         IN_GRID,
         needs(lambda p: p.cudnn >= 90000, lambda p: f"it needs cuDNN 9.0, found {p.cudnn}"),

@@ -149,6 +149,3 @@ def drop(form: Form, problem: tuple[int, ...], why: str) -> None:
     with contextlib.suppress(OSError):  # a folder that cannot be written costs only another refusal
         if store is not None:
             store.drop(met.key(form), f"cuBLASLt refused the tuned algorithm: {why}")
-
-
-__all__ = ["Form", "Found", "Problem", "TunedProducts", "algorithm_of", "drop", "found_for", "store_on"]

@@ -224,6 +224,3 @@ def _matrix(
     wanted = alignment % _ALIGNMENT  # more than 256 is as good as 256
     offset = (wanted - flat.data_ptr()) % _ALIGNMENT // dtype.itemsize
     return flat.as_strided((rows, columns), (1, stride) if flipped else (stride, 1), offset)
-
-
-__all__ = ["MOST_IN_PLACE", "MOST_LISTED", "Place", "example", "places_of", "tune_products"]

@@ -192,6 +192,3 @@ def _package() -> Any:
 def _handle(device: int) -> Any:
     """cuDNN's handle on a device, made while it is the current one."""
     return _package().create_handle()
-
-
-__all__ = ["PACKAGE", "AttentionBackward", "BackwardGraph", "graph_for", "installed_version", "missing", "unusable"]

@@ -110,6 +110,3 @@ def _failure(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, er
 @functools.cache
 def _module() -> Any:
     return importlib.import_module(_MODULE)
-
-
-__all__ = ["PACKAGE", "backward", "forward", "installed_version", "missing", "runs", "unusable"]

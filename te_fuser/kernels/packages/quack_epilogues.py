@@ -14,6 +14,3 @@ def dgelu_with_sum(acc: Any, c: Any) -> dict[str, Any]:
     """(acc * gelu'(c), gelu(c), the sum of the first over the columns), in the tanh form."""
     gradient, activated = dgelu_tanh_approx(c, acc)
     return {"D": gradient, "activated": activated, "total": gradient}
-
-
-__all__ = ["dgelu_with_sum"]

@@ -20,6 +20,3 @@ def dswiglu_of_halves(acc: Any, c: Any, up: Any) -> dict[str, Any]:
     """
     gate_gradient, up_gradient, activated = dswiglu(c, up, acc)
     return {"D": gate_gradient, "up_gradient": up_gradient, "activated": activated}
-
-
-__all__ = ["dswiglu_of_halves"]

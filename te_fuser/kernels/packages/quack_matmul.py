@@ -226,18 +226,3 @@ def _config() -> Any:
 @functools.cache
 def _module(name: str) -> Any:
     return importlib.import_module(name)
-
-
-__all__ = [
-    "MULTIPLE",
-    "PACKAGE",
-    "input_gradient_dgelu_sum",
-    "input_gradient_dswiglu",
-    "installed_version",
-    "linear_bias_gelu",
-    "linear_bias_gelu_aux",
-    "missing",
-    "runs",
-    "unusable",
-    "unusable_by_gates",
-]

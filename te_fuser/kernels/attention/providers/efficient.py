@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention.conditions import (
-    DROPS_SOME,
-    IN_GRID,
-    capability,
-    head_dim,
-    needs,
-    runs_on,
-    switched_on,
-    takes,
-)
+from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, cuda_kernel, head_dim, needs
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import Call, Gradients
@@ -43,10 +34,7 @@ class CudaEfficient(CudaProvider):
         {True: (1140.0, 1560.0), False: (250.0, 460.0)},
     )
     conditions = (
-        runs_on("cuda"),
-        switched_on("cuda_efficient"),
-        takes(torch.bfloat16, torch.float16, torch.float32),
-        capability(7),
+        *cuda_kernel(name, 7, torch.bfloat16, torch.float16, torch.float32),
         needs(
             lambda p: p.dtype != torch.bfloat16 or p.capability[0] >= 8,
             lambda p: "bfloat16 needs compute capability 8.0",

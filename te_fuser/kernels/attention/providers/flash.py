@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention.conditions import (
-    DROPS_SOME,
-    IN_GRID,
-    NO_MASK,
-    capability,
-    head_dim,
-    needs,
-    runs_on,
-    switched_on,
-    takes,
-)
+from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, NO_MASK, cuda_kernel, head_dim, needs
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import Call, Gradients
@@ -49,10 +39,7 @@ class CudaFlash(CudaProvider):
         {True: (1100.0, 1450.0), False: (180.0, 560.0)},
     )
     conditions = (
-        runs_on("cuda"),
-        switched_on("cuda_flash"),
-        takes(torch.bfloat16, torch.float16),
-        capability(8),
+        *cuda_kernel(name, 8, torch.bfloat16, torch.float16),
         head_dim(256),
         IN_GRID,
         NO_MASK,
