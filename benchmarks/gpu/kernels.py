@@ -37,7 +37,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.formula.substitution import substitute
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
-from tests.codegen.cuda_calls import arguments
+from tests.codegen.cuda_calls import arguments, sizes_of
 from tests.gpu.cuda_driver import GpuKernel, arch, checked, multiprocessors
 
 SETS = 3  # inputs that take turns, so that no call finds its own in L2
@@ -235,7 +235,7 @@ def _timed(
             loaded.functions[launch.symbol], launch.threads, launch.shared_bytes
         )
     )
-    groups = kernel.sizes(rows, 1, multiprocessors()).groups if d.sums else 0
+    groups = sizes_of(kernel, rows, 1, multiprocessors()).groups if d.sums else 0
     text, gbps = "; ".join(map(str, kernel.schedules)), sum(d.bytes_moved(rows)) / ms / 1e6
     return Timed(d.name, rows, d.width, text, ms, gbps, main.registers, main.spilled_bytes, resident, groups, agrees)
 

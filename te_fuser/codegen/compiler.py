@@ -28,8 +28,6 @@ from te_fuser.codegen.description import KernelDescription
 from te_fuser.config import user_cache_dir
 
 if TYPE_CHECKING:
-    import torch
-
     from te_fuser._native import CpuKernel
 
 INCLUDE = Path(__file__).parent / "include"
@@ -199,48 +197,24 @@ def _explain(kernels: Sequence[CppKernel], compiler: Compiler, message: str) -> 
 # -------------------------------------------------------------------------------------------------- loading
 
 
-class CpuKernelHandle:
-    """A kernel that is ready to run; `run` is the native kernel itself, for callers that count microseconds."""
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel that is ready to run: `run` is the native kernel itself, the rest is for those who look inside."""
 
-    __slots__ = ("description", "library", "run", "source")
-
-    def __init__(self, kernel: CppKernel, library: Path, run: CpuKernel) -> None:
-        self.description = kernel.description
-        self.source = kernel.source
-        self.library = library
-        self.run = run
-
-    def __call__(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        rows: int,
-        batch_inner: int = 1,
-        batch_size: int = 1,
-        integers: tuple[int, ...] = (),
-    ) -> None:
-        """Compute `rows` rows.
-
-        Args:
-            tensors: the loads, the int64 pair (seed, offset) if there are random streams, the stores, the sums, all
-                contiguous.
-            batch_inner: the sample of row r is (r // batch_inner) % batch_size.
-            batch_size: the number of samples.
-            integers: the numbers of the random streams, in the description's order.
-        """
-        self.run(tensors, rows, batch_inner, batch_size, integers)
-
-    def __repr__(self) -> str:
-        return f"<CpuKernelHandle {cpp.symbol_of(self.description)}>"
+    description: KernelDescription
+    source: str
+    library: Path
+    run: CpuKernel
 
 
-_loaded: dict[str, CpuKernelHandle] = {}
+_loaded: dict[str, LoadedKernel] = {}
 _generated: dict[str, CppKernel] = {}
 _lock = threading.RLock()
 
 
 def load(
     descriptions: Sequence[KernelDescription], *, cache_dir: Path | None = None, compiler: Compiler | None = None
-) -> list[CpuKernelHandle]:
+) -> list[LoadedKernel]:
     """The kernels for these descriptions, in their order.
 
     What this process has loaded before is used again; what lies in the cache is loaded from there; the rest is
@@ -306,5 +280,5 @@ def _open(key: str, kernel: CppKernel, library: Path) -> bool:
         )
     except RuntimeError:
         return False
-    _loaded[key] = CpuKernelHandle(kernel, library, run)
+    _loaded[key] = LoadedKernel(kernel.description, kernel.source, library, run)
     return True

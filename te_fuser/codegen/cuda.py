@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_body import SUFFIX, Parameter
@@ -23,12 +24,11 @@ from te_fuser.formula.expr import Axes
 # ------------------------------------------------------------------------------------ what a launch needs
 
 
-_FEW_BLOCKS = 64
+class RowGrid(NamedTuple):
+    """How many blocks walk over the rows: `tiles` side by side, and as many groups of rows as the GPU holds at once.
 
-
-@dataclass(frozen=True)
-class RowGrid:
-    """How many blocks walk over the rows: `tiles` side by side, and as many groups of rows as the GPU holds at once."""
+    With `sums` each group has its own partial sums, as many groups for each sample where they are `per_sample`.
+    """
 
     tiles: int
     rows_per_block: int
@@ -36,39 +36,12 @@ class RowGrid:
     per_sample: bool
     sums: bool
 
-    def groups(self, rows: int, samples: int, multiprocessors: int) -> int:
-        """Groups of rows, each with its own partial sums; a multiple of `samples` where sums belong to samples.
 
-        With sums a block does rows four times before another block is worth its partial sums, but a few blocks are
-        always worth having, unless one of them is done after two turns and nothing is left to add up.
-        """
-        samples = samples if self.per_sample else 1
-        if samples == 0 or (rows == 0 and not self.sums):
-            return 0
-        wanted = -(-max(1, rows // samples) // self.rows_per_block)
-        if self.sums:
-            few = min(wanted, -(-_FEW_BLOCKS // (self.tiles * samples)))
-            wanted = 1 if wanted <= 2 else max(few, -(-wanted // 4))
-        room = multiprocessors * self.blocks_per_multiprocessor // (self.tiles * samples)
-        return samples * max(1, min(wanted, room))
-
-    def blocks(self, groups: int, samples: int) -> int:
-        """The grid size."""
-        return self.tiles * groups
-
-
-@dataclass(frozen=True)
-class SumGrid:
+class SumGrid(NamedTuple):
     """How many blocks add up partial sums: 32 columns each, of every sum and, for some, of every sample."""
 
     fixed: int
     per_sample: int
-
-    def blocks(self, groups: int, samples: int) -> int:
-        """The grid size."""
-        if groups == (samples if self.fixed == 0 else 1):
-            return 0  # each sum comes from one block, which stores it itself
-        return self.fixed + self.per_sample * samples
 
 
 @dataclass(frozen=True)
@@ -94,8 +67,8 @@ class Partial:
 class CudaKernel:
     """The text of a description, its launches in order, and the scratch between them.
 
-    Every tensor must start at a multiple of `alignment` bytes. `overwrites` are the pairs (store, load) that may have
-    the same memory: the description's, or none where the kernel is cut in two.
+    `overwrites` are the pairs (store, load) that may have the same memory: the description's, or none where the kernel
+    is cut in two.
     """
 
     name: str
@@ -103,42 +76,16 @@ class CudaKernel:
     launches: tuple[CudaLaunch, ...]
     partials: tuple[Partial, ...]
     row_values: tuple[str, ...]
-    alignment: int
     schedules: tuple[Schedule, ...]
     overwrites: tuple[tuple[str, str], ...] = ()
 
-    def sizes(self, rows: int, samples: int, multiprocessors: int) -> Sizes:
-        """Grid and scratch sizes for one call; launches with no blocks are left out by the caller."""
-        counts = [x.grid.groups(rows, samples, multiprocessors) for x in self.launches if isinstance(x.grid, RowGrid)]
-        groups = counts[-1]  # sums are in the last kernel over rows
-        blocks = [x.grid.blocks(g, samples) for x, g in zip(self.launches, [*counts, groups], strict=False)]
-        scratch = groups if blocks[-1] else 0
-        return Sizes(tuple(blocks), groups, tuple(scratch * p.width for p in self.partials), rows)
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """The grid of each launch, the groups of partial sums, and float32 elements of each scratch buffer."""
-
-    blocks: tuple[int, ...]
-    groups: int
-    partials: tuple[int, ...]
-    row_value: int
-
-
-def generate(
-    description: KernelDescription,
-    arch: str = "sm_90a",
-    *,
-    schedules: Sequence[Schedule] = (),
-    alignment: int = 16,
-) -> CudaKernel:
+def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules: Sequence[Schedule] = ()) -> CudaKernel:
     """The CUDA text of a description.
 
     Args:
         arch: the architecture whose limits the schedule keeps, such as "sm_90a".
         schedules: instead of what `schedule_model` picks: one, or two for stores and column sums in their own kernels.
-        alignment: bytes that every tensor is known to be aligned to; less than 16 makes narrower accesses.
 
     Raises:
         ValueError: for a tensor in a dtype that generated kernels do not store.
@@ -153,12 +100,12 @@ def generate(
     rewritten = rewrite(description)
     limits = limits_of(arch)
     if not schedules:
-        whole = model.pick(rewritten, limits, alignment)
+        whole = model.pick(rewritten, limits)
         parts = (rewritten,) if whole else split(rewritten)
-        schedules = [s for part in parts if (s := model.pick(part, limits, alignment))]
+        schedules = [s for part in parts if (s := model.pick(part, limits))]
     parts = (rewritten,) if len(schedules) == 1 else split(rewritten)
     kernels = list(zip(parts, schedules, strict=True))
-    return _assemble(description, kernels, alignment)
+    return _assemble(description, kernels)
 
 
 # --------------------------------------------------------------------------------- the sums of the blocks
@@ -203,9 +150,7 @@ def _tiles(t: Sum) -> int:
     return -(-t.width // 32) if t.axes & Axes.FEATURE else 1
 
 
-def _assemble(
-    description: KernelDescription, kernels: Sequence[tuple[KernelDescription, Schedule]], alignment: int
-) -> CudaKernel:
+def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDescription, Schedule]]) -> CudaKernel:
     launches, bodies = [], []
     if len(kernels) > 1:
         description = dataclasses.replace(description, overwrites=())
@@ -231,7 +176,7 @@ def _assemble(
     source = f'{head}#include "te_cuda.cuh"\n\n' + "\n\n".join(bodies) + "\n"
     schedules = tuple(s for _, s in kernels)
     return CudaKernel(
-        description.name, source, tuple(launches), partials, tuple(values), alignment, schedules, description.overwrites
+        description.name, source, tuple(launches), partials, tuple(values), schedules, description.overwrites
     )
 
 

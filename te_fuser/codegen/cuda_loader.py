@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.codegen import nvrtc, schedule_model
-from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, RowGrid
+from te_fuser.codegen.cuda import CudaKernel, CudaLaunch
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, item_size
@@ -256,14 +256,8 @@ def _places(description: KernelDescription, text: CudaKernel) -> dict[tuple[str,
 
 
 def _launch(launch: CudaLaunch, places: Mapping[tuple[str, str], Place]) -> _native.CudaLaunch:
-    grid = launch.grid
-    blocks: tuple[int, int] | tuple[int, int, int, bool, bool]
-    if isinstance(grid, RowGrid):
-        blocks = (grid.tiles, grid.rows_per_block, grid.blocks_per_multiprocessor, grid.per_sample, grid.sums)
-    else:
-        blocks = (grid.fixed, grid.per_sample)
     arguments = tuple(places[p.kind, p.name] for p in launch.parameters)
-    return launch.symbol, launch.threads, launch.shared_bytes, blocks, arguments
+    return launch.symbol, launch.threads, launch.shared_bytes, launch.grid, arguments
 
 
 def _alignment(tensor: Load | Store | Sum | None, text: CudaKernel) -> int:

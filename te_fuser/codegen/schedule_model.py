@@ -50,14 +50,14 @@ _COLUMN_BYTES = 32  # that one of its threads has on their way
 _MOST_CHUNKS = {Kind.REGISTERS: 5, Kind.SHARED: 8}
 
 
-def pick(description: KernelDescription, limits: Limits, largest_bytes: int = 16) -> Schedule | None:
+def pick(description: KernelDescription, limits: Limits) -> Schedule | None:
     """The schedule for one kernel; None where its column sums need a kernel of their own."""
-    return next(iter(candidates(description, limits, largest_bytes)), None)
+    return next(iter(candidates(description, limits)), None)
 
 
-def candidates(description: KernelDescription, limits: Limits, largest_bytes: int = 16) -> list[Schedule]:
+def candidates(description: KernelDescription, limits: Limits) -> list[Schedule]:
     """Every schedule that fits, the best first."""
-    vector = vector_of(description, largest_bytes)
+    vector = _vector(description)
     if not description.reductions:
         return list(dict.fromkeys(_columns(description, vector, limits)))
     found = sorted(_rows(description, vector, limits), key=functools.partial(merit, description), reverse=True)
@@ -112,7 +112,7 @@ def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
     return f"{shared} bytes of shared memory are too much" if shared > limits.shared_bytes else ""
 
 
-def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
+def _vector(description: KernelDescription) -> int:
     """Elements of one access: 16 bytes of the narrowest full-size tensor, less where the width forbids it.
 
     With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
@@ -122,8 +122,6 @@ def vector_of(description: KernelDescription, largest_bytes: int = 16) -> int:
     full = [item_size(t.dtype) for t in tensors if t.axes & Axes.OUTER] or [4]
     draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
     vector = 8 if draws else 16 // min(full)
-    if largest_bytes < 16:  # what is wider than 16 bytes is several accesses, what is wider than less is not
-        vector = max(1, largest_bytes // max((item_size(t.dtype) for t in tensors), default=4))
     while description.width % vector:
         vector //= 2
     return vector

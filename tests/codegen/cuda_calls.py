@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from te_fuser.codegen.cuda import CudaKernel
+from te_fuser.codegen.cuda import CudaKernel, RowGrid
 from te_fuser.codegen.description import KernelDescription, Store, Sum
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Expr
@@ -26,6 +27,47 @@ def streams(description: KernelDescription) -> dict[str, RandomStream]:
     return {name: RandomStream(SEED, OFFSET, FIRST_STREAM + k) for k, name in enumerate(description.streams)}
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The grid of each launch, the groups of partial sums, and float32 elements of each scratch buffer."""
+
+    blocks: tuple[int, ...]
+    groups: int
+    partials: tuple[int, ...]
+
+
+def sizes_of(kernel: CudaKernel, rows: int, samples: int, multiprocessors: int) -> Sizes:
+    """Grid and scratch sizes of one call, as the native runtime must find them; launches may have no blocks."""
+    groups, blocks = 0, []
+    for launch in kernel.launches:
+        grid = launch.grid
+        if isinstance(grid, RowGrid):
+            groups = _groups(grid, rows, samples, multiprocessors)  # sums are in the last kernel over rows
+            blocks.append(grid.tiles * groups)
+        elif groups == (samples if grid.fixed == 0 else 1):
+            blocks.append(0)  # each sum comes from one block, which stores it itself
+        else:
+            blocks.append(grid.fixed + grid.per_sample * samples)
+    scratch = groups if blocks[-1] else 0
+    return Sizes(tuple(blocks), groups, tuple(scratch * p.width for p in kernel.partials))
+
+
+def _groups(grid: RowGrid, rows: int, samples: int, multiprocessors: int) -> int:
+    """With sums a block does rows four times before another one is worth its partial sums.
+
+    But a few blocks are always worth having, unless one of them is done after two turns and nothing is left to add up.
+    """
+    samples = samples if grid.per_sample else 1
+    if samples == 0 or (rows == 0 and not grid.sums):
+        return 0
+    wanted = -(-max(1, rows // samples) // grid.rows_per_block)
+    if grid.sums:
+        few = min(wanted, -(-64 // (grid.tiles * samples)))
+        wanted = 1 if wanted <= 2 else max(few, -(-wanted // 4))
+    room = multiprocessors * grid.blocks_per_multiprocessor // (grid.tiles * samples)
+    return samples * max(1, min(wanted, room))
+
+
 def arguments(
     kernel: CudaKernel,
     description: KernelDescription,
@@ -37,7 +79,7 @@ def arguments(
     device: str = "cpu",
 ) -> dict[tuple[str, str], torch.Tensor | int | None]:
     """Every argument by (kind, name); scratch is poisoned with NaN. The seed comes by value where rows are odd."""
-    sizes = kernel.sizes(rows, batch[1], multiprocessors)
+    sizes = sizes_of(kernel, rows, batch[1], multiprocessors)
     by_value = rows % 2 == 1
     found: dict[tuple[str, str], torch.Tensor | int | None] = {
         ("rows", "rows"): rows,
@@ -55,7 +97,7 @@ def arguments(
     for partial, size in zip(kernel.partials, sizes.partials, strict=True):
         found["partial", partial.name] = torch.full((size,), math.nan, device=device)
     for name in kernel.row_values:
-        found["row_value", name] = torch.full((sizes.row_value,), math.nan, device=device)
+        found["row_value", name] = torch.full((rows,), math.nan, device=device)
     return found
 
 

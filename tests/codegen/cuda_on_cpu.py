@@ -13,7 +13,7 @@ import torch
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, Parameter
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.nvrtc import INCLUDE
-from tests.codegen.cuda_calls import arguments
+from tests.codegen.cuda_calls import arguments, sizes_of
 
 HERE = Path(__file__).parent
 # What stands once for all kernels, or stands in the way of a namespace for each.
@@ -53,7 +53,7 @@ class Emulated:
         batch: tuple[int, int] = (1, 1),
         multiprocessors: int = 1,  # few, so that a block has several rows
     ) -> None:
-        sizes = self.kernel.sizes(rows, batch[1], multiprocessors)
+        sizes = sizes_of(self.kernel, rows, batch[1], multiprocessors)
         values = arguments(self.kernel, description, tensors, outputs, rows, batch, multiprocessors)
         for launch, blocks in zip(self.kernel.launches, sizes.blocks, strict=True):
             if blocks:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from te_fuser.codegen import compiler, cpp
-from te_fuser.codegen.compiler import CpuKernelHandle, KernelCompileError, NoCompiler, find_compiler, load
+from te_fuser.codegen.compiler import KernelCompileError, LoadedKernel, NoCompiler, find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from tests.codegen.corpus import Kit
 
@@ -28,9 +28,9 @@ def scaled(factor: float, name: str = "scale_fwd") -> KernelDescription:
     return kit.forward(name, {"y": (kit.full("x", 4) * factor, 4)})
 
 
-def works(handle: CpuKernelHandle, factor: float) -> bool:
+def works(handle: LoadedKernel, factor: float) -> bool:
     x, y = torch.arange(8.0).reshape(2, 4), torch.empty(2, 4)
-    handle((x, y), 2)
+    handle.run((x, y), 2, 1, 1, ())
     return torch.equal(y, x * factor)
 
 
@@ -104,7 +104,7 @@ def test_a_handle_shows_what_it_runs(tmp_path: Path) -> None:
     assert handle.description.key == d.key
     assert handle.source == compiler.source_of(d) == cpp.generate(d).source
     assert handle.library.parent == tmp_path
-    assert cpp.symbol_of(d) in repr(handle)
+    assert cpp.symbol_of(d) in repr(handle.run)
 
 
 def test_another_compiler_flag_or_header_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from te_fuser._native import CpuKernel
 from te_fuser.codegen import cpp, cpp_text
-from te_fuser.codegen.compiler import Compiler, CpuKernelHandle, find_compiler, load
+from te_fuser.codegen.compiler import Compiler, LoadedKernel, find_compiler, load
 from te_fuser.codegen.description import KernelDescription, Store, Sum
 from te_fuser.formula import expr, random
 from te_fuser.formula import functions as f
@@ -42,7 +42,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def kernels(cache: Path) -> dict[str, CpuKernelHandle]:
+def kernels(cache: Path) -> dict[str, LoadedKernel]:
     return dict(zip(CORPUS, load(list(CORPUS.values()), cache_dir=cache), strict=True))
 
 
@@ -54,7 +54,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def on_all_threads(handle: CpuKernelHandle) -> CpuKernel:
+def on_all_threads(handle: LoadedKernel) -> CpuKernel:
     """The kernel, so eager to be shared out that two rows are enough."""
     k = cpp.generate(handle.description)
     sizes = (k.partial_floats, k.partial_floats_per_sample, k.scratch_floats)
@@ -62,7 +62,7 @@ def on_all_threads(handle: CpuKernelHandle) -> CpuKernel:
 
 
 def run(
-    kernel: CpuKernel | CpuKernelHandle,
+    kernel: CpuKernel,
     d: KernelDescription,
     tensors: dict[str, torch.Tensor],
     rows: int,
@@ -110,17 +110,15 @@ def assert_as_meant(
 
 @pytest.mark.parametrize("batch", [(1, 1), (3, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("name", CORPUS)
-def test_stores_what_the_description_means(
-    kernels: dict[str, CpuKernelHandle], name: str, batch: tuple[int, int]
-) -> None:
+def test_stores_what_the_description_means(kernels: dict[str, LoadedKernel], name: str, batch: tuple[int, int]) -> None:
     d = CORPUS[name]
     for rows in (0, 1, 7, 64) if batch == (1, 1) else (7,):
         tensors = inputs(d, rows, batch[1], seed=rows)
-        assert_as_meant(d, run(kernels[name], d, tensors, rows, batch), tensors, rows, batch)
+        assert_as_meant(d, run(kernels[name].run, d, tensors, rows, batch), tensors, rows, batch)
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_is_the_same_on_two_threads(kernels: dict[str, CpuKernelHandle], name: str, two_threads: None) -> None:
+def test_is_the_same_on_two_threads(kernels: dict[str, LoadedKernel], name: str, two_threads: None) -> None:
     """Rows do not depend on the number of threads; sums only in their rounding; and every result repeats."""
     d, rows, batch = CORPUS[name], 67, (5, 3)
     tensors = inputs(d, rows, batch[1])
@@ -140,9 +138,9 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [n for n in CORPUS if CORPUS[n].sums])
-def test_without_rows_sums_are_zero(kernels: dict[str, CpuKernelHandle], name: str) -> None:
+def test_without_rows_sums_are_zero(kernels: dict[str, LoadedKernel], name: str) -> None:
     d = CORPUS[name]
-    made = run(kernels[name], d, inputs(d, 0, 2), 0, (1, 2))
+    made = run(kernels[name].run, d, inputs(d, 0, 2), 0, (1, 2))
     assert all((t == 0).all() for t in made[len(d.stores) :])
 
 
@@ -154,10 +152,10 @@ def test_narrower_vectors_mean_the_same(cache: Path, flags: tuple[str, ...]) -> 
     for handle in load(list(CORPUS.values()), cache_dir=cache, compiler=compiler):
         d, rows, batch = handle.description, 7, (3, 2)
         tensors = inputs(d, rows, batch[1])
-        assert_as_meant(d, run(handle, d, tensors, rows, batch), tensors, rows, batch)
+        assert_as_meant(d, run(handle.run, d, tensors, rows, batch), tensors, rows, batch)
 
 
-def test_touches_nothing_outside_its_tensors(kernels: dict[str, CpuKernelHandle], cache: Path) -> None:
+def test_touches_nothing_outside_its_tensors(kernels: dict[str, LoadedKernel], cache: Path) -> None:
     """Every tensor ends where unmapped memory begins; in a process of its own, which would die of a wrong access."""
     script = textwrap.dedent(
         """
@@ -188,7 +186,7 @@ def test_touches_nothing_outside_its_tensors(kernels: dict[str, CpuKernelHandle]
                 tensors = [*corpus.inputs(d, rows, 2).values()]
                 tensors += [torch.tensor([1, 2])] if d.streams else []
                 tensors += corpus.outputs(d, rows, 2)
-                kernel(tuple(map(guarded, tensors)), rows, 1, 2, tuple(range(len(d.streams))))
+                kernel.run(tuple(map(guarded, tensors)), rows, 1, 2, tuple(range(len(d.streams))))
         print("done")
         """
     )
@@ -200,7 +198,7 @@ def test_touches_nothing_outside_its_tensors(kernels: dict[str, CpuKernelHandle]
 # ------------------------------------------------------------------------------------------ functions
 
 
-def only(kernel_of: KernelDescription, cache: Path, compiler: Compiler | None = None) -> CpuKernelHandle:
+def only(kernel_of: KernelDescription, cache: Path, compiler: Compiler | None = None) -> LoadedKernel:
     return load([kernel_of], cache_dir=cache, compiler=compiler)[0]
 
 
@@ -221,7 +219,7 @@ def test_functions_are_accurate(cache: Path, flags: tuple[str, ...] | None) -> N
         pytest.skip("flags of x86 processors")
     d = CORPUS["every_function-40-f32"]
     tensors = {"x": grid(40)}
-    got = run(only(d, cache, find_compiler(flags=flags)), d, tensors, len(tensors["x"]))
+    got = run(only(d, cache, find_compiler(flags=flags)).run, d, tensors, len(tensors["x"]))
     exact = reference(d, tensors, len(tensors["x"]))
     for store, value, want in zip(d.stores, got, exact, strict=True):
         rounded = want.float()
@@ -234,10 +232,10 @@ def test_functions_are_accurate(cache: Path, flags: tuple[str, ...] | None) -> N
 
 
 @pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "choices_fwd-40-f32"])
-def test_rare_values_are_as_in_torch(kernels: dict[str, CpuKernelHandle], name: str) -> None:
+def test_rare_values_are_as_in_torch(kernels: dict[str, LoadedKernel], name: str) -> None:
     d = CORPUS[name]
     tensors = rare_inputs(d)
-    got = run(kernels[name], d, tensors, len(RARE))
+    got = run(kernels[name].run, d, tensors, len(RARE))
     want = reference(d, tensors, len(RARE), dtype=torch.float32)
     for store, a, b in zip(d.stores, got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=2e-45, equal_nan=True, msg=lambda m, s=store: f"{s.name}: {m}")
@@ -249,15 +247,15 @@ def test_row_reductions_look_at_every_feature(cache: Path, width: int) -> None:
     x = kit.full("x", width)
     total = f.row_max(x) + 2 * f.row_sum(x) + 0.5 * f.row_max(-x) + 4 * f.row_min(-x)
     d = kit.forward("every_feature", {"y": (total, width)})
-    (y,) = run(only(d, cache), d, {"x": torch.eye(width) - 3}, width)
+    (y,) = run(only(d, cache).run, d, {"x": torch.eye(width) - 3}, width)
     torch.testing.assert_close(y, torch.full_like(y, 6.0 + 2 * (1 - 3 * width) + (1.5 if width > 1 else 1.0)))
 
 
-def test_row_reductions_pass_nan_on(kernels: dict[str, CpuKernelHandle]) -> None:
+def test_row_reductions_pass_nan_on(kernels: dict[str, LoadedKernel]) -> None:
     d = CORPUS["softmax_fwd-40-f32"]
     x = torch.zeros(3, 40)
     x[0, 39], x[1, 3], x[2] = math.nan, math.inf, -math.inf
-    (y,) = run(kernels["softmax_fwd-40-f32"], d, {"x": x}, 3)
+    (y,) = run(kernels["softmax_fwd-40-f32"].run, d, {"x": x}, 3)
     torch.testing.assert_close(y, torch.softmax(x, -1), equal_nan=True)
     assert y.isnan().all(-1).all()
 
@@ -275,7 +273,7 @@ def test_conversions_are_torchs(cache: Path, dtype: torch.dtype, flags: tuple[st
         x = kit.leaf("x", Axes.FULL, 16, str(t.dtype).removeprefix("torch."))
         kit.main = str(to).removeprefix("torch.")
         handle = only(kit.forward(f"cast_{name}", {"y": (x, 16)}), cache, compiler)
-        return run(handle, handle.description, {"x": t}, len(t))[0]
+        return run(handle.run, handle.description, {"x": t}, len(t))[0]
 
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(-1, 16)
     torch.testing.assert_close(convert(every, torch.float32), every.float(), equal_nan=True, rtol=0, atol=0)
@@ -305,7 +303,7 @@ def test_dropout_bits_are_those_of_the_reference(
         pytest.skip("flags of x86 processors")
     d = mask_kernel(width, parts, 0.3)
     rows = 21
-    got = run(only(d, cache, find_compiler(flags=flags)), d, {}, rows)
+    got = run(only(d, cache, find_compiler(flags=flags)).run, d, {}, rows)
     drawn = random.keep_bits(torch.arange(rows), width * parts, SEED, OFFSET, FIRST_STREAM)
     want = (drawn >= random.threshold(0.3)).float()
     assert torch.equal(torch.cat(got, -1), want)
@@ -353,7 +351,7 @@ def test_dropout_bits_of_billions_of_rows(cache: Path, flags: tuple[str, ...] | 
 @pytest.mark.parametrize("drop", [0.0, 1.0])
 def test_dropout_of_nothing_and_of_everything(cache: Path, drop: float) -> None:
     d = mask_kernel(40, 1, drop)
-    (got,) = run(only(d, cache), d, {}, 9)
+    (got,) = run(only(d, cache).run, d, {}, 9)
     assert (got == 1 - drop).all()
 
 
@@ -361,7 +359,7 @@ def test_draws_per_sample(cache: Path) -> None:
     kit = Kit()
     keep = expr.keep_leaf("drop_path", random.threshold(0.5), Axes.BATCH, 1)
     d = kit.forward("draws", {"y": (keep, 3)})
-    (got,) = run(only(d, cache), d, {}, 96, (2, 16))
+    (got,) = run(only(d, cache).run, d, {}, 96, (2, 16))
     drawn = random.keep_bits(torch.arange(16), 1, SEED, OFFSET, FIRST_STREAM) >= random.threshold(0.5)
     samples = (torch.arange(96) // 2) % 16
     assert torch.equal(got, drawn[samples].float().expand(96, 3))
@@ -385,7 +383,7 @@ def test_sums_over_many_rows_stay_accurate(cache: Path, batch: tuple[int, int]) 
     tensors = inputs(d, rows, batch[1])
     for name in ("x", "dy"):
         tensors[name] = tensors[name] * 0.1 + 1.0
-    got = run(only(d, cache), d, tensors, rows, batch)
+    got = run(only(d, cache).run, d, tensors, rows, batch)
     for item, value, want in zip(d.sums, got, reference(d, tensors, rows, batch=batch), strict=True):
         torch.testing.assert_close(value.double(), want, rtol=4e-7, atol=0, msg=lambda m, s=item: f"{s.name}: {m}")
 
@@ -408,7 +406,7 @@ def test_words_of_the_language_can_be_roles(cache: Path) -> None:
         total = total + f.exp(kit.full(role, 3)) * kit.feature(f"{role}.weight", 3)
     d = kit.forward("default", {"int": (total, 3), "double": (total * 2, 3)})
     tensors = inputs(d, 5)
-    assert_as_meant(d, run(only(d, cache), d, tensors, 5), tensors, 5)
+    assert_as_meant(d, run(only(d, cache).run, d, tensors, 5), tensors, 5)
 
 
 def test_dear_values_are_computed_once_and_cheap_ones_again() -> None:
@@ -431,11 +429,11 @@ def test_plain_elements_are_one_long_row() -> None:
     assert "te::elements(" not in cpp.generate(CORPUS["bias_gelu_fwd-16-f32"]).source
 
 
-def test_one_long_row_ends_anywhere(kernels: dict[str, CpuKernelHandle], two_threads: None) -> None:
+def test_one_long_row_ends_anywhere(kernels: dict[str, LoadedKernel], two_threads: None) -> None:
     d = CORPUS["gelu_erf_fwd-3-bf16"]
     for rows in (1, 5, 6, 11, 1001):
         tensors = inputs(d, rows)
-        for kernel in (kernels["gelu_erf_fwd-3-bf16"], on_all_threads(kernels["gelu_erf_fwd-3-bf16"])):
+        for kernel in (kernels["gelu_erf_fwd-3-bf16"].run, on_all_threads(kernels["gelu_erf_fwd-3-bf16"])):
             assert_as_meant(d, run(kernel, d, tensors, rows), tensors, rows)
 
 
@@ -458,7 +456,7 @@ def test_a_long_chain_of_operations(cache: Path) -> None:
         y = f.where(y > 0, y * 0.75 + x, y - x * (1 + step / 100))
     d = kit.forward("chain", {"y": (y, 24)})
     tensors = inputs(d, 5)
-    got = run(only(d, cache), d, tensors, 5)
+    got = run(only(d, cache).run, d, tensors, 5)
     torch.testing.assert_close(got[0].double(), reference(d, tensors, 5)[0], rtol=1e-4, atol=1e-4)
 
 
@@ -472,7 +470,7 @@ def test_scalars_of_the_whole_call_and_of_parameters(cache: Path) -> None:
     out = {"y": (chosen * factor + weight * norm, 17), "norm": (norm + 0 * weight, 17), "flat": (weight * factor, 17)}
     d = kit.forward("scalars", out)
     tensors = inputs(d, 5)
-    assert_as_meant(d, run(only(d, cache), d, tensors, 5), tensors, 5)
+    assert_as_meant(d, run(only(d, cache).run, d, tensors, 5), tensors, 5)
 
 
 def test_float64_is_refused() -> None:

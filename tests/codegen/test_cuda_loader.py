@@ -25,6 +25,7 @@ from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus
 from tests.codegen.corpus import Kit
+from tests.codegen.cuda_calls import sizes_of
 from tests.fake_cuda import FakeDriver, as_new_process, in_place
 
 CORPUS = corpus.descriptions()
@@ -102,7 +103,7 @@ def test_a_kernel_runs_after_it_was_loaded(driver: FakeDriver, compiler: Compile
     d = CORPUS["layer_norm_fwd-257-f32"]
     (kernel,) = cuda_loader.load([d], GPU)
     kernel.run((*corpus.inputs(d, 5).values(), *corpus.outputs(d, 5)), 5, 1, 1, ())
-    assert driver.last_symbol == b"layer_norm_fwd" and driver.last_blocks == kernel.text.sizes(5, 1, 3).blocks[0]
+    assert driver.last_symbol == b"layer_norm_fwd" and driver.last_blocks == sizes_of(kernel.text, 5, 1, 3).blocks[0]
 
 
 def test_quick_work_is_silent(driver: FakeDriver, compiler: Compiler, capsys: pytest.CaptureFixture[str]) -> None:

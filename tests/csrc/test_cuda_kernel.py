@@ -25,7 +25,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.verify.cases import Case
 from te_fuser.verify.models import Subject, example_call
 from tests.codegen import corpus
-from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
+from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, sizes_of
 from tests.fake_cuda import CXX, REAL_DRIVER, Emulation, FakeDriver, in_place
 from tests.formula.test_row_ops import OPS
 from tests.needs import needs_compiler
@@ -216,7 +216,7 @@ def test_sizes_are_those_of_the_generator(name: str) -> None:
     text = cuda.generate(CORPUS[name])
     native = native_kernel(CORPUS[name], text, b"nowhere:-")
     for rows, samples, multiprocessors in itertools.product((0, 1, 5, 77, 8192, 10**7), (0, 1, 3, 1000), (1, 3, 132)):
-        want = text.sizes(rows, samples, multiprocessors)
+        want = sizes_of(text, rows, samples, multiprocessors)
         assert native.sizes(rows, samples, multiprocessors) == (want.blocks, want.groups)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch, Parameter
-from tests.codegen.cuda_calls import Values
+from tests.codegen.cuda_calls import Values, sizes_of
 
 
 def arch() -> str:
@@ -64,7 +64,7 @@ class GpuKernel:
 
     def call(self, values: Values, rows: int, samples: int) -> Callable[[], None]:
         """A function that launches everything with these arguments, on the stream that is current now."""
-        sizes = self.kernel.sizes(rows, samples, multiprocessors())
+        sizes = sizes_of(self.kernel, rows, samples, multiprocessors())
         steps = [
             self._step(launch, blocks, values)
             for launch, blocks in zip(self.kernel.launches, sizes.blocks, strict=True)

@@ -101,8 +101,8 @@ def load_kernels(
         from te_fuser.codegen import compiler
 
         found = compiler.find_compiler(config.compiler)
-        handles = compiler.load(wanted, cache_dir=config.cache_dir, compiler=found)
-        return {d.key: h for d, h in zip(wanted, handles, strict=True)}
+        loaded = compiler.load(wanted, cache_dir=config.cache_dir, compiler=found)
+        return {d.key: k.run for d, k in zip(wanted, loaded, strict=True)}
     if target == "cuda":
         from te_fuser.codegen import cuda_loader
 
