@@ -1,18 +1,29 @@
-"""Every python block of the documents runs, top to bottom, one namespace for each file."""
+"""The documents say what is: their python blocks run, and links, paths and names lead somewhere."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import te_fuser
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
+NAME = re.compile(r"\bte_fuser(?:\.[A-Za-z_]\w*)+")
+# A path in backticks; documents leave te_fuser/ away where that is clear, and name the fuser's rooms alone.
+PACKAGE = ROOT / "te_fuser"
+BASES = (ROOT, PACKAGE, PACKAGE / "fuser", PACKAGE / "kernels")
+HEADS = {"te_fuser", "csrc", "tests", "benchmarks", "examples", "docs"}
+HEADS |= {p.name for base in BASES[1:] for p in base.iterdir() if p.is_dir()}
+WRITTEN_PATH = re.compile(rf"`((?:{'|'.join(sorted(HEADS))})/[\w./*-]*)`")
 
 
 def blocks(path: Path) -> str:
@@ -42,3 +53,27 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     missing = [target for target in LINK.findall(path.read_text()) if not (path.parent / target).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_paths_exist(path: Path) -> None:
+    written = WRITTEN_PATH.findall(path.read_text())
+    assert not [p for p in written if not any(any(base.glob(p.rstrip("/"))) for base in BASES)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_names_exist(path: Path) -> None:
+    """Everything that a document calls te_fuser.something can be had by that name."""
+    found: Any
+    for name in sorted(set(NAME.findall(path.read_text()))):
+        found, module = te_fuser, "te_fuser"
+        for part in name.split(".")[1:]:
+            module = f"{module}.{part}"
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(module)
+
+
+@pytest.mark.parametrize("part", ["fuser", "fusions", "kernels", "codegen", "formula", "verify"])
+def test_the_design_names_every_module(part: str) -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    stems = {p.stem for p in (PACKAGE / part).rglob("*.py")} - {"__init__"}
+    assert sorted(stem for stem in stems if not re.search(rf"[`/]{stem}(\.py)?`", text)) == []

@@ -3,7 +3,7 @@
 A fusion that was not taken is tried, one that was taken is left out: one place after the other, each against the best
 so far in alternating rounds, forward and backward together. Alone a kernel may win and in a model lose: the card's
 power and caches are shared. Then the schedules of generated kernels, on a GPU, and the algorithms of the libraries that
-the model runs. Whatever is tried must first compute what the plan by prices alone does (`tune_check`).
+the model runs. Whatever is tried must first compute what the plan by prices alone does (`check`).
 """
 
 from __future__ import annotations
