@@ -14,7 +14,8 @@ from te_fuser import dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, list_ops
 from te_fuser.fuser.plan.device import Device, device_of
-from te_fuser.fuser.plan.planner import LAMBDA, make_plan
+from te_fuser.fuser.plan.keeping import LAMBDA
+from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.loading import Prepared, execute, load
