@@ -402,6 +402,10 @@ def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[
     _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
     for what in ("forward_ops", "backward_ops"):
         _part(direction, what, getattr(details, what))
+    if any(g.wait for g in details.gradients):
+        raise ValueError(
+            "a node of a fusion is one step: only an op's gradient may start something and wait for it later"
+        )
     plain = details.gradients or details.takes
     if details.choose is not None and not plain:
         raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fusions import Cost, Details, OneOf, Optional, Repeat
+from te_fuser.ops.base import Gradient
 from tests.fusions.declared import declared
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -396,6 +397,10 @@ DECLARED_WRONG = {
     "emits_beyond_its_pattern": (
         {"forward": [ops.MatMul, fusions.Optional(ops.Bias), fusions.OneOf(ops.GELU, ops.ReLU)], "emits": ["3.output"]},
         r"fusion 'mine': emits '3.output', and its pattern has at most 3 ops, counted from 0",
+    ),
+    "a_node_that_waits": (
+        {"backward": [ops.GELU], "gradients": [Gradient(("input",), (), "start", wait="end")]},
+        "a node of a fusion is one step: only an op's gradient may start something",
     ),
     "name_taken": (
         {"forward": [ops.GELU], "name": "matmul_bias"},

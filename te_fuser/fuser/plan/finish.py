@@ -26,7 +26,7 @@ from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 from te_fuser.fusions.match import Cost
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.candidates import Edge
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
@@ -85,7 +85,7 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         arriving,
         tuple(r if r in made or r in arriving else None for r in _gradients_of(graph, values_in, takes)),
         kept,
-        _marked(graph, takes, kept),
+        _marked(graph.nodes[part[0] : part[1]], takes, kept),
     )
 
 
@@ -102,8 +102,7 @@ def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> 
             yield parameter_gradient_ref(ref.index) if needed else None
 
 
-def _marked(graph: Graph, takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
-    nodes = graph.nodes
+def _marked(nodes: Iterable[Node], takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
     refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
     return tuple((k, takes.index(entry.ref)) for k, entry in enumerate(kept) if entry.ref in refs)
 

@@ -44,7 +44,7 @@ def with_overwriting(plan: Plan, options: Options) -> Plan:
 
 
 def _in_segment(plan: Plan, segment: SegmentPlan, ours: set[Ref]) -> SegmentPlan:
-    _graph, forward, backward = plan.graph, segment.forward, segment.backward
+    forward, backward = segment.forward, segment.backward
     stays = {*(k.ref for k in segment.kept), *segment.gives}
     returned = {r for s in backward for r in s.writes() if r.kind is PARAMETER_GRADIENT and not r.term}
     returned |= {gradient_ref(v) for v in segment.values_in}
@@ -78,7 +78,8 @@ def _overwriting(plan: Plan, step: Step, number: int, lives: _Lives) -> Step:
         shape, whole = shape_of(plan, ref), shape_of(plan, lead) or ()
         return shape is not None and shape[:-1] == whole[:-1] and math.prod(shape) * item_size(dtype) >= LEAST_BYTES
 
-    return replace(step, task=step.task.storing_over(dying, arch_of(plan.device.capability or (8, 0))))
+    task = step.task.storing_over(dying, arch_of(plan.device.capability or (8, 0)))
+    return step if task is step.task else replace(step, task=task)
 
 
 def shape_of(plan: Plan, ref: Ref) -> tuple[int, ...] | None:
