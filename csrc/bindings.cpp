@@ -28,12 +28,12 @@ void add_type(py::module_& module, const char* name, PyObject* type) {
   module.attr(name) = py::reinterpret_steal<py::object>(type);
 }
 
-py::object cuda_driver_problem() {
+py::object cuda_driver_refusal() {
   std::string why;
   return te::cuda_driver(why) != nullptr ? py::none() : py::object(py::str(why));
 }
 
-py::object cublaslt_problem() {
+py::object cublaslt_refusal() {
   std::string why;
   return te::cublaslt(why) != nullptr ? py::none() : py::object(py::str(why));
 }
@@ -62,11 +62,11 @@ PYBIND11_MODULE(_native, module) {
   module.def("set_thread_backend", &set_thread_backend, py::arg("name"),
              "Choose where kernels run; ValueError if that backend is not there.");
 
-  module.def("cuda_driver_problem", &cuda_driver_problem, "Why CUDA kernels cannot be launched here; None if they can.");
+  module.def("cuda_driver_refusal", &cuda_driver_refusal, "Why CUDA kernels cannot be launched here; None if they can.");
   module.def("set_cuda_driver", &set_cuda_driver, py::arg("library"), py::arg("host_tensors") = false,
              "For tests: take another library for the driver, and tensors on the CPU for ones on CUDA device 0.");
 
-  module.def("cublaslt_problem", &cublaslt_problem, "Why cuBLASLt cannot be used here; None if it can.");
+  module.def("cublaslt_refusal", &cublaslt_refusal, "Why cuBLASLt cannot be used here; None if it can.");
   module.def("cublaslt_version", &cublaslt_version, "The version of cuBLASLt, as one number; None if there is none.");
   module.def("set_cublaslt", &te::set_cublaslt, py::arg("path"),
              "Take another file than the library that PyTorch has loaded; '' for that one again.");

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "callable_type.h"
+#include "gil.h"
 #include "kernel_call.h"
 #include "te_kernel_abi.h"
 #include "tensor.h"
@@ -26,8 +27,8 @@ namespace {
 constexpr int64_t elements_per_worker = 32768;
 constexpr size_t alignment = 64;
 constexpr size_t floats_per_line = alignment / sizeof(float);
-// A workspace that grew beyond this is given back after the call instead of being kept for the next.
-constexpr size_t kept_workspace_bytes = size_t{64} << 20;
+// Memory of workers that grew beyond this is given back after the call instead of being kept for the next.
+constexpr size_t most_kept_bytes = size_t{64} << 20;
 
 // What a kernel is made of. It never changes after construction, so any number of threads may use it at once.
 struct Kernel {
@@ -53,9 +54,9 @@ struct Kernel {
 };
 
 // Memory for the workers' blocks, kept by each calling thread: no call can meet another one's.
-class Workspace {
+class WorkerMemory {
  public:
-  ~Workspace() { std::free(memory_); }
+  ~WorkerMemory() { std::free(memory_); }
 
   // Cuts one block of each size for each worker, cache lines apart; throws std::bad_alloc.
   void reserve(int64_t workers, int64_t scratch_floats, int64_t partial_floats) {
@@ -70,7 +71,7 @@ class Workspace {
   }
 
   void give_back_excess() {
-    if (capacity_ > kept_workspace_bytes) release();
+    if (capacity_ > most_kept_bytes) release();
   }
 
   std::vector<float*> scratch;
@@ -115,12 +116,12 @@ int64_t count_workers(const Kernel& kernel, int64_t rows) {
 
 // Throws std::bad_alloc before the first row is touched, and nothing afterwards.
 void run(const Kernel& kernel, te_launch launch) {
-  thread_local Workspace workspace;
+  thread_local WorkerMemory memory;
   const int64_t workers = count_workers(kernel, launch.rows);
   const int64_t partial_floats = kernel.partial_floats + kernel.partial_floats_per_sample * launch.batch_size;
-  workspace.reserve(workers, kernel.scratch_floats, partial_floats);
-  launch.scratch = workspace.scratch.data();
-  launch.partials = workspace.partials.data();
+  memory.reserve(workers, kernel.scratch_floats, partial_floats);
+  launch.scratch = memory.scratch.data();
+  launch.partials = memory.partials.data();
 
   const int64_t share = launch.rows / workers, longer = launch.rows % workers;
   auto work = [&](int64_t worker) noexcept {
@@ -133,20 +134,7 @@ void run(const Kernel& kernel, te_launch launch) {
   };
   parallel_for(workers, work);
   if (kernel.finish != nullptr) kernel.finish(&launch, workers);
-  workspace.give_back_excess();
-}
-
-bool run_without_gil(const Kernel& kernel, const te_launch& launch) {
-  bool ran = true;
-  PyThreadState* state = PyEval_SaveThread();
-  try {
-    run(kernel, launch);
-  } catch (const std::bad_alloc&) {
-    ran = false;
-  }
-  PyEval_RestoreThread(state);
-  if (!ran) PyErr_NoMemory();
-  return ran;
+  memory.give_back_excess();
 }
 
 // ---- the call from Python --------------------------------------------------------------------------------------
@@ -163,7 +151,7 @@ bool read_tensors(const Kernel& kernel, PyObject* tensors, void** pointers) {
 PyObject* call_kernel(const Kernel& kernel, const Arguments& arguments) {
   CallSizes sizes;
   if (!read_sizes(kernel.symbol.c_str(), arguments, sizes)) return nullptr;
-  Array<int64_t> integers(integer_count(arguments));
+  Array<int64_t> integers(static_cast<size_t>(PyTuple_GET_SIZE(arguments.integers)));
   if (!read_integers(kernel.symbol.c_str(), arguments.integers, integers.data())) return nullptr;
   // The tensors come last: an integer's __index__ may run Python code, which could still change them.
   Array<void*> pointers(kernel.dtypes.size());
@@ -174,7 +162,11 @@ PyObject* call_kernel(const Kernel& kernel, const Arguments& arguments) {
   launch.batch_size = sizes.batch_size;
   launch.tensors = pointers.data();
   launch.integers = integers.data();
-  if (!run_without_gil(kernel, launch)) return nullptr;
+  const auto work = [&](Failure&) {
+    run(kernel, launch);
+    return true;
+  };
+  if (!without_gil(kernel.symbol.c_str(), work)) return nullptr;
   Py_RETURN_NONE;
 }
 

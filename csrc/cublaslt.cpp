@@ -17,21 +17,6 @@ constexpr const char* loaded_names[] = {"libcublasLt.so.13", "libcublasLt.so.12"
 constexpr size_t most_devices = 64;
 constexpr size_t mebibyte = size_t{1} << 20;
 
-struct State {
-  std::mutex mutex;
-  std::string path;
-  bool tried = false;
-  std::string why;
-  std::atomic<const CublasLt*> ready{nullptr};
-  std::array<std::atomic<const CublasLtDevice*>, most_devices> devices{};
-};
-
-// Never destroyed: products may run until the very end of the process.
-State& state() {
-  static State* const the_state = new State;
-  return *the_state;
-}
-
 std::string bind_functions(void* library, CublasLt& lt) {
   Binder bind(library);
   bind(lt.get_version, "cublasLtGetVersion");
@@ -53,13 +38,7 @@ std::string bind_functions(void* library, CublasLt& lt) {
 }
 
 void* open_library(const std::string& path, std::string& why) {
-  if (!path.empty()) {
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library != nullptr) return library;
-    const char* reason = dlerror();
-    why = "cuBLASLt cannot be loaded: " + std::string(reason != nullptr ? reason : path.c_str());
-    return nullptr;
-  }
+  if (!path.empty()) return open_file(path, "cuBLASLt", why);
   for (const char* name : loaded_names) {
     if (void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;
   }
@@ -67,7 +46,7 @@ void* open_library(const std::string& path, std::string& why) {
   return nullptr;
 }
 
-// The library, or nullptr with the reason in `why`. It stays open for good.
+// The library, or nullptr with the reason in `why`.
 const CublasLt* open_cublaslt(const std::string& path, std::string& why) {
   void* library = open_library(path, why);
   if (library == nullptr) return nullptr;
@@ -108,19 +87,21 @@ bool open_device(int32_t device, const CublasLt& lt, CublasLtDevice& opened, std
   return true;
 }
 
+// Never destroyed: products may run until the very end of the process.
+struct State {
+  OpenedOnce<CublasLt, open_cublaslt> library{""};
+  std::mutex opening;  // a device
+  std::array<std::atomic<const CublasLtDevice*>, most_devices> devices{};
+};
+
+State& state() {
+  static State* const the_state = new State;
+  return *the_state;
+}
+
 }  // namespace
 
-const CublasLt* cublaslt(std::string& why) {
-  State& s = state();
-  if (const CublasLt* library = s.ready.load(std::memory_order_acquire)) return library;
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  if (!s.tried) {
-    s.tried = true;
-    s.ready.store(open_cublaslt(s.path, s.why), std::memory_order_release);
-  }
-  why = s.why;
-  return s.ready.load(std::memory_order_acquire);
-}
+const CublasLt* cublaslt(std::string& why) { return state().library.get(why); }
 
 const CublasLtDevice* cublaslt_on(int32_t device, std::string& why) {
   const CublasLt* library = cublaslt(why);
@@ -132,7 +113,7 @@ const CublasLtDevice* cublaslt_on(int32_t device, std::string& why) {
   State& s = state();
   auto& slot = s.devices[static_cast<size_t>(device)];
   if (const CublasLtDevice* found = slot.load(std::memory_order_acquire)) return found;
-  const std::lock_guard<std::mutex> lock(s.mutex);
+  const std::lock_guard<std::mutex> lock(s.opening);
   if (const CublasLtDevice* found = slot.load(std::memory_order_acquire)) return found;
   auto opened = std::make_unique<CublasLtDevice>();
   if (!open_device(device, *library, *opened, why)) return nullptr;
@@ -149,11 +130,8 @@ std::string cublaslt_error_text(const CublasLt& library, CublasLt::Status status
 
 void set_cublaslt(const std::string& path) {
   State& s = state();
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  s.path = path;
-  s.tried = false;
-  s.why.clear();
-  s.ready.store(nullptr, std::memory_order_release);
+  s.library.reset(path);
+  const std::lock_guard<std::mutex> lock(s.opening);
   for (auto& device : s.devices) device.store(nullptr, std::memory_order_release);
 }
 

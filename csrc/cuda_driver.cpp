@@ -1,28 +1,9 @@
 #include "cuda_driver.h"
 
-#include <dlfcn.h>
-
-#include <atomic>
-#include <mutex>
-
 #include "library.h"
 
 namespace te {
 namespace {
-
-struct State {
-  std::mutex mutex;
-  std::string library = "libcuda.so.1";
-  bool tried = false;
-  std::string why;
-  std::atomic<const CudaDriver*> ready{nullptr};
-};
-
-// Never destroyed: kernels may run until the very end of the process.
-State& state() {
-  static State* const the_state = new State;
-  return *the_state;
-}
 
 // The name in the library is that of the newest form of each function, as cuda.h maps it.
 std::string bind_functions(void* library, CudaDriver& driver) {
@@ -45,13 +26,11 @@ std::string bind_functions(void* library, CudaDriver& driver) {
   return bind.missing();
 }
 
-// The driver, or nullptr with the reason in `why`. The library stays open for good.
+// The driver, or nullptr with the reason in `why`.
 const CudaDriver* open_driver(const std::string& name, std::string& why) {
-  void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* library = open_file(name, "the CUDA driver", why);
   if (library == nullptr) {
-    const char* reason = dlerror();
-    why = "the CUDA driver cannot be loaded: " + std::string(reason != nullptr ? reason : name.c_str()) +
-          " (it comes with NVIDIA's GPU driver, not with PyTorch)";
+    why += " (it comes with NVIDIA's GPU driver, not with PyTorch)";
     return nullptr;
   }
   auto* driver = new CudaDriver{};
@@ -66,19 +45,14 @@ const CudaDriver* open_driver(const std::string& name, std::string& why) {
   return nullptr;
 }
 
+auto& opened() {
+  static auto* const driver = new OpenedOnce<CudaDriver, open_driver>("libcuda.so.1");
+  return *driver;
+}
+
 }  // namespace
 
-const CudaDriver* cuda_driver(std::string& why) {
-  State& s = state();
-  if (const CudaDriver* driver = s.ready.load(std::memory_order_acquire)) return driver;
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  if (!s.tried) {
-    s.tried = true;
-    s.ready.store(open_driver(s.library, s.why), std::memory_order_release);
-  }
-  why = s.why;
-  return s.ready.load(std::memory_order_acquire);
-}
+const CudaDriver* cuda_driver(std::string& why) { return opened().get(why); }
 
 std::string cuda_error_text(const CudaDriver& driver, CudaDriver::Result error) {
   const char *name = nullptr, *text = nullptr;
@@ -88,14 +62,13 @@ std::string cuda_error_text(const CudaDriver& driver, CudaDriver::Result error) 
   return explained ? std::string(text) + " (" + name + ")" : name;
 }
 
-void set_cuda_driver(const std::string& library) {
-  State& s = state();
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  s.library = library;
-  s.tried = false;
-  s.why.clear();
-  s.ready.store(nullptr, std::memory_order_release);
+bool is_capturing(const CudaDriver& driver, CudaDriver::Stream stream) {
+  int status = CudaDriver::capture_status_none;
+  return driver.stream_is_capturing(stream, &status) != CudaDriver::success ||
+         status != CudaDriver::capture_status_none;
 }
+
+void set_cuda_driver(const std::string& library) { opened().reset(library); }
 
 CurrentContext::CurrentContext(const CudaDriver& driver, CudaDriver::Context context) : driver_(driver) {
   CudaDriver::Context now = nullptr;

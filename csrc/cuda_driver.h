@@ -70,6 +70,10 @@ const CudaDriver* cuda_driver(std::string& why);
 // The driver's words for an error: "out of memory (CUDA_ERROR_OUT_OF_MEMORY)".
 std::string cuda_error_text(const CudaDriver& driver, CudaDriver::Result error);
 
+// Needs a current context. A stream that will not even say counts as captured: asking the legacy stream while another
+// one is captured is an error.
+bool is_capturing(const CudaDriver& driver, CudaDriver::Stream stream);
+
 // Another library than libcuda.so.1, for tests; what is loaded already keeps the driver that it was loaded by.
 void set_cuda_driver(const std::string& library);
 

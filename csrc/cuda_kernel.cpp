@@ -152,8 +152,8 @@ PyObject* sizes(PyObject* self, PyObject* args) {
 
 // ---- construction ----------------------------------------------------------------------------------------------
 
-bool refuse(const CudaProgram& program, const char* problem) {
-  PyErr_Format(PyExc_ValueError, "kernel '%s': %s", program.name(), problem);
+bool refuse(const CudaProgram& program, const char* why) {
+  PyErr_Format(PyExc_ValueError, "kernel '%s': %s", program.name(), why);
   return false;
 }
 

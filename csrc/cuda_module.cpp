@@ -9,14 +9,6 @@ constexpr int first_capability_that_waits = 9;  // griddepcontrol
 
 std::string place(int32_t device) { return "cuda:" + std::to_string(device); }
 
-// Needs a current context. A stream that will not even say counts as captured: asking the legacy stream while another
-// one is captured is an error.
-bool is_capturing(const CudaDriver& driver, CudaDriver::Stream stream) {
-  int status = CudaDriver::capture_status_none;
-  return driver.stream_is_capturing(stream, &status) != CudaDriver::success ||
-         status != CudaDriver::capture_status_none;
-}
-
 }  // namespace
 
 bool CudaModule::refuse(const CudaDriver& driver, const std::string& what, CudaDriver::Result error,

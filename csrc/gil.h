@@ -18,9 +18,7 @@ inline void raise_failure(const Failure& failure, const char* kernel) {
     PyErr_SetString(failure.kind == Failure::Kind::value ? PyExc_ValueError : PyExc_RuntimeError, failure.text.c_str());
     return;
   }
-  const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
-  Reference type;
-  if (torch) type = Reference::steal(PyObject_GetAttrString(torch.get(), "OutOfMemoryError"));
+  const Reference type = import_from("torch", "OutOfMemoryError");
   PyErr_Clear();
   std::string who;
   if (kernel != nullptr) who = "kernel '" + std::string(kernel) + "': no memory for its partial sums: ";

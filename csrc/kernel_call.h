@@ -50,10 +50,6 @@ bool read_sizes(const char* kernel, const Arguments& arguments, CallSizes& sizes
 // A tuple; `values` has room for all of them.
 bool read_integers(const char* kernel, PyObject* integers, int64_t* values);
 
-inline size_t integer_count(const Arguments& arguments) {
-  return static_cast<size_t>(PyTuple_GET_SIZE(arguments.integers));
-}
-
 // The dtypes with these names, a tuple of str.
 bool read_dtypes(const char* kernel, PyObject* names, std::vector<DType>& dtypes);
 

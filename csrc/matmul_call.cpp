@@ -103,9 +103,7 @@ Matrix imagined(int64_t rows, int64_t columns) { return {nullptr, rows, columns,
 }  // namespace
 
 bool init_matmul_calls() {
-  const Reference internals = Reference::steal(PyImport_ImportModule("torch._C"));
-  if (!internals) return false;
-  torch.precision = PyObject_GetAttrString(internals.get(), "_get_fp32_precision_getter");
+  torch.precision = import_from("torch._C", "_get_fp32_precision_getter").release();
   torch.clone = PyUnicode_InternFromString("clone");
   torch.cuda = PyUnicode_InternFromString("cuda");
   torch.matmul = PyUnicode_InternFromString("matmul");

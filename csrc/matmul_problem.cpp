@@ -329,9 +329,7 @@ std::shared_ptr<MatmulProblem> Matmul::problem(const MatmulCall& call, bool for_
   }
   // Threads of the autograd engine may have no context yet, and then a stream will not even say what it is.
   const CurrentContext current(*on->driver, on->context);
-  int status = CudaDriver::capture_status_none;
-  if (for_run && (on->driver->stream_is_capturing(call.stream, &status) != CudaDriver::success ||
-                  status != CudaDriver::capture_status_none)) {
+  if (for_run && is_capturing(*on->driver, call.stream)) {
     refuse(call, "its stream is being captured, and this problem never ran: run the model once with inputs like these "
                  "before the capture",
            failure);

@@ -11,8 +11,8 @@ namespace {
 using Role = MatmulArgument::Role;
 using Use = Epilogue::Use;
 
-bool refuse(const char* name, const std::string& problem) {
-  PyErr_Format(PyExc_ValueError, "product '%s': %s", name, problem.c_str());
+bool refuse(const char* name, const std::string& why) {
+  PyErr_Format(PyExc_ValueError, "product '%s': %s", name, why.c_str());
   return false;
 }
 
@@ -35,8 +35,8 @@ bool read_addend(const char* name, const char* text, Addend* addend) {
   return refuse(name, "add is 'none', 'out' or 'c', got '" + std::string(text) + "'");
 }
 
-bool add_argument(CudaMatmul& product, PyObject* torch, Role role, const DType* dtype, bool written) {
-  Reference torch_dtype = Reference::steal(PyObject_GetAttrString(torch, dtype->name));
+bool add_argument(CudaMatmul& product, Role role, const DType* dtype, bool written) {
+  Reference torch_dtype = import_from("torch", dtype->name);
   if (!torch_dtype) return false;
   product.arguments.push_back({role, dtype, written, std::move(torch_dtype)});
   return true;
@@ -45,11 +45,9 @@ bool add_argument(CudaMatmul& product, PyObject* torch, Role role, const DType* 
 bool list_arguments(CudaMatmul& product) {
   const MatmulForm& form = product.matmul.form;
   const Epilogue& epilogue = *form.epilogue;
-  const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
-  if (!torch) return false;
   const DType* aux = epilogue.aux_is_mask ? find_dtype("uint8") : &form.out_dtype;
   const auto add = [&](Role role, const DType* dtype, bool written) {
-    return add_argument(product, torch.get(), role, dtype, written);
+    return add_argument(product, role, dtype, written);
   };
   return add(Role::a, &form.dtype, false) && add(Role::b, &form.dtype, false) &&
          add(Role::out, &form.out_dtype, true) && (form.addend != Addend::c || add(Role::c, &form.out_dtype, false)) &&

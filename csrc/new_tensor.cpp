@@ -18,9 +18,7 @@ TorchFunctions torch_functions;
 }  // namespace
 
 bool init_new_tensors() {
-  const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
-  if (!torch) return false;
-  torch_functions.empty_like = PyObject_GetAttrString(torch.get(), "empty_like");
+  torch_functions.empty_like = import_from("torch", "empty_like").release();
   torch_functions.new_empty = PyUnicode_InternFromString("new_empty");
   torch_functions.dtype_keyword = Py_BuildValue("(s)", "dtype");
   torch_functions.no_sizes = PyTuple_New(0);

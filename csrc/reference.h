@@ -33,4 +33,10 @@ class Reference {
   PyObject* object_ = nullptr;
 };
 
+// What a module calls by a name; empty, with a Python error set, where there is none.
+inline Reference import_from(const char* module_name, const char* name) {
+  const Reference module = Reference::steal(PyImport_ImportModule(module_name));
+  return module ? Reference::steal(PyObject_GetAttrString(module.get(), name)) : Reference();
+}
+
 }  // namespace te

@@ -50,19 +50,12 @@ std::optional<Counts> counts_of(PyObject* tensor) {
 }
 
 // A tensor in the host's memory, whatever the default device is: importing must not start CUDA.
-Reference fresh_tensor(PyObject* torch) {
-  const Reference empty = Reference::steal(PyObject_GetAttrString(torch, "empty"));
+Reference fresh_tensor() {
+  const Reference empty = import_from("torch", "empty");
   const Reference sizes = Reference::steal(Py_BuildValue("(i)", 1));
   const Reference options = Reference::steal(Py_BuildValue("{s:s}", "device", "cpu"));
   if (!empty || !sizes || !options) return Reference();
   return Reference::steal(PyObject_Call(empty.get(), sizes.get(), options.get()));
-}
-
-bool find_storage_use_count(PyObject* torch) {
-  const Reference core = Reference::steal(PyObject_GetAttrString(torch, "_C"));
-  if (!core) return false;
-  names.storage_use_count = PyObject_GetAttrString(core.get(), "_storage_Use_Count");
-  return names.storage_use_count != nullptr;
 }
 
 }  // namespace
@@ -75,11 +68,10 @@ bool init_sole_owner() {
   for (PyObject* name : {names.use_count, names.untyped_storage, names.address, names.resizable}) {
     if (name == nullptr) return false;
   }
-  const Reference torch = Reference::steal(PyImport_ImportModule("torch"));
-  if (!torch) return false;
-  const Reference fresh = fresh_tensor(torch.get());
+  const Reference fresh = fresh_tensor();
   if (!fresh) return false;
-  const std::optional<Counts> found = find_storage_use_count(torch.get()) ? counts_of(fresh.get()) : std::nullopt;
+  names.storage_use_count = import_from("torch._C", "_storage_Use_Count").release();
+  const std::optional<Counts> found = names.storage_use_count ? counts_of(fresh.get()) : std::nullopt;
   if (found) {
     alone = *found;
   } else {

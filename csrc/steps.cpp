@@ -89,13 +89,9 @@ bool KernelStep::take_inputs(PyObject* slots, PyObject* tensors, const Sizes& si
     TensorView view;
     if (tensor == nullptr || !view_tensor(tensor, {name.c_str(), static_cast<Py_ssize_t>(i)}, &view)) return false;
     if (!input_sizes.empty() && !has_size(view, input_sizes[i], sizes.call, name.c_str(), i)) return false;
-    if (view.is_row_major) {
-      Py_INCREF(tensor);
-    } else {
-      tensor = PyObject_CallMethodNoArgs(tensor, contiguous);
-      if (tensor == nullptr) return false;
-    }
-    PyTuple_SET_ITEM(tensors, static_cast<Py_ssize_t>(i), tensor);
+    PyObject* dense = view.is_row_major ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(tensor, contiguous);
+    if (dense == nullptr) return false;
+    PyTuple_SET_ITEM(tensors, static_cast<Py_ssize_t>(i), dense);
   }
   return true;
 }
@@ -125,8 +121,7 @@ PyObject* detached(PyObject* tensor) {
   const Reference needs = Reference::steal(PyObject_GetAttr(tensor, requires_grad));
   if (!needs) return nullptr;
   if (needs.get() == Py_True) return PyObject_CallMethodNoArgs(tensor, detach);
-  Py_INCREF(tensor);
-  return tensor;
+  return Py_NewRef(tensor);
 }
 
 }  // namespace
@@ -160,8 +155,7 @@ bool KernelStep::make_outputs(PyObject* slots, PyObject* tensors, const Sizes& s
     PyTuple_SET_ITEM(tensors, place++, tensor);
     const bool shown = !over && sizes.call.rows >= many_rows;
     if (shown && !Reference::steal(PyObject_CallOneArg(large.get(), tensor))) return false;
-    Py_INCREF(tensor);
-    if (!fill_slot(slots, spec.slot, tensor)) return false;
+    if (!fill_slot(slots, spec.slot, Py_NewRef(tensor))) return false;
   }
   return true;
 }
@@ -190,9 +184,7 @@ bool KernelStep::run(PyObject* slots, Shared& shared, bool may_wait) {
   if (kernel.get() != Py_None && !launch(slots, shared, may_wait)) return false;
   for (const auto& [alias, original] : aliases) {
     PyObject* tensor = read_slot(slots, original, name.c_str());
-    if (tensor == nullptr) return false;
-    Py_INCREF(tensor);
-    if (!fill_slot(slots, alias, tensor)) return false;
+    if (tensor == nullptr || !fill_slot(slots, alias, Py_NewRef(tensor))) return false;
   }
   return true;
 }
@@ -206,8 +198,7 @@ bool FunctionStep::unpack(PyObject* made, PyObject* slots) const {
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (outputs[i] < 0) continue;
     PyObject* item = PyTuple_GET_ITEM(made, static_cast<Py_ssize_t>(i));
-    Py_INCREF(item);
-    if (!fill_slot(slots, outputs[i], item)) return false;
+    if (!fill_slot(slots, outputs[i], Py_NewRef(item))) return false;
   }
   return true;
 }
@@ -256,8 +247,7 @@ bool Program::run(PyObject* slots, bool may_overwrite) {
   for (const Entry& entry : entries) {
     if (!run(entry, slots, shared)) return false;
     for (const Py_ssize_t slot : entry.dead) {
-      Py_INCREF(Py_None);
-      if (!fill_slot(slots, slot, Py_None)) return false;
+      if (!fill_slot(slots, slot, Py_NewRef(Py_None))) return false;
     }
   }
   if (!shared.sums || shared.sums->empty()) return true;

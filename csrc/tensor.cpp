@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include "reference.h"
+
 namespace te {
 namespace {
 
@@ -99,14 +101,13 @@ bool refuse_torch(const char* reason) {
 }
 
 bool load_exchange_table() {
-  PyObject* capsule =
-      PyObject_GetAttrString(reinterpret_cast<PyObject*>(torch_api.tensor), "__dlpack_c_exchange_api__");
-  if (capsule == nullptr) {
+  const Reference capsule = Reference::steal(
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(torch_api.tensor), "__dlpack_c_exchange_api__"));
+  if (!capsule) {
     PyErr_Clear();
     return refuse_torch("torch.Tensor has no DLPack C exchange API");
   }
-  const void* newest = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-  Py_DECREF(capsule);
+  const void* newest = PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api");
   if (newest == nullptr) return false;
   const dlpack::ExchangeApi* table = supported_table(newest);
   if (table == nullptr) return refuse_torch("its DLPack C exchange API has no version 1");
@@ -116,14 +117,6 @@ bool load_exchange_table() {
   }
   torch_api.exchange = table;
   return true;
-}
-
-PyTypeObject* import_type(const char* module_name, const char* name) {
-  PyObject* module = PyImport_ImportModule(module_name);
-  if (module == nullptr) return nullptr;
-  PyObject* type = PyObject_GetAttrString(module, name);
-  Py_DECREF(module);
-  return reinterpret_cast<PyTypeObject*>(type);
 }
 
 const char* dtype_name(uint8_t code, uint8_t bits) {
@@ -165,9 +158,7 @@ void put_error(PyObject* error) {
 #if PY_VERSION_HEX >= 0x030C0000
   PyErr_SetRaisedException(error);
 #else
-  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(error));
-  Py_INCREF(type);
-  PyErr_Restore(type, error, PyException_GetTraceback(error));
+  PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(error))), error, PyException_GetTraceback(error));
 #endif
 }
 
@@ -183,12 +174,8 @@ void refuse_unreadable(const ArgumentSite& site) {
   put_error(error);
 }
 
-void refuse_type(PyObject* object, const ArgumentSite& site) {
-  PyErr_Format(PyExc_TypeError, "kernel '%s': tensor %zd must be a plain torch.Tensor or torch.nn.Parameter, got %s",
-               site.kernel, site.index, Py_TYPE(object)->tp_name);
-}
-
-void refuse_dtype(const dlpack::Tensor& tensor, const DType& expected, const ArgumentSite& site) {
+bool check_dtype(const dlpack::Tensor& tensor, const DType& expected, const ArgumentSite& site) {
+  if (tensor.code == expected.code && tensor.bits == expected.bits && tensor.lanes == 1) return true;
   const char* name = dtype_name(tensor.code, tensor.bits);
   if (name != nullptr) {
     PyErr_Format(PyExc_TypeError, "kernel '%s': tensor %zd must be %s, got %s", site.kernel, site.index, expected.name,
@@ -197,17 +184,20 @@ void refuse_dtype(const dlpack::Tensor& tensor, const DType& expected, const Arg
     PyErr_Format(PyExc_TypeError, "kernel '%s': tensor %zd must be %s, got a dtype of %d bits that no kernel takes",
                  site.kernel, site.index, expected.name, static_cast<int>(tensor.bits));
   }
+  return false;
 }
 
-void refuse_value(const char* problem, const ArgumentSite& site) {
-  PyErr_Format(PyExc_ValueError, "kernel '%s': tensor %zd %s", site.kernel, site.index, problem);
+bool refuse_value(const char* why, const ArgumentSite& site) {
+  PyErr_Format(PyExc_ValueError, "kernel '%s': tensor %zd %s", site.kernel, site.index, why);
+  return false;
 }
 
 // What torch shows of an object that is a plain tensor.
 bool borrow(PyObject* object, const ArgumentSite& site, dlpack::Tensor* tensor) {
   // Subclasses (FakeTensor, DTensor, ...) pass torch's export but mean something else than the memory it shows.
   if (Py_TYPE(object) != torch_api.tensor && Py_TYPE(object) != torch_api.parameter) {
-    refuse_type(object, site);
+    PyErr_Format(PyExc_TypeError, "kernel '%s': tensor %zd must be a plain torch.Tensor or torch.nn.Parameter, got %s",
+                 site.kernel, site.index, Py_TYPE(object)->tp_name);
     return false;
   }
   if (torch_api.exchange->tensor_from_object(object, tensor) == 0) return true;
@@ -215,25 +205,15 @@ bool borrow(PyObject* object, const ArgumentSite& site, dlpack::Tensor* tensor) 
   return false;
 }
 
-bool check_dtype(const dlpack::Tensor& tensor, const DType& expected, const ArgumentSite& site) {
-  if (tensor.code == expected.code && tensor.bits == expected.bits && tensor.lanes == 1) return true;
-  refuse_dtype(tensor, expected, site);
-  return false;
-}
-
 // Freed storages (FSDP), zero tensors and functionalized tensors show a shape without memory behind it.
 bool refuse_freed(const ArgumentSite& site) {
-  refuse_value("has a shape but no memory (its storage was freed, or it is a transformed tensor)", site);
-  return false;
+  return refuse_value("has a shape but no memory (its storage was freed, or it is a transformed tensor)", site);
 }
 
 bool read_memory(const dlpack::Tensor& tensor, const DType& expected, const ArgumentSite& site, Memory* memory) {
   if (!check_dtype(tensor, expected, site)) return false;
   int64_t count = 0;
-  if (!is_row_major(tensor, &count)) {
-    refuse_value("must be contiguous (row-major)", site);
-    return false;
-  }
+  if (!is_row_major(tensor, &count)) return refuse_value("must be contiguous (row-major)", site);
   if (tensor.data == nullptr && count > 0) return refuse_freed(site);
   *memory = {static_cast<char*>(tensor.data) + tensor.byte_offset, count * (expected.bits / 8)};
   return true;
@@ -268,10 +248,7 @@ bool as_matrix(const dlpack::Tensor& tensor, Matrix* matrix) {
 // Whether a tensor is on the device of the call; the first one says which that is.
 bool check_device(const dlpack::Tensor& tensor, const ArgumentSite& site, int32_t* device) {
   const bool stands_in = torch_api.cpu_stands_for_cuda && tensor.device_type == dlpack::cpu;
-  if (tensor.device_type != dlpack::cuda && !stands_in) {
-    refuse_value("must be on a CUDA device", site);
-    return false;
-  }
+  if (tensor.device_type != dlpack::cuda && !stands_in) return refuse_value("must be on a CUDA device", site);
   if (*device < 0) *device = tensor.device_index;
   if (*device == tensor.device_index) return true;
   PyErr_Format(PyExc_ValueError, "kernel '%s': tensor %zd is on cuda:%d, and the first tensor is on cuda:%d",
@@ -299,11 +276,10 @@ std::string known_dtypes() {
 }
 
 bool init_tensor_api() {
-  torch_api.tensor = import_type("torch", "Tensor");
+  torch_api.tensor = reinterpret_cast<PyTypeObject*>(import_from("torch", "Tensor").release());
   if (torch_api.tensor == nullptr) return false;
-  torch_api.parameter = import_type("torch.nn", "Parameter");
-  if (torch_api.parameter == nullptr) return false;
-  return load_exchange_table();
+  torch_api.parameter = reinterpret_cast<PyTypeObject*>(import_from("torch.nn", "Parameter").release());
+  return torch_api.parameter != nullptr && load_exchange_table();
 }
 
 bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, torch_api.tensor); }
@@ -320,10 +296,7 @@ bool view_tensor(PyObject* object, const ArgumentSite& site, TensorView* view) {
 bool read_cpu_tensor(PyObject* object, const DType& expected, const ArgumentSite& site, void** data) {
   dlpack::Tensor tensor;
   if (!borrow(object, site, &tensor)) return false;
-  if (tensor.device_type != dlpack::cpu) {
-    refuse_value("must be on the CPU", site);
-    return false;
-  }
+  if (tensor.device_type != dlpack::cpu) return refuse_value("must be on the CPU", site);
   Memory memory;
   if (!read_memory(tensor, expected, site, &memory)) return false;
   *data = memory.data;

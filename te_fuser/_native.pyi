@@ -212,7 +212,7 @@ class CudaMatmul:
     def refusal(self, m: int, n: int, k: int, device: int = 0) -> str | None:
         """Return why the library cannot run these sizes, laid out without gaps, on this device; None if it can."""
 
-def cublaslt_problem() -> str | None:
+def cublaslt_refusal() -> str | None:
     """Return why cuBLASLt cannot be used here; None if it can."""
 
 def cublaslt_version() -> int | None:
@@ -221,7 +221,7 @@ def cublaslt_version() -> int | None:
 def set_cublaslt(path: str) -> None:
     """Take another file than the library that PyTorch has loaded; "" for that one again."""
 
-def cuda_driver_problem() -> str | None:
+def cuda_driver_refusal() -> str | None:
     """Return why CUDA kernels cannot be launched here; None if they can."""
 
 def set_cuda_driver(library: str, host_tensors: bool = False) -> None:

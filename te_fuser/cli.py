@@ -196,7 +196,7 @@ def _cublaslt_part() -> str:
         from te_fuser import _native
     except ImportError:
         return "missing: it is called by the native module"
-    why = _native.cublaslt_problem()
+    why = _native.cublaslt_refusal()
     instead = "; products on CUDA run by PyTorch" if torch.version.cuda else ""
     return f"version {_native.cublaslt_version()}" if why is None else f"missing: {why}{instead}"
 

@@ -73,7 +73,7 @@ def restored() -> Iterator[None]:
 
 def test_a_missing_driver_is_named(restored: None) -> None:
     _native.set_cuda_driver("libcuda_of_nowhere.so.1")
-    problem = _native.cuda_driver_problem()
+    problem = _native.cuda_driver_refusal()
     assert problem is not None and "CUDA driver cannot be loaded: libcuda_of_nowhere.so.1" in problem
     with pytest.raises(RuntimeError, match="kernel 'nothing': the CUDA driver cannot be loaded: libcuda_of_nowhere"):
         kernel().load(0)
@@ -87,13 +87,13 @@ def test_a_driver_without_a_function_is_named(tmp_path: Path, restored: None) ->
     source.write_text("int cuInit(unsigned flags) { return (int)flags; }")
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     _native.set_cuda_driver(str(library))
-    assert "old.so has no cuGetErrorName: it is too old" in str(_native.cuda_driver_problem())
+    assert "old.so has no cuGetErrorName: it is too old" in str(_native.cuda_driver_refusal())
 
 
 def test_a_driver_that_cannot_start_says_why(library: Path) -> None:
     with in_place(library) as fake:
         fake.failing = 100
-        assert "cannot be initialized: a fake error (CUDA_ERROR_FAKE)" in str(_native.cuda_driver_problem())
+        assert "cannot be initialized: a fake error (CUDA_ERROR_FAKE)" in str(_native.cuda_driver_refusal())
 
 
 @needs_compiler

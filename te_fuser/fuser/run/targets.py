@@ -90,7 +90,7 @@ def _cuda_obstacle(index: int) -> str | None:
     who = f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}"
     if (major, minor) < _LEAST_CAPABILITY:
         return f"{who}, and generated kernels need 8.0 (Ampere) or newer"
-    problem = _native.cuda_driver_problem()
+    problem = _native.cuda_driver_refusal()
     if problem is not None:
         return problem
     try:

@@ -31,11 +31,11 @@ MASK_MULTIPLE = 128
 
 def problem() -> str | None:
     """Why cuBLASLt cannot be used here, in words; None if it can."""
-    why = _native.cublaslt_problem()
+    why = _native.cublaslt_refusal()
     if why is not None and torch.version.cuda is not None:
         for path in _files():  # a PyTorch that has not loaded it yet
             _native.set_cublaslt(str(path))
-            if _native.cublaslt_problem() is None:
+            if _native.cublaslt_refusal() is None:
                 return None
         _native.set_cublaslt("")
     return why

@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    monkeypatch.setattr(_native, "cuda_driver_problem", lambda: None)
+    monkeypatch.setattr(_native, "cuda_driver_refusal", lambda: None)
     monkeypatch.setattr(nvrtc, "compiler_version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "known_architectures", lambda: frozenset({75, 90}))
     yield
@@ -60,7 +60,7 @@ def missing_nvrtc() -> None:
 
 OBSTACLES = {
     "too old": ("torch.cuda.get_device_capability", lambda index: (7, 5), "has compute capability 7.5, .* need 8.0"),
-    "no driver": ("te_fuser._native.cuda_driver_problem", lambda: "libcuda is gone", "libcuda is gone"),
+    "no driver": ("te_fuser._native.cuda_driver_refusal", lambda: "libcuda is gone", "libcuda is gone"),
     "no NVRTC": ("te_fuser.codegen.nvrtc.compiler_version", missing_nvrtc, "NVRTC, which cannot be loaded"),
     "AMD": ("torch.version.hip", "7.0", "this PyTorch is built for AMD's"),
 }

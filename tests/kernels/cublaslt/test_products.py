@@ -334,9 +334,9 @@ def test_a_missing_library_is_named() -> None:
         assert str(products.problem()) == products.refusal("forward", torch.float32, 1, 1, 1, torch.device("cuda", 0))
     try:
         _native.set_cublaslt("/nowhere/libcublasLt.so.13")
-        assert "cuBLASLt cannot be loaded: /nowhere/libcublasLt.so.13" in str(_native.cublaslt_problem())
+        assert "cuBLASLt cannot be loaded: /nowhere/libcublasLt.so.13" in str(_native.cublaslt_refusal())
         _native.set_cublaslt("libm.so.6")
-        assert _native.cublaslt_problem() == "this cuBLASLt has no cublasLtGetVersion: it is too old"
+        assert _native.cublaslt_refusal() == "this cuBLASLt has no cublasLtGetVersion: it is too old"
         assert _native.cublaslt_version() is None
     finally:
         _native.set_cublaslt("")
