@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from te_fuser.codegen.cpp_kernel import Kernel
 from te_fuser.codegen.cpp_text import ELEMENTS
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
+from te_fuser.codegen.description import KernelDescription
 from te_fuser.codegen.text import identifier
 
 
@@ -36,8 +36,7 @@ def generate(description: KernelDescription) -> CppKernel:
     Raises:
         ValueError: for a dtype that kernels do not know, float64 above all.
     """
-    tensors: tuple[Load | Store | Sum, ...] = (*description.loads, *description.outputs)
-    for tensor in tensors:
+    for tensor in description.tensors:
         if tensor.dtype not in ELEMENTS:
             raise ValueError(
                 f"kernel {description.name}: {tensor.name} is {tensor.dtype}; "

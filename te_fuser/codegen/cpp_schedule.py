@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from te_fuser.codegen.description import KernelDescription, Load, Store
+from te_fuser.codegen.description import KernelDescription
 from te_fuser.formula.expr import Axes, Expr, topological
 from te_fuser.formula.functions import FUNCTIONS
 
@@ -47,8 +47,7 @@ class CpuSchedule:
     def is_one_long_row(self) -> bool:
         """Whether rows mean nothing; then there is one loop over all of them, and no width is an odd one."""
         d = self.d
-        tensors: tuple[Load | Store, ...] = (*d.loads, *d.stores)
-        simple = all(t.axes == Axes.NONE or (t.axes == Axes.FULL and t.width == d.width) for t in tensors)
+        simple = all(t.axes == Axes.NONE or (t.axes == Axes.FULL and t.width == d.width) for t in d.tensors)
         return simple and not (d.sums or d.streams or d.reductions)
 
     @functools.cached_property
@@ -97,8 +96,7 @@ class CpuSchedule:
 
     def row_elements(self) -> int:
         """Work on one row, in elements that are read, changed a little and written."""
-        tensors: tuple[Load | Store, ...] = (*self.d.loads, *self.d.stores)
-        moved = sum(t.width for t in tensors if t.axes == Axes.FULL) / 2
+        moved = sum(t.width for t in self.d.tensors if t.axes == Axes.FULL) / 2
         computed = sum(self.cost(n) for loop in self.loops for n in _below(loop.roots, lambda e: False)) / 8
         return max(1, round(max(moved, computed * self.d.width)))
 
@@ -111,26 +109,10 @@ def has_features(e: Expr) -> bool:
     return bool(e.axes & Axes.FEATURE)
 
 
-def ordered(roots: Iterable[Expr], has_below: Callable[[Expr], bool]) -> list[Expr]:
-    """The nodes below `roots`, arguments first, going down only where `has_below` holds; without recursion."""
-    order: dict[int, Expr] = {}
-    entered: set[int] = set()
-    stack = [(r, False) for r in reversed(list(roots))]
-    while stack:
-        e, ready = stack.pop()
-        if ready:
-            order[id(e)] = e
-        elif id(e) not in entered:
-            entered.add(id(e))
-            stack.append((e, True))
-            if has_below(e):
-                stack.extend((a, False) for a in reversed(e.args))
-    return list(order.values())
-
-
 def _below(roots: Iterable[Expr], stop: Callable[[Expr], bool]) -> list[Expr]:
     """The nodes with features below `roots`, arguments first; what `stop` holds for is the last on its way."""
-    return [e for e in ordered(roots, lambda e: has_features(e) and not stop(e)) if has_features(e)]
+    order = topological(roots, lambda e: not has_features(e) or stop(e), stops=True)
+    return [e for e in order if has_features(e)]
 
 
 def _late_reductions(d: KernelDescription, feature_roots: Sequence[Expr]) -> list[Expr]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from te_fuser.codegen.cpp_schedule import CpuSchedule, Loop, has_features, ordered
+from te_fuser.codegen.cpp_schedule import CpuSchedule, Loop, has_features
 from te_fuser.codegen.cpp_text import ATOM, COMPARISON, PRODUCT, SUM, CppNames, Fragment, literal, part_name, plus
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
+from te_fuser.codegen.description import KernelDescription, Load, Store
 from te_fuser.codegen.text import COMPARISONS, Lines
-from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.expr import Axes, Expr, topological
 
 _INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 _LONGEST = 64  # characters of an expression before it gets a name of its own
@@ -26,8 +26,8 @@ class CppKernelText:
         self.schedule = CpuSchedule(description)
         self.lines = Lines()
         self.names = CppNames()
-        tensors: tuple[Load | Store | Sum, ...] = (*description.loads, *description.outputs)
-        self.tensors = {id(t): self.names.fresh(f"{t.name}_tensor") for t in tensors}  # tensor -> its pointer
+        # tensor -> its pointer
+        self.tensors = {id(t): self.names.fresh(f"{t.name}_tensor") for t in description.tensors}
         self.streams: dict[str, str] = {}  # random stream -> the variable that holds it
         self.bits: dict[str, str] = {}  # random stream -> the buffer with a row's bits
         self.buffers: dict[int, str] = {}  # node -> the row buffer that keeps it
@@ -82,11 +82,6 @@ class CppKernelText:
 # ------------------------------------------------------------------------------------------------ scopes
 
 
-def _count_uses(roots: Sequence[Expr], nodes: Sequence[Expr]) -> Counter[int]:
-    """How often each node is used, so that what is used once is written in its place."""
-    return Counter(id(e) for e in (*roots, *(a for n in nodes for a in n.args)))
-
-
 class Scope:
     """Writes statements for expressions in one scope: numbers of a row, or vecs in the body of a loop."""
 
@@ -95,10 +90,11 @@ class Scope:
     def __init__(self, kernel: CppKernelText, roots: Sequence[Expr], known: dict[int, Fragment]) -> None:
         self.kernel = kernel
         self.known = known  # node -> the text to use for it
-        self.uses = _count_uses(roots, [n for n in ordered(roots, self._is_made_here) if self._is_made_here(n)])
+        made = topological(roots, self._lies_elsewhere)
+        self.uses = Counter(id(e) for e in (*roots, *(a for n in made for a in n.args)))  # one use is written in place
 
-    def _is_made_here(self, e: Expr) -> bool:
-        return id(e) not in self.known and not e.reduces
+    def _lies_elsewhere(self, e: Expr) -> bool:
+        return id(e) in self.known or e.reduces
 
     def number(self, e: Expr) -> Fragment:
         """`e` as a number or a vec, even when it is a comparison."""
@@ -113,7 +109,7 @@ class Scope:
     def value(self, e: Expr) -> Fragment:
         """`e`, by its name if it has one; the statements that it needs are written first."""
         if id(e) not in self.known:
-            for node in ordered([e], lambda n: self._is_made_here(n)):
+            for node in topological([e], self._lies_elsewhere, stops=True):
                 if id(node) not in self.known:
                     self.known[id(node)] = self._write(node)
         return self.known[id(e)]
@@ -187,8 +183,8 @@ class LoopScope(Scope):
         self.kept = {id(e) for e in loop.buffered}
         super().__init__(kernel, loop.roots, dict(known))
 
-    def _is_made_here(self, e: Expr) -> bool:
-        return super()._is_made_here(e) and has_features(e) and not self._lies_in_buffer(e)
+    def _lies_elsewhere(self, e: Expr) -> bool:
+        return super()._lies_elsewhere(e) or not has_features(e) or self._lies_in_buffer(e)
 
     def _lies_in_buffer(self, e: Expr) -> bool:
         return id(e) in self.kernel.buffers and id(e) not in self.kept

@@ -17,7 +17,7 @@ from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
 from te_fuser.codegen.cuda_rows import RowText
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Text
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum
+from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Schedule, limits_of, shared_bytes, split
 from te_fuser.formula.expr import Axes
 
@@ -90,8 +90,7 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
     Raises:
         ValueError: for a tensor in a dtype that generated kernels do not store.
     """
-    tensors: list[Load | Store | Sum] = [*description.loads, *description.stores, *description.sums]
-    for tensor in tensors:
+    for tensor in description.tensors:
         if tensor.dtype not in CTYPES:
             raise ValueError(
                 f"kernel {description.name}: {tensor.name} is {tensor.dtype}; "

@@ -217,14 +217,15 @@ def native_kernel(description: KernelDescription, text: CudaKernel, cubin: bytes
     from te_fuser import _native
 
     read: list[Load | None] = [*description.loads, *([None] if description.streams else [])]
-    written: list[Store | Sum] = [*description.stores, *description.sums]
+    tensors = (*read, *description.outputs)
+    places = _places(description, text)
     return _native.CudaKernel(
         description.name,
         cubin,
-        tuple(t.dtype if t else _SEED_DTYPE for t in (*read, *written)),
-        tuple(_alignment(t, text) for t in (*read, *written)),
+        tuple(t.dtype if t else _SEED_DTYPE for t in tensors),
+        tuple(_alignment(t, text) for t in tensors),
         len(read),
-        tuple(_launch(launch, _places(description, text)) for launch in text.launches),
+        tuple(_launch(launch, places) for launch in text.launches),
         tuple(p.width for p in text.partials),
         len(text.row_values),
         len(description.streams),
@@ -268,6 +269,3 @@ def _alignment(tensor: Load | Store | Sum | None, text: CudaKernel) -> int:
     if isinstance(tensor, Sum) or not tensor.axes & Axes.FEATURE:
         return size
     return min(_WIDEST_ACCESS, size * max(s.vector for s in text.schedules))
-
-
-__all__: Sequence[str] = ("GpuKernel", "load", "load_variant", "loaded", "native_kernel", "variants")

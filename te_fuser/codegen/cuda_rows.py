@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from te_fuser.codegen.cuda_body import CudaKernelText
 from te_fuser.codegen.cuda_text import bare, literal, number, part_role
-from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Pass, Schedule, Sums, above, kept, passes, shelves
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
@@ -320,8 +320,7 @@ class RowText(CudaKernelText):
 
     def _broadcast(self) -> list[Expr]:
         """Numbers of a row that are stored or summed for every feature."""
-        items: list[Store | Sum] = [*self.d.stores, *self.d.sums]
-        return [p for t in items if t.axes & Axes.FEATURE for p in t.parts if not p.axes & Axes.FEATURE]
+        return [p for t in self.d.outputs if t.axes & Axes.FEATURE for p in t.parts if not p.axes & Axes.FEATURE]
 
     # ---- after the loop
 

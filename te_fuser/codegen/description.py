@@ -89,6 +89,16 @@ class KernelDescription:
         return (*self.stores, *self.sums)
 
     @functools.cached_property
+    def tensors(self) -> tuple[Load | Store | Sum, ...]:
+        """Everything that is read or written, in the order of the kernel's tensors, but for the seed."""
+        return (*self.loads, *self.outputs)
+
+    @functools.cached_property
+    def load_bytes(self) -> dict[str, int]:
+        """Load -> bytes of one of its elements."""
+        return {t.name: item_size(t.dtype) for t in self.loads}
+
+    @functools.cached_property
     def roots(self) -> tuple[Expr, ...]:
         """Every expression that is stored or summed."""
         return tuple(p for item in self.outputs for p in item.parts)

@@ -119,6 +119,3 @@ class Stores(Generic[Store]):
 
 def _file_name(device: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in device.lower())
-
-
-__all__ = ["Entries", "EntryFile", "Stores", "tuned_folder"]

@@ -63,6 +63,3 @@ def is_cut(description: KernelDescription, arch: str) -> bool:
     if not (description.sums and description.reductions):
         return False
     return schedule_model.pick(rewrite(description), limits_of(arch)) is None
-
-
-__all__ = ["is_cut", "pairs", "refusal"]

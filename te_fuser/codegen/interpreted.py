@@ -55,19 +55,14 @@ class InterpretedKernel:
         if len(parts) > 1:  # a part without features fills its place
             parts = [p.expand(-1, self.description.width) for p in parts]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if isinstance(item, Store):
-            if item.axes & Axes.FEATURE:
-                whole = whole.expand(layout[0], item.width)
-            out.copy_(whole.reshape(out.shape))
-            return
         rows, inner, samples = layout
         if item.axes & Axes.FEATURE:
             whole = whole.expand(rows, item.width)
-        if item.axes & Axes.BATCH:
-            index = (torch.arange(rows, device=out.device) // inner) % samples
-            total = torch.zeros(samples, item.width, dtype=whole.dtype, device=out.device)
-            out.copy_(total.index_add_(0, index, whole.contiguous()).reshape(out.shape))
-        elif item.axes & Axes.FEATURE:
-            out.copy_(whole.sum(0).reshape(out.shape))
-        else:
-            out.copy_(whole.sum().reshape(out.shape))
+        if isinstance(item, Sum):
+            if item.axes & Axes.BATCH:
+                index = (torch.arange(rows, device=out.device) // inner) % samples
+                total = torch.zeros(samples, item.width, dtype=whole.dtype, device=out.device)
+                whole = total.index_add_(0, index, whole.contiguous())
+            else:
+                whole = whole.sum(0) if item.axes & Axes.FEATURE else whole.sum()
+        out.copy_(whole.reshape(out.shape))

@@ -46,6 +46,3 @@ class Progress:
             if not self._ended:
                 print(f"{self._what}{self._state()} ...", file=sys.stderr, flush=True)
                 self._said = True
-
-
-__all__ = ["Progress"]

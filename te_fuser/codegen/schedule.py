@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import networkx
 
-from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
+from te_fuser.codegen.description import KernelDescription, Load, Store
 from te_fuser.formula.expr import Axes, Expr, leaf, topological
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
@@ -222,10 +222,6 @@ def _cut(needed: list[Expr], depth: int, kind: Kind, early: set[int]) -> list[Ex
     return [n for n in order if wanted[id(n)] in asked and wanted[id(n)] + 1 not in asked]
 
 
-def _unique(nodes: Iterable[Expr]) -> list[Expr]:
-    return list({id(n): n for n in nodes}.values())
-
-
 # ---------------------------------------------------------------------------------- a kernel cut in two
 
 
@@ -308,10 +304,9 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | No
     own = s.threads * s.chunks * s.vector
     found: list[tuple[Expr | None, int]] = []
     if s.kind == Kind.SHARED:
-        sizes = {t.name: item_size(t.dtype) for t in description.loads}
-        found += [(n, s.ahead * own * sizes[n.attrs[0]]) for n in full_loads(description)]
-        values = _unique(n for p in passes(description, s.kind) for n in p.waits if n.op != "input")
-        found += [(n, own * 4) for n in values]
+        found += [(n, s.ahead * own * description.load_bytes[n.attrs[0]]) for n in full_loads(description)]
+        values = {id(n): n for p in passes(description, s.kind) for n in p.waits if n.op != "input"}
+        found += [(n, own * 4) for n in values.values()]
     if s.sums == Sums.SHARED:
         parts = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE)
         found += [(None, own * 4)] * parts

@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from te_fuser.codegen.description import KernelDescription, Load, Store, item_size
+from te_fuser.codegen.description import KernelDescription, item_size
 from te_fuser.codegen.schedule import (
     Kind,
     Limits,
@@ -117,9 +117,7 @@ def _vector(description: KernelDescription) -> int:
 
     With random draws it is 8 wherever the width allows, because one call of the generator gives 8.
     """
-    every: list[Load | Store] = [*description.loads, *description.stores]
-    tensors = [t for t in every if t.axes & Axes.FEATURE]
-    full = [item_size(t.dtype) for t in tensors if t.axes & Axes.OUTER] or [4]
+    full = [item_size(t.dtype) for t in description.tensors if t.axes & Axes.FEATURE and t.axes & Axes.OUTER] or [4]
     draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
     vector = 8 if draws else 16 // min(full)
     while description.width % vector:
@@ -246,8 +244,7 @@ def _ahead(s: Schedule) -> float:
 
 def _loaded_bytes(description: KernelDescription) -> int:
     """Bytes that are read for each feature of a row."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    return sum(sizes[n.attrs[0]] for n in full_loads(description))
+    return sum(description.load_bytes[n.attrs[0]] for n in full_loads(description))
 
 
 def _stored_bytes(description: KernelDescription) -> int:
@@ -257,11 +254,12 @@ def _stored_bytes(description: KernelDescription) -> int:
 
 def _travelling_bytes(description: KernelDescription) -> int:
     """Bytes that kind `columns` reads for each feature of a row: not the parameters, which stay with their thread."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
     owned = any(t.axes & Axes.BATCH for t in description.sums)
     stays = Axes.SAMPLE_FEATURES if owned else Axes.FEATURE
     return sum(
-        sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes & Axes.FEATURE and n.axes & ~stays
+        description.load_bytes[n.attrs[0]]
+        for n in description.nodes
+        if n.op == "input" and n.axes & Axes.FEATURE and n.axes & ~stays
     )
 
 
@@ -308,12 +306,13 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
 
 def _waiting_words(description: KernelDescription) -> float:
     """32-bit words per element that a thread holds between its loads and its stores."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
     waits = [full_loads(description), *(p.waits for p in passes(description, Kind.REGISTERS))]
-    return max(sum(sizes[n.attrs[0]] / 4 if n.op == "input" else 1.0 for n in w) for w in waits)
+    return max(sum(description.load_bytes[n.attrs[0]] / 4 if n.op == "input" else 1.0 for n in w) for w in waits)
 
 
 def _feature_words(description: KernelDescription) -> float:
     """32-bit words per column of the parameters that are the same for every row."""
-    sizes = {t.name: item_size(t.dtype) for t in description.loads}
-    return sum(sizes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE) / 4
+    return (
+        sum(description.load_bytes[n.attrs[0]] for n in description.nodes if n.op == "input" and n.axes == Axes.FEATURE)
+        / 4
+    )

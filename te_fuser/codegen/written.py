@@ -57,6 +57,3 @@ class MadeOnce(Generic[Made]):
     def cache_clear(self) -> None:
         """Forget all of them."""
         self._made.clear()
-
-
-__all__ = ["Loadable", "MadeOnce", "WrittenKernel"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from te_fuser.formula.expr import ZERO, Axes, Expr, add, concat, const, mul, part, topological
+from te_fuser.formula.expr import ZERO, Axes, Expr, add, concat, const, is_const, mul, part, topological
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.reductions import sum_features
 
@@ -19,7 +19,7 @@ def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
     if e.op == "concat":
         width = e.width // len(e.args)
         for k, a in enumerate(e.args):
-            yield a, _counted(width, a, _narrow(g, k, len(e.args), width))
+            yield a, _counted(width, a, part(g, k, len(e.args)))
         return
     for a, contribution in zip(e.args, FUNCTIONS[e.op].adjoint(e, g), strict=True):
         if contribution is not None:
@@ -31,12 +31,6 @@ def _counted(width: int, argument: Expr, contribution: Expr) -> Expr:
     if (argument.axes | contribution.axes) & Axes.FEATURE:
         return contribution
     return mul(const(width), contribution)
-
-
-def _narrow(g: Expr, index: int, pieces: int, width: int) -> Expr:
-    narrowed = part(g, index, pieces)
-    assert not narrowed.axes & Axes.FEATURE or narrowed.width == width
-    return narrowed
 
 
 def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Expr, Expr]:
@@ -62,7 +56,7 @@ def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Ex
         if id(node) not in needs or id(node) not in collected:
             continue
         g = _total(node, collected.pop(id(node)))
-        if is_zero(g):
+        if is_const(g, 0):
             continue
         if node.op == "input":
             parts[node.attrs[0]].append((node, g))
@@ -71,11 +65,6 @@ def differentiate(seeds: Mapping[Expr, Expr], wanted: Iterable[Expr]) -> dict[Ex
             if id(argument) in needs:
                 collected.setdefault(id(argument), []).append(contribution)
     return {leaf: _assemble(leaf, parts[leaf.attrs[0]]) for leaf in wanted}
-
-
-def is_zero(e: Expr) -> bool:
-    """Whether an adjoint vanishes identically."""
-    return e.op == "const" and e.attrs[0] == 0
 
 
 def _total(node: Expr, contributions: list[Expr]) -> Expr:

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.formula.expr import Axes, Expr, topological
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.formula.random import RandomStream, keep_bits
+from te_fuser.formula.random import RandomStream
 
 
 class Interpreter:
@@ -81,11 +81,9 @@ class Interpreter:
         name, threshold, offset, full = e.attrs
         stream = self.streams[name]
         if not e.axes & Axes.FEATURE:
-            samples = torch.arange(self.batch_size, device=self.device)
-            bits = keep_bits(samples, 1, stream.seed, stream.offset, stream.stream)[self._samples()]
+            bits = stream.bits(self.batch_size, 1, self.device)[self._samples()]
         else:
-            rows = torch.arange(self.rows, device=self.device)
-            bits = keep_bits(rows, full, stream.seed, stream.offset, stream.stream)[:, offset : offset + e.width]
+            bits = stream.bits(self.rows, full, self.device)[:, offset : offset + e.width]
         return (bits >= threshold).to(self.dtype)
 
     def _value(self, e: Expr, args: list[Any]) -> Any:

@@ -32,7 +32,6 @@ class Axes(enum.IntFlag):
 
 
 _interned: weakref.WeakValueDictionary[str, Expr] = weakref.WeakValueDictionary()
-_NO_AXES = Axes.NONE
 
 
 class Expr:
@@ -92,16 +91,16 @@ class Expr:
         return powers[exponent]()
 
     def __lt__(self, other: Any) -> Expr:
-        return compare("lt", self, lift(other))
+        return pointwise("lt", self, lift(other))
 
     def __le__(self, other: Any) -> Expr:
-        return compare("le", self, lift(other))
+        return pointwise("le", self, lift(other))
 
     def __gt__(self, other: Any) -> Expr:
-        return compare("gt", self, lift(other))
+        return pointwise("gt", self, lift(other))
 
     def __ge__(self, other: Any) -> Expr:
-        return compare("ge", self, lift(other))
+        return pointwise("ge", self, lift(other))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Expr):
@@ -149,7 +148,7 @@ def const(value: float | int | Fraction) -> Expr:
         value = int(value)
     if isinstance(value, int):
         value = Fraction(value)
-    return make("const", (), (value,), _NO_AXES, 1)
+    return make("const", (), (value,), Axes.NONE, 1)
 
 
 ZERO = const(0)
@@ -290,11 +289,6 @@ def unary(op: str, a: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
 def binary(op: str, a: Expr, b: Expr) -> Expr:
     """maximum or minimum."""
     return a if a is b else pointwise(op, a, b)
-
-
-def compare(op: str, a: Expr, b: Expr) -> Expr:
-    """1 where the comparison holds, else 0."""
-    return pointwise(op, a, b)
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:

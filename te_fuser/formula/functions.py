@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_fuser.formula import expr, random, reductions
-from te_fuser.formula.expr import ONE, ZERO, Axes, Expr, add, compare, const, div, mul, sub, unary
+from te_fuser.formula.expr import ONE, ZERO, Axes, Expr, add, const, div, mul, pointwise, sub, unary
 
 Operand = Any  # a tensor, an expression or a number
 Contributions = tuple[Expr | None, ...]
@@ -60,13 +60,13 @@ _HALF = const(Fraction(1, 2))
 def _tie(g: Expr, a: Expr, b: Expr, winner: str) -> Contributions:
     loser = "lt" if winner == "gt" else "gt"
     half = mul(_HALF, g)
-    ga = expr.where(compare(winner, a, b), g, expr.where(compare(loser, a, b), ZERO, half))
-    gb = expr.where(compare(loser, a, b), g, expr.where(compare(winner, a, b), ZERO, half))
+    ga = expr.where(pointwise(winner, a, b), g, expr.where(pointwise(loser, a, b), ZERO, half))
+    gb = expr.where(pointwise(loser, a, b), g, expr.where(pointwise(winner, a, b), ZERO, half))
     return ga, gb
 
 
 def _shared(e: Expr, g: Expr, reaches: str) -> Contributions:
-    hit = expr.where(compare(reaches, e.args[0], e), ONE, ZERO)
+    hit = expr.where(pointwise(reaches, e.args[0], e), ONE, ZERO)
     return (mul(hit, div(g, reductions.row_sum(hit))),)
 
 
@@ -74,15 +74,15 @@ def _clamp(e: Expr, g: Expr) -> Contributions:
     low, high = e.attrs
     inside = g
     if high != math.inf:
-        inside = expr.where(compare("le", e.args[0], const(high)), inside, ZERO)
+        inside = expr.where(pointwise("le", e.args[0], const(high)), inside, ZERO)
     if low != -math.inf:
-        inside = expr.where(compare("ge", e.args[0], const(low)), inside, ZERO)
+        inside = expr.where(pointwise("ge", e.args[0], const(low)), inside, ZERO)
     return (inside,)
 
 
 def _abs(e: Expr, g: Expr) -> Contributions:
     x = e.args[0]
-    return (expr.where(compare("gt", x, ZERO), g, expr.where(compare("lt", x, ZERO), mul(const(-1), g), ZERO)),)
+    return (expr.where(pointwise("gt", x, ZERO), g, expr.where(pointwise("lt", x, ZERO), mul(const(-1), g), ZERO)),)
 
 
 def _erf(e: Expr, g: Expr) -> Contributions:
@@ -146,7 +146,7 @@ _ROWS = (
     Function(
         "relu",
         torch.relu,
-        lambda e, g: (expr.where(compare("gt", e.args[0], ZERO), g, ZERO),),
+        lambda e, g: (expr.where(pointwise("gt", e.args[0], ZERO), g, ZERO),),
         lambda x: max(x, 0.0),
         cuda="te::relu", tells_sign=True,
     ),

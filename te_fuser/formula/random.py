@@ -69,15 +69,17 @@ class RandomStream:
     batch_inner: int = 1
     batch_size: int = 1
 
+    def bits(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
+        """16 random bits for each element of so many rows, or for each sample where the width is 1."""
+        return keep_bits(torch.arange(rows, device=device), width, self.seed, self.offset, self.stream)
+
     def mask(self, x: torch.Tensor, drop_below: int, per_sample: bool) -> torch.Tensor:
         """The keep mask for x of shape [rows, features], in its dtype."""
         if per_sample:
-            samples = torch.arange(self.batch_size, device=x.device)
-            bits = keep_bits(samples, 1, self.seed, self.offset, self.stream)
+            bits = self.bits(self.batch_size, 1, x.device)
             row = torch.arange(x.shape[0], device=x.device)
             return (bits >= drop_below).to(x.dtype)[(row // self.batch_inner) % self.batch_size]
-        rows = torch.arange(x.shape[0], device=x.device)
-        bits = keep_bits(rows, x.shape[-1], self.seed, self.offset, self.stream)
+        bits = self.bits(x.shape[0], x.shape[-1], x.device)
         return (bits >= drop_below).to(x.dtype)
 
 

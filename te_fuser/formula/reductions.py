@@ -51,12 +51,8 @@ def _sum(e: Expr, width: int, done: dict[tuple[Expr, int], Expr]) -> Deep[Expr]:
 def _separate(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr, Expr]]:
     """`e` as (factor without features) * (rest)."""
     if id(e) not in done:
-        done[id(e)] = (yield _factor_out(e, done)) if e.op in ("mul", "div") else _as_it_is(e)
+        done[id(e)] = yield _factor_out(e, done)
     return done[id(e)]
-
-
-def _as_it_is(e: Expr) -> tuple[Expr, Expr]:
-    return (ONE, e) if e.axes & Axes.FEATURE else (e, ONE)
 
 
 def _factor_out(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr, Expr]]:
@@ -67,7 +63,7 @@ def _factor_out(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr,
         if oa is ONE and ob is ONE:
             return ONE, e
         return mul(oa, ob), mul(ia, ib)
-    if not e.args[1].axes & Axes.FEATURE:
+    if e.op == "div" and not e.args[1].axes & Axes.FEATURE:
         outer, inner = yield _separate(e.args[0], done)
         return div(outer, e.args[1]), inner
     return ONE, e

@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from te_fuser.formula.expr import Expr
 
 
-def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False) -> list[Expr]:
+def topological(
+    roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False, *, stops: bool = False
+) -> list[Expr]:
     """Every node below `roots`, arguments first, in an order that depends on structure alone.
 
     Args:
         stop: which nodes are left out, and with them what only they lead to.
+        stops: whether these nodes are in the order nevertheless, without what they lead to.
     """
     order: list[Expr] = []
     seen: set[int] = set()
@@ -25,6 +28,7 @@ def topological(roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: 
         elif id(node) not in seen:
             seen.add(id(node))
             if stop(node):
+                order += [node] if stops else []
                 continue
             stack.append((node, True))
             stack.extend((a, False) for a in reversed(node.args) if id(a) not in seen)

@@ -398,7 +398,7 @@ def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list
 
     def replace(e: Expr) -> Expr | None:
         slope = e.op == "gt" and e.args[0] in given and e.args[1] is expr.ZERO
-        return expr.compare("gt", given[e.args[0]], expr.ZERO) if slope else None
+        return expr.pointwise("gt", given[e.args[0]], expr.ZERO) if slope else None
 
     return substitute(roots, replace) if given else []
 
