@@ -125,6 +125,12 @@ class Graph:
                 found[value] = n.index
         return found
 
+    @property
+    def widest(self) -> torch.dtype:
+        """float64 where any value or gradient is, else the input's dtype."""
+        dtypes = {d for v in self.values for d in (v.spec.dtype, v.gradient_dtype)}
+        return torch.float64 if torch.float64 in dtypes else self.values[0].spec.dtype
+
     def root(self, value: int) -> int:
         """The value that this one is, under another name."""
         return self._roots[value]
@@ -225,10 +231,11 @@ class GraphBuilder:
         )
 
     def _say_gradients(self, leaving: set[int]) -> None:
-        """Which values get their gradients in another dtype than their own, as their readers give them."""
+        """Which values of row ops get their gradients in another dtype than their own, as their readers give them."""
         given: dict[int, list[torch.dtype]] = {}
+        by_formula = {v for n in self.nodes if n.is_row for v in (n.output, *n.named_out)} - leaving
         for node in self.nodes:
-            for value in {node.input, *node.named_in.values()} - leaving:
+            for value in {node.input, *node.named_in.values()} & by_formula:
                 given.setdefault(value, []).append(node.op.gradient_dtype(self.values[value].spec.dtype))
         for value, found in given.items():
             dtype = functools.reduce(torch.promote_types, found)
