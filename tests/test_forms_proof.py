@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from te_fuser import Sequential, ops
-from te_fuser.formula import split, tanh
+from te_fuser.formula import keep_mask, split, tanh
 from te_fuser.fusions import Cost, fusion, unregister
 from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
 from tests.needs import needs_compiler
@@ -224,3 +225,47 @@ def test_a_form_in_float64_is_computed_by_pytorch() -> None:
     ours = Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Cast(torch.float64), ops.GELU())
     compare(ours, x := torch.randn(7, WIDTH, requires_grad=True))
     assert "row kernels are not generated: torch.float64 runs the reference" in " ".join(str(ours.explain(x)).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("gives output, but by `values` it is to give output, b", {"compute": lambda self, x: x * 2.0}),
+        ("gives b, but by `values` it is to give output, b", {"compute": lambda self, x: {"b": x}}),
+        ("gives output, b, c, but", {"compute": lambda self, x: {"output": x, "b": x, "c": x}}),
+        ("gives output, b, but by `values` it is to give output:", {"values": (), "named_outputs": lambda self: ()}),
+        ("named_outputs.. leaves out 'b' of its `values`", {"named_outputs": lambda self: ()}),
+        ("named_output.'b'. gives int32", {"named_output": lambda self, name, out: replace(out, dtype=torch.int32)}),
+        ("named_output.'b'. gives a dtype; return a Spec", {"named_output": lambda self, name, out: torch.float32}),
+        ("shape .3, 24., it needs .7, 24.", {"named_output": lambda self, name, out: replace(out, shape=(3, WIDTH))}),
+        ("named_output.. says 48", {"named_output": lambda self, name, out: out.with_features(2 * WIDTH)}),
+        ("output_dtype.. gives int32", {"output_dtype": lambda self, dtype: torch.int32}),
+        ("gradient_dtype.. gives int32", {"gradient_dtype": lambda self, dtype: torch.int32}),
+        ("draws by keep_mask; define draws", {"compute": lambda self, x: {"output": keep_mask(x, 0.5), "b": x}}),
+    ],
+)
+def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
+    own = {
+        "values": ("b",),
+        "exports": True,
+        "named_outputs": lambda self: ("b",),
+        "compute": lambda self, x: {"output": x * 2.0, "b": x * 3.0},
+    }
+    model = Sequential(ops.GELU(), type("Wrong", (ops.RowOp,), own | changed)())
+    with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): .*{words}"):
+        model.plan(torch.randn(7, WIDTH))
+
+
+class One(ops.RowOp):
+    """y = 1."""
+
+    def compute(self, x: Any) -> Any:
+        return 1.0
+
+
+def test_a_formula_that_is_a_number() -> None:
+    ours = Sequential(ops.LayerNorm(WIDTH), One(), ops.GELU(), ops.LayerNorm(WIDTH), kernels="reference")
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    (y := ours(x)).sum().backward()
+    torch.testing.assert_close(y, ours.reference(x))
+    assert x.grad is not None and not x.grad.any() and ours[3].bias.grad.tolist() == [7.0] * WIDTH
