@@ -132,11 +132,14 @@ class OpRunner:
         call.notes = slots[self._notes] or {}
         if node.draws:
             call.random = stream_of(slots[self._seed], node.stream, (1, 1))
-        made = self._function(call, slots[self._first])
+        first = slots[self._first]
+        if self._task.phase == "wait":
+            call.emitted, first = first
+        made = self._function(call, first)
         if forward:
             slots[self._notes] = call.notes
         if self._task.phase == "start":
-            slots[self._outputs[0][1]] = made
+            slots[self._outputs[0][1]] = call.emitted, made
             return
         for name, k in self._outputs:
             if not forward:
