@@ -197,3 +197,24 @@ def test_what_is_emitted_when_it_starts_is_there_when_it_ends() -> None:
     x = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
     (dx,) = torch.autograd.grad(model(x).sum(), x)
     torch.testing.assert_close(dx, torch.autograd.grad(model.reference(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("forward must return a tensor, got NoneType", {"op_wait": lambda self, call, way: None}),
+        ("backward must return a dict of gradients by name, got int", {"wait": lambda self, call, way: 1}),
+        ("gave no gradient for 'input'", {"wait": lambda self, call, way: {}}),
+    ],
+)
+def test_a_phase_that_gives_nothing(words: str, changed: dict[str, Any]) -> None:
+    own = {
+        "gradients": lambda self, names: (Gradient(("input",), (), "start", wait="wait"),),
+        "op_forward": lambda self, call, x: x,
+        "op_wait": lambda self, call, way: way,
+        "start": lambda self, call, dy: dy,
+        "wait": lambda self, call, way: {"input": way},
+    }
+    model = te_fuser.Sequential(ops.GELU(), type("Bad", (UnfusedOperation,), own | changed)(), kernels="reference")
+    with pytest.raises((TypeError, RuntimeError), match=rf"op 1 \(Bad '1'\): its {words}"):
+        model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()

@@ -141,6 +141,8 @@ class OpRunner:
         if self._task.phase == "start":
             slots[self._outputs[0][1]] = call.emitted, made
             return
+        if forward and not isinstance(made, torch.Tensor):
+            raise TypeError(f"{node.label}: its forward must return a tensor, got {type(made).__name__}")
         for name, k in self._outputs:
             if not forward:
                 found = gradient_made(node.label, made, name)
@@ -173,8 +175,10 @@ def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str
     """The gradient that a backward gave by that name.
 
     Raises:
-        RuntimeError: when it gave none.
+        RuntimeError, TypeError: when it gave none, or no gradients by name.
     """
+    if not isinstance(made, Mapping):
+        raise TypeError(f"{label}: its backward must return a dict of gradients by name, got {type(made).__name__}")
     found = made.get(name)
     if found is None:
         raise RuntimeError(f"{label}: its backward gave no gradient for {name!r}, which is needed")
