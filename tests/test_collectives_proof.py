@@ -172,3 +172,49 @@ def test_a_step_that_waits_stands_before_its_first_reader() -> None:
     between = replace(gelu, inputs=(), outputs=())
     assert finish.waiting_late([start, wait, between, between, product]) == [start, between, between, wait, product]
     assert finish.waiting_late([start, wait, between]) == [start, between, wait]
+
+
+class Doubled(UnfusedOperation):
+    """y = 2 x, and what backward reads is given in either phase."""
+
+    reads = emits = ("early", "late")
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        call.emit("early", x + 1)
+        return 2 * x
+
+    def op_wait(self, call: OpCall, started: torch.Tensor) -> torch.Tensor:
+        call.emit("late", started + 2)
+        return started
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(2 * call["early"], call["late"])
+        return 2 * dy
+
+
+def test_what_is_emitted_when_it_starts_is_there_when_it_ends() -> None:
+    model = te_fuser.Sequential(ops.GELU(), Doubled(), kernels="reference", verify=True).double()
+    x = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    (dx,) = torch.autograd.grad(model(x).sum(), x)
+    torch.testing.assert_close(dx, torch.autograd.grad(model.reference(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("forward must return a tensor, got NoneType", {"op_wait": lambda self, call, way: None}),
+        ("backward must return a dict of gradients by name, got int", {"wait": lambda self, call, way: 1}),
+        ("gave no gradient for 'input'", {"wait": lambda self, call, way: {}}),
+    ],
+)
+def test_a_phase_that_gives_nothing(words: str, changed: dict[str, Any]) -> None:
+    own = {
+        "gradients": lambda self, names: (Gradient(("input",), (), "start", wait="wait"),),
+        "op_forward": lambda self, call, x: x,
+        "op_wait": lambda self, call, way: way,
+        "start": lambda self, call, dy: dy,
+        "wait": lambda self, call, way: {"input": way},
+    }
+    model = te_fuser.Sequential(ops.GELU(), type("Bad", (UnfusedOperation,), own | changed)(), kernels="reference")
+    with pytest.raises((TypeError, RuntimeError), match=rf"op 1 \(Bad '1'\): its {words}"):
+        model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()

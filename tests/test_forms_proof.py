@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from te_fuser import Sequential, ops
-from te_fuser.formula import split, tanh
+from te_fuser.formula import keep_mask, split, tanh
+from te_fuser.fusions import Cost, fusion, unregister
 from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
 from tests.needs import needs_compiler
 
@@ -175,3 +177,95 @@ def test_an_op_of_several_values(kernels: str, between: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-5)
     norm = torch.nn.functional.layer_norm(x, (WIDTH,), ours[0].weight, ours[0].bias, ours[0].eps)
     torch.testing.assert_close(ours(x, outputs=("squares",))[1], norm * norm, rtol=1e-5, atol=1e-5)
+
+
+def compare(ours: Sequential, x: torch.Tensor, outputs: tuple[str, ...] = ()) -> None:
+    """Values and all gradients beside the reference."""
+    leaves = [x, *ours.parameters()]
+
+    def run(call: Any) -> list[torch.Tensor]:
+        made = call(x, outputs=outputs) if outputs else (call(x),)
+        dys = [torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape) for y in made]
+        return [*(y.detach() for y in made), *torch.autograd.grad(made, leaves, dys)]
+
+    for a, b in zip(run(ours), run(ours.reference), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("before", [[ops.MatMul(WIDTH, WIDTH)], [ops.LayerNorm(WIDTH), ops.Reshape(7, WIDTH)]])
+def test_an_opaque_op_gets_its_gradient_in_its_own_dtype(before: list[torch.nn.Module]) -> None:
+    compare(Sequential(*before, HalfProduct()).bfloat16(), torch.randn(7, WIDTH).bfloat16().requires_grad_())
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_fusion_is_not_taken_where_its_gradient_has_another_dtype(taken: bool) -> None:
+    dtypes = []
+
+    @fusion(backward=[ops.SiLU], reads=["input"], cost=lambda m: Cost(seconds=1e-12))
+    def own_dtype(m: Any, dy: torch.Tensor) -> torch.Tensor:
+        dtypes.append((dy.dtype, m["input"].dtype))
+        s = torch.sigmoid(m["input"])
+        return dy * (s + m["input"] * s * (1 - s))
+
+    after = ops.MatMul(WIDTH, WIDTH) if taken else HalfProduct()
+    ours = Sequential(ops.MatMul(WIDTH, WIDTH), ops.SiLU(), after).bfloat16()
+    try:
+        x = torch.randn(7, WIDTH).bfloat16().requires_grad_()
+        compare(ours, x)
+        assert taken or "arrives in float16, not in its own dtype" in " ".join(str(ours.explain(x)).split())
+    finally:
+        unregister("own_dtype")
+    assert dtypes == [(torch.bfloat16, torch.bfloat16)] * taken
+
+
+@needs_compiler
+def test_a_form_in_float64_is_computed_by_pytorch() -> None:
+    """Kernels that are generated know no float64: then the whole plan runs without them, and says so."""
+    ours = Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Cast(torch.float64), ops.GELU())
+    compare(ours, x := torch.randn(7, WIDTH, requires_grad=True))
+    assert "row kernels are not generated: torch.float64 runs the reference" in " ".join(str(ours.explain(x)).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("gives output, but by `values` it is to give output, b", {"compute": lambda self, x: x * 2.0}),
+        ("gives b, but by `values` it is to give output, b", {"compute": lambda self, x: {"b": x}}),
+        ("gives output, b, c, but", {"compute": lambda self, x: {"output": x, "b": x, "c": x}}),
+        ("gives output, b, but by `values` it is to give output:", {"values": (), "named_outputs": lambda self: ()}),
+        ("named_outputs.. leaves out 'b' of its `values`", {"named_outputs": lambda self: ()}),
+        ("named_output.'b'. gives int32", {"named_output": lambda self, name, out: replace(out, dtype=torch.int32)}),
+        ("named_output.'b'. gives a dtype; return a Spec", {"named_output": lambda self, name, out: torch.float32}),
+        ("shape .3, 24., it needs .7, 24.", {"named_output": lambda self, name, out: replace(out, shape=(3, WIDTH))}),
+        ("named_output.. says 48", {"named_output": lambda self, name, out: out.with_features(2 * WIDTH)}),
+        ("output_dtype.. gives int32", {"output_dtype": lambda self, dtype: torch.int32}),
+        ("gradient_dtype.. gives int32", {"gradient_dtype": lambda self, dtype: torch.int32}),
+        ("draws by keep_mask; define draws", {"compute": lambda self, x: {"output": keep_mask(x, 0.5), "b": x}}),
+    ],
+)
+def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
+    own = {
+        "values": ("b",),
+        "exports": True,
+        "named_outputs": lambda self: ("b",),
+        "compute": lambda self, x: {"output": x * 2.0, "b": x * 3.0},
+    }
+    model = Sequential(ops.GELU(), type("Wrong", (ops.RowOp,), own | changed)())
+    with pytest.raises((TypeError, ValueError), match=rf"op 1 \(Wrong '1'\): .*{words}"):
+        model.plan(torch.randn(7, WIDTH))
+
+
+class One(ops.RowOp):
+    """y = 1."""
+
+    def compute(self, x: Any) -> Any:
+        return 1.0
+
+
+def test_a_formula_that_is_a_number() -> None:
+    ours = Sequential(ops.LayerNorm(WIDTH), One(), ops.GELU(), ops.LayerNorm(WIDTH), kernels="reference")
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    (y := ours(x)).sum().backward()
+    torch.testing.assert_close(y, ours.reference(x))
+    assert x.grad is not None and not x.grad.any() and ours[3].bias.grad.tolist() == [7.0] * WIDTH

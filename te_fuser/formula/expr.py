@@ -176,7 +176,7 @@ def keep_leaf(name: str, threshold: int, axes: Axes, width: int) -> Expr:
 
 def value(name: str, inner: Expr) -> Expr:
     """A named op output: simplification stops here, because this is what can be stored and read again."""
-    if inner.op in ("input", "const") or inner.op == "broadcast" and is_const(inner.args[0]):
+    if inner.op in ("input", "const"):
         return inner
     return make("value", (inner,), (name, 0, inner.width), inner.axes, inner.width)
 

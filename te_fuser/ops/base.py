@@ -340,6 +340,20 @@ class RowOp(FusableOperation):
         """The formula."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
 
+    def given_by(self, made: Any) -> Mapping[str, Any]:
+        """What compute() gave, by the names that it has among this op's values.
+
+        Raises:
+            TypeError: when these are not "output" and those of `values`.
+        """
+        found = made if isinstance(made, Mapping) else {"output": made}
+        if found.keys() != {"output", *self.values}:
+            gives, wanted = (", ".join(map(str, names)) for names in (found, ("output", *self.values)))
+            raise TypeError(
+                f"compute() gives {gives}, but by `values` it is to give {wanted}: return a dict of these names"
+            )
+        return found
+
     def arguments(self) -> tuple[str, ...]:
         """The names of compute's arguments after x.
 
@@ -383,7 +397,7 @@ class RowOp(FusableOperation):
         given = self.named_inputs()
         arguments = [self._symbol(name, given.get(name), features) for name in self.arguments()]
         try:
-            y = expr.lift(main_of(self.compute(expr.leaf("x", Axes.FULL, features), *arguments)))
+            y = expr.lift(self.given_by(self.compute(expr.leaf("x", Axes.FULL, features), *arguments))["output"])
         except (ValueError, TypeError, AttributeError):
             return features
         return y.width if y.axes & Axes.FEATURE else features
@@ -412,9 +426,9 @@ class RowOp(FusableOperation):
                 continue
             arguments.append(_as_rows(tensor.to(wide), given.get(name), rows, stream))
         with random.using(stream):
-            made = self.compute(rows, *arguments)
+            made = self.given_by(self.compute(rows, *arguments))
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
-        main = _whole(main_of(made), rows)
+        main = _whole(made["output"], rows)
         out = Spec((*x.shape[:-1], main.shape[-1]), self.result_dtype(x.dtype, named), x.device)
         specs = {"output": out, **{name: self.named_output(name, out) for name in self.named_outputs()}}
         exact = x.dtype == torch.float64 and not _rounding.get()
@@ -423,11 +437,6 @@ class RowOp(FusableOperation):
             name: y.to(x.dtype if exact else specs[name].dtype).reshape(*x.shape[:-1], y.shape[-1])
             for name, y in found.items()
         }
-
-
-def main_of(made: Any) -> Any:
-    """The main output among what a formula gives."""
-    return made["output"] if isinstance(made, Mapping) else made
 
 
 def _whole(y: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,12 @@ class Graph:
                 found[value] = n.index
         return found
 
+    @property
+    def widest(self) -> torch.dtype:
+        """float64 where any value or gradient is, else the input's dtype."""
+        dtypes = {d for v in self.values for d in (v.spec.dtype, v.gradient_dtype)}
+        return torch.float64 if torch.float64 in dtypes else self.values[0].spec.dtype
+
     def root(self, value: int) -> int:
         """The value that this one is, under another name."""
         return self._roots[value]
@@ -225,11 +231,14 @@ class GraphBuilder:
         )
 
     def _say_gradients(self, leaving: set[int]) -> None:
-        """Which values get their gradients in another dtype than their own, as their readers give them."""
+        """Which values of row ops get their gradients in another dtype than their own, as their readers give them."""
         given: dict[int, list[torch.dtype]] = {}
+        by_formula = {v for n in self.nodes if n.is_row for v in (n.output, *n.named_out)} - leaving
         for node in self.nodes:
-            for value in {node.input, *node.named_in.values()} - leaving:
-                given.setdefault(value, []).append(node.op.gradient_dtype(self.values[value].spec.dtype))
+            for value in {node.input, *node.named_in.values()} & by_formula:
+                dtype = node.op.gradient_dtype(self.values[value].spec.dtype)
+                _check_dtype(f"{node.label}: gradient_dtype()", dtype)
+                given.setdefault(value, []).append(dtype)
         for value, found in given.items():
             dtype = functools.reduce(torch.promote_types, found)
             if dtype != self.values[value].spec.dtype:
@@ -250,6 +259,8 @@ class GraphBuilder:
         x = self.values[current].spec
         self._check_parameters(label, op, x, listed)
         out = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
+        if isinstance(op, RowOp):
+            _check_dtype(f"{label}: output_dtype()", out.dtype)
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
             self.values[current].needs_grad
@@ -262,7 +273,7 @@ class GraphBuilder:
         named_out = []
         for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
             same = None if isinstance(op, RowOp) and own in op.values else output
-            named_out.append(self._value(name, op.named_output(own, out), Axes.FULL, needs, same))
+            named_out.append(self._value(name, _form(label, op, own, out), Axes.FULL, needs, same))
             self._bind(label, name, op, named_out[-1])
         self.nodes.append(
             Node(
@@ -460,6 +471,24 @@ def _is_identity(op: RowOp, given: Spec) -> bool:
         return False
 
 
+def _form(label: str, op: FusableOperation, name: str, out: Spec) -> Spec:
+    """What a named output is, where the main one is `out`."""
+    form = op.named_output(name, out)
+    if not isinstance(form, Spec):
+        raise TypeError(f"{label}: named_output({name!r}) gives a {type(form).__name__}; return a Spec")
+    own = isinstance(op, RowOp) and name in op.values
+    shape = (*out.shape[:-1], form.features) if own else out.shape
+    _check_dtype(f"{label}: named_output({name!r})", form.dtype)
+    if form.shape != shape:
+        raise ValueError(f"{label}: named_output({name!r}) has shape {list(form.shape)}, it needs {list(shape)}")
+    return form
+
+
+def _check_dtype(who: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOATING.values():
+        raise TypeError(f"{who} gives {text_of(dtype)}; it can be {', '.join(FLOATING)}")
+
+
 def _plain(name: str) -> str:
     return name.rsplit("/", 1)[-1]
 
@@ -474,6 +503,9 @@ def _is_double(spec: Spec) -> bool:
 
 def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
     if isinstance(op, RowOp):
+        unnamed = [name for name in op.values if name not in op.named_outputs()]
+        if unnamed:
+            raise TypeError(f"{label}: named_outputs() leaves out {unnamed[0]!r} of its `values`; it gives all names")
         return
     if op.named_outputs():
         raise TypeError(f"{label}: only a RowOp names its output; put Fork or Output behind this op")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.codegen.description import NotOneKernel
+from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
@@ -283,6 +284,19 @@ class BackwardCandidates:
         if leaving:
             inner = ", ".join(self.graph.values[v].name for v in leaving)
             return f"{inner} is also read outside the pattern"
+        return self._why_other_gradients(nodes)
+
+    def _why_other_gradients(self, nodes: tuple[Node, ...]) -> str | None:
+        """Why a fusion, which takes and gives gradients as its ops do, does not fit the dtypes that are wanted here."""
+        last = self.graph.values[nodes[-1].output]
+        if last.gradient is not None:
+            return f"the gradient of {last.name} arrives in {text_of(last.gradient)}, not in its own dtype"
+        made = {v for n in nodes for v in (n.output, *n.named_out)}
+        for node in nodes:
+            for v in (self.graph.values[v] for v in {node.input, *node.named_in.values()} - made):
+                if v.needs_grad and (given := node.op.gradient_dtype(v.spec.dtype)) != v.gradient_dtype:
+                    wanted = text_of(v.gradient_dtype)
+                    return f"the gradient of {v.name} is wanted in {wanted}, and it gives {text_of(given)}"
         return None
 
     def _fusion_inputs(self, fit: _Fit) -> Named:

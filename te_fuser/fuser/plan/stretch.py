@@ -22,7 +22,7 @@ from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
 from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
-from te_fuser.ops.base import RowOp, main_of
+from te_fuser.ops.base import RowOp
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -74,14 +74,13 @@ class Stretch:
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]
         try:
-            made = op.compute(self.env[node.input], *arguments)
-            y = expr.lift(main_of(made))
-            own = {name: expr.lift(made[name]) for name in op.values}
+            made = op.given_by(op.compute(self.env[node.input], *arguments))
+            own = {name: expr.lift(y) for name, y in made.items()}
         except (ValueError, TypeError, AttributeError) as error:
             kind = TypeError if isinstance(error, AttributeError) else type(error)
             hint = "; a formula is written with the functions of te_fuser.formula" if "Expr" in str(error) else ""
             raise kind(f"{node.label}: {error}{hint}") from error
-        found = {node.output: self._marked(node, f"{role}.output", role, y, node.output)}
+        found = {node.output: self._marked(node, f"{role}.output", role, own["output"], node.output)}
         for value, name in zip(node.named_out, op.named_outputs(), strict=True):
             same = found[node.output]
             found[value] = self._marked(node, f"{role}.{name}", role, own[name], value) if name in own else same
@@ -95,8 +94,9 @@ class Stretch:
         if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
         if y.axes & Axes.FEATURE and y.width != features:
+            says = "infer()" if value == node.output else "named_output()"
             raise ValueError(
-                f"{node.label}: compute() gives {y.width} features, infer() says {features}; it need not be defined "
+                f"{node.label}: compute() gives {y.width} features, {says} says {features}; it need not be defined "
                 f"where the formula says it, or gives x.with_features({y.width})"
             )
         # It may be stored and read again, and then it is there for every row and feature.
@@ -376,10 +376,20 @@ class Stretch:
         inputs = tuple(cut.leaves[load.name].ref for load in description.loads)
         full = [cut.leaves[load.name].ref for load in description.loads if load.axes == Axes.FULL]
         lead = full[0] if full else self._any_full(start, stop, direction)
+        if any(s not in self.streams for s in description.streams):
+            raise TypeError(f"{self._drawing()}: compute() draws by keep_mask; define draws(), which says when it does")
         streams = tuple(self.streams[s] for s in description.streams)
         outputs = (*gives.outputs, *gives.sum_outputs)
         batch_dim = self.batch_dim(start, stop)
         return KernelTask(description, inputs, outputs, streams, batch_dim, tuple(gives.aliases), lead)
+
+    def _drawing(self) -> str:
+        """The first op that draws and does not say so."""
+        for node in self.graph.nodes[self.start : self.stop]:
+            made = topological([self.env[v] for v in (node.output, *node.named_out)])
+            if any(e.op == "keep" and e.attrs[0] not in self.streams for e in made):
+                return node.label
+        raise AssertionError("none draws")
 
     def _any_full(self, start: int, stop: int, direction: str) -> Ref:
         """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""

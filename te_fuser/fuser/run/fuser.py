@@ -222,9 +222,9 @@ class Fuser:
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
         graph = GraphBuilder(self._listed, CallSpecs.of(x, inputs, outputs, there)).build()
         if device is not None and device.kind == "cuda":
-            target = target_on_gpu(x.dtype, self.kernels)
+            target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, capability=device.capability)
-        target = target_for(there or x.device, x.dtype, self.kernels)
+        target = target_for(there or x.device, graph.widest, self.kernels)
         options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
@@ -236,7 +236,7 @@ class Fuser:
         x = graph.values[0].spec
         if self.kernels == "reference" or x.dtype not in dtypes.GENERATED:
             return ()
-        return tuple(missing_notes(target, x.device, x.dtype))
+        return tuple(missing_notes(target, x.device, graph.widest))
 
 
 def _shape_class(shape: torch.Size) -> tuple[Any, ...]:

@@ -132,12 +132,17 @@ class OpRunner:
         call.notes = slots[self._notes] or {}
         if node.draws:
             call.random = stream_of(slots[self._seed], node.stream, (1, 1))
-        made = self._function(call, slots[self._first])
+        first = slots[self._first]
+        if self._task.phase == "wait":
+            call.emitted, first = first
+        made = self._function(call, first)
         if forward:
             slots[self._notes] = call.notes
         if self._task.phase == "start":
-            slots[self._outputs[0][1]] = made
+            slots[self._outputs[0][1]] = call.emitted, made
             return
+        if forward and not isinstance(made, torch.Tensor):
+            raise TypeError(f"{node.label}: its forward must return a tensor, got {type(made).__name__}")
         for name, k in self._outputs:
             if not forward:
                 found = gradient_made(node.label, made, name)
@@ -170,8 +175,10 @@ def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str
     """The gradient that a backward gave by that name.
 
     Raises:
-        RuntimeError: when it gave none.
+        RuntimeError, TypeError: when it gave none, or no gradients by name.
     """
+    if not isinstance(made, Mapping):
+        raise TypeError(f"{label}: its backward must return a dict of gradients by name, got {type(made).__name__}")
     found = made.get(name)
     if found is None:
         raise RuntimeError(f"{label}: its backward gave no gradient for {name!r}, which is needed")
