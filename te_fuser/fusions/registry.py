@@ -99,6 +99,17 @@ class Fusion:
             return answer
         return None if answer is None or answer else "its condition `when` said no"
 
+    def asked(self, what: str, *arguments: Any) -> Any:
+        """What its function `what` says while planning.
+
+        Raises:
+            RuntimeError: when the function fails.
+        """
+        try:
+            return getattr(self, what)(*arguments)
+        except Exception as error:
+            raise RuntimeError(f"fusion {self.name!r}: its `{what}` failed, {error!r}") from error
+
     def costs(self, match: Match) -> Costs | None:
         """What it says that the match takes; None where it says nothing.
 
@@ -108,10 +119,7 @@ class Fusion:
         """
         if self.cost is None:
             return None
-        try:
-            found = self.cost(match)
-        except Exception as error:
-            raise RuntimeError(f"fusion {self.name!r}: its `cost` failed, {error!r}") from error
+        found = self.asked("cost", match)
         if found is not None and not isinstance(found, (Cost, tuple)):
             hint = f"Cost(seconds={found!r})" if isinstance(found, (int, float)) else "fusions.Cost(...)"
             raise TypeError(f"fusion {self.name!r}: its `cost` gives {type(found).__name__}, not a Cost; write {hint}")
@@ -309,7 +317,7 @@ def _check_functions(**given: Any) -> None:
 
 def _check_meant(entry: Fusion) -> None:
     """Names without an op's number are words that mean something; numbers are of ops that the pattern has."""
-    words = {"forward": ("input",), "backward": ("dy", "input", "output"), "joint": ("input",)}[entry.direction]
+    words = {"forward": ("input",), "backward": ("dy", *entry.reads), "joint": ("input",)}[entry.direction]
     made = ("input",) if entry.direction == "backward" else ("output", *entry.saves)
     named = [("emits", entry.emits, ()), ("reads", entry.reads, ("input", "output"))]
     named += [("takes", entry.takes, words), ("gives", entry.gives, made), ("sums", entry.sums, ())]
@@ -324,7 +332,8 @@ def _check_meant(entry: Fusion) -> None:
             number, dot, _ = name.rpartition(".")
             if not dot and name not in known:
                 there = ", ".join(map(repr, (*known, "0.weight")))
-                raise ValueError(f"fusion {entry.name!r}: {what} {name!r}, which is none of its names (as {there})")
+                hint = "; name it in reads" if what == "takes" and name in ("input", "output") else ""
+                raise ValueError(f"fusion {entry.name!r}: {what} {name!r}, which is none of its names ({there}){hint}")
             if most is not None and number.isdigit() and int(number) >= most:
                 raise ValueError(
                     f"fusion {entry.name!r}: {what} {name!r}, and its pattern has at most {most} ops, counted from 0"

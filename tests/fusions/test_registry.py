@@ -404,13 +404,17 @@ DECLARED_WRONG = {
     ),
     "reads_a_word": (
         {"backward": [ops.GELU], "reads": ["inpt"]},
-        r"fusion 'mine': reads 'inpt', which is none of its names \(as 'input', 'output', '0.weight'\)",
+        r"fusion 'mine': reads 'inpt', which is none of its names \('input', 'output', '0.weight'\)",
     ),
     "takes_beyond_its_pattern": (
         {"forward": [ops.MatMul], "takes": ["input", "1.weight"]},
         "fusion 'mine': takes '1.weight', and its pattern has at most 1 ops",
     ),
     "takes_of_backward": ({"forward": [ops.GELU], "takes": ["dy"]}, "takes 'dy', which is none of its names"),
+    "takes_what_it_does_not_read": (
+        {"backward": [ops.GELU], "takes": ["dy", "input"]},
+        r"takes 'input', which is none of its names \('dy', '0.weight'\); name it in reads",
+    ),
     "gives_without_takes": (
         {"backward": [ops.Bias], "gives": ["input", "0.bias"]},
         "gives names what a plain function of tensors returns: name its arguments in takes",
@@ -487,6 +491,20 @@ def test_a_cost_that_is_none(cost, error, words):
     )
     with fusions.only(mine), pytest.raises(error, match=words):
         te_fuser.Sequential(ops.GELU()).plan(X)
+
+
+@pytest.mark.parametrize(
+    ("choose", "error", "words"),
+    [
+        (lambda m, method: 3, TypeError, "fusion 'mine': its `choose` gives 3, not a function or a Body of one"),
+        (lambda m, method: fusions.Body(None), TypeError, "fusion 'mine': its `choose` gives None"),
+        (lambda m, method: {}[method], RuntimeError, r"fusion 'mine': its `choose` failed, KeyError\('forward'\)"),
+    ],
+)
+def test_a_choice_that_is_none(choose, error, words):
+    mine = declared(forward=[ops.GELU], name="mine", takes=["input"], choose=choose, registered=False, **FREE)(F.gelu)
+    with fusions.only(mine), pytest.raises(error, match=words):
+        te_fuser.Sequential(ops.GELU())(X)
 
 
 def test_one_name_for_a_sequence_of_names():
