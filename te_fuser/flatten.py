@@ -302,7 +302,7 @@ class _Flattener:
 
 def runs_itself(m: torch.nn.Module) -> bool:
     """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
-    if any(hooks_of(m)) or "forward" in m.__dict__:
+    if any(hooks_of(m)) or "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__:
         return True
     if isinstance(m, OpList):
         saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})

@@ -126,10 +126,12 @@ class Sequential(OpList):
         return self._parts
 
     def _unchanged(self) -> bool:
-        lists, members, hooks, no_hooks, ops, revisions, given, options = self._token
+        lists, members, hooks, no_hooks, ops, revisions, given, options, inner, forwards = self._token
         if [m for modules in lists for m in modules.values()] != members:
             return False
         if any(no_hooks) or not all(hooks) or [op.revision for op in ops] != revisions:
+            return False
+        if [d.get("forward") for d in inner] != forwards:
             return False
         return [self._around, *given] == options  # type: ignore[no-any-return]
 
@@ -144,8 +146,10 @@ class Sequential(OpList):
         revisions = [op.revision for op in ops]
         given = [c._given for c in containers]
         options = [dict(o) for o in (self._around, *given)]
+        inner = [m.__dict__ for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
+        forwards = [d.get("forward") for d in inner]
         self._parts = flatten(self)
-        self._token = (lists, members, hooks, no_hooks, ops, revisions, given, options)
+        self._token = (lists, members, hooks, no_hooks, ops, revisions, given, options, inner, forwards)
 
     # ------------------------------------------------------------------------------- looking inside
 

@@ -227,7 +227,12 @@ class DoubledGELU(ops.GELU):
         return 2.0 * super().forward(x)
 
 
-@pytest.mark.parametrize("make", [lambda: Doubled(ops.GELU()), DoubledGELU])
+class DoublyCalled(te_fuser.Sequential):
+    def __call__(self, x):
+        return 2.0 * super().__call__(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(ops.GELU()), lambda: DoublyCalled(ops.GELU()), DoubledGELU])
 def test_a_forward_of_ones_own_is_run(make):
     model = sequential(ops.Bias(8), make(), ops.Bias(8))
     bias = model[0].bias + model[2].bias
@@ -239,6 +244,15 @@ def test_a_forward_put_on_an_op_is_run():
     model(X)
     model[0].forward = lambda x: -x
     torch.testing.assert_close(model(X), (-X).relu())
+
+
+def test_a_forward_put_on_a_list_is_run():
+    model = sequential(te_fuser.Sequential(ops.GELU()), ops.ReLU())
+    before = model(X)
+    model[0].forward = lambda x: -x
+    torch.testing.assert_close(model(X), (-X).relu())
+    del model[0].forward
+    torch.testing.assert_close(model(X), before)
 
 
 def test_plain_modules_in_between():

@@ -339,6 +339,32 @@ def test_an_op_without_an_example_is_told_what_to_write(monkeypatch: pytest.Monk
         check(centred)
 
 
+@pytest.mark.parametrize(
+    ("method", "made", "words"),
+    [
+        ("prototype", classmethod(lambda cls, features, name, **changed: 3), "'int' object has no attribute 'example'"),
+        ("prototype", classmethod(lambda cls, features, name, **changed: {}["size"]), "'size'"),
+        ("example", lambda self, features, rng: None, "its example is None"),
+    ],
+)
+def test_an_op_whose_example_is_none(monkeypatch: pytest.MonkeyPatch, method: str, made: Any, words: str) -> None:
+    monkeypatch.setattr(Centred, method, made)
+    entry = fusion(forward=[Centred], name="centred", details=Details(registered=False))(lambda m, x: x - m[0].offset)
+    with pytest.raises(ValueError, match=rf"cannot make a Centred by itself \({words}\): define Centred.prototype"):
+        check(entry)
+
+
+def test_what_cannot_be_verified() -> None:
+    entry = fusion(forward=[ops.GELU], name="mine", details=Details(registered=False))(lambda m, x: x)
+    for lists in ([], [ops.GELU()]):
+        with pytest.raises(TypeError, match=r"ops are lists of ops, verify\(fusion, ops=\[\[MatMul"):
+            te_fuser.verify(entry, ops=lists)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a model or an op, got <class .*GELU'>; of a class make one"):
+        te_fuser.verify(ops.GELU)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="outputs and named inputs are those of a call with x: give x"):
+        te_fuser.verify(ops.GELU(), outputs=("before",))
+
+
 # ------------------------------------------------------------------------------------------------ example lists
 
 
@@ -419,6 +445,26 @@ def test_another_default_device() -> None:
         assert verify(model, dtypes=DTYPES).passed
         watched(x, scale=scale, shift=shift).sum().backward()
     assert all(t.grad.device.type == "cpu" for t in (x, scale, shift))
+
+
+def test_an_op_that_says_no_features_has_those_of_its_parameters() -> None:
+    report = te_fuser.verify(Centred(torch.randn(8)), dtypes=[torch.float32], kernels="reference")
+    assert report.passed and "gradient of 0.offset" in {row.tensor for row in report.rows}
+
+
+def test_ops_that_are_bound_to_a_module_outside_the_model() -> None:
+    class Mlp(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8, 8))
+            self.bias = torch.nn.Parameter(torch.randn(8))
+            weight = ops.Bound(ops.MatMul(8, 8, device="meta"), self, weight="weight")
+            self.body = te_fuser.Sequential(ops.LayerNorm(8), weight, ops.Bound(ops.Bias(8), self, bias="bias"))
+
+    mlp = Mlp()
+    report = te_fuser.verify(mlp.body, torch.randn(3, 8))
+    assert {f"gradient of {name}" for name in ("0.0.weight", "1.weight", "1.bias")} < {r.tensor for r in report.rows}
+    assert te_fuser.verify(mlp.body, dtypes=[torch.bfloat16]).passed
 
 
 def test_plain_modules_between_ops() -> None:

@@ -42,8 +42,13 @@ def check(pattern: Sequence[PatternPart], fusion: str) -> tuple[PatternPart, ...
     """The pattern as a tuple.
 
     Raises:
+        TypeError: when it is no list.
         ValueError: when it can never match; the message says why.
     """
+    if not isinstance(pattern, Sequence) or isinstance(pattern, str):
+        raise TypeError(
+            f"fusion {fusion!r}: a pattern is a list of kinds of ops, got {pattern!r}; write [...] around it"
+        )
     parts = tuple(pattern)
     if not parts:
         raise ValueError(f"fusion {fusion!r}: its pattern is empty and can never match")

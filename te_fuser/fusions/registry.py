@@ -99,6 +99,17 @@ class Fusion:
             return answer
         return None if answer is None or answer else "its condition `when` said no"
 
+    def asked(self, what: str, *arguments: Any) -> Any:
+        """What its function `what` says while planning.
+
+        Raises:
+            RuntimeError: when the function fails.
+        """
+        try:
+            return getattr(self, what)(*arguments)
+        except Exception as error:
+            raise RuntimeError(f"fusion {self.name!r}: its `{what}` failed, {error!r}") from error
+
     def costs(self, match: Match) -> Costs | None:
         """What it says that the match takes; None where it says nothing.
 
@@ -108,10 +119,7 @@ class Fusion:
         """
         if self.cost is None:
             return None
-        try:
-            found = self.cost(match)
-        except Exception as error:
-            raise RuntimeError(f"fusion {self.name!r}: its `cost` failed, {error!r}") from error
+        found = self.asked("cost", match)
         if found is not None and not isinstance(found, (Cost, tuple)):
             hint = f"Cost(seconds={found!r})" if isinstance(found, (int, float)) else "fusions.Cost(...)"
             raise TypeError(f"fusion {self.name!r}: its `cost` gives {type(found).__name__}, not a Cost; write {hint}")
@@ -282,10 +290,11 @@ _DECLARED = {
     "gives": ("forward", "backward", "joint"),
     "gradients": ("backward", "joint"),
     "sums": ("backward", "joint"),
+    "saved_bytes": ("joint",),
 }
 
 
-def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequence[Any]]) -> None:
+def _check_names(direction: str, fusion: str | None, declared: dict[str, Any]) -> None:
     label = f"fusion {fusion!r}" if fusion else "fusion"
     for what, names in declared.items():
         if isinstance(names, str):
@@ -299,27 +308,53 @@ def _check_names(direction: str, fusion: str | None, declared: dict[str, Sequenc
             )
 
 
-def _check_emits(fusion: str, emits: Iterable[str], most: int | None) -> None:
-    for name in emits:
-        if most is not None and int(name.partition(".")[0]) >= most:
-            raise ValueError(
-                f"fusion {fusion!r}: emits {name!r}, and its pattern has at most {most} ops, counted from 0"
-            )
+def _check_functions(**given: Any) -> None:
+    """What is asked while planning is a function."""
+    for what, function in given.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"fusion: {what} is a function of the match, got {function!r}; write a lambda")
+
+
+def _check_meant(entry: Fusion) -> None:
+    """Names without an op's number are words that mean something; numbers are of ops that the pattern has."""
+    words = {"forward": ("input",), "backward": ("dy", *entry.reads), "joint": ("input",)}[entry.direction]
+    made = ("input",) if entry.direction == "backward" else ("output", *entry.saves)
+    named = [("emits", entry.emits, ()), ("reads", entry.reads, ("input", "output"))]
+    named += [("takes", entry.takes, words), ("gives", entry.gives, made), ("sums", entry.sums, ())]
+    for node in entry.gradients:
+        named += [
+            ("gradients", node.produces, ("input",)),
+            ("gradients", node.reads, ("input", "output", *entry.saves)),
+        ]
+    most = most_ops(entry.pattern)
+    for what, names, known in named:
+        for name in names:
+            number, dot, _ = name.rpartition(".")
+            if not dot and name not in known:
+                there = ", ".join(map(repr, (*known, "0.weight")))
+                hint = "; name it in reads" if what == "takes" and name in ("input", "output") else ""
+                raise ValueError(f"fusion {entry.name!r}: {what} {name!r}, which is none of its names ({there}){hint}")
+            if most is not None and number.isdigit() and int(number) >= most:
+                raise ValueError(
+                    f"fusion {entry.name!r}: {what} {name!r}, and its pattern has at most {most} ops, counted from 0"
+                )
 
 
 def _part(direction: str, what: str, given: int | slice) -> slice:
     """Which ops of a match a direction covers, as a slice."""
     part = slice(-given, None) if isinstance(given, int) else given
-    positive = not isinstance(given, int) or given > 0
+    positive = isinstance(given, slice) or (isinstance(given, int) and given > 0)
     if not positive or part.step not in (None, 1) or (direction != "joint" and part != _ALL):
         raise ValueError(
-            f"{what} is a number of ops of a joint fusion, or a slice of them, got {given} for a {direction} one"
+            f"{what} is a number of ops of a joint fusion, or a slice of them, got {given!r} for a {direction} one"
         )
     return part
 
 
 def _with_deprecated(details: Details, given: dict[str, Any]) -> Details:
     """The details with those that were given as keywords of `fusion` itself, as all once were."""
+    if not isinstance(details, Details):
+        raise TypeError(f"fusion: details is fusions.Details(...), got {details!r}")
     known = {f.name for f in fields(Details)}
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
@@ -373,16 +408,19 @@ def fusion(
         raise ValueError(f"a fusion has exactly one of forward=, backward=, joint=, got {chosen or 'none'}")
     direction = chosen[0]
     _check_declared(direction, name, {"emits": emits, "reads": reads, "saves": saves}, details)
+    _check_functions(when=when, cost=cost)
 
     def declare(body: Any) -> Fusion:
-        own = name or body.__name__
-        pattern = check(given[direction], own)  # type: ignore[arg-type]
-        _check_emits(own, emits, most_ops(pattern))
+        own = name or getattr(body, "__name__", "")
+        if not own or not isinstance(own, str):
+            raise TypeError(
+                f"a fusion has a name: give a text as name=, or a function or class to decorate, got {own!r}"
+            )
         entry = Fusion(
             own,
             direction,
-            pattern,
-            *_directions(own, direction, body, bool(details.gradients)),
+            check(given[direction], own),  # type: ignore[arg-type]
+            *_directions(own, direction, body, details),
             when=when,
             cost=cost,
             emits=tuple(emits),
@@ -391,6 +429,7 @@ def fusion(
             doc=(body.__doc__ or "").strip(),
             **_as_declared(direction, saves, details),
         )
+        _check_meant(entry)
         return register(entry) if details.registered else entry
 
     return declare
@@ -398,15 +437,20 @@ def fusion(
 
 def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:
     """What a declaration says of itself, before there is a body."""
-    names = ("takes", "gives", "sums", "gradients")
+    names = ("takes", "gives", "sums", "gradients", "saved_bytes")
     _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
     for what in ("forward_ops", "backward_ops"):
         _part(direction, what, getattr(details, what))
+    _check_functions(choose=details.choose, saved_bytes=details.saved_bytes, compiles=details.compiles)
+    if not all(isinstance(node, Gradient) for node in details.gradients):
+        raise TypeError(f"gradients are ops.base.Gradient(produces, reads, method), got {list(details.gradients)!r}")
     if any(g.wait for g in details.gradients):
         raise ValueError(
             "a node of a fusion is one step: only an op's gradient may start something and wait for it later"
         )
     plain = details.gradients or details.takes
+    if details.gives and not details.takes:
+        raise ValueError("gives names what a plain function of tensors returns: name its arguments in takes")
     if details.choose is not None and not plain:
         raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
     if details.sums and (details.gradients or (details.takes and direction == "backward")):
@@ -432,11 +476,20 @@ def _as_declared(direction: str, saves: Sequence[str], details: Details) -> dict
     }
 
 
-def _directions(name: str, direction: str, body: Any, apart: bool) -> tuple[Any, Any]:
-    """What runs forward and what backward, of a body that was decorated; `apart`: backward by nodes."""
+def _directions(name: str, direction: str, body: Any, details: Details) -> tuple[Any, Any]:
+    """What runs forward and what backward, of a body that was decorated."""
+    apart = [] if details.choose else [node.method for node in details.gradients]
+    missing = next((method for method in apart if not callable(getattr(body, method, None))), None)
+    if missing is not None:
+        raise ValueError(
+            f"fusion {name!r}: it decorates a class with a static method {missing!r}, as its gradients say"
+        )
     if direction != "joint":
+        if not callable(body) or (isinstance(body, type) and not details.gradients):
+            raise TypeError(f"fusion {name!r}: a {direction} fusion decorates a function, got {body!r}")
         return (body, None) if direction == "forward" else (None, body)
-    forward, backward = getattr(body, "forward", None), body if apart else getattr(body, "backward", None)
+    forward = getattr(body, "forward", None)
+    backward = body if details.gradients else getattr(body, "backward", None)
     if forward is None or backward is None:
         raise ValueError(
             f"fusion {name!r}: a joint fusion is a class with static methods forward and backward, or gradients"

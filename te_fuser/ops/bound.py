@@ -47,7 +47,7 @@ class Bound(FusableOperation):
         **names: for each parameter of the op the owner's name for it.
 
     Raises:
-        TypeError: when `op` is no elementary op, or `names` are not those of its parameters.
+        TypeError: when `op` is no elementary op, `owner` no module, or `names` are not those of its parameters.
         AttributeError: in a call, when the owner has no such parameter.
         ReferenceError: in a call, when the owner is gone.
     """
@@ -58,6 +58,8 @@ class Bound(FusableOperation):
         super().__init__()
         if not isinstance(op, FusableOperation) or [low.op for low in op.lower()] != [op]:
             raise TypeError(f"Bound takes one elementary op, got {type(op).__name__}; bind the ops it stands for")
+        if not isinstance(owner, torch.nn.Module) or not all(isinstance(name, str) for name in names.values()):
+            raise TypeError(f"Bound takes a module and names of its parameters, got {owner!r} and {names}")
         own = [name for name, parameter in op._parameters.items() if parameter is not None]
         if set(own) != set(names):
             takes, given = ", ".join(own) or "none", ", ".join(names) or "none"

@@ -13,7 +13,7 @@ from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, dtype_name, example_cases, variants
 from te_fuser.verify.fusions import FusionCheck
-from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names
+from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names, with_owners
 from te_fuser.verify.report import VerificationError, VerifyReport
 from te_fuser.verify.steps import run_verified
 
@@ -58,6 +58,8 @@ def verify(
     """
     if isinstance(subject, (str, Fusion)):
         return _verify_fusion(subject, ops, dtypes or _DTYPES, device, kernels, raise_on_failure)
+    if x is None and (outputs or inputs):
+        raise ValueError("outputs and named inputs are those of a call with x: give x, or none of them")
     model = _listed(subject, kernels)
     rows, skipped = _model_rows(model, x, inputs, tuple(outputs), dtypes, device)
     report = VerifyReport(type(subject).__name__, tuple(rows), tuple(skipped))
@@ -69,6 +71,8 @@ def verify(
 
 def _listed(subject: FusableOperation | Sequential, kernels: str) -> Sequential:
     """The subject as a list that is called as one: a forward that promises to flatten may take other arguments."""
+    if not isinstance(subject, torch.nn.Module):
+        raise TypeError(f"verify takes a fusion or its name, a model or an op, got {subject!r}; of a class make one")
     if not isinstance(subject, Sequential):
         return Sequential(subject, kernels=kernels)
     if type(subject).forward is Sequential.forward or runs_itself(subject):
@@ -84,6 +88,8 @@ def _verify_fusion(
     kernels: str,
     raise_on_failure: bool,
 ) -> VerifyReport:
+    if ops is not None and (not ops or any(isinstance(given, FusableOperation) for given in ops)):
+        raise TypeError(f"ops are lists of ops, verify(fusion, ops=[[MatMul(8, 8), GELU()]]), got {ops!r}")
     entry = get(fusion) if isinstance(fusion, str) else fusion
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check = FusionCheck(entry, ops, dtypes, where, kernels)
@@ -102,7 +108,8 @@ def _model_rows(
     dtypes: Sequence[torch.dtype] | None,
     device: torch.device | str | None,
 ) -> tuple[list[Row], list[tuple[str, str]]]:
-    parameters = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = with_owners(model)
+    parameters = [name for name, p in whole.named_parameters() if p.requires_grad]
     draws = any(op.draws() for op in walk(model))
     rows: list[Row] = []
     if x is not None:
@@ -115,7 +122,7 @@ def _model_rows(
                 rows += subject.check(case, call.to(dtype))
         return rows, []
     features = first_features(model, 48)
-    first = next(model.parameters(), torch.empty(0))
+    first = next(whole.parameters(), torch.empty(0))
     where = torch.device(device or first.device)
     skipped: list[tuple[str, str]] = []
     for dtype in dtypes or _DTYPES:

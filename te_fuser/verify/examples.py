@@ -101,8 +101,11 @@ def _made(
     kind: type[FusableOperation], features: int, name: str, changed: dict[str, Any], rng: torch.Generator
 ) -> FusableOperation:
     try:
-        return kind.prototype(features, name, **changed).example(features, rng)
-    except (TypeError, NotImplementedError) as error:
+        made = kind.prototype(features, name, **changed).example(features, rng)
+        if not isinstance(made, FusableOperation):
+            raise TypeError(f"its example is {made!r}")
+        return made
+    except (TypeError, NotImplementedError, AttributeError, LookupError) as error:
         raise ValueError(
             f"verify cannot make a {kind.__name__} by itself ({error}): define {kind.__name__}.prototype(features, "
             "name, **changed) and .example(features, rng), or give the ops to verify with, "

@@ -17,7 +17,7 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import Case, example_cases
 from te_fuser.verify.examples import Example, examples
-from te_fuser.verify.models import Subject, example_call, first_features
+from te_fuser.verify.models import Subject, example_call, first_features, with_owners
 from te_fuser.verify.report import VerifyReport
 
 _FEATURES = (48, 17)
@@ -84,7 +84,7 @@ class FusionCheck:
             self._check_model(f"SiLU, {example.label}, SiLU", between, features, False)
 
     def _check_model(self, label: str, model: Sequential, features: int, whole: bool) -> None:
-        parameters = [name for name, _ in model.named_parameters()]
+        parameters = [name for name, _ in with_owners(model).named_parameters()]
         draws = any(op.draws() for op in model.operations())
         for dtype in self.dtypes:
             subject = Subject(model, dtype, self.device)

@@ -14,7 +14,7 @@ from te_fuser.flatten import Group
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.ops import DotProductAttention
+from te_fuser.ops import Bound, DotProductAttention
 from te_fuser.ops.base import NamedInput, RowOp, Spec, unrounded
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
@@ -50,12 +50,15 @@ class Subject:
     """A model under verification: a copy that runs fused, and one that runs its reference in any dtype."""
 
     def __init__(self, model: Sequential, dtype: torch.dtype | None, device: torch.device | None = None) -> None:
-        self.fused = copy.deepcopy(model).to(device, dtype)
+        whole = with_owners(model)
+        self.owned = copy.deepcopy(whole).to(device, dtype)
+        self.fused = _list_of(self.owned)
         for module in self.fused.modules():
             if isinstance(module, Sequential):
                 module.verify = False
-        self.meaning = copy.deepcopy(self.fused)
-        self.trainable = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+        self.meant = copy.deepcopy(self.owned)
+        self.meaning = _list_of(self.meant)
+        self.trainable = tuple(name for name, p in whole.named_parameters() if p.requires_grad)
         self.modes = {name: m.training for name, m in model.named_modules()}
         for item in listed_ops(self.fused):
             for name in item.lowered.op.marked_parameters(tuple(item.lowered.bindings)):
@@ -100,8 +103,8 @@ class _Run:
         layout = LAYOUTS[self.case.layout]
         data = {_INPUT: layout(self.call.x.detach())}
         data |= {f"{_INPUT} {name}": t.detach() for name, t in self.call.inputs.items()}
-        data |= {_PARAMETER + name: p.detach().clone() for name, p in self.subject.fused.named_parameters()}
-        return data | {_BUFFER + name: b.detach().clone() for name, b in self.subject.fused.named_buffers()}
+        data |= {_PARAMETER + name: p.detach().clone() for name, p in self.subject.owned.named_parameters()}
+        return data | {_BUFFER + name: b.detach().clone() for name, b in self.subject.owned.named_buffers()}
 
     def plan(self) -> Plan:
         model = self.subject.fused
@@ -142,7 +145,7 @@ class _Run:
         return max((torch.finfo(dtype).eps for dtype in dtypes - {torch.float32}), default=0.0)
 
     def _now(self, name: str) -> torch.Tensor:
-        parameters = dict(self.subject.fused.named_parameters())
+        parameters = dict(self.subject.owned.named_parameters())
         kind = name.removeprefix(_PARAMETER)
         return parameters[kind] if name.startswith(_PARAMETER) else self.data[name]
 
@@ -162,7 +165,7 @@ class _Run:
         return results, [*again, *repeated.items()]
 
     def _fused_leaves(self) -> dict[str, torch.Tensor]:
-        model = self.subject.fused
+        model = self.subject.owned
         for name, p in model.named_parameters():
             p.requires_grad_(_PARAMETER + name in self.wanted)
         leaves = self._leaves(self.data)
@@ -175,14 +178,14 @@ class _Run:
 
     def _reference(self, data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
         """The results of the reference on other data."""
-        model = self.subject.meaning
-        for name, p in model.named_parameters():
+        model, meant = self.subject.meaning, self.subject.meant
+        for name, p in meant.named_parameters():
             p.data = data[_PARAMETER + name]
             p.requires_grad_(_PARAMETER + name in self.wanted)
-        for name, b in model.named_buffers():
+        for name, b in meant.named_buffers():
             b.data = data[_BUFFER + name].clone()
         leaves = self._leaves(data)
-        leaves |= {_PARAMETER + name: p for name, p in model.named_parameters() if p.requires_grad}
+        leaves |= {_PARAMETER + name: p for name, p in meant.named_parameters() if p.requires_grad}
         saved, self.upstream = self.upstream, {n: t for n, t in data.items() if n.startswith(UPSTREAM)}
         try:
             if not exact:
@@ -243,6 +246,19 @@ def _seed(number: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------ example inputs
+
+
+def with_owners(model: Sequential) -> torch.nn.Module:
+    """The model, beside it the modules outside of it whose parameters its ops read."""
+    owners = [op.owner for op in model.modules() if isinstance(op, Bound)]
+    outside = [owner for owner in dict.fromkeys(owners) if owner not in set(model.modules())]
+    return torch.nn.ModuleList([model, *outside]) if outside else model
+
+
+def _list_of(owned: torch.nn.Module) -> Sequential:
+    found = owned if isinstance(owned, Sequential) else owned.get_submodule("0")
+    assert isinstance(found, Sequential)
+    return found
 
 
 def listed_ops(model: Sequential) -> list[ListedOp]:
@@ -323,6 +339,7 @@ def first_features(model: Sequential, default: int) -> int:
             getattr(op, "in_features", None),
             getattr(op, "features", None),
             getattr(packed, "features", None),
+            *(binding.get().shape[-1] for binding in item.lowered.bindings.values() if binding.get().dim()),
         ):
             if isinstance(size, int):
                 return size

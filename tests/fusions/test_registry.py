@@ -402,6 +402,28 @@ DECLARED_WRONG = {
         {"backward": [ops.GELU], "gradients": [Gradient(("input",), (), "start", wait="end")]},
         "a node of a fusion is one step: only an op's gradient may start something",
     ),
+    "reads_a_word": (
+        {"backward": [ops.GELU], "reads": ["inpt"]},
+        r"fusion 'mine': reads 'inpt', which is none of its names \('input', 'output', '0.weight'\)",
+    ),
+    "takes_beyond_its_pattern": (
+        {"forward": [ops.MatMul], "takes": ["input", "1.weight"]},
+        "fusion 'mine': takes '1.weight', and its pattern has at most 1 ops",
+    ),
+    "takes_of_backward": ({"forward": [ops.GELU], "takes": ["dy"]}, "takes 'dy', which is none of its names"),
+    "takes_what_it_does_not_read": (
+        {"backward": [ops.GELU], "takes": ["dy", "input"]},
+        r"takes 'input', which is none of its names \('dy', '0.weight'\); name it in reads",
+    ),
+    "gives_without_takes": (
+        {"backward": [ops.Bias], "gives": ["input", "0.bias"]},
+        "gives names what a plain function of tensors returns: name its arguments in takes",
+    ),
+    "gradients_of_a_function": (
+        {"backward": [ops.GELU], "gradients": [Gradient(("input",), (), "apart")]},
+        "it decorates a class with a static method 'apart', as its gradients say",
+    ),
+    "saved_bytes_in_forward": ({"forward": [ops.GELU], "saved_bytes": dict}, "a forward fusion has no saved_bytes"),
     "name_taken": (
         {"forward": [ops.GELU], "name": "matmul_bias"},
         r"'matmul_bias' is registered; unregister\('matmul_bias'\)",
@@ -415,6 +437,37 @@ def test_wrong_declarations(name):
     options, words = DECLARED_WRONG[name]
     with pytest.raises(ValueError, match=words):
         declared(**{"name": "mine", **options})(lambda m, x: x)
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "words"),
+    [
+        ({"when": True}, len, "fusion: when is a function of the match, got True; write a lambda"),
+        ({"cost": Cost(seconds=1.0)}, len, r"fusion: cost is a function of the match, got Cost\(read"),
+        ({"choose": 3, "takes": ["input"]}, len, "fusion: choose is a function of the match, got 3"),
+        ({"details": {"registered": False}}, len, r"details is fusions.Details\(...\), got {'registered': False}"),
+        ({"forward": ops.GELU}, len, r"a pattern is a list of kinds of ops, got .*GELU.*; write \[...\] around it"),
+        ({"name": 3}, len, "a fusion has a name: give a text as name=, or a function or class to decorate, got 3"),
+        ({}, None, "fusion 'mine': a forward fusion decorates a function, got None"),
+        ({}, dict, "fusion 'mine': a forward fusion decorates a function, got <class 'dict'>"),
+    ],
+)
+def test_declarations_of_another_type(options, body, words):
+    declare = te_fuser.fusion if "details" in options else declared
+    with pytest.raises(TypeError, match=words):
+        declare(**{"forward": [ops.GELU], "name": "mine", **options})(body)
+
+
+def test_gradients_of_another_type():
+    with pytest.raises(TypeError, match=r"gradients are ops.base.Gradient\(produces, reads, method\), got \['input'\]"):
+        declared(backward=[ops.GELU], gradients=["input"])
+
+
+def test_windows_of_another_type():
+    with pytest.raises(
+        ValueError, match="forward_ops is a number of ops of a joint fusion, or a slice of them, got '1'"
+    ):
+        declared(joint=[ops.GELU], forward_ops="1")
 
 
 def test_how_many_ops_is_not_known_of_repeated_parts_and_fused_operations():
@@ -438,6 +491,20 @@ def test_a_cost_that_is_none(cost, error, words):
     )
     with fusions.only(mine), pytest.raises(error, match=words):
         te_fuser.Sequential(ops.GELU()).plan(X)
+
+
+@pytest.mark.parametrize(
+    ("choose", "error", "words"),
+    [
+        (lambda m, method: 3, TypeError, "fusion 'mine': its `choose` gives 3, not a function or a Body of one"),
+        (lambda m, method: fusions.Body(None), TypeError, "fusion 'mine': its `choose` gives None"),
+        (lambda m, method: {}[method], RuntimeError, r"fusion 'mine': its `choose` failed, KeyError\('forward'\)"),
+    ],
+)
+def test_a_choice_that_is_none(choose, error, words):
+    mine = declared(forward=[ops.GELU], name="mine", takes=["input"], choose=choose, registered=False, **FREE)(F.gelu)
+    with fusions.only(mine), pytest.raises(error, match=words):
+        te_fuser.Sequential(ops.GELU())(X)
 
 
 def test_one_name_for_a_sequence_of_names():

@@ -323,7 +323,7 @@ def test_others_that_read_what_its_forward_does_not_give(by_sign: Fusion) -> Non
 
 
 def test_a_window_without_ops() -> None:
-    entry = declare_by_sign("nothing", (ops.MatMul,))
+    entry = declare_by_sign("nothing", (fusions.Repeat(ops.MatMul),))
     try:
         with pytest.raises(ValueError, match="fusion 'nothing': its backward covers none of the 1 ops of a match"):
             mlp().plan(tensor(5, 8))

@@ -205,6 +205,8 @@ def test_a_module_beside_it_may_own_the_parameters() -> None:
         (lambda: ops.Bound(ops.LayerNorm(8), nn.Module(), weight="w"), r"of LayerNorm \(weight, bias\), got weight"),
         (lambda: ops.Bound(ops.GELU(), nn.Module(), weight="w"), r"of GELU \(none\), got weight"),
         (lambda: ops.Bound(ops.Bias(8), nn.Module()), r"of Bias \(bias\), got none"),
+        (lambda: ops.Bound(ops.Bias(8), "owner", bias="b"), "takes a module and names of its parameters, got 'owner'"),  # type: ignore[arg-type]
+        (lambda: ops.Bound(ops.Bias(8), nn.Module(), bias=3), r"takes a module and names .* and \{'bias': 3\}"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_names(make: Callable[[], FusableOperation], words: str) -> None:

@@ -155,8 +155,12 @@ def fusion_task(
 ) -> FusionTask:
     """A direction of a fusion over the ops that it covers, or one node of its backward, where `match` fits."""
     method = direction if gradient is None else gradient.method
-    answer = fusion.choose(match, method) if fusion.choose is not None else None
+    answer = fusion.asked("choose", match, method) if fusion.choose is not None else None
     body = answer if answer is None or isinstance(answer, Body) else Body(answer)
+    if body is not None and not callable(body.function):
+        raise TypeError(
+            f"fusion {fusion.name!r}: its `choose` gives {body.function!r}, not a function or a Body of one"
+        )
     covered = problem.match(nodes[0].index, nodes[-1].index + 1) if fusion.compiles is not None else None
     return FusionTask(fusion, direction, nodes, needed, gradient, body, covered)
 
@@ -165,6 +169,6 @@ def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Price
     """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
     start, _ = fusion.covers("forward", *whole)
     found = [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]
-    sizes = fusion.saved_bytes(match) if fusion.saved_bytes else {}
+    sizes = fusion.asked("saved_bytes", match) if fusion.saved_bytes else {}
     prices.learn({ref: sizes.get(name, 0) for name, ref in found})
     return found

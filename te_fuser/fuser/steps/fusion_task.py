@@ -46,7 +46,7 @@ class FusionTask(Task):
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
         if self.fusion.compiles is None or self.covered is None:
             return ()
-        return tuple(self.fusion.compiles(self.covered, self.direction, self.needed))
+        return tuple(self.fusion.asked("compiles", self.covered, self.direction, self.needed))
 
     @property
     def own_memory(self) -> bool:  # type: ignore[override]
