@@ -151,7 +151,7 @@ def flatten(root: OpList) -> list[Part]:
     flattener.run(root)
     parts: list[Part] = []
     later: frozenset[str] = frozenset()
-    for found in reversed(flattener.found or [_Run(_Planning(root.options()))]):
+    for found in reversed(flattener.found or [_Consecutive(_Planning(root.options()))]):
         part = found if isinstance(found, Border) else _group(found)
         parts.insert(0, replace(part, later=later))
         later |= set(_reads(part))
@@ -196,14 +196,14 @@ class _Planning:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Consecutive:
     """Consecutive ops of one planning."""
 
     planning: _Planning
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Run) -> Group:
+def _group(run: _Consecutive) -> Group:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -221,7 +221,7 @@ class _Flattener:
     """Turns nested lists into one; names bound in a list are local to it."""
 
     def __init__(self) -> None:
-        self.found: list[Border | _Run] = []
+        self.found: list[Border | _Consecutive] = []
 
     def run(self, root: OpList) -> None:
         self._sequential(root, "", [], _Planning(root.options()))
@@ -264,8 +264,8 @@ class _Flattener:
 
     def _add(self, item: ListedOp, planning: _Planning) -> None:
         last = self.found[-1] if self.found else None
-        if not isinstance(last, _Run) or last.planning is not planning:
-            last = _Run(planning)
+        if not isinstance(last, _Consecutive) or last.planning is not planning:
+            last = _Consecutive(planning)
             self.found.append(last)
         last.listed.append(item)
 

@@ -14,8 +14,8 @@ import torch
 from te_fuser.formula.random import RandomStream
 from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
-from te_fuser.kernels.attention.schemas import operator_of, schema_problem
-from te_fuser.kernels.attention.views import Call, Gradients, Views
+from te_fuser.kernels.attention.schemas import operator_of, why_no_operator
+from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]
@@ -77,8 +77,7 @@ class Provider:
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 
     def __init__(self) -> None:
-        problems = [schema_problem(schema) for schema in self.schemas]
-        self._unavailable = next((problem for problem in problems if problem is not None), None)
+        self._unavailable = next(filter(None, map(why_no_operator, self.schemas)), None)
         if self.schemas:
             self._forward, self._backward = (operator_of(schema) for schema in self.schemas)
 
@@ -89,8 +88,7 @@ class Provider:
         """Why this provider cannot compute the problem; None when it can."""
         if self._unavailable is not None:
             return self._unavailable
-        reasons = (condition(problem) for condition in self.conditions)
-        return next((reason for reason in reasons if reason is not None), None)
+        return next(filter(None, (condition(problem) for condition in self.conditions)), None)
 
     def reads(self, settings: AttentionSettings) -> tuple[str, ...]:
         """What backward takes, by name."""
@@ -152,18 +150,18 @@ class Provider:
         call = self._call(views, self._readable(qkv), mask)
         return views.grouped(*self._run_backward(call, views.split_output(self._readable(out)), dout, saved))
 
-    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> Call:
+    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionCall:
         causal = views.settings.causal
         if mask is None:
-            return Call(views.settings, *views.split(qkv), bias=None, causal=causal)
+            return AttentionCall(views.settings, *views.split(qkv), bias=None, causal=causal)
         bias, causal = self._bias(views, mask, qkv)
-        return Call(views.settings, *views.split(qkv), bias=bias, causal=causal)
+        return AttentionCall(views.settings, *views.split(qkv), bias=bias, causal=causal)
 
-    def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
         """The kernel's output [b, h, S, D] and what it gives for backward."""
         raise NotImplementedError
 
-    def _run_backward(self, call: Call, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         """The kernel's dq, dk, dv."""
         raise NotImplementedError
 

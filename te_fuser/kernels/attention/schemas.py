@@ -14,7 +14,7 @@ def operator_of(schema: str) -> Any:
     return None if found is None else found.default
 
 
-def schema_problem(schema: str) -> str | None:
+def why_no_operator(schema: str) -> str | None:
     """Why this torch has no operator that can be called by that schema, or None."""
     operator, name = operator_of(schema), schema.partition("(")[0]
     if operator is None:
