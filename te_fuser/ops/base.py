@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.parameters import alike, of_kind, randomized
@@ -84,8 +85,7 @@ def check_floating(x: Spec) -> None:
         TypeError: when x holds no floating-point numbers.
     """
     if not x.dtype.is_floating_point:
-        got = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"te_fuser ops take floating-point tensors, got {got}: convert with .float()")
+        raise TypeError(f"te_fuser ops take floating-point tensors, got {text_of(x.dtype)}: convert with .float()")
 
 
 @dataclass(frozen=True)

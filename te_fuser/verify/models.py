@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
-from te_fuser.flatten import Group
+from te_fuser.flatten import Group, exported
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
@@ -277,13 +277,9 @@ def example_call(
         bound |= set(item.names_out)
         outputs |= dict.fromkeys(item.names_out)
     # Forks that nobody closes are handed to the caller, as outputs are.
-    exported = {n for i in listed_ops(model) if i.lowered.op.exports for n in i.names_out}
-    asked = [n for n in outputs if n in exported or n not in read]
-    return Call(x, inputs, tuple(_plain(n) for n in asked), frozenset(differentiable))
-
-
-def _plain(qualified: str) -> str:
-    return qualified.replace("/", ".").lstrip(".")
+    leaving = {n for i in listed_ops(model) if i.lowered.op.exports for n in i.names_out}
+    asked = [n for n in outputs if n in leaving or n not in read]
+    return Call(x, inputs, tuple(map(exported, asked)), frozenset(differentiable))
 
 
 def _shape(given: NamedInput, x: Spec, batch_dim: int | None) -> tuple[int, ...]:

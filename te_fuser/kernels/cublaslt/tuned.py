@@ -15,6 +15,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen.entry_file import Entries, EntryFile, Stores
+from te_fuser.dtypes import text_of
 
 _FORMAT = 1
 _BYTES = 64  # of an algorithm
@@ -28,8 +29,7 @@ class ProductForm(NamedTuple):
     out_dtype: torch.dtype
 
     def __str__(self) -> str:
-        dtypes = dict.fromkeys(str(t).removeprefix("torch.") for t in (self.dtype, self.out_dtype))
-        return f"{self.kind} {' to '.join(dtypes)}"
+        return f"{self.kind} {' to '.join(dict.fromkeys(map(text_of, self[1:])))}"
 
 
 class ProductProblem(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from te_fuser.kernels.attention import PROVIDERS
-from te_fuser.kernels.attention.schemas import fits, why_no_operator
+from te_fuser.kernels.attention.provider import fits, why_no_operator
 from tests.kernels.attention.cases import CPU, H200
 
 
