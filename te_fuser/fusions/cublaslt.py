@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 
-from te_fuser import _native
 from te_fuser.dtypes import text_of
 from te_fuser.fusions.library import Library, register_library
 from te_fuser.fusions.match import Body, Cost, Match
@@ -35,7 +34,7 @@ register_library(
         kernels="cuBLASLt's products",
         runs_without="matrix products on the GPU by PyTorch, without fusing anything into them",
         note_without="products run by PyTorch, with nothing fused into them",
-        version=_native.cublaslt_version,
+        version=products.version,
         obstacle=lambda device: products.obstacle() if device.type == "cuda" else None,
         tune=tune_products,
     )

@@ -28,6 +28,8 @@ GELU_MULTIPLE = 8
 # The mask that ReLU's epilogue writes, and its backward reads, has rows of a multiple of 128 bits.
 MASK_MULTIPLE = 128
 
+version = _native.cublaslt_version
+
 
 def obstacle() -> str | None:
     """Why cuBLASLt cannot be used here, in words; None if it can."""
