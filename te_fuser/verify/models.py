@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -185,9 +186,7 @@ class _Run:
         leaves |= {_PARAMETER + name: p for name, p in model.named_parameters() if p.requires_grad}
         saved, self.upstream = self.upstream, {n: t for n, t in data.items() if n.startswith(UPSTREAM)}
         try:
-            if not exact:
-                return self._results(model.reference, leaves)[0]
-            with unrounded():
+            with unrounded() if exact else contextlib.nullcontext():
                 return self._results(model.reference, leaves)[0]
         finally:
             self.upstream = saved
@@ -314,12 +313,8 @@ def first_features(model: Sequential, default: int) -> int:
     """The feature size that the first op which says one takes."""
     for item in listed_ops(model):
         op = item.lowered.op
-        packed = getattr(op, "packed", None)
-        for size in (
-            getattr(op, "in_features", None),
-            getattr(op, "features", None),
-            getattr(packed, "features", None),
-        ):
+        owners = ((op, "in_features"), (op, "features"), (getattr(op, "packed", None), "features"))
+        for size in (getattr(owner, name, None) for owner, name in owners):
             if isinstance(size, int):
                 return size
     return default

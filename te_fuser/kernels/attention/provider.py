@@ -89,10 +89,6 @@ class Provider:
             return self._unavailable
         return next(filter(None, (condition(problem) for condition in self.conditions)), None)
 
-    def reads(self, settings: AttentionSettings) -> tuple[str, ...]:
-        """What backward takes, by name."""
-        return ("input", "output", *self.emits, *(("attention_mask",) if settings.masked else ()))
-
     def forward(
         self,
         settings: AttentionSettings,
@@ -119,7 +115,7 @@ class Provider:
     def backward(
         self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the packed input; `tensors` has the names of `reads`."""
+        """The gradient of the packed input; `tensors` has "input", "output", `emits` and, if one is given, a mask."""
         qkv = tensors["input"]
         assert qkv is not None
         if not qkv.numel():
