@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.device import Device
+    from te_fuser.fusions.library import Library
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,12 @@ def _size(count: int) -> str:
 
 def _version(_: argparse.Namespace) -> int:
     from te_fuser import __version__
+    from te_fuser.fusions.library import libraries
 
     print(f"te_fuser {__version__}, Python {sys.version.split()[0]}")
-    for name, look in _PARTS:
-        print(f"{name + ':':15}{look()}")
+    parts = {name: look() for name, look in _PARTS} | {found.name: _library_part(found) for found in libraries()}
+    for name, text in parts.items():
+        print(f"{name + ':':15}{text}")
     return 0
 
 
@@ -169,10 +172,8 @@ def _compiler_part() -> str:
 
 
 def _native_part() -> str:
-    try:
-        from te_fuser import _native
-    except ImportError as error:
-        return f"missing ({error}): generated CPU kernels cannot run; install te_fuser again, with a C++ compiler"
+    from te_fuser import _native
+
     return f"version {_native.version}, kernels run on {_native.num_threads()} threads ({_native.thread_backend()})"
 
 
@@ -189,16 +190,12 @@ def _nvrtc_part() -> str:
     return f"{major}.{minor}, headers in {headers[0]}"
 
 
-def _cublaslt_part() -> str:
+def _library_part(library: Library) -> str:
     import torch
 
-    try:
-        from te_fuser import _native
-    except ImportError:
-        return "missing: it is called by the native module"
-    why = _native.cublaslt_refusal()
-    instead = "; products on CUDA run by PyTorch" if torch.version.cuda else ""
-    return f"version {_native.cublaslt_version()}" if why is None else f"missing: {why}{instead}"
+    why = library.obstacle(torch.device("cuda"))
+    instead = f"; {library.note_without}" if torch.version.cuda else ""
+    return f"version {library.version()}" if why is None else f"missing: {why}{instead}"
 
 
 _PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
@@ -206,7 +203,6 @@ _PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("C++ compiler", _compiler_part),
     ("native module", _native_part),
     ("NVRTC", _nvrtc_part),
-    ("cuBLASLt", _cublaslt_part),
 )
 
 COMMANDS = (

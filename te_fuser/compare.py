@@ -12,6 +12,8 @@ from math import isfinite
 
 import torch
 
+from te_fuser.dtypes import text_of
+
 Tensors = Mapping[str, torch.Tensor]
 # (data, exact) -> results by name: plain PyTorch in the data's dtypes; exact: on float64 data, rounding nowhere.
 Evaluate = Callable[[Tensors, bool], Tensors]
@@ -225,7 +227,7 @@ def _row(
 
 
 def _kind(t: torch.Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+    return f"{text_of(t.dtype)} {list(t.shape)}"
 
 
 def doubled(data: Tensors) -> dict[str, torch.Tensor]:

@@ -151,7 +151,7 @@ def flatten(root: OpList) -> list[Part]:
     flattener.run(root)
     parts: list[Part] = []
     later: frozenset[str] = frozenset()
-    for found in reversed(flattener.found or [_Run(_Planning(root.options()))]):
+    for found in reversed(flattener.found or [_Consecutive(_Planning(root.options()))]):
         part = found if isinstance(found, Border) else _group(found)
         parts.insert(0, replace(part, later=later))
         later |= set(_reads(part))
@@ -167,13 +167,13 @@ def qualified(parts: Iterable[Part], name: str) -> str:
     """
     given = [n for part in parts for n in (*part.gives, *getattr(part, "outputs", ()))]
     known = [n for n in given if "//" not in n]
-    close = [n for n in known if _exported(n) == name] or [n for n in known if n.rsplit("/", 1)[-1] == name]
+    close = [n for n in known if exported(n) == name] or [n for n in known if n.rsplit("/", 1)[-1] == name]
     if len(close) == 1:
         return close[0]
     if close:
-        paths = ", ".join(sorted(map(_exported, close)))
+        paths = ", ".join(sorted(map(exported, close)))
         raise ValueError(f"several ops give {name!r}; name one by its path: {paths}")
-    listed = ", ".join(sorted(map(_exported, known))) or "none"
+    listed = ", ".join(sorted(map(exported, known))) or "none"
     raise ValueError(f"no Output({name!r}) in this list (outputs: {listed})")
 
 
@@ -196,14 +196,14 @@ class _Planning:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Consecutive:
     """Consecutive ops of one planning."""
 
     planning: _Planning
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Run) -> Group:
+def _group(run: _Consecutive) -> Group:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -221,7 +221,7 @@ class _Flattener:
     """Turns nested lists into one; names bound in a list are local to it."""
 
     def __init__(self) -> None:
-        self.found: list[Border | _Run] = []
+        self.found: list[Border | _Consecutive] = []
 
     def run(self, root: OpList) -> None:
         self._sequential(root, "", [], _Planning(root.options()))
@@ -234,7 +234,7 @@ class _Flattener:
         inner = [*scopes, {}]
         residual = f"{path}//residual"  # no name that an op inside could mean
         if module.adds_input:
-            self._structure(Fork("residual"), path, {}, (residual,), planning)
+            self._add(ListedOp(Fork("residual").lower()[0], path, {}, (residual,), path), planning)
         for name, child in module._modules.items():
             if child is None or isinstance(child, torch.nn.ModuleDict) and name == "parametrizations":
                 continue  # the latter computes parameters of the list
@@ -249,23 +249,12 @@ class _Flattener:
                     names_in, names_out = self._names(low, path, inner)
                     self._add(ListedOp(low, here + low.suffix, names_in, names_out, path), planning)
         if module.adds_input:
-            self._structure(Add("residual"), path, {"other": residual}, (), planning)
-
-    def _structure(
-        self,
-        op: FusableOperation,
-        path: str,
-        names_in: Mapping[str, str],
-        names_out: tuple[str, ...],
-        planning: _Planning,
-    ) -> None:
-        for low in op.lower():
-            self._add(ListedOp(low, path, names_in, names_out, path), planning)
+            self._add(ListedOp(Add("residual").lower()[0], path, {"other": residual}, (), path), planning)
 
     def _add(self, item: ListedOp, planning: _Planning) -> None:
         last = self.found[-1] if self.found else None
-        if not isinstance(last, _Run) or last.planning is not planning:
-            last = _Run(planning)
+        if not isinstance(last, _Consecutive) or last.planning is not planning:
+            last = _Consecutive(planning)
             self.found.append(last)
         last.listed.append(item)
 
@@ -296,7 +285,7 @@ class _Flattener:
             inside.run(module)
             free = {n for item in inside.items() for n in _names_read(item) if "/" not in n}
             reads = {n: _resolve(n, scopes) for n in sorted(free)}
-            outputs = {_inside(here, n): _exported(n) for item in inside.items() for n in _names_exported(item)}
+            outputs = {_inside(here, n): exported(n) for item in inside.items() for n in _names_exported(item)}
         self.found.append(Border(module, here, reads, gives, outputs))
 
 
@@ -348,7 +337,7 @@ def _inside(here: str, name: str) -> str:
     return f"{here}.{scope}/{plain}" if scope else f"{here}/{plain}"
 
 
-def _exported(name: str) -> str:
+def exported(name: str) -> str:
     """A qualified name as callers write it: its path and itself, joined by dots."""
     return name.replace("/", ".").lstrip(".")
 

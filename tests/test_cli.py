@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from te_fuser import cli
 from te_fuser.codegen import compiler, nvrtc
 from te_fuser.config import config
 from te_fuser.fuser.plan.device import DEVICES
+from te_fuser.kernels.cublaslt import products
 
 
 @pytest.fixture
@@ -115,13 +117,12 @@ def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkey
 
     monkeypatch.setattr(compiler, "find_compiler", lambda name=None: None)
     monkeypatch.setattr(nvrtc, "compiler_version", no_nvrtc)
-    monkeypatch.setitem(sys.modules, "te_fuser._native", None)
-    monkeypatch.delattr("te_fuser._native", raising=False)
+    monkeypatch.setattr(products, "obstacle", lambda: "it is not there")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     text = "\n".join(lines(capsys, "version"))
     assert "missing: on the CPU row ops run as PyTorch operations; install g++" in text
-    assert "generated CPU kernels cannot run" in text
     assert "NVRTC:         missing: install something" in text
-    assert "cuBLASLt:      missing: it is called by the native module" in text
+    assert "cuBLASLt:      missing: it is not there; products run by PyTorch, with nothing fused into them" in text
 
 
 def test_clearing_deletes_what_killed_processes_left(

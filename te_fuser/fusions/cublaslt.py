@@ -18,9 +18,8 @@ from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.pattern import check
 from te_fuser.fusions.registry import Costs, Fusion, register
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.cublaslt.tuned import Form
+from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.cublaslt.tuning import tune_products
-from te_fuser.kernels.trials import Call, Contest, ReasonNot, Trial
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
@@ -29,24 +28,17 @@ from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import linear
 
-
-class CublasLt(Library):
-    """cuBLASLt: its products on CUDA, and their algorithms."""
-
-    kernels = "cuBLASLt's products"
-    runs_without = "matrix products on the GPU by PyTorch, without fusing anything into them"
-    note_without = "products run by PyTorch, with nothing fused into them"
-
-    def problem(self, device: torch.device) -> str | None:
-        """Why it cannot be loaded, for a plan on CUDA."""
-        return products.problem() if device.type == "cuda" else None
-
-    def tune(self, call: Call, contest: Contest, margin: float, reason_not: ReasonNot) -> list[Trial]:
-        """Try other algorithms of each problem that a call has."""
-        return tune_products(call, contest, margin, reason_not)
-
-
-register_library(CublasLt())
+register_library(
+    Library(
+        "cuBLASLt",
+        kernels="cuBLASLt's products",
+        runs_without="matrix products on the GPU by PyTorch, without fusing anything into them",
+        note_without="products run by PyTorch, with nothing fused into them",
+        version=products.version,
+        obstacle=lambda device: products.obstacle() if device.type == "cuda" else None,
+        tune=tune_products,
+    )
+)
 
 # ----------------------------------------------------------------------------------------- why a match is none
 
@@ -162,7 +154,7 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
 
 def body_of(m: Match, kind: str, at: int = 0) -> Body:
     """MatMul number `at` of a match as the product of that kind, in the match's dtype."""
-    form, sizes = Form(kind, m.dtype, m.dtype), _sizes(m, kind, at)
+    form, sizes = ProductForm(kind, m.dtype, m.dtype), _sizes(m, kind, at)
     describe = functools.partial(products.algorithms_of, form, sizes)
     return Body(products.configured(*form).make, plain=True, describe=describe)
 
@@ -171,7 +163,7 @@ def body_of(m: Match, kind: str, at: int = 0) -> Body:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProductRow:
     """A fusion of which each direction that it has is made of products.
 
     Attributes:
@@ -255,7 +247,7 @@ def mask_size(m: Match) -> Mapping[str, int]:
     return {"mask": m.x.rows * products.mask_bytes(cast(MatMul, m[0].op).out_features)}
 
 
-def declare(row: Row) -> Fusion:
+def declare(row: ProductRow) -> Fusion:
     """The fusion that a row says, registered. It has no body: what runs is chosen for each match."""
     return register(
         Fusion(
@@ -294,14 +286,14 @@ def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 _ROWS = (
-    Row("matmul", "y = x W^T by cuBLASLt.", (MatMul,), forward="forward"),
-    Row(
+    ProductRow("matmul", "y = x W^T by cuBLASLt.", (MatMul,), forward="forward"),
+    ProductRow(
         "matmul_backward",
         "dx = dy W and dW = dy^T x by cuBLASLt, each on its own.",
         (MatMul,),
         backward=(Gradient(("input",), ("0.weight",), "dgrad"), Gradient(("0.weight",), ("input",), "wgrad")),
     ),
-    Row(
+    ProductRow(
         "matmul_bias",
         "The product's epilogue adds the bias; gives its output, not the product before the bias.",
         (MatMul, Bias),
@@ -309,7 +301,7 @@ _ROWS = (
         when=_why_dtypes_differ,
         instead=linear_bias,
     ),
-    Row(
+    ProductRow(
         "matmul_bias_backward",
         "dx = dy W; dW = dy^T x with an epilogue that sums dy over its rows for the bias.",
         (MatMul, Bias),
@@ -318,21 +310,21 @@ _ROWS = (
             Gradient(("0.weight", "1.bias"), ("input",), "wgrad_sum"),
         ),
     ),
-    Row(
+    ProductRow(
         "matmul_bias_gelu",
         "Gives the output alone.",
         (MatMul, Bias, GELU),
         forward="forward_bias_gelu",
         when=why_no_backward,
     ),
-    Row(
+    ProductRow(
         "matmul_bias_gelu_aux",
         "Gives the value before GELU too, which backward reads.",
         (MatMul, Bias, GELU),
         forward="forward_bias_gelu_aux",
         emits=("1.output",),
     ),
-    Row(
+    ProductRow(
         "bias_gelu_matmul_backward",
         "The slope of GELU and the bias's gradient in the epilogue of dy W; dW = dy^T gelu(h) reads GELU's output.",
         (Bias, GELU, MatMul),

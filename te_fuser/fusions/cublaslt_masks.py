@@ -7,7 +7,7 @@ second product runs forward as it is planned: its bias or a residual sum may go 
 
 from __future__ import annotations
 
-from te_fuser.fusions.cublaslt import Row, declare
+from te_fuser.fusions.cublaslt import ProductRow, declare
 from te_fuser.fusions.match import Match
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
@@ -19,8 +19,8 @@ def _why_no_mask(m: Match) -> str | None:
     return None if m.needs_grad else "there is no backward to read the mask"
 
 
-def _row(name: str, doc: str, backward_ops: int, *backward: Gradient) -> Row:
-    return Row(
+def _row(name: str, doc: str, backward_ops: int, *backward: Gradient) -> ProductRow:
+    return ProductRow(
         name,
         doc,
         (MatMul, Bias, ReLU, MatMul),

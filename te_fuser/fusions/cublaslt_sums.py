@@ -6,7 +6,7 @@ what is added.
 
 from __future__ import annotations
 
-from te_fuser.fusions.cublaslt import Row, declare
+from te_fuser.fusions.cublaslt import ProductRow, declare
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.bias import Bias
@@ -16,7 +16,7 @@ from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.relu import ReLU
 
 _ROWS = (
-    Row(
+    ProductRow(
         "gelu_matmul_backward",
         "The slope of GELU in the epilogue of dy W; dW = dy^T gelu(h) reads GELU's output, which is kept for it.",
         (GELU, MatMul),
@@ -25,21 +25,21 @@ _ROWS = (
             Gradient(("1.weight",), ("0.output",), "wgrad"),
         ),
     ),
-    Row("matmul_add", "y = x W^T + other.", (MatMul, Add), forward="forward_add"),
-    Row(
+    ProductRow("matmul_add", "y = x W^T + other.", (MatMul, Add), forward="forward_add"),
+    ProductRow(
         "matmul_add_dropout",
         "y = x W^T + other, where Dropout drops nothing.",
         (MatMul, Dropout, Add),
         forward="forward_add",
     ),
-    Row("matmul_add_bias", "y = x W^T + b + other.", (MatMul, Bias, Add), forward="forward_bias_add"),
-    Row(
+    ProductRow("matmul_add_bias", "y = x W^T + b + other.", (MatMul, Bias, Add), forward="forward_bias_add"),
+    ProductRow(
         "matmul_add_bias_dropout",
         "y = x W^T + b + other, where Dropout drops nothing.",
         (MatMul, Bias, Dropout, Add),
         forward="forward_bias_add",
     ),
-    Row(
+    ProductRow(
         "matmul_bias_relu",
         "Gives the output alone; backward knows from it where ReLU passed what it read.",
         (MatMul, Bias, ReLU),

@@ -40,6 +40,11 @@ def _rotary(m: Match | FusionCall) -> RotaryEmbedding | None:
     return cast(RotaryEmbedding, op) if op is not None and op.kind is RotaryEmbedding else None
 
 
+def _rotation(m: Match | FusionCall) -> packed_heads.Rotation | None:
+    rotary = _rotary(m)
+    return None if rotary is None else rotary_embedding.rotation_of(rotary)
+
+
 def _why_not_the_ops_before(m: Match) -> str | None:
     """Why what comes before attention cannot be part of its backward; None when it can, or there is nothing."""
     if len(m) == 1:
@@ -63,18 +68,17 @@ def _whole_backward(m: FusionCall, dy: torch.Tensor, provider: Provider) -> Any:
     settings, tensors = _settings(m), _attention_inputs(m, provider)
     if len(m) == 1:
         return provider.backward(settings, tensors, dy)
-    rotary, wanted = _rotary(m), m.needs("0.bias")
-    rotation = rotary_embedding.rotation_of(rotary) if rotary is not None else None
+    wanted = m.needs("0.bias")
     parts = provider.gradients(settings, tensors, dy)
     sums = m["0.bias"].dtype if wanted else None
-    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=rotation, sums=sums, later=m.later)
+    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=_rotation(m), sums=sums, later=m.later)
     return (dx, {"0.bias": dbias}) if wanted else dx
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
     """The joint fusion that runs attention by a provider; a provider of your own becomes part of plans by this call."""
 
-    class Body:
+    class Both:
         @staticmethod
         def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
             mask = m["0.attention_mask"] if _op(m).named_inputs() else None
@@ -97,7 +101,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         wide = 8 if m.dtype == torch.float64 else 4
         return {name: wide * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
 
-    Body.__doc__ = f"{type(provider).__doc__ or ''}".strip()
+    Both.__doc__ = f"{type(provider).__doc__ or ''}".strip()
     before = (Optional(Bias), Optional(RotaryEmbedding)) if provider.on_cuda and not provider.packs else ()
     return fusion(
         joint=[*before, DotProductAttention],
@@ -113,17 +117,15 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
             sums=("0.bias",) if before else (),
             registered=registered,
         ),
-    )(Body)
+    )(Both)
 
 
 def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[packed_heads.PackedPass]:
     """The packing of gradients, where backward covers more than attention."""
     if direction == "forward" or len(m) == 1:
         return
-    rotary = _rotary(m)
-    rotation = rotary_embedding.rotation_of(rotary) if rotary is not None else None
     sums = m[0].dtype_of("bias") if "0.bias" in needed else None
-    yield packed_heads.PackedPass.of(_op(m).packed, m.dtype, rotation, parts=True, back=True, sums=sums)
+    yield packed_heads.PackedPass.of(_op(m).packed, m.dtype, _rotation(m), parts=True, back=True, sums=sums)
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from te_fuser.kernels.trials import Call, Contest, ReasonNot, Trial
+from te_fuser.kernels.trials import Contest, ModelCall, ReasonNot, Trial
 
 
+@dataclass(frozen=True)
 class Library:
     """A library of kernels; register it, and plans say where it is missing, and `tune` tries its algorithms.
 
     Attributes:
+        name: what it is called; `version` is that of the one at hand.
         kernels: what it gives.
         runs_without: what te_fuser runs how where it is missing, as a warning says it.
         note_without: the same as a plan notes it.
+        obstacle: why it cannot be used for a plan on a device at hand, in words; None if it can, or no such plan
+            wants it.
+        tune: (call, contest, margin, reason_not) -> what came of other algorithms of what a call of the model runs of
+            it; what is taken gains that share of the model's time, runs from now on, and is kept.
     """
 
-    kernels: ClassVar[str]
-    runs_without: ClassVar[str]
-    note_without: ClassVar[str]
-
-    def problem(self, device: torch.device) -> str | None:
-        """Why it cannot be used for a plan on a device at hand, in words; None if it can, or no such plan wants it."""
-        raise NotImplementedError
-
-    def tune(self, call: Call, contest: Contest, margin: float, reason_not: ReasonNot) -> list[Trial]:
-        """Try other algorithms of what a call runs of it, if anything; what is taken runs from now on, and is kept.
-
-        Args:
-            call: the model as it is to be fast.
-            margin: the share of the model's time that a choice must gain.
-            reason_not: tells wrong algorithms from right ones.
-        """
-        raise NotImplementedError
+    name: str
+    kernels: str
+    runs_without: str
+    note_without: str
+    version: Callable[[], int | None]
+    obstacle: Callable[[torch.device], str | None]
+    tune: Callable[[ModelCall, Contest, float, ReasonNot], list[Trial]]
 
 
 _registered: list[Library] = []

@@ -32,16 +32,7 @@ class Fusion:
         emits: values inside the match that the forward gives beside its output, e.g. "0.output".
         reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
         saves: names that a joint fusion's forward gives to its own backward; `saved_bytes` says how large they are.
-        forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers. The others run in
-            that direction as they are planned. Names are of these ops, and may count from the end: "-1.input".
-        takes, gives: of one whose body is a plain function of tensors: the names of its arguments and of its results;
-            of a joint one they are its forward's.
-        gradients: of one whose backward's nodes can run apart: what each produces and reads; its body is a class
-            whose static methods are plain functions (dy, *reads) -> produces.
-        choose: f(match, method) -> the plain function to run in a match, instead of the body or of its `method`: that
-            alone, or as a `Body` that says more of it.
-        compiles: f(match, direction, needed) -> the kernels written by hand that the body launches.
-        sums: the gradients whose last addition the body can leave to the program: those go by `m.later`.
+        takes, gives, gradients, choose, saved_bytes, forward_ops, backward_ops, compiles, sums: as `Details` has them.
     """
 
     name: str
@@ -164,12 +155,10 @@ def unregister(name: str | Fusion) -> Fusion:
         KeyError: when there is none of that name.
     """
     global _version
-    key = name.name if isinstance(name, Fusion) else name
     with _lock:
-        if key not in _registry:
-            raise KeyError(f"no fusion {key!r} (registered: {', '.join(sorted(_registry))})")
+        found = get(name.name if isinstance(name, Fusion) else name)
         _version += 1
-        return _registry.pop(key)
+        return _registry.pop(found.name)
 
 
 def get(name: str) -> Fusion:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-Call = Callable[[], None]
-Contest = Callable[[Call, Call], float]  # seconds of the second over seconds of the first
+ModelCall = Callable[[], None]
+Contest = Callable[[ModelCall, ModelCall], float]  # seconds of the second over seconds of the first
 # reason_not(within) -> why the model cannot run by what is in force inside of `within`; empty when it can. Outside of
 # it nothing that is tried is in force: what the model is compared with runs so.
 ReasonNot = Callable[[AbstractContextManager[None]], str]
@@ -46,7 +46,7 @@ def concluded(trials: Sequence[Trial], place: str, contest: Callable[[], float])
     return [*(trials if faster else dropped(trials)), Trial(place, "all", total, faster)]
 
 
-def seconds_alone(work: Call) -> float:
+def seconds_alone(work: ModelCall) -> float:
     """Seconds that work takes on PyTorch's current device, by events; the least of three after one to warm up."""
     times = []
     for _ in range(4):

@@ -11,6 +11,7 @@ from te_fuser.formula import Axes
 from te_fuser.ops.base import NamedInput, RowOp, Spec
 from te_fuser.ops.checks import check_batch_dim, check_features, check_name, feature_size
 from te_fuser.ops.layer_norm import normalize
+from te_fuser.ops.parameters import alike
 
 _AXES = {"sample": Axes.SAMPLE_FEATURES, "row": Axes.FULL}
 
@@ -91,6 +92,4 @@ class AdaptiveLayerNorm(RowOp):
         return cls(features, scale=f"{name}_scale", shift=f"{name}_shift", batch_dim=0, **changed)
 
     def example(self, features: int, rng: torch.Generator) -> AdaptiveLayerNorm:
-        return AdaptiveLayerNorm(
-            features, self.eps, scale=self.scale, shift=self.shift, per=self.per, batch_dim=self.sample_dim
-        )
+        return alike(self, features, batch_dim=self.sample_dim)

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 
 from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
+from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.parameters import alike, of_kind, randomized
 
 
@@ -67,25 +69,11 @@ class Spec:
     @property
     def rows(self) -> int:
         """The product of the other dimensions."""
-        count = 1
-        for size in self.shape[:-1]:
-            count *= size
-        return count
+        return math.prod(self.shape[:-1])
 
     def with_features(self, features: int) -> Spec:
         """The same rows with another feature size."""
         return Spec((*self.shape[:-1], features), self.dtype, self.device)
-
-
-def check_floating(x: Spec) -> None:
-    """Refuse integers and booleans.
-
-    Raises:
-        TypeError: when x holds no floating-point numbers.
-    """
-    if not x.dtype.is_floating_point:
-        got = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"te_fuser ops take floating-point tensors, got {got}: convert with .float()")
 
 
 @dataclass(frozen=True)
@@ -157,7 +145,6 @@ class Place:
     count: int
 
 
-_PLAIN = {"training"}
 _rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_rounding", default=True)
 
 
@@ -212,7 +199,7 @@ class FusableOperation(torch.nn.Module):
         same = old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
         super().__setattr__(name, value)
         # A changed attribute (eps, p, a parameter of another shape) is a changed op: plans made before no longer hold.
-        if name not in _PLAIN and not same:
+        if name != "training" and not same:
             self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -335,6 +322,7 @@ class RowOp(FusableOperation):
     # Those of its named outputs that are values of their own: compute() then gives {"output": y, name: z, ...}, and
     # named_output() says what they are.
     values: ClassVar[tuple[str, ...]] = ()
+    sized: ClassVar[bool] = False  # whether it is made for inputs of so many `features`, where these are no None
 
     def compute(self, x: Any, *args: Any) -> Any:
         """The formula."""
@@ -387,7 +375,11 @@ class RowOp(FusableOperation):
 
         Raises:
             TypeError: when x holds no floating-point numbers.
+            ValueError: when x has other features than the op was made for.
         """
+        features = getattr(self, "features", None) if self.sized else None
+        if features is not None:
+            check_features(self, x, features)
         check_floating(x)
         shape = (*x.shape[:-1], self._width(x.features)) if x.shape else ()
         return Spec(shape, self.output_dtype(x.dtype), x.device)
@@ -418,13 +410,8 @@ class RowOp(FusableOperation):
         rows = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)).to(wide)
         given = self.named_inputs()
         stream = call.random or random.RandomStream(0, 0, 0, *batch_layout(x.shape, self.batch_dim()))
-        arguments: list[torch.Tensor | None] = []
-        for name in self.arguments():
-            tensor = call.get(name)
-            if tensor is None:
-                arguments.append(None)
-                continue
-            arguments.append(_as_rows(tensor.to(wide), given.get(name), rows, stream))
+        tensors = {name: call.get(name) for name in self.arguments()}
+        arguments = [t if t is None else _as_rows(t.to(wide), given.get(n), rows, stream) for n, t in tensors.items()]
         with random.using(stream):
             made = self.given_by(self.compute(rows, *arguments))
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
@@ -466,10 +453,7 @@ def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> 
     """(inner, samples): the sample of row r is (r // inner) % samples."""
     if batch_dim is None or len(shape) < 2:
         return 1, 1
-    inner = 1
-    for size in shape[batch_dim + 1 : -1]:
-        inner *= size
-    return max(inner, 1), shape[batch_dim]
+    return max(math.prod(shape[batch_dim + 1 : -1]), 1), shape[batch_dim]
 
 
 def _as_rows(

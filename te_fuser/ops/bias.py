@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import RowOp, Spec
-from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.base import RowOp
+from te_fuser.ops.checks import feature_size
 from te_fuser.ops.parameters import empty, fill
 
 
@@ -22,6 +22,7 @@ class Bias(RowOp):
     """
 
     autocast = "follow"
+    sized = True
     bias: torch.nn.Parameter | None
 
     def __init__(
@@ -42,7 +43,3 @@ class Bias(RowOp):
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias
-
-    def infer(self, x: Spec) -> Spec:
-        check_features(self, x, self.features)
-        return super().infer(x)

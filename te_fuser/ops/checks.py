@@ -5,10 +5,14 @@ from __future__ import annotations
 import keyword
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.dtypes import text_of
+
+if TYPE_CHECKING:
+    from te_fuser.ops.base import FusableOperation, Spec
 
 _TAKEN = ("self", "x", "outputs")
 
@@ -28,6 +32,16 @@ def feature_size(features: int | Sequence[int], name: str = "features") -> int:
     if sizes[0] < 0:
         raise ValueError(f"{name} is a size, got {sizes[0]}")
     return sizes[0]
+
+
+def check_floating(x: Spec) -> None:
+    """Refuse integers and booleans.
+
+    Raises:
+        TypeError: when x holds no floating-point numbers.
+    """
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"te_fuser ops take floating-point tensors, got {text_of(x.dtype)}: convert with .float()")
 
 
 def check_features(op: FusableOperation, x: Spec, features: int) -> None:

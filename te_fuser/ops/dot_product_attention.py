@@ -18,6 +18,7 @@ import torch
 from te_fuser.formula import random
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec, UnfusedOperation
 from te_fuser.ops.checks import check_name, check_probability
+from te_fuser.ops.dropout import kept_scale
 from te_fuser.ops.parameters import alike
 
 # Name of a mask -> (hides later positions, is given a boolean tensor).
@@ -183,11 +184,6 @@ class AttentionSettings:
     scale: float
 
 
-def keep_scale(probability: float) -> float:
-    """What a kept probability is multiplied by; 0 where everything is dropped."""
-    return 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
-
-
 def kept(stream: random.RandomStream, shape: tuple[int, int, int, int], like: torch.Tensor, p: float) -> torch.Tensor:
     """Dropout's factors for probabilities [B, H, queries, keys]: row (b * H + h) * queries + query of the stream."""
     samples, heads, queries, keys = shape
@@ -196,7 +192,7 @@ def kept(stream: random.RandomStream, shape: tuple[int, int, int, int], like: to
     for first in range(0, count, _ROWS_AT_ONCE):
         rows = torch.arange(first, min(first + _ROWS_AT_ONCE, count), device=like.device)
         bits = random.keep_bits(rows, keys, stream.seed, stream.offset, stream.stream)
-        torch.mul(bits >= drop_below, keep_scale(p), out=factors[first : first + len(rows)])
+        torch.mul(bits >= drop_below, kept_scale(p), out=factors[first : first + len(rows)])
     return factors.view(shape)
 
 

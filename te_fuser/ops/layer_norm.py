@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from te_fuser.formula import row_mean, rsqrt
-from te_fuser.ops.base import RowOp, Spec
-from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.base import RowOp
+from te_fuser.ops.checks import feature_size
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 
 
@@ -34,6 +34,7 @@ class LayerNorm(RowOp):
     """
 
     autocast = "float32"
+    sized = True
     weight: torch.nn.Parameter | None
     bias: torch.nn.Parameter | None
 
@@ -66,10 +67,6 @@ class LayerNorm(RowOp):
     def compute(self, x: Any, weight: Any, bias: Any = None) -> Any:
         y = normalize(x, self.eps) * (weight + 1.0 if self.zero_centered_gamma else weight)
         return y if bias is None else y + bias
-
-    def infer(self, x: Spec) -> Spec:
-        check_features(self, x, self.features)
-        return super().infer(x)
 
     def example(self, features: int, rng: torch.Generator) -> LayerNorm:
         return randomized(alike(self, features), rng, center=0.0 if self.zero_centered_gamma else 1.0)

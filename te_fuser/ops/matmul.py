@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Gradient, Spec, UnfusedOperation, check_floating
-from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.base import Gradient, Spec, UnfusedOperation
+from te_fuser.ops.checks import check_features, check_floating, feature_size
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import linear, product

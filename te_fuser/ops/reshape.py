@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.ops.base import OpCall, Spec, UnfusedOperation, check_floating
-from te_fuser.ops.checks import resolve_shape
+from te_fuser.ops.base import OpCall, Spec, UnfusedOperation
+from te_fuser.ops.checks import check_floating, resolve_shape
 
 
 class Reshape(UnfusedOperation):

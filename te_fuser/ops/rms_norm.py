@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from te_fuser.formula import row_mean, rsqrt
-from te_fuser.ops.base import RowOp, Spec
-from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.base import RowOp
+from te_fuser.ops.checks import feature_size
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 
 
@@ -28,6 +28,7 @@ class RMSNorm(RowOp):
     """
 
     autocast = "float32"
+    sized = True
     weight: torch.nn.Parameter | None
 
     def __init__(
@@ -53,10 +54,6 @@ class RMSNorm(RowOp):
     def compute(self, x: Any, weight: Any) -> Any:
         rstd = rsqrt(row_mean(x * x) + self.eps)
         return x * rstd * (weight + 1.0 if self.zero_centered_gamma else weight)
-
-    def infer(self, x: Spec) -> Spec:
-        check_features(self, x, self.features)
-        return super().infer(x)
 
     def example(self, features: int, rng: torch.Generator) -> RMSNorm:
         return randomized(alike(self, features), rng, center=0.0 if self.zero_centered_gamma else 1.0)

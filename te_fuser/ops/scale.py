@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import RowOp, Spec
-from te_fuser.ops.checks import check_features, feature_size
+from te_fuser.ops.base import RowOp
+from te_fuser.ops.checks import feature_size
 from te_fuser.ops.parameters import empty, fill, randomized
 
 
@@ -26,6 +26,7 @@ class Scale(RowOp):
         device: the parameter's, torch's default if None.
     """
 
+    sized = True
     weight: torch.nn.Parameter | None
 
     def __init__(
@@ -52,11 +53,6 @@ class Scale(RowOp):
 
     def compute(self, x: Any, weight: Any = None) -> Any:
         return x * (self.value if weight is None else weight)
-
-    def infer(self, x: Spec) -> Spec:
-        if self.features is not None:
-            check_features(self, x, self.features)
-        return super().infer(x)
 
     def example(self, features: int, rng: torch.Generator) -> Scale:
         if self.weight is None:

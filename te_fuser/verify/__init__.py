@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from te_fuser.compare import Row
+from te_fuser.dtypes import text_of
 from te_fuser.flatten import runs_itself
 from te_fuser.fusions import Fusion, get
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.sequential import Sequential
-from te_fuser.verify.cases import Case, dtype_name, example_cases, variants
+from te_fuser.verify.cases import Case, example_cases, variants
 from te_fuser.verify.fusions import FusionCheck
 from te_fuser.verify.models import Call, Subject, example_call, first_features, gradient_names, with_owners
 from te_fuser.verify.report import VerificationError, VerifyReport
@@ -115,7 +116,7 @@ def _model_rows(
     if x is not None:
         call = Call(x, inputs, outputs, gradient_names(model, inputs))
         for dtype in dtypes or (None,):
-            label = dtype_name(dtype or x.dtype)
+            label = text_of(dtype or x.dtype)
             subject = Subject(model, dtype)
             plain = Case(f"{label} {list(x.shape)}", dtype)
             for case in (plain, *variants(plain, parameters, draws)):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from te_fuser.dtypes import text_of
+
 # Rows around the multiples that kernels work in, and an outer and a batch dimension.
 LEADING = ((1,), (7,), (16,), (33,), (515,), (3, 11), (1, 16))
 VARIANT_LEADING = (17,)
@@ -93,11 +95,6 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """ "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def example_cases(dtypes: Sequence[torch.dtype], parameters: Sequence[str], draws: bool) -> Iterator[Case]:
     """Every shape and every variant in every dtype."""
     for dtype in dtypes:
@@ -120,4 +117,4 @@ def variants(case: Case, parameters: Sequence[str], draws: bool) -> Iterator[Cas
 
 
 def _case(dtype: torch.dtype, leading: tuple[int, ...]) -> Case:
-    return Case(f"{dtype_name(dtype)} [{', '.join(map(str, leading))}, features]", dtype, leading)
+    return Case(f"{text_of(dtype)} [{', '.join(map(str, leading))}, features]", dtype, leading)

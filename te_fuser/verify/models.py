@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
-from te_fuser.flatten import Group
+from te_fuser.flatten import Group, exported
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
@@ -188,9 +189,7 @@ class _Run:
         leaves |= {_PARAMETER + name: p for name, p in meant.named_parameters() if p.requires_grad}
         saved, self.upstream = self.upstream, {n: t for n, t in data.items() if n.startswith(UPSTREAM)}
         try:
-            if not exact:
-                return self._results(model.reference, leaves)[0]
-            with unrounded():
+            with unrounded() if exact else contextlib.nullcontext():
                 return self._results(model.reference, leaves)[0]
         finally:
             self.upstream = saved
@@ -293,13 +292,9 @@ def example_call(
         bound |= set(item.names_out)
         outputs |= dict.fromkeys(item.names_out)
     # Forks that nobody closes are handed to the caller, as outputs are.
-    exported = {n for i in listed_ops(model) if i.lowered.op.exports for n in i.names_out}
-    asked = [n for n in outputs if n in exported or n not in read]
-    return Call(x, inputs, tuple(_plain(n) for n in asked), frozenset(differentiable))
-
-
-def _plain(qualified: str) -> str:
-    return qualified.replace("/", ".").lstrip(".")
+    leaving = {n for i in listed_ops(model) if i.lowered.op.exports for n in i.names_out}
+    asked = [n for n in outputs if n in leaving or n not in read]
+    return Call(x, inputs, tuple(map(exported, asked)), frozenset(differentiable))
 
 
 def _shape(given: NamedInput, x: Spec, batch_dim: int | None) -> tuple[int, ...]:
@@ -334,13 +329,10 @@ def first_features(model: Sequential, default: int) -> int:
     """The feature size that the first op which says one takes."""
     for item in listed_ops(model):
         op = item.lowered.op
-        packed = getattr(op, "packed", None)
-        for size in (
-            getattr(op, "in_features", None),
-            getattr(op, "features", None),
-            getattr(packed, "features", None),
-            *(binding.get().shape[-1] for binding in item.lowered.bindings.values() if binding.get().dim()),
-        ):
+        owners = ((op, "in_features"), (op, "features"), (getattr(op, "packed", None), "features"))
+        bound = [binding.get() for binding in item.lowered.bindings.values()]
+        sizes = (getattr(owner, name, None) for owner, name in owners)
+        for size in (*sizes, *(t.shape[-1] for t in bound if t.dim())):
             if isinstance(size, int):
                 return size
     return default

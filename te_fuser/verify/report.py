@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,8 +69,3 @@ class VerifyReport:
         with console.capture() as capture:
             console.print(self)
         return capture.get()
-
-
-def summary(title: str, rows: Sequence[Row], skipped: Sequence[tuple[str, str]] = ()) -> VerifyReport:
-    """A report of these rows."""
-    return VerifyReport(title, tuple(rows), tuple(skipped))

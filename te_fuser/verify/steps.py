@@ -114,10 +114,6 @@ class _Watch:
             kept = stored.get(self.graph.ref(value), self.values.get(self.graph.root(value)))
             self.values.setdefault(value, t.to(self.graph.values[value].spec.dtype) if kept is None else kept.detach())
 
-    def name(self, ref: Ref) -> str:
-        """A tensor of a step in words."""
-        return ref.label(self.graph)
-
 
 class _CheckedRunner:
     """Runs one step and checks what it made."""
@@ -139,7 +135,8 @@ class _CheckedRunner:
                 raise VerificationError(f"{self.label}: it changed its input {name!r}")
         given = {ref: slots[k].detach() for _, ref, k in self.inputs if isinstance(slots[k], torch.Tensor)}
         self.watch.seed = given.get(SEED, self.watch.seed)
-        with torch.enable_grad(), torch.autocast(self._device(slots), enabled=False):
+        device = next(slots[k].device.type for _, k in self.outputs)
+        with torch.enable_grad(), torch.autocast(device, enabled=False):
             if self.direction == "forward":
                 self._check_forward(slots)
             else:
@@ -158,9 +155,6 @@ class _CheckedRunner:
             found = {p: stack.enter_context(caught(weight)) for p, weight in weights.items()}
             self.runner(slots)
         return {p: t.to(weights[p].dtype) for p, t in found.items() if t is not None}
-
-    def _device(self, slots: Slots) -> str:
-        return next(slots[k].device.type for _, k in self.outputs)
 
     def _check_forward(self, slots: Slots) -> None:
         stored = {ref: slots[k].detach() for ref, k in self.outputs if ref.kind is VALUE}
@@ -227,7 +221,8 @@ class _CheckedRunner:
         return t.to(self.watch.graph.parameter_specs[ref.index].dtype) if ref.kind is PARAMETER_GRADIENT else t
 
     def _name(self, ref: Ref) -> str:
-        return self.watch.name(ref)
+        """A tensor of the step in words."""
+        return ref.label(self.watch.graph)
 
     def _judge(self, found: Tensors, data: Tensors, evaluate: Any) -> None:
         failed = [

@@ -69,7 +69,7 @@ ROWS = [row for module in (cublaslt, cublaslt_masks, cublaslt_sums) for row in m
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_says_what_its_products_read_and_make(row: cublaslt.Row) -> None:
+def test_a_row_says_what_its_products_read_and_make(row: cublaslt.ProductRow) -> None:
     """As the native products know it: an output, and then what their epilogues read or write beside it."""
     entry = fusions.get(row.name)
     assert entry.direction == row.direction and entry.doc == row.doc and row.doc.endswith(".")

@@ -261,7 +261,7 @@ def test_what_never_ran_is_not_captured() -> None:
 
 
 def test_refusals_come_from_the_library() -> None:
-    assert products.problem() is None and _native.cublaslt_version() >= 120000
+    assert products.obstacle() is None and _native.cublaslt_version() >= 120000
     for kind in products.KINDS:
         assert products.refusal(kind, torch.bfloat16, 8192, 4096, 1024, GPU) is None
     words = products.refusal("wgrad_sum", torch.bfloat16, 4096, 1024, 8192, GPU, torch.float32)

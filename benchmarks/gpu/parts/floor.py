@@ -99,7 +99,7 @@ def multiplications(product: Product, dtype: torch.dtype, device: torch.device) 
 def ways_to_multiply(card: Card) -> dict[str, Way]:
     """By name; PyTorch's first."""
     ways: dict[str, Way] = {"torch.mm": _TORCH}
-    if card.is_gpu and products.problem() is None:
+    if card.is_gpu and products.obstacle() is None:
         ways["te_fuser cuBLASLt"] = {name: functools.partial(products.multiply, kind) for name, kind in _KINDS.items()}
     return ways
 

@@ -38,7 +38,7 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
 def _check_libraries(device: torch.device, kernels: str) -> None:
     """Warn once where fusions cannot have a library, or raise where it was demanded."""
     for library in libraries():
-        why = library.problem(device)
+        why = library.obstacle(device)
         if why is not None and kernels == "generated":
             raise RuntimeError(f"{library.kernels} were asked for, but {why}")
         if why is not None:
@@ -57,7 +57,7 @@ def missing_notes(target: str, device: torch.device, dtype: torch.dtype) -> Iter
         if why is not None:
             yield f"row kernels are not generated: {why}"
     for library in libraries():
-        why = library.problem(device)
+        why = library.obstacle(device)
         if why is not None:
             yield f"{library.note_without}: {why}"
 

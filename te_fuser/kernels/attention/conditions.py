@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.views import has_one_stride, lead
 
@@ -28,7 +29,7 @@ def runs_on(device_type: str) -> Condition:
 
 def takes(*dtypes: torch.dtype) -> Condition:
     """The input has one of these dtypes."""
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    names = ", ".join(map(text_of, dtypes))
     return needs(lambda p: p.dtype in dtypes, lambda p: f"it takes {names}, the input is {p.dtype}")
 
 

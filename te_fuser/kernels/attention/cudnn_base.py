@@ -9,7 +9,7 @@ import torch
 from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, Condition, cuda_kernel, head_dim, needs
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
-from te_fuser.kernels.attention.views import Call
+from te_fuser.kernels.attention.views import AttentionCall
 
 
 class CudnnProvider(CudaProvider):
@@ -49,7 +49,7 @@ class CudnnProvider(CudaProvider):
         DROPS_SOME,
     )
 
-    def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
         settings = call.settings
         result = self._forward(
             call.q, call.k, call.v, call.bias, True, settings.dropout, call.causal, False, scale=settings.scale

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from te_fuser.formula.random import RandomStream
 from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
-from te_fuser.kernels.attention.schemas import operator_of, schema_problem
-from te_fuser.kernels.attention.views import Call, Gradients, Views
+from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]
@@ -77,8 +76,7 @@ class Provider:
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 
     def __init__(self) -> None:
-        problems = [schema_problem(schema) for schema in self.schemas]
-        self._unavailable = next((problem for problem in problems if problem is not None), None)
+        self._unavailable = next(filter(None, map(why_no_operator, self.schemas)), None)
         if self.schemas:
             self._forward, self._backward = (operator_of(schema) for schema in self.schemas)
 
@@ -89,12 +87,7 @@ class Provider:
         """Why this provider cannot compute the problem; None when it can."""
         if self._unavailable is not None:
             return self._unavailable
-        reasons = (condition(problem) for condition in self.conditions)
-        return next((reason for reason in reasons if reason is not None), None)
-
-    def reads(self, settings: AttentionSettings) -> tuple[str, ...]:
-        """What backward takes, by name."""
-        return ("input", "output", *self.emits, *(("attention_mask",) if settings.masked else ()))
+        return next(filter(None, (condition(problem) for condition in self.conditions)), None)
 
     def forward(
         self,
@@ -122,7 +115,7 @@ class Provider:
     def backward(
         self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the packed input; `tensors` has the names of `reads`."""
+        """The gradient of the packed input; `tensors` has "input", "output", `emits` and, if one is given, a mask."""
         qkv = tensors["input"]
         assert qkv is not None
         if not qkv.numel():
@@ -152,18 +145,18 @@ class Provider:
         call = self._call(views, self._readable(qkv), mask)
         return views.grouped(*self._run_backward(call, views.split_output(self._readable(out)), dout, saved))
 
-    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> Call:
+    def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionCall:
         causal = views.settings.causal
         if mask is None:
-            return Call(views.settings, *views.split(qkv), bias=None, causal=causal)
+            return AttentionCall(views.settings, *views.split(qkv), bias=None, causal=causal)
         bias, causal = self._bias(views, mask, qkv)
-        return Call(views.settings, *views.split(qkv), bias=bias, causal=causal)
+        return AttentionCall(views.settings, *views.split(qkv), bias=bias, causal=causal)
 
-    def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
         """The kernel's output [b, h, S, D] and what it gives for backward."""
         raise NotImplementedError
 
-    def _run_backward(self, call: Call, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         """The kernel's dq, dk, dv."""
         raise NotImplementedError
 
@@ -178,3 +171,39 @@ class Provider:
     def _blind(self, views: Views, mask: torch.Tensor) -> torch.Tensor | None:
         """Which rows of which heads see nothing, as [.., .., H, 1] of the op's layout; None: the kernel zeroes them."""
         return None
+
+
+# PyTorch's operators, by the schemas that their calls were written for, and whether those still hold.
+
+
+def operator_of(schema: str) -> Any:
+    """This torch's operator of the schema's name; None where there is none."""
+    name = schema.removeprefix("aten::").partition("(")[0]
+    found = getattr(torch.ops.aten, name, None)
+    return None if found is None else found.default
+
+
+def why_no_operator(schema: str) -> str | None:
+    """Why this torch has no operator that can be called by that schema, or None."""
+    operator, name = operator_of(schema), schema.partition("(")[0]
+    if operator is None:
+        return f"torch {torch.__version__} has no {name}"
+    if not fits(operator._schema, torch._C.parse_schema(schema)):
+        return f"{name} has changed in torch {torch.__version__}: it is {operator._schema}, known is {schema}"
+    return None
+
+
+def fits(found: Any, known: Any) -> bool:
+    """Whether a call written for the schema `known` means the same under `found`; new arguments may have defaults."""
+
+    def described(arguments: Any) -> list[tuple[str, str, bool]]:
+        return [(a.name, str(a.type), a.kwarg_only) for a in arguments]
+
+    names = {a.name for a in known.arguments}
+    added = [a for a in found.arguments if a.name not in names]
+    kept = [a for a in found.arguments if a.name in names]
+    return (
+        described(kept) == described(known.arguments)
+        and all(a.has_default_value() and a.kwarg_only for a in added)
+        and [str(r.type) for r in found.returns] == [str(r.type) for r in known.returns]
+    )

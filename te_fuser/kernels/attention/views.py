@@ -15,7 +15,7 @@ from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Sizes, strides and offset of heads [b, h, S, D] in the contiguous tensor that they lie in.
-Form = tuple[tuple[int, ...], tuple[int, ...], int]
+HeadsForm = tuple[tuple[int, ...], tuple[int, ...], int]
 _FORMS_KEPT = 512
 
 
@@ -42,7 +42,7 @@ def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
 
 
 @functools.lru_cache(maxsize=_FORMS_KEPT)
-def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[Form, Form, Form]:
+def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
     """Where q [b, h, S, D], k and v [b, g, S, D] lie in a contiguous packed tensor.
 
     Raises:
@@ -59,7 +59,7 @@ def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> t
 
 
 @functools.lru_cache(maxsize=_FORMS_KEPT)
-def output_form(settings: AttentionSettings, samples: int, positions: int) -> Form:
+def output_form(settings: AttentionSettings, samples: int, positions: int) -> HeadsForm:
     """Where heads [b, h, S, D] lie in a contiguous output."""
     heads = settings.heads
     b, h, _ = lead(settings, samples)
@@ -67,13 +67,13 @@ def output_form(settings: AttentionSettings, samples: int, positions: int) -> Fo
     return _form(heads.split_output(y).view(b, h, positions, heads.head_dim))
 
 
-def lying(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+def lying(tensor: torch.Tensor, form: HeadsForm) -> torch.Tensor:
     """The heads that lie so in a contiguous tensor: one view, where a way by its dimensions takes several."""
     sizes, strides, offset = form
     return tensor.as_strided(sizes, strides, tensor.storage_offset() + offset)
 
 
-def _form(t: torch.Tensor) -> Form:
+def _form(t: torch.Tensor) -> HeadsForm:
     return tuple(t.shape), t.stride(), int(t.storage_offset())
 
 
@@ -141,7 +141,7 @@ class Views:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """What a kernel is given: q [b, h, S, D], k and v [b, g, S, D], and what it adds to the scores, if anything."""
 
     settings: AttentionSettings

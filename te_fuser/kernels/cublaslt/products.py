@@ -20,7 +20,7 @@ import torch
 from te_fuser import _native
 from te_fuser.dtypes import text_of
 from te_fuser.kernels.cublaslt import tuned
-from te_fuser.kernels.cublaslt.tuned import Form, Problem, found_for
+from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, found_for
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The pre-activation that GELU's epilogue writes, and its backward reads, has rows of a multiple of 8 elements.
@@ -28,8 +28,10 @@ GELU_MULTIPLE = 8
 # The mask that ReLU's epilogue writes, and its backward reads, has rows of a multiple of 128 bits.
 MASK_MULTIPLE = 128
 
+version = _native.cublaslt_version
 
-def problem() -> str | None:
+
+def obstacle() -> str | None:
     """Why cuBLASLt cannot be used here, in words; None if it can."""
     why = _native.cublaslt_refusal()
     if why is not None and torch.version.cuda is not None:
@@ -56,7 +58,7 @@ def refusal(
     Raises:
         KeyError: when there is no such kind.
     """
-    why = problem()
+    why = obstacle()
     if why is not None:
         return why
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -109,7 +111,7 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
     for given in (dtype, out_dtype):
         if given not in DTYPES:
             raise TypeError(f"cuBLASLt's products are in {', '.join(map(text_of, DTYPES))}, got {text_of(given)}")
-    empty, form = functools.partial(_write_empty, kind), Form(kind, dtype, out_dtype)
+    empty, form = functools.partial(_write_empty, kind), ProductForm(kind, dtype, out_dtype)
     kept = functools.partial(tuned.algorithm_of, form), functools.partial(tuned.drop, form)
     in_use[form] = _native.CudaMatmul(
         f"matmul_{kind}",
@@ -122,13 +124,13 @@ def configured(kind: str, dtype: torch.dtype, out_dtype: torch.dtype) -> _native
     return in_use[form]
 
 
-in_use: dict[Form, _native.CudaMatmul] = {}  # what this process has configured
+in_use: dict[ProductForm, _native.CudaMatmul] = {}  # what this process has configured
 
 
-def algorithms_of(form: Form, sizes: tuple[int, int, int]) -> str:
+def algorithms_of(form: ProductForm, sizes: tuple[int, int, int]) -> str:
     """What a product runs by in the sizes (m, n, k), as far as such a problem is known: each that is planned for is."""
     known = in_use[form].problems() if form in in_use else ()
-    met = [Problem(*p) for p in known if p[1:4] == sizes]
+    met = [ProductProblem(*p) for p in known if p[1:4] == sizes]
     found = {str(f) for p in met if (f := found_for(form, p)) is not None}
     return ", ".join(sorted(found)) or ("first heuristic" if met else "")
 

@@ -15,12 +15,13 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen.entry_file import Entries, EntryFile, Stores
+from te_fuser.dtypes import text_of
 
 _FORMAT = 1
 _BYTES = 64  # of an algorithm
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """A product as it is configured: its kind, the dtype of its factors and that of its output."""
 
     kind: str
@@ -28,11 +29,10 @@ class Form(NamedTuple):
     out_dtype: torch.dtype
 
     def __str__(self) -> str:
-        dtypes = dict.fromkeys(str(t).removeprefix("torch.") for t in (self.dtype, self.out_dtype))
-        return f"{self.kind} {' to '.join(dtypes)}"
+        return f"{self.kind} {' to '.join(dict.fromkeys(map(text_of, self[1:])))}"
 
 
-class Problem(NamedTuple):
+class ProductProblem(NamedTuple):
     """A product's problem as the native runtime has it, with the device first: out[m, n] = a[m, k] b[k, n].
 
     Attributes:
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
         """Bytes that the address of "a", "b", "c" or "out" is a multiple of, up to 256."""
         return 1 << (self.layout >> {"a": 4, "b": 8, "c": 12, "out": 16}[role] & 15)
 
-    def key(self, form: Form) -> str:
+    def key(self, form: ProductForm) -> str:
         """What an algorithm depends on, whichever of several equal GPUs it runs on."""
         strides = ",".join(map(str, self[4:9]))
         return f"cuBLASLt {_native.cublaslt_version()}: {form} {self} strides {strides} layout {self.layout:x}"
@@ -130,21 +130,21 @@ def store_on(device: int) -> TunedProducts | None:
     return _stores.of(torch.cuda.get_device_name(device)) if device < torch.cuda.device_count() else None
 
 
-def found_for(form: Form, problem: Problem) -> Found | None:
+def found_for(form: ProductForm, problem: ProductProblem) -> Found | None:
     """What is kept for a problem of a product, or None."""
     store = store_on(problem.device)
     return store.find(problem.key(form)) if store is not None else None
 
 
-def algorithm_of(form: Form, problem: tuple[int, ...]) -> bytes | None:
+def algorithm_of(form: ProductForm, problem: tuple[int, ...]) -> bytes | None:
     """The algorithm to run a problem by, when it is first met; None: the library's first guess."""
-    found = found_for(form, Problem(*problem))
+    found = found_for(form, ProductProblem(*problem))
     return found.algorithm if found is not None and not found.dropped else None
 
 
-def drop(form: Form, problem: tuple[int, ...], why: str) -> None:
+def drop(form: ProductForm, problem: tuple[int, ...], why: str) -> None:
     """Hear from the native runtime that the library refused what was kept."""
-    met = Problem(*problem)
+    met = ProductProblem(*problem)
     store = store_on(met.device)
     with contextlib.suppress(OSError):  # a folder that cannot be written costs only another refusal
         if store is not None:

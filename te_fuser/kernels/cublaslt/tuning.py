@@ -13,8 +13,8 @@ import torch
 
 from te_fuser import _native
 from te_fuser.kernels.cublaslt.products import KINDS, in_use
-from te_fuser.kernels.cublaslt.tuned import Form, Problem, store_on
-from te_fuser.kernels.trials import Call, Contest, ReasonNot, Trial, concluded, seconds_alone
+from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, store_on
+from te_fuser.kernels.trials import Contest, ModelCall, ReasonNot, Trial, concluded, seconds_alone
 
 MOST_LISTED = 8  # candidates that the library is asked for
 MOST_IN_PLACE = 3  # of a problem, beside its first guess, that are tried in the model
@@ -23,10 +23,10 @@ _RUNS = 10  # of a candidate alone, between two events
 _ALIGNMENT = 256
 
 
-class Place:
+class PlacedProduct:
     """A problem that a model has, with the algorithms that solve it, the library's first guess first."""
 
-    def __init__(self, form: Form, product: _native.CudaMatmul, problem: Problem) -> None:
+    def __init__(self, form: ProductForm, product: _native.CudaMatmul, problem: ProductProblem) -> None:
         self.form, self.product, self.problem = form, product, problem
         self.algorithms = [algorithm for algorithm, _, _ in product.algorithms(problem, MOST_LISTED)]
         self.gain = 1.0  # the model's time with the choice that was taken over that without
@@ -42,11 +42,11 @@ class Place:
             self._running = candidate
 
 
-Choice = Mapping[Place, int]
+_Chosen = Mapping[PlacedProduct, int]
 
 
 def tune_products(
-    call: Call, contest: Contest, margin: float, reason_not: ReasonNot = lambda within: ""
+    call: ModelCall, contest: Contest, margin: float, reason_not: ReasonNot = lambda within: ""
 ) -> list[Trial]:
     """Tune every product that a call runs, if any; what is taken runs from now on, and stays on disk.
 
@@ -73,24 +73,24 @@ def tune_products(
     return trials
 
 
-def places_of(call: Call) -> list[Place]:
+def places_of(call: ModelCall) -> list[PlacedProduct]:
     """The problems of cuBLASLt that a call runs, those with the most work first."""
     before = {form: product.problems() for form, product in tuple(in_use.items())}
     call()
-    work: dict[Place, int] = {}
+    work: dict[PlacedProduct, int] = {}
     for form, product in tuple(in_use.items()):
         for met, runs in product.problems().items():
             times = runs - before.get(form, {}).get(met, 0)
             if times > 0:
-                problem = Problem(*met)
-                work[Place(form, product, problem)] = times * problem.m * problem.n * problem.k
+                problem = ProductProblem(*met)
+                work[PlacedProduct(form, product, problem)] = times * problem.m * problem.n * problem.k
     return sorted(work, key=lambda place: -work[place])
 
 
 def _tune_place(
-    place: Place,
-    chosen: dict[Place, int],
-    call: Call,
+    place: PlacedProduct,
+    chosen: dict[PlacedProduct, int],
+    call: ModelCall,
     contest: Contest,
     margin: float,
     reason_not: ReasonNot,
@@ -119,7 +119,7 @@ def _tune_place(
         yield Trial(str(place), f"#{candidate + 1}", ratio, taken, reason)
 
 
-def _with(choice: Choice, call: Call) -> Call:
+def _with(choice: _Chosen, call: ModelCall) -> ModelCall:
     """The call by these algorithms."""
     choice = dict(choice)
 
@@ -131,7 +131,7 @@ def _with(choice: Choice, call: Call) -> Call:
 
 
 @contextlib.contextmanager
-def _by(choice: Choice) -> Iterator[None]:
+def _by(choice: _Chosen) -> Iterator[None]:
     """These algorithms, and the first guesses behind it."""
     _take(choice)
     try:
@@ -140,12 +140,12 @@ def _by(choice: Choice) -> Iterator[None]:
         _take(dict.fromkeys(choice, 0))
 
 
-def _take(choice: Choice) -> None:
+def _take(choice: _Chosen) -> None:
     for place, candidate in choice.items():
         place.take(candidate)
 
 
-def _keep(chosen: Choice) -> None:
+def _keep(chosen: _Chosen) -> None:
     """Put what was chosen on disk, and forget what an earlier tuning chose and this one did not."""
     for place, candidate in chosen.items():
         store, key = store_on(place.problem.device), place.problem.key(place.form)
@@ -160,7 +160,7 @@ def _keep(chosen: Choice) -> None:
 # ------------------------------------------------------------------------------------------------------- alone
 
 
-def _fast_alone(place: Place) -> list[int]:
+def _fast_alone(place: PlacedProduct) -> list[int]:
     """The candidates that keep up with the first guess alone, the fastest first; no more than are worth trying."""
     if len(place.algorithms) < 2:
         return []
@@ -169,7 +169,7 @@ def _fast_alone(place: Place) -> list[int]:
     return sorted(keeping_up, key=lambda k: seconds[k])[:MOST_IN_PLACE]
 
 
-def _seconds_of(place: Place) -> list[float]:
+def _seconds_of(place: PlacedProduct) -> list[float]:
     """Seconds of each algorithm alone, on random numbers."""
     with torch.cuda.device(place.problem.device):
         tensors = example(place.product, place.form, place.problem, torch.device("cuda", place.problem.device))
@@ -187,13 +187,13 @@ def _seconds_of(place: Place) -> list[float]:
 
 
 def example(
-    product: _native.CudaMatmul, form: Form, problem: Problem, device: torch.device
+    product: _native.CudaMatmul, form: ProductForm, problem: ProductProblem, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """Tensors that give a product just this problem: random numbers in its sizes, strides and alignments."""
     return tuple(_tensor(role, form, problem, device) for role in product.arguments)
 
 
-def _tensor(role: str, form: Form, p: Problem, device: torch.device) -> torch.Tensor:
+def _tensor(role: str, form: ProductForm, p: ProductProblem, device: torch.device) -> torch.Tensor:
     options = KINDS[form.kind]
     if role in ("a", "b"):
         rows, columns = (p.m, p.k) if role == "a" else (p.k, p.n)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from te_fuser.codegen.progress import Progress
-from te_fuser.kernels.attention.views import Form, lying
+from te_fuser.kernels.attention.views import HeadsForm, lying
 from te_fuser.kernels.packages.optional import give_context, refuse_capture, version_of, why_missing
 
 PACKAGE = "nvidia-cudnn-frontend"
@@ -65,10 +65,10 @@ class AttentionBackward:
         device: the GPU's index.
     """
 
-    q: Form
-    k: Form
-    v: Form
-    out: Form
+    q: HeadsForm
+    k: HeadsForm
+    v: HeadsForm
+    out: HeadsForm
     dtype: torch.dtype
     causal: bool
     dropout: float

@@ -30,7 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine whose GPU can run generated kernels."""
     for cached in (targets._cuda_obstacle, targets._warn_once):
         cached.cache_clear()
-    monkeypatch.setattr(products, "problem", lambda: None)
+    monkeypatch.setattr(products, "obstacle", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
@@ -80,7 +80,7 @@ def test_what_is_missing_is_said_once(case: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_missing_cublaslt_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "problem", lambda: "libcublasLt is gone")
+    monkeypatch.setattr(products, "obstacle", lambda: "libcublasLt is gone")
     words = "matrix products on the GPU by PyTorch.*because libcublasLt is gone.*fallback='error'"
     with pytest.warns(RuntimeWarning, match=words):
         assert target_for(GPU, torch.bfloat16, "auto") == "cuda"
@@ -211,7 +211,7 @@ def test_a_gpu_newer_than_the_compiler_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(missing_notes("cuda", GPU, torch.bfloat16)) == []
-    monkeypatch.setattr(products, "problem", lambda: "libcublasLt is gone")
+    monkeypatch.setattr(products, "obstacle", lambda: "libcublasLt is gone")
     monkeypatch.setattr(nvrtc, "compiler_version", missing_nvrtc)
     (note,) = missing_notes("cuda", GPU, torch.bfloat16)
     assert note == "products run by PyTorch, with nothing fused into them: libcublasLt is gone"

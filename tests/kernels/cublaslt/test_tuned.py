@@ -13,11 +13,11 @@ import torch
 import te_fuser
 from te_fuser import _native
 from te_fuser.kernels.cublaslt import products, tuned
-from te_fuser.kernels.cublaslt.tuned import Form, Found, Problem, TunedProducts
+from te_fuser.kernels.cublaslt.tuned import Found, ProductForm, ProductProblem, TunedProducts
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
-FORM = Form("forward", torch.float32, torch.float32)
+FORM = ProductForm("forward", torch.float32, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +52,28 @@ def run() -> None:
     products.configured(*FORM)((X, W, OUT))
 
 
-def keep(candidate: int = 2) -> tuple[TunedProducts, Problem, bytes]:
+def keep(candidate: int = 2) -> tuple[TunedProducts, ProductProblem, bytes]:
     """Run once, and keep a candidate for the problem."""
     run()
     product = products.in_use[FORM]
     ((met, _),) = product.problems().items()
     algorithm, store = product.algorithms(met)[candidate - 1][0], tuned.store_on(0)
     assert store is not None
-    store.put(Problem(*met).key(FORM), algorithm, candidate, 0.97)
-    return store, Problem(*met), algorithm
+    store.put(ProductProblem(*met).key(FORM), algorithm, candidate, 0.97)
+    return store, ProductProblem(*met), algorithm
 
 
 def test_a_problem_says_what_it_is() -> None:
-    p = Problem(3, 8, 16, 4, 4, 4, 16, 16, 0, 0x86541 | 1)
+    p = ProductProblem(3, 8, 16, 4, 4, 4, 16, 16, 0, 0x86541 | 1)
     assert str(p) == "8x16x4" and p.flipped == (True, False)
     assert [p.alignment(role) for role in ("a", "b", "c", "out")] == [16, 32, 64, 256]
-    assert str(Form("wgrad_onto", torch.bfloat16, torch.float32)) == "wgrad_onto bfloat16 to float32"
+    assert str(ProductForm("wgrad_onto", torch.bfloat16, torch.float32)) == "wgrad_onto bfloat16 to float32"
     assert str(FORM) == "forward float32"
     # Equal GPUs share what one of them found; everything else is a problem of its own.
     keys = {q.key(FORM) for q in (p, p._replace(device=0))}
     assert len(keys) == 1
-    keys |= {p._replace(**{name: 9}).key(FORM) for name in Problem._fields[1:]}
-    assert len(keys) == 10 and len(keys | {p.key(Form("dgrad", torch.float32, torch.float32))}) == 11
+    keys |= {p._replace(**{name: 9}).key(FORM) for name in ProductProblem._fields[1:]}
+    assert len(keys) == 10 and len(keys | {p.key(ProductForm("dgrad", torch.float32, torch.float32))}) == 11
 
 
 def test_a_kept_algorithm_runs_from_the_first_call_of_a_new_process(library: FakeCublasLt, tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ from te_fuser.fusions import Details, cublaslt, fusion
 from te_fuser.fusions.match import Cost
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt import tuning as module
-from te_fuser.kernels.cublaslt.tuned import Form, Problem, found_for, store_on
-from te_fuser.kernels.cublaslt.tuning import Place, example, places_of, tune_products
+from te_fuser.kernels.cublaslt.tuned import ProductForm, ProductProblem, found_for, store_on
+from te_fuser.kernels.cublaslt.tuning import PlacedProduct, example, places_of, tune_products
 from te_fuser.kernels.trials import Trial
 from tests import fake_cublaslt, fake_cuda
 from tests.fake_cublaslt import FakeCublasLt
 
 SECONDS_OF = module._seconds_of
 F32 = torch.float32
-FORWARD, DGRAD = Form("forward", F32, F32), Form("dgrad", F32, F32)
+FORWARD, DGRAD = ProductForm("forward", F32, F32), ProductForm("dgrad", F32, F32)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def library(libraries: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Mo
     a_new_process()
 
 
-def alone(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Place], list[float]]) -> None:
+def alone(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[PlacedProduct], list[float]]) -> None:
     monkeypatch.setattr(module, "_seconds_of", seconds)
 
 
@@ -262,8 +262,8 @@ def test_an_example_is_the_very_problem(kind: str, dtype: torch.dtype) -> None:
                 tensors.append(torch.ones(m, 16, dtype=torch.uint8))
             elif "aux" in epilogue or "dgelu" in epilogue:
                 tensors.append(torch.ones(m, 24, dtype=dtype)[:, :n])
-            problem = Problem(*product.problem(tuple(tensors)))
-            made = example(product, Form(kind, dtype, dtype), problem, torch.device("cpu"))
+            problem = ProductProblem(*product.problem(tuple(tensors)))
+            made = example(product, ProductForm(kind, dtype, dtype), problem, torch.device("cpu"))
             assert product.problem(made) == problem
             product(made)
 
@@ -378,6 +378,6 @@ def test_explain_names_the_algorithm(library: FakeCublasLt) -> None:
         assert str(linear.explain(x)).count("algorithm: first heuristic") == 2
         for met in products.in_use[FORWARD].problems():
             if met[1:4] == (5, 6, 8):
-                store_on(0).put(Problem(*met).key(FORWARD), bytes(64), 3, 0.9)  # type: ignore[union-attr]
+                store_on(0).put(ProductProblem(*met).key(FORWARD), bytes(64), 3, 0.9)  # type: ignore[union-attr]
         text = str(linear.explain(x))
         assert text.index("algorithm: tuned: candidate 3") < text.index("algorithm: first heuristic")

@@ -7,7 +7,7 @@ import torch
 from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, NO_MASK, cuda_kernel, head_dim, needs
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
-from te_fuser.kernels.attention.views import Call, Gradients
+from te_fuser.kernels.attention.views import AttentionCall, Gradients
 
 
 class CudaFlash(CudaProvider):
@@ -50,13 +50,13 @@ class CudaFlash(CudaProvider):
         DROPS_SOME,
     )
 
-    def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
         settings = call.settings
         result = self._forward(call.q, call.k, call.v, settings.dropout, call.causal, False, scale=settings.scale)
         out, logsumexp, _, _, _, _, seed, offset, _ = result
         return out, self._saved(logsumexp, seed, offset)
 
-    def _run_backward(self, call: Call, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
+    def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
         settings, length = call.settings, call.positions
         logsumexp, seed, offset = (saved[name] for name in self.emits)
         no_varying_lengths = (None, None, length, length)

@@ -21,7 +21,7 @@ from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved
-from te_fuser.kernels.attention.views import Call, Views
+from te_fuser.kernels.attention.views import AttentionCall, Views
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
@@ -83,7 +83,7 @@ class CudaFlashAttn4(CudaProvider):
         flash_attn_4.backward(q, k, v, out, dout, logsumexp.contiguous(), made, causal=causal, scale=scale)
         return dx
 
-    def _run(self, call: Call) -> tuple[torch.Tensor, Saved]:
+    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
         settings, (b, h) = call.settings, call.q.shape[:2]
         out = Views(settings, b * h // settings.heads.heads, call.positions).new_output(call.q)
         q, k, v, y = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v, out))

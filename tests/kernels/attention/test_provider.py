@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from te_fuser.kernels.attention import PROVIDERS
-from te_fuser.kernels.attention.schemas import fits, schema_problem
+from te_fuser.kernels.attention.provider import fits, why_no_operator
 from tests.kernels.attention.cases import CPU, H200
 
 
@@ -13,8 +13,8 @@ def test_schemas_are_compared():
     for provider in PROVIDERS:
         assert provider._unavailable is None
     known = "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key) -> Tensor"
-    assert "has changed in torch" in schema_problem(known)
-    assert "has no aten::_no_such_attention" in schema_problem("aten::_no_such_attention(Tensor q) -> Tensor")
+    assert "has changed in torch" in why_no_operator(known)
+    assert "has no aten::_no_such_attention" in why_no_operator("aten::_no_such_attention(Tensor q) -> Tensor")
     parse = torch._C.parse_schema
     base = parse("aten::f(Tensor q, *, float? scale=None) -> (Tensor out)")
     assert fits(parse("aten::f(Tensor q, *, float? scale=None, int? more=None) -> Tensor"), base)
