@@ -388,7 +388,8 @@ def fusion(
         details: what is seldom said.
 
     Raises:
-        ValueError: when not exactly one pattern is given, the pattern can never match, or the name is taken.
+        ValueError, TypeError: when not exactly one pattern is given, it can never match, the name is taken, or what is
+            declared cannot be meant.
     """
     details = _with_deprecated(details, deprecated)
     given = {"forward": forward, "backward": backward, "joint": joint}
