@@ -67,6 +67,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.main_grad",  # of tensors, not an op
+    "te_fuser.ops.rows",
     "te_fuser.ops.tensor_function",
     "te_fuser.fusions.library",
     "te_fuser.fusions.match",
@@ -75,7 +76,7 @@ ABSTRACT = {
 }
 
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
-OP_HELPERS = {"__init__", "base", "checks", "hooks", "main_grad", "parameters", "products", "tensor_function"}
+OP_HELPERS = {"__init__", "base", "checks", "hooks", "main_grad", "parameters", "products", "rows", "tensor_function"}
 ASPECTS = {
     "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof"},
     "formula": {"counts", "philox", "row_ops"},

@@ -6,8 +6,6 @@ Row operations give a formula (`RowOp.compute`); opaque ones give a forward and 
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import inspect
 import math
@@ -22,6 +20,7 @@ from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.parameters import alike, of_kind, randomized
+from te_fuser.ops.rows import as_rows, batch_layout, rounds, whole
 
 
 @dataclass(frozen=True)
@@ -143,19 +142,6 @@ class Place:
     whole: FusableOperation
     index: int
     count: int
-
-
-_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_rounding", default=True)
-
-
-@contextlib.contextmanager
-def unrounded() -> Iterator[None]:
-    """Inside, references of float64 inputs round nowhere: an op that gives another dtype (Cast) gives float64."""
-    token = _rounding.set(False)
-    try:
-        yield
-    finally:
-        _rounding.reset(token)
 
 
 class FusableOperation(torch.nn.Module):
@@ -409,28 +395,22 @@ class RowOp(FusableOperation):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)).to(wide)
         given = self.named_inputs()
+        axes = {name: g.axes for name, g in given.items()}
         stream = call.random or random.RandomStream(0, 0, 0, *batch_layout(x.shape, self.batch_dim()))
         tensors = {name: call.get(name) for name in self.arguments()}
-        arguments = [t if t is None else _as_rows(t.to(wide), given.get(n), rows, stream) for n, t in tensors.items()]
+        arguments = [t if t is None else as_rows(t.to(wide), axes.get(n), rows, stream) for n, t in tensors.items()]
         with random.using(stream):
             made = self.given_by(self.compute(rows, *arguments))
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
-        main = _whole(made["output"], rows)
+        main = whole(made["output"], rows)
         out = Spec((*x.shape[:-1], main.shape[-1]), self.result_dtype(x.dtype, named), x.device)
         specs = {"output": out, **{name: self.named_output(name, out) for name in self.named_outputs()}}
-        exact = x.dtype == torch.float64 and not _rounding.get()
-        found = {name: _whole(made[name], rows) if name in self.values else main for name in specs}
+        exact = x.dtype == torch.float64 and not rounds()
+        found = {name: whole(made[name], rows) if name in self.values else main for name in specs}
         return {
             name: y.to(x.dtype if exact else specs[name].dtype).reshape(*x.shape[:-1], y.shape[-1])
             for name, y in found.items()
         }
-
-
-def _whole(y: Any, rows: torch.Tensor) -> torch.Tensor:
-    """What a formula gives for each row and feature; it may be a number, or one for each row."""
-    if not isinstance(y, torch.Tensor):
-        y = rows.new_full(rows.shape, y)
-    return y.expand(rows.shape[0], y.shape[-1])
 
 
 @functools.lru_cache(1024)
@@ -447,27 +427,6 @@ def _arguments(compute: Callable[..., Any], op: str) -> tuple[str, ...]:
                 f"{op}.compute takes {p}: what is no tensor is an attribute of the op, read as self.{p.name}"
             )
     return tuple([p.name for p in others])
-
-
-def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> tuple[int, int]:
-    """(inner, samples): the sample of row r is (r // inner) % samples."""
-    if batch_dim is None or len(shape) < 2:
-        return 1, 1
-    return max(math.prod(shape[batch_dim + 1 : -1]), 1), shape[batch_dim]
-
-
-def _as_rows(
-    tensor: torch.Tensor, given: NamedInput | None, rows: torch.Tensor, stream: random.RandomStream
-) -> torch.Tensor:
-    """An argument of compute as it broadcasts against [rows, features]."""
-    if given is None or given.axes is None or not given.axes & (Axes.OUTER | Axes.BATCH):
-        return tensor
-    if given.axes == Axes.FULL:
-        return tensor.reshape(rows.shape[0], tensor.shape[-1])
-    if given.axes == Axes.ROWS:
-        return tensor.reshape(rows.shape[0], 1)
-    sample = (torch.arange(rows.shape[0], device=rows.device) // stream.batch_inner) % stream.batch_size
-    return tensor.reshape(tensor.shape[0], tensor.shape[-1] if tensor.dim() > 1 else 1)[sample]
 
 
 class UnfusedOperation(FusableOperation):

@@ -17,8 +17,8 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
-from te_fuser.ops.base import unrounded
 from te_fuser.ops.main_grad import caught
+from te_fuser.ops.rows import unrounded
 from te_fuser.verify.report import VerificationError
 
 _VALUE, _PARAMETER = "value ", "parameter "

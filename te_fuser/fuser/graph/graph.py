@@ -10,12 +10,20 @@ from dataclasses import dataclass, field
 import networkx as nx
 import torch
 
-from te_fuser.dtypes import FLOATING, text_of
 from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.checks import (
+    check_dtype,
+    check_floating,
+    check_kind,
+    check_named,
+    check_parameters,
+    form_of,
+    plain,
+)
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of, spec_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
-from te_fuser.ops.base import Binding, FusableOperation, NamedInput, Place, RowOp, Spec, UnfusedOperation
+from te_fuser.ops.base import Binding, FusableOperation, NamedInput, Place, RowOp, Spec
 
 
 @dataclass(frozen=True)
@@ -237,7 +245,7 @@ class GraphBuilder:
         for node in self.nodes:
             for value in {node.input, *node.named_in.values()} & by_formula:
                 dtype = node.op.gradient_dtype(self.values[value].spec.dtype)
-                _check_dtype(f"{node.label}: gradient_dtype()", dtype)
+                check_dtype(f"{node.label}: gradient_dtype()", dtype)
                 given.setdefault(value, []).append(dtype)
         for value, found in given.items():
             dtype = functools.reduce(torch.promote_types, found)
@@ -251,16 +259,16 @@ class GraphBuilder:
     def _append(self, listed: ListedOp, current: int) -> int:
         op = listed.lowered.op
         label = self._label(listed)
-        _check_kind(label, op, listed.lowered.bindings)
-        _check_floating(label, self.values[current].spec)
+        check_kind(label, op, listed.lowered.bindings)
+        check_floating(label, self.values[current].spec)
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
         named = op.named_inputs()
         named_in = self._named(label, listed, named, self.values[current].spec)
         x = self.values[current].spec
-        self._check_parameters(label, op, x, listed)
+        check_parameters(label, x, listed, self.call)
         out = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         if isinstance(op, RowOp):
-            _check_dtype(f"{label}: output_dtype()", out.dtype)
+            check_dtype(f"{label}: output_dtype()", out.dtype)
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
             self.values[current].needs_grad
@@ -273,7 +281,7 @@ class GraphBuilder:
         named_out = []
         for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
             same = None if isinstance(op, RowOp) and own in op.values else output
-            named_out.append(self._value(name, _form(label, op, own, out), Axes.FULL, needs, same))
+            named_out.append(self._value(name, form_of(label, op, own, out), Axes.FULL, needs, same))
             self._bind(label, name, op, named_out[-1])
         self.nodes.append(
             Node(
@@ -305,42 +313,13 @@ class GraphBuilder:
             self.bindings.append(binding)
         return self.parameters[key]
 
-    def _check_parameters(self, label: str, op: FusableOperation, x: Spec, listed: ListedOp) -> None:
-        shapes = op.parameter_shapes()
-        for name, binding in listed.lowered.bindings.items():
-            tensor = binding.get()
-            # isinstance() would call a parameter made of a DTensor a plain one too.
-            if type(tensor) is not torch.Tensor and torch.nn.Parameter not in type(tensor).__mro__:
-                raise TypeError(
-                    f"{label}: parameter {name} is a {type(tensor).__name__}; te_fuser runs plain tensors, "
-                    "call .to_local() or .full_tensor() outside"
-                )
-            shape = shapes.get(name, tensor.shape)
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{label}: parameter {name} has shape {list(tensor.shape)}, the op was made for {list(shape)}; "
-                    "make a new op for another size"
-                )
-            if spec_of(tensor, self.call.absent).device != x.device:
-                raise ValueError(
-                    f"{label}: parameter {name} is on {tensor.device}, its input on {x.device}; move one with .to()"
-                )
-            if name in listed.casts or tensor.dtype == x.dtype:
-                continue
-            narrow = x.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
-            if not (isinstance(op, RowOp) and narrow):
-                advice = "convert one with .to()" + (", or run under torch.autocast" * (self.call.autocast is None))
-                raise TypeError(
-                    f"{label}: parameter {name} is {text_of(tensor.dtype)}, its input {text_of(x.dtype)}; {advice}"
-                )
-
     def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
         found: dict[str, int] = {}
         for argument, name in listed.names_in.items():
             given = named[argument]
             if name in self.bound:
                 if given.gradient and name in self.closed:
-                    raise ValueError(f"{label}: {_plain(name)!r} was already closed by {self.closed[name]}")
+                    raise ValueError(f"{label}: {plain(name)!r} was already closed by {self.closed[name]}")
                 self.closed[name] = label
                 value = self.bound[name]
             elif name in self.call.named:
@@ -349,17 +328,15 @@ class GraphBuilder:
                 continue
             else:
                 raise ValueError(self._missing(label, name, listed.lowered.op))
-            self._check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
+            check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
             found[argument] = value
         return found
 
     def _missing(self, label: str, name: str, op: FusableOperation) -> str:
         later = [o for o in self.ops if name in o.names_out]
-        hint = (
-            "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {_plain(name)}=...)"
-        )
+        hint = "a later op binds it; move the Fork before its use" if later else f"pass it: model(x, {plain(name)}=...)"
         given = ", ".join(sorted(self.call.named)) or "none"
-        what = f"{label} reads {_plain(name)!r}, which no Fork before it binds and the call does not give"
+        what = f"{label} reads {plain(name)!r}, which no Fork before it binds and the call does not give"
         forgotten = [p for p in op._parameters if isinstance(op, RowOp) and p not in op.arguments()]
         mistaken = f"; parameters that compute() does not take: {', '.join(forgotten)}" if forgotten else ""
         return f"{what} ({hint}; given: {given}{mistaken})"
@@ -369,45 +346,6 @@ class GraphBuilder:
             spec, needs = self.call.named[name]
             self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
         return self.named_inputs[name]
-
-    def _check_named(
-        self, label: str, name: str, given: NamedInput, x: Spec, spec: Spec, batch_dim: int | None
-    ) -> None:
-        if spec.device != x.device:
-            raise ValueError(
-                f"{label}: {_plain(name)!r} is on {spec.device}, the main input on {x.device}; move one with .to()"
-            )
-        if given.axes is None:
-            return
-        _check_floating(f"{label}, input {_plain(name)!r}", spec)
-        if torch.promote_types(x.dtype, spec.dtype) not in (x.dtype, spec.dtype) or _is_double(x) != _is_double(spec):
-            raise TypeError(
-                f"{label}: {_plain(name)!r} is {text_of(spec.dtype)}, the main input {text_of(x.dtype)}; "
-                "convert one with .to()"
-            )
-        if given.axes == Axes.FULL and spec.shape != x.shape:
-            raise ValueError(
-                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; "
-                "they must be equal"
-            )
-        if given.axes == Axes.FULL:
-            return
-        if given.axes & Axes.BATCH and not given.axes & Axes.OUTER and batch_dim is None:
-            raise ValueError(f"{label}: {_plain(name)!r} is given per sample; the op must say batch_dim()")
-        samples = x.shape[batch_dim] if batch_dim is not None else 1
-        features = spec.shape[-1] if spec.shape else 1
-        wanted = {
-            Axes.ROWS: (*x.shape[:-1], 1),
-            Axes.SAMPLE_FEATURES: (samples, features),
-            Axes.BATCH: (samples,),
-            Axes.FEATURE: (features,),
-            Axes.NONE: (),
-        }[given.axes]
-        if spec.shape != wanted:
-            raise ValueError(
-                f"{label}: {_plain(name)!r} has shape {list(spec.shape)}, needs {list(wanted)} for an input of shape "
-                f"{list(x.shape)}"
-            )
 
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
         try:
@@ -421,16 +359,16 @@ class GraphBuilder:
             self.exported.setdefault(name, []).append((label, value))
             return
         if name in self.bound and name not in self.closed:
-            raise ValueError(f"{label} opens {_plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
+            raise ValueError(f"{label} opens {plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
         self.closed.pop(name, None)
         self.bound[name], self.opened[name] = value, label
 
     def _exported(self, name: str) -> int:
-        close = [n for n in self.exported if _plain(n) == name]
+        close = [n for n in self.exported if plain(n) == name]
         found = self.exported.get(name) or (self.exported[close[0]] if len(close) == 1 else [])
         if len(found) > 1:
             raise ValueError(
-                f"{' and '.join(label for label, _ in found)} both give {_plain(name)!r}; rename one of them"
+                f"{' and '.join(label for label, _ in found)} both give {plain(name)!r}; rename one of them"
             )
         if found:
             return found[0][1]
@@ -446,7 +384,7 @@ class GraphBuilder:
             # An op that runs alone opens nothing for others.
             if name not in self.closed and name not in self.call.outputs and len(self.ops) > 1:
                 raise ValueError(
-                    f"{label} opens {_plain(name)!r}, but no Add({_plain(name)!r}) after it closes it; "
+                    f"{label} opens {plain(name)!r}, but no Add({plain(name)!r}) after it closes it; "
                     "add one, or use Output to hand the value to the caller"
                 )
         unknown = sorted(set(self.call.named) - set(self.named_inputs) - self._readable())
@@ -471,62 +409,5 @@ def _is_identity(op: RowOp, given: Spec) -> bool:
         return False
 
 
-def _form(label: str, op: FusableOperation, name: str, out: Spec) -> Spec:
-    """What a named output is, where the main one is `out`."""
-    form = op.named_output(name, out)
-    if not isinstance(form, Spec):
-        raise TypeError(f"{label}: named_output({name!r}) gives a {type(form).__name__}; return a Spec")
-    own = isinstance(op, RowOp) and name in op.values
-    shape = (*out.shape[:-1], form.features) if own else out.shape
-    _check_dtype(f"{label}: named_output({name!r})", form.dtype)
-    if form.shape != shape:
-        raise ValueError(f"{label}: named_output({name!r}) has shape {list(form.shape)}, it needs {list(shape)}")
-    return form
-
-
-def _check_dtype(who: str, dtype: torch.dtype) -> None:
-    if dtype not in FLOATING.values():
-        raise TypeError(f"{who} gives {text_of(dtype)}; it can be {', '.join(FLOATING)}")
-
-
-def _plain(name: str) -> str:
-    return name.rsplit("/", 1)[-1]
-
-
 def _where(listed: ListedOp) -> str:
     return f" {listed.path!r}" if listed.path else ""
-
-
-def _is_double(spec: Spec) -> bool:
-    return spec.dtype == torch.float64
-
-
-def _check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
-    if isinstance(op, RowOp):
-        unnamed = [name for name in op.values if name not in op.named_outputs()]
-        if unnamed:
-            raise TypeError(f"{label}: named_outputs() leaves out {unnamed[0]!r} of its `values`; it gives all names")
-        return
-    if op.named_outputs():
-        raise TypeError(f"{label}: only a RowOp names its output; put Fork or Output behind this op")
-    if not isinstance(op, UnfusedOperation):
-        raise TypeError(
-            f"{label}: an op is a RowOp (it has a formula) or an UnfusedOperation (it has its own forward and "
-            "backward), or lower() gives such ops; this one is neither"
-        )
-    own = {"input", *op._parameters, *bindings, *op.named_inputs()}
-    for gradient in op.gradients((*bindings, *op.named_inputs())):
-        known = {"reads": own | {"output", *op.emits}, "produces": own}
-        for what, names in known.items():
-            wrong = [name for name in getattr(gradient, what) if name not in names]
-            if wrong:
-                raise ValueError(
-                    f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}"
-                )
-
-
-def _check_floating(label: str, spec: Spec) -> None:
-    if spec.dtype.is_floating_point and spec.dtype not in FLOATING.values():
-        raise TypeError(f"{label}: takes {', '.join(FLOATING)}, got {text_of(spec.dtype)}; convert with .bfloat16()")
-    if not spec.dtype.is_floating_point:
-        raise TypeError(f"{label}: takes floating-point tensors, got {text_of(spec.dtype)}; convert with .float()")

@@ -10,7 +10,8 @@ import torch
 from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
-from te_fuser.ops.base import FusableOperation, OpCall, batch_layout
+from te_fuser.ops.base import FusableOperation, OpCall
+from te_fuser.ops.rows import batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node

@@ -13,7 +13,7 @@ from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.ops.base import Gradient, batch_layout
+from te_fuser.ops.rows import batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fusions.registry import Fusion
+    from te_fuser.ops.base import Gradient
 
 # Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
 TICK = 1e-13

@@ -13,13 +13,14 @@ from te_fuser import _native
 from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made, stream_of
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, FusionCall, Match
-from te_fuser.ops.base import Gradient, batch_layout
+from te_fuser.ops.rows import batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fusions.registry import Fusion
+    from te_fuser.ops.base import Gradient
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
-from te_fuser.ops.base import Spec, batch_layout
+from te_fuser.ops.rows import batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription, Load
+    from te_fuser.ops.base import Spec
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""What the graph refuses: parameters, named inputs and ops that do not fit, each with the op's name and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from te_fuser.dtypes import FLOATING, text_of
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, spec_of
+from te_fuser.ops.base import Binding, FusableOperation, NamedInput, RowOp, Spec, UnfusedOperation
+
+
+def plain(name: str) -> str:
+    """A name as users gave it, without the path of its list."""
+    return name.rsplit("/", 1)[-1]
+
+
+def check_parameters(label: str, x: Spec, listed: ListedOp, call: CallSpecs) -> None:
+    """Refuse parameters that are no plain tensors, or do not fit the op or its input."""
+    op = listed.lowered.op
+    shapes = op.parameter_shapes()
+    for name, binding in listed.lowered.bindings.items():
+        tensor = binding.get()
+        # isinstance() would call a parameter made of a DTensor a plain one too.
+        if type(tensor) is not torch.Tensor and torch.nn.Parameter not in type(tensor).__mro__:
+            raise TypeError(
+                f"{label}: parameter {name} is a {type(tensor).__name__}; te_fuser runs plain tensors, "
+                "call .to_local() or .full_tensor() outside"
+            )
+        shape = shapes.get(name, tensor.shape)
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{label}: parameter {name} has shape {list(tensor.shape)}, the op was made for {list(shape)}; "
+                "make a new op for another size"
+            )
+        if spec_of(tensor, call.absent).device != x.device:
+            raise ValueError(
+                f"{label}: parameter {name} is on {tensor.device}, its input on {x.device}; move one with .to()"
+            )
+        if name in listed.casts or tensor.dtype == x.dtype:
+            continue
+        narrow = x.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
+        if not (isinstance(op, RowOp) and narrow):
+            advice = "convert one with .to()" + (", or run under torch.autocast" * (call.autocast is None))
+            raise TypeError(
+                f"{label}: parameter {name} is {text_of(tensor.dtype)}, its input {text_of(x.dtype)}; {advice}"
+            )
+
+
+def check_named(label: str, name: str, given: NamedInput, x: Spec, spec: Spec, batch_dim: int | None) -> None:
+    """Refuse a named input that does not fit the main one."""
+    if spec.device != x.device:
+        raise ValueError(
+            f"{label}: {plain(name)!r} is on {spec.device}, the main input on {x.device}; move one with .to()"
+        )
+    if given.axes is None:
+        return
+    check_floating(f"{label}, input {plain(name)!r}", spec)
+    if torch.promote_types(x.dtype, spec.dtype) not in (x.dtype, spec.dtype) or _is_double(x) != _is_double(spec):
+        raise TypeError(
+            f"{label}: {plain(name)!r} is {text_of(spec.dtype)}, the main input {text_of(x.dtype)}; "
+            "convert one with .to()"
+        )
+    if given.axes == Axes.FULL and spec.shape != x.shape:
+        raise ValueError(
+            f"{label}: {plain(name)!r} has shape {list(spec.shape)}, the main input {list(x.shape)}; they must be equal"
+        )
+    if given.axes == Axes.FULL:
+        return
+    if given.axes & Axes.BATCH and not given.axes & Axes.OUTER and batch_dim is None:
+        raise ValueError(f"{label}: {plain(name)!r} is given per sample; the op must say batch_dim()")
+    samples = x.shape[batch_dim] if batch_dim is not None else 1
+    features = spec.shape[-1] if spec.shape else 1
+    wanted = {
+        Axes.ROWS: (*x.shape[:-1], 1),
+        Axes.SAMPLE_FEATURES: (samples, features),
+        Axes.BATCH: (samples,),
+        Axes.FEATURE: (features,),
+        Axes.NONE: (),
+    }[given.axes]
+    if spec.shape != wanted:
+        raise ValueError(
+            f"{label}: {plain(name)!r} has shape {list(spec.shape)}, needs {list(wanted)} for an input of shape "
+            f"{list(x.shape)}"
+        )
+
+
+def form_of(label: str, op: FusableOperation, name: str, out: Spec) -> Spec:
+    """What a named output is, where the main one is `out`."""
+    form = op.named_output(name, out)
+    if not isinstance(form, Spec):
+        raise TypeError(f"{label}: named_output({name!r}) gives a {type(form).__name__}; return a Spec")
+    own = isinstance(op, RowOp) and name in op.values
+    shape = (*out.shape[:-1], form.features) if own else out.shape
+    check_dtype(f"{label}: named_output({name!r})", form.dtype)
+    if form.shape != shape:
+        raise ValueError(f"{label}: named_output({name!r}) has shape {list(form.shape)}, it needs {list(shape)}")
+    return form
+
+
+def check_dtype(who: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that no value may have, where an op gives it."""
+    if dtype not in FLOATING.values():
+        raise TypeError(f"{who} gives {text_of(dtype)}; it can be {', '.join(FLOATING)}")
+
+
+def _is_double(spec: Spec) -> bool:
+    return spec.dtype == torch.float64
+
+
+def check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
+    """Refuse an op that says of itself what cannot be."""
+    if isinstance(op, RowOp):
+        unnamed = [name for name in op.values if name not in op.named_outputs()]
+        if unnamed:
+            raise TypeError(f"{label}: named_outputs() leaves out {unnamed[0]!r} of its `values`; it gives all names")
+        return
+    if op.named_outputs():
+        raise TypeError(f"{label}: only a RowOp names its output; put Fork or Output behind this op")
+    if not isinstance(op, UnfusedOperation):
+        raise TypeError(
+            f"{label}: an op is a RowOp (it has a formula) or an UnfusedOperation (it has its own forward and "
+            "backward), or lower() gives such ops; this one is neither"
+        )
+    own = {"input", *op._parameters, *bindings, *op.named_inputs()}
+    for gradient in op.gradients((*bindings, *op.named_inputs())):
+        known = {"reads": own | {"output", *op.emits}, "produces": own}
+        for what, names in known.items():
+            wrong = [name for name in getattr(gradient, what) if name not in names]
+            if wrong:
+                raise ValueError(
+                    f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}"
+                )
+
+
+def check_floating(label: str, spec: Spec) -> None:
+    """Refuse dtypes that no value may have."""
+    if spec.dtype.is_floating_point and spec.dtype not in FLOATING.values():
+        raise TypeError(f"{label}: takes {', '.join(FLOATING)}, got {text_of(spec.dtype)}; convert with .bfloat16()")
+    if not spec.dtype.is_floating_point:
+        raise TypeError(f"{label}: takes floating-point tensors, got {text_of(spec.dtype)}; convert with .float()")

@@ -1,0 +1,57 @@
+"""How formulas see tensors: as rows of features, of samples, in a dtype that rounds nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_fuser.formula.expr import Axes
+from te_fuser.formula.random import RandomStream
+
+_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_rounding", default=True)
+
+
+@contextlib.contextmanager
+def unrounded() -> Iterator[None]:
+    """Inside, references of float64 inputs round nowhere: an op that gives another dtype (Cast) gives float64."""
+    token = _rounding.set(False)
+    try:
+        yield
+    finally:
+        _rounding.reset(token)
+
+
+def rounds() -> bool:
+    """Whether references of float64 inputs round where their ops say so."""
+    return _rounding.get()
+
+
+def whole(y: Any, rows: torch.Tensor) -> torch.Tensor:
+    """What a formula gives for each row and feature; it may be a number, or one for each row."""
+    if not isinstance(y, torch.Tensor):
+        y = rows.new_full(rows.shape, y)
+    return y.expand(rows.shape[0], y.shape[-1])
+
+
+def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> tuple[int, int]:
+    """(inner, samples): the sample of row r is (r // inner) % samples."""
+    if batch_dim is None or len(shape) < 2:
+        return 1, 1
+    return max(math.prod(shape[batch_dim + 1 : -1]), 1), shape[batch_dim]
+
+
+def as_rows(tensor: torch.Tensor, axes: Axes | None, rows: torch.Tensor, stream: RandomStream) -> torch.Tensor:
+    """An argument of compute as it broadcasts against [rows, features]."""
+    if axes is None or not axes & (Axes.OUTER | Axes.BATCH):
+        return tensor
+    if axes == Axes.FULL:
+        return tensor.reshape(rows.shape[0], tensor.shape[-1])
+    if axes == Axes.ROWS:
+        return tensor.reshape(rows.shape[0], 1)
+    sample = (torch.arange(rows.shape[0], device=rows.device) // stream.batch_inner) % stream.batch_size
+    return tensor.reshape(tensor.shape[0], tensor.shape[-1] if tensor.dim() > 1 else 1)[sample]
