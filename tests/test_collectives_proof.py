@@ -204,7 +204,7 @@ def test_what_is_emitted_when_it_starts_is_there_when_it_ends() -> None:
     [
         ("forward must return a tensor, got NoneType", {"op_wait": lambda self, call, way: None}),
         ("backward must return a dict of gradients by name, got int", {"wait": lambda self, call, way: 1}),
-        ("gave no gradient for 'input'", {"wait": lambda self, call, way: {}}),
+        ("backward gave no gradient for .input.", {"wait": lambda self, call, way: {}}),
     ],
 )
 def test_a_phase_that_gives_nothing(words: str, changed: dict[str, Any]) -> None:
