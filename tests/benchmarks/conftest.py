@@ -35,7 +35,7 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
         (torch.profiler, "profile", PretendedProfile),
         (torch, "compile", lambda model: model),
         (te_fuser, "cuda_graph", lambda model, x: model),
-        (products, "problem", lambda: None),
+        (products, "obstacle", lambda: None),
         (products, "multiply", lambda kind, a, b: by_kind[kind](a, b)),
     ):
         monkeypatch.setattr(owner, name, value)
