@@ -21,7 +21,7 @@
 
 namespace te {
 
-// What the steps of one run share.
+// What the steps of one run on one stream share: a second stream would have its own.
 struct Shared {
   std::optional<ProgramSums> sums;  // those that can wait; without it each kernel adds up its own
   Workspace workspace;

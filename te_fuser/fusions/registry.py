@@ -401,11 +401,7 @@ def fusion(
     _check_functions(when=when, cost=cost)
 
     def declare(body: Any) -> Fusion:
-        own = name or getattr(body, "__name__", "")
-        if not own or not isinstance(own, str):
-            raise TypeError(
-                f"a fusion has a name: give a text as name=, or a function or class to decorate, got {own!r}"
-            )
+        own = _name_of(body, name)
         entry = Fusion(
             own,
             direction,
@@ -423,6 +419,14 @@ def fusion(
         return register(entry) if details.registered else entry
 
     return declare
+
+
+def _name_of(body: Any, name: str | None) -> str:
+    """The name of a fusion, by default its body's."""
+    own = name or getattr(body, "__name__", "")
+    if not own or not isinstance(own, str):
+        raise TypeError(f"a fusion has a name: give a text as name=, or a function or class to decorate, got {own!r}")
+    return own
 
 
 def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:
