@@ -128,7 +128,8 @@ def _needing_compiler() -> Iterator[None]:
         with _LOADING:
             yield
     except (ImportError, OSError, RuntimeError) as error:
-        raise CompilerMissing(f"kernels are compiled by NVRTC, which cannot be loaded ({error}); {_INSTALL}") from error
+        why = " ".join(str(error).split())  # the loader's words may be several lines
+        raise CompilerMissing(f"kernels are compiled by NVRTC, which cannot be loaded ({why}); {_INSTALL}") from error
 
 
 @functools.cache

@@ -525,6 +525,12 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         nvrtc.compiler_version()
 
 
+def test_why_the_compiler_is_missing_is_one_line() -> None:
+    with pytest.raises(nvrtc.CompilerMissing) as caught, nvrtc._needing_compiler():
+        raise RuntimeError("not found:\n  here\n  nor there")
+    assert "(not found: here nor there)" in str(caught.value)
+
+
 @needs_nvrtc
 def test_the_bindings_of_a_cuda_pytorch_are_enough(tmp_path: Path) -> None:
     """PyTorch's wheels bring cuda-bindings and NVRTC, and neither cuda-core nor CUDA's headers."""
