@@ -52,9 +52,9 @@ def _same_random_numbers() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What `tune` found on this machine does not change the plans that tests expect; a test's own folder counts."""
-    empty = tuned.Store(tmp_path_factory.mktemp("tuned") / "none.json")
+    empty = tuned.TunedChoices(tmp_path_factory.mktemp("tuned") / "none.json")
 
-    def store_for(device_name: str) -> tuned.Store:
+    def store_for(device_name: str) -> tuned.TunedChoices:
         return empty if config.cache_dir is None else tuned.store_for(device_name)
 
     with pytest.MonkeyPatch.context() as patch:

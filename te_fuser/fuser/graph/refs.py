@@ -33,7 +33,7 @@ AS_MADE = Form()
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class RefKind:
     """What refs of one kind have in common.
 
     Attributes:
@@ -64,7 +64,7 @@ class Ref(NamedTuple):
         term: the number of a contribution to a sum, from 1 on; 0: the whole.
     """
 
-    kind: Kind
+    kind: RefKind
     index: int = 0  # type: ignore[assignment] # nobody looks for an item of a ref
     form: Form = AS_MADE
     name: str = ""
@@ -146,21 +146,23 @@ def _parameter_gradient_label(graph: Graph, ref: Ref) -> str:
     return f"gradient of {graph.parameters[ref.index].name} of {owner.label}"
 
 
-VALUE = Kind("value", "values", "activation", _spec_of_value, label=_value_label)
-RECOMPUTED = Kind("value again", "values", "", _spec_of_value, label=_value_label)
-GRADIENT = Kind(
+VALUE = RefKind("value", "values", "activation", _spec_of_value, label=_value_label)
+RECOMPUTED = RefKind("value again", "values", "", _spec_of_value, label=_value_label)
+GRADIENT = RefKind(
     "gradient", "values", "", _spec_of_gradient, label=lambda graph, ref: f"gradient of {_value_label(graph, ref)}"
 )
-PARAMETER = Kind("parameter", "parameters", "parameter", _spec_of_parameter, label=_parameter_label)
-PARAMETER_GRADIENT = Kind("parameter gradient", "parameters", "", _spec_of_parameter, label=_parameter_gradient_label)
-STATISTIC = Kind("statistic", "stretches", "statistic", bytes=_bytes_of_statistic)
-EMITTED = Kind("emission", "nodes", "activation", bytes=_bytes_of_emission)
-SAVED = Kind("saved", "nodes", "activation", label=lambda graph, ref: ref.name.partition(": ")[2])
-NOTES = Kind("notes", "nodes", "")  # what is no tensor, from an opaque op's forward to its backward
-STARTED = Kind("started", "nodes", "")  # what a step left under way for the one that waits for it
-SEEDS = Kind("seed", "", "statistic", bytes=lambda graph, ref: 16, label=lambda graph, ref: "seed")
+PARAMETER = RefKind("parameter", "parameters", "parameter", _spec_of_parameter, label=_parameter_label)
+PARAMETER_GRADIENT = RefKind(
+    "parameter gradient", "parameters", "", _spec_of_parameter, label=_parameter_gradient_label
+)
+STATISTIC = RefKind("statistic", "stretches", "statistic", bytes=_bytes_of_statistic)
+EMITTED = RefKind("emission", "nodes", "activation", bytes=_bytes_of_emission)
+SAVED = RefKind("saved", "nodes", "activation", label=lambda graph, ref: ref.name.partition(": ")[2])
+NOTES = RefKind("notes", "nodes", "")  # what is no tensor, from an opaque op's forward to its backward
+STARTED = RefKind("started", "nodes", "")  # what a step left under way for the one that waits for it
+SEEDS = RefKind("seed", "", "statistic", bytes=lambda graph, ref: 16, label=lambda graph, ref: "seed")
 # One tensor that enters a program twice: nobody reads the second.
-DOUBLED = Kind("doubled", "inputs", "")
+DOUBLED = RefKind("doubled", "inputs", "")
 
 SEED = Ref(SEEDS)
 

@@ -44,7 +44,7 @@ def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
     return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:32]
 
 
-class Store:
+class TunedChoices:
     """The choices for one device."""
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class Store:
             raise type(error)(error.errno, what) from error
 
 
-_stores = Stores(Store, ".json")
+_stores = Stores(TunedChoices, ".json")
 
 
 def device_name(device: torch.device) -> str:
@@ -90,7 +90,7 @@ def device_name(device: torch.device) -> str:
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
 
 
-def store_for(device_name: str) -> Store:
+def store_for(device_name: str) -> TunedChoices:
     """The store of a device, in the cache folder as it is set now."""
     return _stores.of(device_name)
 

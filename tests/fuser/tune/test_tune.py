@@ -13,7 +13,7 @@ import torch
 
 import te_fuser
 from te_fuser import Sequential, fusions, ops
-from te_fuser.fuser.plan.tuned import OFF, ON, Store, device_name, list_key, store_for
+from te_fuser.fuser.plan.tuned import OFF, ON, TunedChoices, device_name, list_key, store_for
 from te_fuser.fuser.tune import check
 from te_fuser.fuser.tune import tune as tuning
 from te_fuser.fusions import fusion
@@ -303,10 +303,10 @@ def test_the_real_clock_measures_a_ratio() -> None:
 
 def test_the_store_survives_other_writers_and_broken_files(tmp_path: Path) -> None:
     path = tmp_path / "tuned" / "gpu.json"
-    first, second = Store(path), Store(path)
+    first, second = TunedChoices(path), TunedChoices(path)
     first.put("a", {"f 1>1": ON}, 0.9)
     second.put("b", {"f 2>2": OFF}, 0.8)
-    assert Store(path).find("a") == {"f 1>1": ON} and Store(path).find("b") == {"f 2>2": OFF}
+    assert TunedChoices(path).find("a") == {"f 1>1": ON} and TunedChoices(path).find("b") == {"f 2>2": OFF}
     for text in (
         "{",
         "[]",
@@ -315,8 +315,8 @@ def test_the_store_survives_other_writers_and_broken_files(tmp_path: Path) -> No
         '{"format": 1, "entries": {"a": {"places": 3}}}',
     ):
         path.write_text(text)
-        assert Store(path).find("a") == {}
-    Store(path).put("c", {}, 1.0)
+        assert TunedChoices(path).find("a") == {}
+    TunedChoices(path).put("c", {}, 1.0)
     assert "c" in json.loads(path.read_text())["entries"]
 
 
