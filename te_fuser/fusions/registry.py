@@ -388,8 +388,7 @@ def fusion(
         details: what is seldom said.
 
     Raises:
-        ValueError, TypeError: when not exactly one pattern is given, it can never match, the name is taken, or what is
-            declared cannot be meant.
+        ValueError, TypeError: when there is no single pattern that can match, or what is declared cannot be meant.
     """
     details = _with_deprecated(details, deprecated)
     given = {"forward": forward, "backward": backward, "joint": joint}

@@ -159,10 +159,6 @@ class Graph:
         """The first value that is this tensor, or that it is computed again for."""
         return self._firsts[ref._replace(kind=VALUE)]
 
-    def storage(self, value: int) -> int:
-        """The first value in this one's memory: through other names, and through ops whose output is a view."""
-        return self._storages[value]
-
     def stored(self, ref: Ref) -> Ref:
         """The first name of the memory of a tensor: a value may be a view of an earlier one."""
         return self._refs[self._storages[ref.index]] if ref.kind is VALUE and ref.form == AS_MADE else ref

@@ -71,11 +71,6 @@ class Ref(NamedTuple):
     term: int = 0
 
     @property
-    def whole(self) -> Ref:
-        """What a contribution contributes to."""
-        return self._replace(term=0) if self.term else self
-
-    @property
     def owner(self) -> str:
         """Whose memory it is where it is kept; empty: it is never kept."""
         return self.kind.owner if self.form == AS_MADE or not self.kind.owner else "activation"

@@ -103,6 +103,7 @@ def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> 
 
 
 def _marked(nodes: Iterable[Node], takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
+    """Where the kept parameters stand whose attributes say where their gradients go."""
     refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
     return tuple((k, takes.index(entry.ref)) for k, entry in enumerate(kept) if entry.ref in refs)
 

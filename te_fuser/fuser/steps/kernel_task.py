@@ -60,10 +60,6 @@ class KernelTask(Task):
         """Whether there is a kernel at all; else outputs are other names of inputs."""
         return bool(self.description.stores or self.description.sums)
 
-    def emits(self) -> set[Ref]:
-        """Every ref it makes."""
-        return {o.ref for o in self.outputs} | {new for new, _ in self.aliases}
-
     def overwritten(self) -> list[Ref]:
         """The inputs whose memory outputs may be stored in."""
         names = {load for _, load in self.description.overwrites}

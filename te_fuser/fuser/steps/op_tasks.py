@@ -101,8 +101,8 @@ class OpTask(Task):
         op = self.node.op
         plain: TensorFunction | None = getattr(getattr(op, self.method), "plain", None)
         read, made = dict(step.inputs), list(step.outputs)
-        simple = self.phase == "whole" and plain is not None and len(made) == 1 and not self.casts
-        if not simple or plain is None or any(name not in read for name in plain.reads):
+        simple = self.phase == "whole" and len(made) == 1 and not self.casts
+        if plain is None or not simple or any(name not in read for name in plain.reads):
             return OpRunner(step, self, bench.slots)
         reads = [bench.slots[read[name]] for name in plain.reads]
         return _native.FunctionStep(self.node.label, plain.function, reads, [bench.slots[made[0][1]]])

@@ -36,7 +36,7 @@ def test_edges():
 def test_views_are_in_the_memory_of_what_they_view():
     model = sequential(ops.Reshape(4, 10), ops.Identity(), ops.Reshape(10, 4), ops.GELU(), ops.Reshape(5, 8))
     graph = graph_of(model)
-    values = [graph.storage(n.output) for n in graph.nodes]
+    values = [graph.stored(graph.ref(n.output)).index for n in graph.nodes]
     gelu = graph.nodes[3].output
     assert values == [0, 0, 0, gelu, gelu]
     assert len({graph.root(n.output) for n in graph.nodes}) == 4  # Identity alone is a name
