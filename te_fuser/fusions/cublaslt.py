@@ -49,7 +49,7 @@ def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
         return f"cuBLASLt runs on cuda, the input is on {m.device.type}"
     if m.dtype not in products.DTYPES:
         return f"cuBLASLt's products are in bfloat16, float16 and float32, and this one is in {text_of(m.dtype)}"
-    if m.kernels == "torch":
+    if m.target == "torch":
         return "this plan is one of PyTorch's operations alone"
     if kind.startswith("wgrad") and (kind == "wgrad_onto") != m[at].op.accumulate_into_main_grad:
         return "the weight's gradient goes to its main_grad"

@@ -5,6 +5,7 @@ And what it says of a match: what it costs (`Cost`), and what runs there (`Body`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,14 +94,14 @@ class Match:
     Attributes:
         ops: the matched ops; `match[k].weight`, `match[k].eps` reach their parameters and attributes.
         x: shape, dtype and device of the input; `y` of the output.
-        kernels: how row ops run: "cpp", "cuda" (generated) or "torch" (PyTorch operations).
+        target: how row ops run: "cpp", "cuda" (generated) or "torch" (PyTorch operations).
         capability: the compute capability of a GPU that is planned for and not at hand, else None.
     """
 
     ops: Sequence[MatchedOp]
     x: Spec
     y: Spec
-    kernels: str = "torch"
+    target: str = "torch"
     needs_grad: bool = False
     capability: tuple[int, int] | None = None
 
@@ -109,6 +110,12 @@ class Match:
 
     def __len__(self) -> int:
         return len(self.ops)
+
+    @property
+    def kernels(self) -> str:
+        """`target`, by its former name."""
+        warnings.warn("Match.kernels is called Match.target now", DeprecationWarning, stacklevel=2)
+        return self.target
 
     @property
     def dtype(self) -> torch.dtype:

@@ -35,7 +35,7 @@ def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | N
     """
     if m.device.type != "cuda":
         return f"quack's kernels run on cuda, the input is on {m.device.type}"
-    if m.kernels == "torch":
+    if m.target == "torch":
         return "this plan is one of PyTorch's operations alone"
     if m.dtype != torch.bfloat16:
         return f"{bfloat16_alone}, and this is {m.dtype}"

@@ -36,7 +36,7 @@ def run_verified(
     plan = known.plan
     parameters = [b.get() for b in plan.graph.parameters]  # once: computed ones may be others the next time
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
-    sums = load_column_sums(plan.kernels, x.device) if plan.has_sums else None
+    sums = load_column_sums(plan.target, x.device) if plan.has_sums else None
     watch = _Watch(plan, entering, parameters, sums)
     # Segments of this call's own: what backward is checked against is what this forward saw.
     return execute(load(plan, outputs, wrap=watch.wrap), x, inputs, parameters)

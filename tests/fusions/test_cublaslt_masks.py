@@ -79,7 +79,7 @@ def tuned() -> Plan:
     """The plan where tune() found the fusion to be faster, at its own cost."""
     found = plan(*mlp(), memory="fast")
     assert NAME not in {s.name for s in (*found.forward, *found.backward)}
-    options = Options(found.device, found.kernels, "fast", found.device.capability, {f"{NAME} 4096>4096": ON})
+    options = Options(found.device, found.target, "fast", found.device.capability, {f"{NAME} 4096>4096": ON})
     return make_plan(found.graph, options)
 
 

@@ -75,4 +75,7 @@ def test_explain_says_what_a_body_runs_by() -> None:
 
 def test_row_ops_run_by_something_that_there_is() -> None:
     x = Spec((5, 8), torch.float32, torch.device("cpu"))
-    assert Match((), x, x).kernels == "torch"
+    match = Match((), x, x)
+    assert match.target == "torch"
+    with pytest.warns(DeprecationWarning, match="is called Match.target now"):
+        assert match.kernels == "torch"

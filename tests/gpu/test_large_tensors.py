@@ -42,7 +42,7 @@ def generated(x: torch.Tensor, *parts: ops.RowOp) -> Sequential:
     model = randomize(Sequential(*parts, kernels="generated")).to(GPU, torch.bfloat16)
     plan = model.plan(x)
     steps = (*plan.forward, *plan.backward)
-    assert plan.kernels == "cuda" and all(isinstance(s.task, KernelTask) for s in steps)
+    assert plan.target == "cuda" and all(isinstance(s.task, KernelTask) for s in steps)
     return model
 
 

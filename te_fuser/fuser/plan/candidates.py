@@ -115,7 +115,7 @@ def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edg
             ends = sorted({stretch.start, stretch.stop} | {p for p in points if stretch.start < p < stretch.stop})
             ranges |= set(itertools.combinations(ends, 2))
             # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
-            ranges -= lone - set(itertools.pairwise(ends)) if problem.options.kernels != "torch" else set()
+            ranges -= lone - set(itertools.pairwise(ends)) if problem.options.target != "torch" else set()
         edges = {(a, b): derive(stretch, a, b) for a, b in sorted(ranges)}
         if None in edges.values():
             edges |= {(a, b): derive(stretch, a, b) for a, b in sorted(lone - set(edges))}

@@ -37,7 +37,7 @@ LEAST_BYTES = 2**20
 
 def with_overwriting(plan: Plan, options: Options) -> Plan:
     """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
-    if plan.kernels != "cuda":
+    if plan.target != "cuda":
         return plan
     ours = _kept_of_our_own(plan)
     return replace(plan, segments=tuple(_in_segment(plan, s, ours) for s in plan.segments))

@@ -116,7 +116,7 @@ class Plan:
     graph: Graph
     segments: tuple[SegmentPlan, ...]
     device: Device
-    kernels: str
+    target: str
     memory: str
     refusals: tuple[Refusal, ...] = ()
     choices: tuple[Choice, ...] = ()

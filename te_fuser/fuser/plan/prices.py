@@ -73,7 +73,7 @@ class Prices:
         """A row kernel."""
         key = (id(description), rows, samples)
         if key not in self._kernels:
-            generated = self.problem.options.kernels != "torch"
+            generated = self.problem.options.target != "torch"
             # The description is kept too, so that its id is not given to another one.
             self._kernels[key] = kernel_cost(description, rows, samples, generated), description
         return self._kernels[key][0]

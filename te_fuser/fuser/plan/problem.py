@@ -27,7 +27,7 @@ class Options:
     """What a plan depends on beside the graph."""
 
     device: Device
-    kernels: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
+    target: str = "torch"  # "cpp", "cuda" (generated) or "torch" (interpreted)
     memory: str | int = "balanced"  # a name in LAMBDA, or a budget in bytes
     capability: tuple[int, int] | None = None  # of a GPU that is not at hand
     tuned: Choices = field(default_factory=dict)  # measured choices, whatever the prices say
@@ -41,7 +41,7 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
         MatchedOp(n.op, {k: graph.parameters[p] for k, p in n.parameters.items()}, _dtypes(graph, n)) for n in nodes
     )
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
-    return Match(ops, x.spec, y.spec, options.kernels, y.needs_grad, options.capability)
+    return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability)
 
 
 def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:

@@ -69,8 +69,8 @@ def load(
     wanted = [g.description for g in plan.generated.values()]
     rows = {key: g.sizes[0] for key, g in plan.generated.items()}
     with_sums = plan.has_sums and wrap is None
-    kernels = load_kernels(wanted, plan.kernels, plan.x.device, rows, plan.written) | dict(instead or {})
-    sums = load_column_sums(plan.kernels, plan.x.device) if with_sums else None
+    kernels = load_kernels(wanted, plan.target, plan.x.device, rows, plan.written) | dict(instead or {})
+    sums = load_column_sums(plan.target, plan.x.device) if with_sums else None
     return Prepared(
         plan,
         build_segments(plan, Loaded(kernels, wrap, sums)),

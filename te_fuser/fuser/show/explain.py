@@ -112,7 +112,7 @@ def _what(plan: Plan, step: Step) -> str:
         return step.task.what
     if step.cost.launches == 0:
         return "no kernel:"
-    return "formula" if plan.kernels == "torch" else step.task.what
+    return "formula" if plan.target == "torch" else step.task.what
 
 
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
@@ -189,7 +189,7 @@ class Explanation:
 
 
 def _source(plan: Plan, description: KernelDescription) -> str:
-    return _WRITERS[plan.kernels](plan, description)
+    return _WRITERS[plan.target](plan, description)
 
 
 def _cpp_source(plan: Plan, description: KernelDescription) -> str:
@@ -223,7 +223,7 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
     device = f"{plan.device.name} (estimated)" if plan.device.estimate else plan.device.name
     yield Text(
         f"{number}{_count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {dtype}, on {device}, "
-        f"row kernels by {_TARGETS[plan.kernels]}, memory {plan.memory}",
+        f"row kernels by {_TARGETS[plan.target]}, memory {plan.memory}",
         style="bold",
     )
     for direction in ("forward", "backward"):
@@ -409,7 +409,7 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
 def _segments_with_sums(plan: Plan) -> int:
     """Segments that end with a launch which adds up the column sums of their kernels."""
     with_sums = sum(any(s.sums() for s in segment.backward) for segment in plan.segments)
-    return with_sums if plan.kernels == "cuda" else 0
+    return with_sums if plan.target == "cuda" else 0
 
 
 # ------------------------------------------------------------------------------------------------------- words

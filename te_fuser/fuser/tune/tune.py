@@ -132,7 +132,7 @@ def tune(
             search.look_at(place, choice)
         total = search.conclude()
         trials, best = search.trials, search.best
-        if best.kernels == "cuda":
+        if best.target == "cuda":
             trials += _schedule_trials(best, rounds, search.check)
         for library in libraries():
             trials += _library_trials(library, rounds.prepared(best), rounds, search.check)

@@ -181,7 +181,7 @@ def test_only_cuda_kernels_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpTask, "own_memory", True)
     for kernels in ("generated", "reference"):
         plan = mlp(kernels=kernels).plan(x_of())
-        assert plan.kernels != "cuda" and not pairs(plan.backward)
+        assert plan.target != "cuda" and not pairs(plan.backward)
 
 
 def test_a_result_is_not_overwritten(ours: None) -> None:
