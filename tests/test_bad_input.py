@@ -71,6 +71,14 @@ CALLS = {
         ValueError,
         [r"^op 2 \(SwiGLU '1'\)", "even number of features", "got 7", "make the layer before it twice as wide"],
     ),
+    "no_features": (
+        lambda: [ops.GELU()],
+        tensor(5, 0),
+        {},
+        ValueError,
+        [r"^op 0 \(GELU '0'\): takes at least 1 feature", r"shape \[5, 0\]"],
+    ),
+    "no_features_of_a_norm": (lambda: [ops.LayerNorm(0)], tensor(5, 0), {}, ValueError, [r"^op 0 \(LayerNorm '0'\)"]),
     "dtype_of_a_weight": (
         lambda: [ops.GELU(), ops.Linear(8, 8, dtype=torch.float32)],
         X,

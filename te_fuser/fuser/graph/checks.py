@@ -135,6 +135,14 @@ def check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]
                 )
 
 
+def check_some_features(label: str, op: FusableOperation, x: Spec) -> None:
+    """Refuse rows without features, where a formula is to be computed on them."""
+    if isinstance(op, RowOp) and x.features == 0:
+        raise ValueError(
+            f"{label}: takes at least 1 feature, got an input of shape {list(x.shape)}; leave it out there"
+        )
+
+
 def check_floating(label: str, spec: Spec) -> None:
     """Refuse dtypes that no value may have."""
     if spec.dtype.is_floating_point and spec.dtype not in FLOATING.values():

@@ -17,6 +17,7 @@ from te_fuser.fuser.graph.checks import (
     check_kind,
     check_named,
     check_parameters,
+    check_some_features,
     form_of,
     plain,
 )
@@ -257,6 +258,7 @@ class GraphBuilder:
         label = self._label(listed)
         check_kind(label, op, listed.lowered.bindings)
         check_floating(label, self.values[current].spec)
+        check_some_features(label, op, self.values[current].spec)
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
         named = op.named_inputs()
         named_in = self._named(label, listed, named, self.values[current].spec)
