@@ -139,7 +139,7 @@ class Emulation:
         ) -> dict[str, Any]:
             return {d.key: k for d, k in zip(descriptions, self.load(descriptions), strict=True)}
 
-        def target(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
+        def target(device: torch.device, dtype: torch.dtype, kernels: str, fallback: str) -> str:
             return "cuda"
 
         def sums(target: str, device: torch.device) -> _native.ColumnSums:

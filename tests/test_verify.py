@@ -12,6 +12,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.codegen.compiler import find_compiler
 from te_fuser.compare import distance, judge, same_bits
 from te_fuser.formula.random import threshold
 from te_fuser.fusions import Cost, Details, Fusion, OneOf, Optional, Repeat, fusion
@@ -406,6 +407,12 @@ def test_models_are_verified() -> None:
     assert {"float64 [33, features]", "bfloat16 [17, features], gradient of stride 0"} <= cases
     tensors = {row.tensor for row in report.rows}
     assert {"output", "gradient of input", "gradient of 0.0.weight", "gradient of 1.weight"} <= tensors
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_float64_copies_of_a_model_that_asks_for_generated_kernels_run() -> None:
+    report = te_fuser.verify(te_fuser.Sequential(ops.LayerNorm(6), kernels="generated"))
+    assert {row.case.split()[0] for row in report.rows} == {"float32", "bfloat16", "float64"} and not report.skipped
 
 
 def test_a_given_input_and_named_inputs() -> None:

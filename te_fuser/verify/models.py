@@ -58,6 +58,8 @@ class Subject:
         for module in self.fused.modules():
             if isinstance(module, Sequential):
                 module.verify = False
+                if dtype == torch.float64 and module.kernels == "generated":
+                    module.kernels = "auto"  # none are generated for float64, and formulas are worth a look
         self.meant = copy.deepcopy(self.owned)
         self.meaning = _list_of(self.meant)
         self.trainable = tuple(name for name, p in whole.named_parameters() if p.requires_grad)

@@ -32,7 +32,7 @@ def as_if_generated(seed: int) -> Iterator[None]:
     def load(descriptions: Any, target: str, device: Any, rows: Any = None, written: Any = ()) -> Any:
         return {d.key: InterpretedKernel(d) for d in descriptions}
 
-    def target(device: Any, dtype: Any, kernels: str) -> str:
+    def target(device: Any, dtype: Any, kernels: str, fallback: str) -> str:
         return "cpp"
 
     with (

@@ -52,7 +52,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
     as_new_process(monkeypatch, tmp_path)
-    monkeypatch.setattr(fuser_module, "target_for", lambda device, dtype, kernels: "cuda")
+    monkeypatch.setattr(fuser_module, "target_for", lambda *_: "cuda")
     monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
     forget()
     with in_place(library) as fake:

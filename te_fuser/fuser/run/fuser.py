@@ -55,8 +55,7 @@ class Fuser:
         fallback: str = "warn",
     ) -> None:
         check_options(memory, kernels, fallback)
-        self.memory, self.fallback = memory, fallback
-        self.kernels = "generated" if (kernels, fallback) == ("auto", "error") else kernels
+        self.memory, self.kernels, self.fallback = memory, kernels, fallback
         self._given = tuple(ops)
         # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
@@ -224,7 +223,7 @@ class Fuser:
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, capability=device.capability)
-        target = target_for(there or x.device, graph.widest, self.kernels)
+        target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
         options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 

@@ -15,7 +15,7 @@ from te_fuser.fusions.library import libraries
 _LEAST_CAPABILITY = (8, 0)
 
 
-def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
+def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback: str = "warn") -> str:
     """Which target runs row kernels: "cpp" or "cuda" (generated), or "torch" (PyTorch operations, one for each node).
 
     Raises:
@@ -24,29 +24,41 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str) -> str:
     if kernels == "reference":
         return "torch"
     why = obstacle(device, dtype)
+    # What nobody generates, float64 above all, is no fallback from what a device lacks.
+    demanded = kernels == "generated" or (fallback == "error" and dtype in dtypes.GENERATED)
     if why is None:
         if device.type == "cuda":
-            _check_libraries(device, kernels)
+            _check_libraries(device, demanded)
         return "cuda" if device.type == "cuda" else "cpp"
-    if kernels == "generated" and dtype != torch.float64:
-        raise RuntimeError(f"generated kernels were asked for, but {why}")
+    if demanded:
+        raise RuntimeError(_asked_for("generated kernels", why))
     if device.type == "cuda" and dtype in dtypes.GENERATED:
         _warn_once("row operations on the GPU by PyTorch's kernels, one for each operation", why)
     return "torch"
 
 
-def _check_libraries(device: torch.device, kernels: str) -> None:
+def _asked_for(what: str, why: str) -> str:
+    return f"{what} were asked for, but {why}; kernels='auto' takes what there is"
+
+
+def _check_libraries(device: torch.device, demanded: bool) -> None:
     """Warn once where fusions cannot have a library, or raise where it was demanded."""
     for library in libraries():
         why = library.obstacle(device)
-        if why is not None and kernels == "generated":
-            raise RuntimeError(f"{library.kernels} were asked for, but {why}")
+        if why is not None and demanded:
+            raise RuntimeError(_asked_for(library.kernels, why))
         if why is not None:
             _warn_once(library.runs_without, why)
 
 
 def target_on_gpu(dtype: torch.dtype, kernels: str) -> str:
-    """Which target a GPU that is not at hand would run row kernels by."""
+    """Which target a GPU that is not at hand would run row kernels by.
+
+    Raises:
+        RuntimeError: when generated kernels are demanded for a dtype that has none.
+    """
+    if kernels == "generated" and dtype not in dtypes.GENERATED:
+        raise RuntimeError(_asked_for("generated kernels", f"{dtype} runs the reference"))
     return "cuda" if kernels != "reference" and dtype in dtypes.GENERATED else "torch"
 
 

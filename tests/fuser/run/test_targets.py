@@ -48,10 +48,19 @@ def test_a_gpu_runs_generated_kernels(dtype: torch.dtype) -> None:
     assert target_for(GPU, dtype, "reference") == "torch"
 
 
-def test_float64_is_the_reference_without_a_word() -> None:
+def test_float64_is_the_reference_without_a_word_unless_kernels_were_asked_for() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert target_for(GPU, torch.float64, "auto") == target_for(GPU, torch.float64, "generated") == "torch"
+        for device in (GPU, CPU):
+            assert target_for(device, torch.float64, "auto") == "torch"
+            assert target_for(device, torch.float64, "auto", "error") == "torch"
+    words = r"generated kernels were asked for, but torch.float64 runs the reference; kernels='auto' takes"
+    model = Sequential(ops.GELU(), kernels="generated")
+    x = torch.randn(2, 3, dtype=torch.float64)
+    for call in (model, model.plan, lambda x: model.plan(x, device="h200")):
+        with pytest.raises(RuntimeError, match=words):
+            call(x)
+    assert torch.equal(Sequential(ops.GELU(), fallback="error")(x), model.reference(x))
 
 
 def missing_nvrtc() -> None:
@@ -105,12 +114,11 @@ def test_a_seed_is_two_numbers_of_the_devices_generator() -> None:
 
 
 def test_a_fallback_may_be_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Fuser([], fallback="error").kernels == "generated"
-    assert Fuser([], fallback="error", kernels="reference").kernels == "reference"
     model = Sequential(ops.GELU(), fallback="error")
     copied = pickle.loads(pickle.dumps(model))
     monkeypatch.setattr(compiler, "find_compiler", lambda *_: None)
-    for m in (model, copied, model[:1]):
+    Sequential(ops.GELU(), fallback="error", kernels="reference")(torch.randn(2, 3))
+    for m in (model, copied, model[:1], Fuser([ops.GELU()], fallback="error")):
         with pytest.raises(RuntimeError, match=r"generated kernels were asked for, but no C\+\+ compiler"):
             m(torch.randn(2, 3))
     with pytest.raises(ValueError, match="fallback is one of warn, error, got 'ignore'"):
@@ -221,7 +229,7 @@ def test_a_plan_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 8)
     # What this machine lacks is not said of another one.
     assert not model.plan(x, device="h200").notes and not model.plan(x).notes
-    monkeypatch.setattr(fuser, "target_for", lambda device, dtype, kernels: "torch")
+    monkeypatch.setattr(fuser, "target_for", lambda *_: "torch")
     monkeypatch.setattr(fuser, "missing_notes", lambda target, device, dtype: missing_notes(target, GPU, dtype))
     assert model.plan(x).notes == (rows, note)
     assert Sequential(*model, kernels="reference").plan(x).notes == ()

@@ -38,7 +38,7 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
     """A process that has made no kernel yet, with tensors on the CPU that stand for those on a GPU."""
     as_new_process(monkeypatch, tmp_path, GPU_NAME)
     monkeypatch.setattr(nvrtc, "compile_source", lambda *known, **options: Compiled(b"nowhere:-", ()))
-    monkeypatch.setattr(fuser_module, "target_for", lambda device, dtype, kernels: "cuda")
+    monkeypatch.setattr(fuser_module, "target_for", lambda *_: "cuda")
     column_sums._kernel.cache_clear()
     with in_place(library) as fake:
         yield fake
