@@ -12,7 +12,7 @@ _PATIENCE = 1.0  # seconds without a word
 
 
 class Progress:
-    """Says on stderr what is being waited for, once that takes longer than a second, and how long it took.
+    """Says on stderr what is being waited for, once that takes longer than a second, and how it ended.
 
     Args:
         what: what is being done.
@@ -39,10 +39,18 @@ class Progress:
             self._ended = True
             if self._said:
                 how, seconds = "failed" if kind else "done", time.monotonic() - self._started
-                print(f"{self._what}: {how} after {seconds:.1f} s", file=sys.stderr, flush=True)
+                print(f"{self._what}: {how} after {seconds:.1f} s{_why(error)}", file=sys.stderr, flush=True)
 
     def _say(self) -> None:
         with self._turn:
             if not self._ended:
                 print(f"{self._what}{self._state()} ...", file=sys.stderr, flush=True)
                 self._said = True
+
+
+def _why(error: BaseException | None) -> str:
+    """The kind of an error and the first line of its words, to end a sentence."""
+    if error is None:
+        return ""
+    words = str(error).strip().partition("\n")[0]
+    return f": {type(error).__name__}" + f": {words}" * bool(words)
