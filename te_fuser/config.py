@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass
@@ -12,17 +13,22 @@ class Config:
     """Settings that every model shares; assign to `te_fuser.config`'s fields.
 
     Attributes:
-        cache_dir: folder of compiled kernels; None: the user's cache folder.
+        cache_dir: folder of compiled kernels and of what tune finds; None: the user's cache folder.
         compiler: path or name of the C++ compiler; None: the first of c++, g++, clang++ that is found.
     """
 
     cache_dir: Path | None = None
     compiler: str | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = [f.name for f in fields(self)]
+        if name not in known:
+            raise AttributeError(f"te_fuser.config has no {name!r}; it has {', '.join(known)}")
+        if not (value is None or isinstance(value, (str, os.PathLike))):
+            raise TypeError(f"te_fuser.config.{name} is a path or None, got {value!r}")
+        if value is not None:
+            value = Path(value).expanduser() if name == "cache_dir" else os.fspath(value)
+        super().__setattr__(name, value)
+
 
 config = Config()
-
-
-def user_cache_dir() -> Path:
-    """te_fuser's own folder in the user's cache folder, where things are kept unless `config.cache_dir` is set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "te_fuser"

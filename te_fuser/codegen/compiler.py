@@ -7,7 +7,6 @@ file ends with a checksum of itself, which is tested before the file is loaded: 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import os
@@ -22,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from te_fuser.codegen import cpp
+from te_fuser.codegen import cache_folder, cpp
 from te_fuser.codegen.cpp import CppKernel
 from te_fuser.codegen.description import KernelDescription
-from te_fuser.config import user_cache_dir
 
 if TYPE_CHECKING:
     from te_fuser._native import CpuKernel
@@ -108,7 +106,7 @@ _MARK = b"te_fuser"
 
 def default_cache_dir() -> Path:
     """Where libraries are kept: `te_fuser/cpu` in the user's cache folder."""
-    return user_cache_dir() / "cpu"
+    return cache_folder.user_cache_dir() / "cpu"
 
 
 def _checksum(content: bytes) -> bytes:
@@ -123,22 +121,6 @@ def _is_whole(library: Path) -> bool:
         return False
     size = len(_checksum(b""))
     return len(content) > size and content[-size:] == _checksum(content[:-size])
-
-
-@functools.cache
-def _folder_of_this_process() -> Path:
-    folder = tempfile.mkdtemp(prefix="te_fuser-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
-
-
-def _writable(folder: Path) -> Path:
-    """The folder, made if it is missing; where that is not allowed, one that ends with this process."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return _folder_of_this_process()
-    return folder if os.access(folder, os.W_OK) else _folder_of_this_process()
 
 
 def _publish(library: Path, names: Sequence[Path]) -> None:
@@ -172,8 +154,12 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
         source, library = Path(work) / "unit.cpp", Path(work) / "unit.so"
         source.write_text(_unit(kernels))
         command = [compiler.path, *compiler.flags, "-I", str(INCLUDE), str(source), "-o", str(library)]
-        # A session of its own: Ctrl-C is for the caller, who may want to save something, not for the compiler.
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+        # A session of its own: Ctrl-C is for the caller, who may want to save something, not for the compiler. What it
+        # writes on its way goes where the rest does, so that one folder needs room.
+        with_room = {**os.environ, "TMPDIR": work}
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, start_new_session=True, env=with_room
+        )
         if answer.returncode != 0:
             raise KernelCompileError(_explain(kernels, compiler, answer.stderr))
         with library.open("r+b") as file:
@@ -185,13 +171,13 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
 def _explain(kernels: Sequence[CppKernel], compiler: Compiler, message: str) -> str:
     """The first place in a kernel that the compiler complains about, and its words."""
     found = re.search(rf"({'|'.join(re.escape(k.symbol) for k in kernels)}):(\d+)", message)
-    head = f"{compiler.path} ({compiler.version}) refused "
+    who = f"{compiler.path} ({compiler.version})"
     if found is None:
-        return f"{head}a kernel of {', '.join(k.symbol for k in kernels)}:\n{message}"
+        return f"{who} failed on kernels {', '.join(k.symbol for k in kernels)}: {message.strip()}"
     kernel, number = next(k for k in kernels if k.symbol == found[1]), int(found[2])
     lines = kernel.source.splitlines()
     line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-    return f"{head}kernel {kernel.description.name} ({kernel.symbol}), line {number}:\n  {line}\n{message}"
+    return f"{who} refused kernel {kernel.description.name} ({kernel.symbol}), line {number}:\n  {line}\n{message}"
 
 
 # -------------------------------------------------------------------------------------------------- loading
@@ -232,7 +218,7 @@ def load(
         keyed = [(_key(kernel, compiler), kernel) for kernel in map(_generate, descriptions)]
         wanted = {key: kernel for key, kernel in keyed if key not in _loaded}
         if wanted:
-            _load(wanted, compiler, _writable(cache_dir or default_cache_dir()))
+            _load(wanted, compiler, cache_dir or default_cache_dir())
         return [_loaded[key] for key, _ in keyed]
 
 
@@ -253,19 +239,45 @@ def _key(kernel: CppKernel, compiler: Compiler) -> str:
 
 
 def _load(wanted: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:
-    places = {key: folder / f"{key}.so" for key in wanted}
-    missing = {key: kernel for key, kernel in wanted.items() if not _open(key, kernel, places[key])}
-    if missing:
-        _compile(list(missing.values()), compiler, [places[key] for key in missing])
+    here = cache_folder.current(folder)
+    missing = {key: kernel for key, kernel in wanted.items() if not _open(key, kernel, here)}
+    if not missing:
+        return
+    here = cache_folder.usable(folder)
+    try:
+        _make(missing, compiler, here)
+    except (OSError, KernelCompileError) as error:
+        elsewhere = cache_folder.private_folder()
+        if here == elsewhere:
+            raise
+        _make(missing, compiler, elsewhere)  # a kernel that is refused is refused there, too
+        cache_folder.give_up(folder, str(error).partition("\n")[0])
+
+
+def _make(missing: dict[str, CppKernel], compiler: Compiler, folder: Path) -> None:
+    """Compile kernels into the folder, and load them from there.
+
+    Raises:
+        KernelCompileError: when the compiler refuses one of them, or the machine to load it.
+        OSError: when the folder cannot be written.
+    """
+    _compile(list(missing.values()), compiler, [_library(folder, key) for key in missing])
     for key, kernel in missing.items():
-        if not _open(key, kernel, places[key]):
-            raise KernelCompileError(f"the library of kernel {kernel.symbol} cannot be loaded from {places[key]}")
+        if not _open(key, kernel, folder):
+            raise KernelCompileError(
+                f"the library of kernel {kernel.symbol} cannot be loaded from {_library(folder, key)}"
+            )
 
 
-def _open(key: str, kernel: CppKernel, library: Path) -> bool:
+def _library(folder: Path, key: str) -> Path:
+    return folder / f"{key}.so"
+
+
+def _open(key: str, kernel: CppKernel, folder: Path) -> bool:
     """Load one kernel from its library; False when the library is not there, torn, or not for this machine."""
     from te_fuser._native import CpuKernel
 
+    library = _library(folder, key)
     if not _is_whole(library):
         return False
     try:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from te_fuser.codegen.cache_folder import user_cache_dir
 from te_fuser.codegen.whole_file import write_whole
-from te_fuser.config import config, user_cache_dir
+from te_fuser.config import config
 
 Entries = dict[str, dict[str, Any]]
 Store = TypeVar("Store")

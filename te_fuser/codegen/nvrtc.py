@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from te_fuser.codegen.cache_folder import current, give_up, usable, user_cache_dir
 from te_fuser.codegen.whole_file import write_whole
-from te_fuser.config import user_cache_dir
 
 INCLUDE = Path(__file__).parent / "include"
 # 177: a constant or an index that a kernel happens not to need.
@@ -75,11 +75,11 @@ def compile_source(source: str, arch: str, *, name: str = "", cache: Path | None
         CompileError: when NVRTC reports an error.
     """
     name = name or _first_kernel(source)
-    path = (cache or cache_folder()) / f"{key(source, arch)}.cubin"
-    found = _read(path)
+    folder, file = cache or cache_folder(), f"{key(source, arch)}.cubin"
+    found = _read(current(folder) / file)
     if found is None:
         found = _compile(source, arch, name)
-        _write(path, found)
+        _keep(folder, file, found)
     return found
 
 
@@ -241,9 +241,12 @@ def _read(path: Path) -> Compiled | None:
     return Compiled(cubin, tuple(Resources(**r) for r in json.loads(report)))
 
 
-def _write(path: Path, compiled: Compiled) -> None:
-    """Keep it. A folder that cannot be written costs only time."""
+def _keep(folder: Path, file: str, compiled: Compiled) -> None:
+    """Keep it in the folder, or for this process alone; where neither can be, it costs only time."""
     body = json.dumps([asdict(r) for r in compiled.resources]).encode() + b"\n" + compiled.cubin
+    data = _MAGIC + hashlib.sha256(body).digest() + body
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _MAGIC + hashlib.sha256(body).digest() + body)
+        try:
+            write_whole(usable(folder) / file, data)
+        except OSError as error:
+            write_whole(give_up(folder, error.strerror or str(error)) / file, data)

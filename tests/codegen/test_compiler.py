@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fuser.codegen import compiler, cpp
+from te_fuser.codegen import cache_folder, compiler, cpp, entry_file
 from te_fuser.codegen.compiler import KernelCompileError, LoadedKernel, NoCompiler, find_compiler, load
 from te_fuser.codegen.description import KernelDescription
 from tests.codegen.corpus import Kit
@@ -227,9 +229,79 @@ def test_something_that_is_no_compiler_is_passed_over(tmp_path: Path, monkeypatc
 def test_a_folder_that_cannot_be_made_is_replaced(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    (handle,) = load([scaled(2.0)], cache_dir=file / "cache")
-    assert works(handle, 2.0)
-    assert tmp_path not in handle.library.parents
+    with replaced(file / "cache", "Not a directory"):
+        (handle,) = load([scaled(2.0)], cache_dir=file / "cache")
+    assert works(handle, 2.0) and tmp_path not in handle.library.parents
+    forget()
+    (again,) = load([scaled(2.0)], cache_dir=file / "cache")  # without another word, and not compiled again
+    assert again.library == handle.library and again is not handle
+
+
+@contextlib.contextmanager
+def replaced(folder: Path, why: str) -> Iterator[None]:
+    """Inside, a warning says why the folder cannot be used, what is used instead, and what to do."""
+    because = rf"because {re.escape(str(folder))} cannot be used \(.*{why}"
+    with pytest.warns(RuntimeWarning, match=rf"in \S+te_fuser-\S+, .* {because}.*set te_fuser.config.cache_dir"):
+        yield
+
+
+def full(real: str, folder: object = "") -> str:
+    """A compiler that finds no room in a folder, or anywhere."""
+    return f"""#!/bin/sh
+case "$*" in *"-o {folder}/"*) echo "error writing to $TMPDIR/unit.s: No space left on device" >&2; exit 1;; esac
+exec {real} "$@"
+"""
+
+
+def test_a_full_disk_is_no_refused_kernel(tmp_path: Path) -> None:
+    found = find_compiler()
+    assert found is not None
+    fake, cache = tmp_path / "c++", tmp_path / "cache"
+    fake.write_text(full(found.path, cache))
+    fake.chmod(0o755)
+    with replaced(cache, "No space left on device"):
+        (handle,) = load([scaled(2.0)], cache_dir=cache, compiler=find_compiler(str(fake)))
+    assert works(handle, 2.0) and not list(cache.iterdir())
+
+
+def test_where_no_disk_has_room_the_compilers_words_come_out(tmp_path: Path) -> None:
+    found = find_compiler()
+    assert found is not None
+    fake = tmp_path / "c++"
+    fake.write_text(full(found.path))
+    fake.chmod(0o755)
+    with pytest.raises(KernelCompileError, match="failed on kernels scale_fwd_.*: error writing .*: No space left"):
+        load([scaled(2.0)], cache_dir=tmp_path / "cache", compiler=find_compiler(str(fake)))
+
+
+def test_a_folder_where_a_library_should_be(tmp_path: Path) -> None:
+    (library,) = (k.library for k in load([scaled(2.0)], cache_dir=tmp_path))
+    library.unlink()
+    library.mkdir()
+    forget()
+    with replaced(tmp_path, "directory"):
+        assert works(load([scaled(2.0)], cache_dir=tmp_path)[0], 2.0)
+
+
+def test_a_folder_from_which_nothing_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that is mounted so that nothing on it is run."""
+    real = compiler._open
+    monkeypatch.setattr(compiler, "_open", lambda key, kernel, folder: folder != tmp_path and real(key, kernel, folder))
+    with replaced(tmp_path, "cannot be loaded"):
+        assert works(load([scaled(2.0)], cache_dir=tmp_path)[0], 2.0)
+
+
+def test_what_lies_in_a_folder_that_cannot_be_written_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilations: list[list[str]]
+) -> None:
+    load([scaled(2.0)], cache_dir=tmp_path)
+    forget()
+    real = os.access
+    monkeypatch.setattr(cache_folder.os, "access", lambda path, mode: path != tmp_path and real(path, mode))
+    (handle,) = load([scaled(2.0)], cache_dir=tmp_path)
+    assert works(handle, 2.0) and handle.library.parent == tmp_path and len(compilations) == 1
+    with replaced(tmp_path, "Permission denied"):
+        load([scaled(3.0)], cache_dir=tmp_path)
 
 
 def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +312,20 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     handles = load([scaled(2.0), scaled(3.0)], cache_dir=tmp_path)
     assert works(handles[0], 2.0) and works(handles[1], 3.0)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_nobodys_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No HOME, and no entry in the list of users, as in some containers."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cache_folder.Path, "home", home)
+    monkeypatch.setattr(cache_folder, "_given_up", set())
+    with replaced(Path("~/.cache/te_fuser"), "Could not determine home directory"):
+        assert works(load([scaled(2.0)])[0], 2.0)
+    assert entry_file.tuned_folder() == cache_folder.private_folder() / "tuned"
 
 
 def test_the_default_folder_follows_the_platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

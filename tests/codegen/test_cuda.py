@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import shutil
@@ -504,9 +505,29 @@ def test_headers_count_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_nvrtc
-def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a folder")
-    assert nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path / "file" / "below").cubin[:4] == b"\x7fELF"
+    below, compiled = tmp_path / "file" / "below", []
+    real = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", lambda *given: compiled.append(given) or real(*given))
+    with pytest.warns(RuntimeWarning, match="below cannot be used .Not a directory.; set te_fuser.config.cache_dir"):
+        assert nvrtc.compile_source(TINY, "sm_90a", cache=below).cubin[:4] == b"\x7fELF"
+    nvrtc.compile_source(TINY, "sm_90a", cache=below)
+    assert len(compiled) == 1  # it is kept for this process
+
+
+@needs_nvrtc
+def test_a_disk_that_is_full_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = nvrtc.write_whole
+
+    def write(path: Path, data: bytes) -> None:
+        if path.parent == tmp_path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data)
+
+    monkeypatch.setattr(nvrtc, "write_whole", write)
+    with pytest.warns(RuntimeWarning, match="cannot be used .No space left on device.; set te_fuser.config.cache_dir"):
+        assert nvrtc.compile_source(TINY, "sm_90a", cache=tmp_path).cubin[:4] == b"\x7fELF"
 
 
 @needs_nvrtc
