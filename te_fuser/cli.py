@@ -162,12 +162,12 @@ def _torch_part() -> str:
 
 
 def _compiler_part() -> str:
-    from te_fuser.codegen.compiler import find_compiler
+    from te_fuser.codegen.compiler import find_compiler, why_no_compiler
     from te_fuser.config import config
 
     found = find_compiler(config.compiler)
     if found is None:
-        return "missing: on the CPU row ops run as PyTorch operations; install g++ or clang++ for generated kernels"
+        return f"missing, so on the CPU row ops run as PyTorch operations: {why_no_compiler(config.compiler)}"
     return f"{found.path} ({found.version})"
 
 

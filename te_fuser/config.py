@@ -14,7 +14,8 @@ class Config:
 
     Attributes:
         cache_dir: folder of compiled kernels and of what tune finds; None: the user's cache folder.
-        compiler: path or name of the C++ compiler; None: the first of c++, g++, clang++ that is found.
+        compiler: path or name of the C++ compiler; None: the one that CXX names, else the first found of c++, g++ and
+            clang++.
     """
 
     cache_dir: Path | None = None

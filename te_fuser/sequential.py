@@ -35,7 +35,7 @@ class Sequential(OpList):
             `explain`).
         kernels: "auto" (the default: generated kernels where they can be had), "generated" (an error where they
             cannot) or "reference" (PyTorch operations).
-        fallback: what "auto" does on a GPU where generated kernels cannot be had: "warn" once (the default) and run
+        fallback: what "auto" does where generated kernels cannot be had: "warn" once (the default) and run
             PyTorch's, or raise an "error" that says what is missing.
         verify: check every fused step on the data it sees against float64; slow, raises when a step errs.
     """

@@ -120,7 +120,7 @@ def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(products, "obstacle", lambda: "it is not there")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     text = "\n".join(lines(capsys, "version"))
-    assert "missing: on the CPU row ops run as PyTorch operations; install g++" in text
+    assert "missing, so on the CPU row ops run as PyTorch operations: no C++ compiler was found: install g++" in text
     assert "NVRTC:         missing: install something" in text
     assert "cuBLASLt:      missing: it is not there; products run by PyTorch, with nothing fused into them" in text
 

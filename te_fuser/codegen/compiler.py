@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -64,25 +65,54 @@ class Compiler:
 
 
 def find_compiler(name: str | None = None, *, flags: Sequence[str] | None = None) -> Compiler | None:
-    """The compiler `name`, or the first one on PATH of c++, g++ and clang++; None if there is none.
+    """The compiler `name`, else the one that CXX names, else the first of c++, g++ and clang++; None where it is not.
 
     Args:
+        name: a path, a name, or a command ("ccache g++").
         flags: the flags that choose the processor, instead of those for the one at hand.
     """
-    for candidate in (name,) if name else ("c++", "g++", "clang++"):
-        path = shutil.which(candidate)
-        version = _version(path) if path else None
+    asked = _asked(name)
+    for candidate in (asked,) if asked else ("c++", "g++", "clang++"):
+        command, *words = _words(candidate)
+        path = shutil.which(command)
+        version = _version((path, *words)) if path else None
         if path and version:
             target = TARGET_FLAGS.get(platform.machine(), ()) if flags is None else tuple(flags)
-            return Compiler(path, version, (*_FLAGS, *target))
+            return Compiler(path, version, (*words, *_FLAGS, *target))
     return None
 
 
+def why_no_compiler(name: str | None = None) -> str:
+    """What to do where `find_compiler(name)` finds none."""
+    asked = _asked(name)
+    if asked:
+        whose = "te_fuser.config.compiler" if name else "CXX"
+        return f"the C++ compiler {asked!r} that {whose} names cannot be run; set {whose} to one that can"
+    return (
+        "no C++ compiler was found: install g++ or clang++ (Debian, Ubuntu: apt-get install g++), or set "
+        "te_fuser.config.compiler or CXX"
+    )
+
+
+def _asked(name: str | None) -> str:
+    return name or os.environ.get("CXX", "").strip()
+
+
+def _words(command: str) -> list[str]:
+    """A path as it is, which may have spaces; else the words of a command."""
+    if shutil.which(command):
+        return [command]
+    try:
+        return shlex.split(command)
+    except ValueError:  # a quote that does not end
+        return [command]
+
+
 @functools.cache
-def _version(path: str) -> str | None:
+def _version(command: tuple[str, ...]) -> str | None:
     """The compiler's first line about itself; None when it cannot be run."""
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        answer = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.partition("\n")[0]
@@ -213,7 +243,7 @@ def load(
     """
     compiler = compiler or find_compiler()
     if compiler is None:
-        raise NoCompiler("no C++ compiler was found: install g++ or clang++, so that c++, g++ or clang++ is on PATH")
+        raise NoCompiler(why_no_compiler())
     with _lock:
         keyed = [(_key(kernel, compiler), kernel) for kernel in map(_generate, descriptions)]
         wanted = {key: kernel for key, kernel in keyed if key not in _loaded}

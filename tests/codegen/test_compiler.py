@@ -210,8 +210,31 @@ def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert find_compiler("no-such-compiler") is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_compiler() is None
-    with pytest.raises(NoCompiler, match="install g"):
+    with pytest.raises(NoCompiler, match="apt-get install g"):
         load([scaled(2.0)], cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("command", ["{}", " {} ", "'{}' -DSPARE", "env '{}'"])
+def test_cxx_names_the_compiler(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = find_compiler()
+    assert usual is not None
+    mine = tmp_path / "a b" / "mine"
+    mine.parent.mkdir()
+    mine.symlink_to(usual.path)
+    monkeypatch.setenv("CXX", command.format(mine))
+    found = find_compiler()
+    assert found is not None and found.path == (shutil.which("env") if "env" in command else str(mine))
+    assert works(load([scaled(2.0)], cache_dir=tmp_path / "cache")[0], 2.0)
+    assert find_compiler(usual.path) == usual  # what config.compiler says counts more
+
+
+@pytest.mark.parametrize("command", ["no-such-compiler -O1", "false", '"'])
+def test_a_cxx_that_cannot_be_run_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", command)
+    assert find_compiler() is None
+    with pytest.raises(NoCompiler, match=f"{re.escape(repr(command))} that CXX names cannot be run"):
+        load([scaled(2.0)])
+    assert "that te_fuser.config.compiler names" in compiler.why_no_compiler("mine")
 
 
 def test_something_that_is_no_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

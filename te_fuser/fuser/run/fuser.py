@@ -42,7 +42,7 @@ class Fuser:
             bytes for the activations kept for backward.
         kernels: "auto" (generated kernels where they can be had), "generated" (an error where they cannot),
             "reference" (PyTorch operations).
-        fallback: what "auto" does on a GPU where generated kernels cannot be had: "warn" once and run PyTorch's, or
+        fallback: what "auto" does where generated kernels cannot be had: "warn" once and run PyTorch's, or
             raise an "error" that says what is missing.
     """
 

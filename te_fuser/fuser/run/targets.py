@@ -13,6 +13,7 @@ from te_fuser.config import config
 from te_fuser.fusions.library import libraries
 
 _LEAST_CAPABILITY = (8, 0)
+_PLACES = {"cuda": "GPU", "cpu": "CPU"}  # where kernels might have been generated
 
 
 def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback: str = "warn") -> str:
@@ -32,8 +33,8 @@ def target_for(device: torch.device, dtype: torch.dtype, kernels: str, fallback:
         return "cuda" if device.type == "cuda" else "cpp"
     if demanded:
         raise RuntimeError(_asked_for("generated kernels", why))
-    if device.type == "cuda" and dtype in dtypes.GENERATED:
-        _warn_once("row operations on the GPU by PyTorch's kernels, one for each operation", why)
+    if device.type in _PLACES and dtype in dtypes.GENERATED:
+        _warn_once(f"row operations on the {_PLACES[device.type]} by PyTorch's kernels, one for each operation", why)
     return "torch"
 
 
@@ -86,9 +87,8 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 def _cpp_obstacle() -> str | None:
     from te_fuser.codegen import compiler
 
-    if compiler.find_compiler(config.compiler) is None:
-        return "no C++ compiler was found (install g++ or clang++, or set te_fuser.config.compiler)"
-    return None
+    found = compiler.find_compiler(config.compiler)
+    return compiler.why_no_compiler(config.compiler) if found is None else None
 
 
 @functools.cache

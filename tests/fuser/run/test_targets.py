@@ -88,6 +88,18 @@ def test_what_is_missing_is_said_once(case: str, monkeypatch: pytest.MonkeyPatch
         target_for(GPU, torch.bfloat16, "generated")
 
 
+def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "find_compiler", lambda *_: None)
+    words = r"row operations on the CPU by PyTorch's kernels.* no C\+\+ compiler was found: .*apt-get install g\+\+"
+    model, x = Sequential(ops.GELU()), torch.randn(2, 3)
+    with pytest.warns(RuntimeWarning, match=words):
+        assert torch.equal(model(x), model.reference(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Sequential(ops.SiLU())(x)
+        assert target_for(CPU, torch.float64, "auto") == target_for(CPU, torch.float32, "reference") == "torch"
+
+
 def test_a_missing_cublaslt_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "obstacle", lambda: "libcublasLt is gone")
     words = "matrix products on the GPU by PyTorch.*because libcublasLt is gone.*fallback='error'"
