@@ -170,9 +170,9 @@ class Sequential(OpList):
         self, x: torch.Tensor, *, outputs: Sequence[str] = (), device: Any = None, **inputs: torch.Tensor
     ) -> list[Plan]:
         """One plan for each group of ops between plain modules; the plain modules are run to see their outputs."""
-        from te_fuser.fuser.plan.device import device_named
+        from te_fuser.fuser.plan.device import Device, device_named
 
-        roofline = device_named(device) if isinstance(device, str) else device
+        roofline = device if device is None or isinstance(device, Device) else device_named(device)
         found = []
 
         def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:

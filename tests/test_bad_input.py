@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.formula import row_sum, split
+from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fusions import Details
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -44,6 +45,11 @@ def refused(error, words, call):
 
 def attention(mask="given"):
     return ops.DotProductAttention(2, 4, mask=mask, layout="batch_first")
+
+
+def without_weight(op):
+    op.weight = None
+    return op
 
 
 QKV = tensor(2, 5, 24)
@@ -307,6 +313,35 @@ CALLS = {
     "no_tensor": (lambda: [ops.GELU()], [1.0], {}, TypeError, ["takes a torch.Tensor, got list"]),
     "scalar": (lambda: [ops.GELU()], tensor(), {}, ValueError, [r"takes \[\.\.\., features\], got a scalar"]),
     "sparse": (lambda: [ops.GELU()], torch.eye(8).to_sparse(), {}, TypeError, [r"dense.*\.to_dense\(\)"]),
+    "nested": (
+        lambda: [ops.GELU()],
+        torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)]),
+        {},
+        TypeError,
+        [r"dense, materialized tensors; call .*\.to_padded_tensor\(\)"],
+    ),
+    "nested_by_name": (
+        lambda: [ops.Add("c")],
+        X,
+        {"c": torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])},
+        TypeError,
+        [r"^input 'c': te_fuser takes dense"],
+    ),
+    "sparse_by_name": (lambda: [ops.Add("c")], X, {"c": torch.eye(8).to_sparse()}, TypeError, [r"^input 'c': .*dense"]),
+    "no_weight": (
+        lambda: [without_weight(ops.LayerNorm(8))],
+        X,
+        {},
+        ValueError,
+        [r"^op 0 \(LayerNorm '0'\): parameter weight is None, and the op computes with it; give it a tensor"],
+    ),
+    "no_weight_of_a_product": (
+        lambda: [ops.GELU(), without_weight(ops.MatMul(8, 8))],
+        X,
+        {},
+        ValueError,
+        [r"^op 1 \(MatMul '1'\): parameter weight is None"],
+    ),
     "unknown_output": (
         lambda: [ops.GELU(), ops.Output("a")],
         X,
@@ -415,6 +450,67 @@ def test_a_fusion_that_emits_too_little_for_every_backward():
         assert_as_meant(model, X)
     finally:
         fusions.unregister("mine")
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "number", [{"seconds": NAN}, {"read": INF}, {"launches": -1}, {"efficiency": 0}, {"flops": "1"}]
+)
+@pytest.mark.parametrize("whole", [lambda c: c, lambda c: (c, fusions.Cost())])
+def test_a_cost_that_nothing_takes(number, whole):
+    """Of a fusion in one direction, and of one in both."""
+    cost, (name, value) = whole(fusions.Cost(**number)), *number.items()
+    given = {"cost": lambda m: cost, "name": "mine", "details": Details(registered=False)}
+    if isinstance(cost, tuple):
+        body = type("Body", (), {"forward": staticmethod(lambda m, x: x), "backward": staticmethod(lambda m, dy: dy)})
+        mine = te_fuser.fusion(joint=[ops.GELU, ops.SiLU], reads=["input"], **given)(body)
+    else:
+        mine = te_fuser.fusion(forward=[ops.GELU, ops.SiLU], **given)(lambda m, x: x)
+    model = sequential(ops.GELU(), ops.SiLU())
+    with fusions.only(mine):
+        refused(TypeError, [f"^fusion 'mine': its `cost` gives a Cost of {name}={value!r}"], lambda: model(X))
+
+
+def test_costs_where_one_is_wanted():
+    mine = te_fuser.fusion(
+        forward=[ops.GELU, ops.SiLU],
+        cost=lambda m: (fusions.Cost(), fusions.Cost()),
+        name="mine",
+        details=Details(registered=False),
+    )(lambda m, x: x)
+    with fusions.only(mine):
+        refused(
+            TypeError,
+            ["fusion 'mine': its `cost` gives tuple, not a Cost"],
+            lambda: sequential(ops.GELU(), ops.SiLU())(X),
+        )
+
+
+@pytest.mark.parametrize("given", [nn.Linear(8, 8), nn.Linear, ops.GELU, te_fuser.Sequential(ops.GELU()), None])
+def test_a_fuser_of_what_is_no_op(given):
+    words = [
+        "^a Fuser takes ops, got ",
+        "plain modules go into a Sequential",
+        "of a class make one" * isinstance(given, type),
+    ]
+    refused(TypeError, words, lambda: te_fuser.Fuser([ops.GELU(), given]))
+
+
+def test_a_device_that_is_no_name():
+    model = sequential(ops.GELU())
+    for call in (model.plan, model.plans, model.explain):
+        for device in (torch.device("cpu"), 0):
+            words = ["a device to plan for is a name, like 'h200'", f"got {re.escape(repr(device))}"]
+            refused(TypeError, words, lambda call=call, device=device: call(X, device=device))
+    assert model.plan(X, device=DEVICES["h100"]).device.name == "h100"
+
+
+@pytest.mark.parametrize("effort", [{"rounds": 0}, {"rounds": 1.5}, {"seconds": 0}, {"seconds": NAN}, {"margin": 1.0}])
+def test_an_effort_that_measures_nothing(effort):
+    (name,) = effort
+    refused(ValueError, [f"^{name} "], lambda: sequential(ops.GELU()).tune(X, **effort))
 
 
 def test_generated_kernels_that_cannot_be_had(monkeypatch):

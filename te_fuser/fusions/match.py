@@ -5,9 +5,10 @@ And what it says of a match: what it costs (`Cost`), and what runs there (`Body`
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -51,6 +52,28 @@ class Cost:
             min(self.efficiency, other.efficiency),
             self.apart + other.apart,
         )
+
+
+def costs_in(found: Any) -> Iterator[Any]:
+    """The costs in what says several: in a tuple of them, which may hold tuples."""
+    for c in found if isinstance(found, tuple) else (found,):
+        yield from costs_in(c) if isinstance(c, tuple) else (c,)
+
+
+def why_no_cost(found: Any) -> str | None:
+    """Why something is no cost of a match, in words; None where it is one, or says nothing."""
+    if found is None:
+        return None
+    if not isinstance(found, Cost):
+        hint = f"Cost(seconds={found!r})" if isinstance(found, (int, float)) else "fusions.Cost(...)"
+        return f"{type(found).__name__}, not a Cost; write {hint}"
+    for f in fields(found):
+        number = getattr(found, f.name)
+        if f.name == "seconds" and number is None:
+            continue
+        if not isinstance(number, (int, float)) or not 0 <= number < math.inf or f.name == "efficiency" and not number:
+            return f"a Cost of {f.name}={number!r}, which nothing takes; `when` refuses a match"
+    return None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Union
 
 from te_fuser.codegen.written import WrittenKernel
-from te_fuser.fusions.match import Body, Cost, Match
+from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, check, matches, most_ops, render
 from te_fuser.ops.base import Gradient, Place
 
@@ -105,15 +105,17 @@ class Fusion:
         """What it says that the match takes; None where it says nothing.
 
         Raises:
-            TypeError: when that is no Cost.
+            TypeError: when that is no Cost, or one that nothing can take, as NaN seconds.
             RuntimeError: when the function fails.
         """
         if self.cost is None:
             return None
         found = self.asked("cost", match)
-        if found is not None and not isinstance(found, (Cost, tuple)):
-            hint = f"Cost(seconds={found!r})" if isinstance(found, (int, float)) else "fusions.Cost(...)"
-            raise TypeError(f"fusion {self.name!r}: its `cost` gives {type(found).__name__}, not a Cost; write {hint}")
+        several = self.direction == "joint" or self.gradients
+        for c in costs_in(found) if several else (found,):
+            why = why_no_cost(c)
+            if why is not None:
+                raise TypeError(f"fusion {self.name!r}: its `cost` gives {why}")
         return found
 
     def stops(self, ops: Sequence[Any], start: int, places: Sequence[tuple[Place, ...]] = ()) -> Iterator[int]:

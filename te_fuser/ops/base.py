@@ -334,7 +334,12 @@ class RowOp(FusableOperation):
         Raises:
             TypeError: when there is no formula, or an argument that is neither a tensor's name nor `name=None`.
         """
-        return _arguments(type(self).compute, type(self).__name__)
+        return tuple(_arguments(type(self).compute, type(self).__name__))
+
+    def required(self) -> tuple[str, ...]:
+        """Those of `arguments` that must be there."""
+        found = _arguments(type(self).compute, type(self).__name__)
+        return tuple([name for name, optional in found.items() if not optional])
 
     def parameter_names(self) -> tuple[str, ...]:
         """The arguments of compute that are tensors of this op: parameters, buffers, computed ones."""
@@ -414,8 +419,8 @@ class RowOp(FusableOperation):
 
 
 @functools.lru_cache(1024)
-def _arguments(compute: Callable[..., Any], op: str) -> tuple[str, ...]:
-    """The names of a formula's arguments after self and x."""
+def _arguments(compute: Callable[..., Any], op: str) -> Mapping[str, bool]:
+    """The names of a formula's arguments after self and x, and whether they may be None."""
     if compute is RowOp.compute:
         raise TypeError(f"{op} has no formula: define compute(self, x, ...)")
     _, _, *others = inspect.signature(compute).parameters.values()
@@ -426,7 +431,7 @@ def _arguments(compute: Callable[..., Any], op: str) -> tuple[str, ...]:
             raise TypeError(
                 f"{op}.compute takes {p}: what is no tensor is an attribute of the op, read as self.{p.name}"
             )
-    return tuple([p.name for p in others])
+    return {p.name: p.default is None for p in others}
 
 
 class UnfusedOperation(FusableOperation):

@@ -18,9 +18,12 @@ def plain(name: str) -> str:
 
 
 def check_parameters(label: str, x: Spec, listed: ListedOp, call: CallSpecs) -> None:
-    """Refuse parameters that are no plain tensors, or do not fit the op or its input."""
+    """Refuse parameters that are not there, are no plain tensors, or do not fit the op or its input."""
     op = listed.lowered.op
     shapes = op.parameter_shapes()
+    for name in (*shapes, *(op.required() if isinstance(op, RowOp) else ())):
+        if name not in listed.lowered.bindings and name in op._parameters:
+            raise ValueError(f"{label}: parameter {name} is None, and the op computes with it; give it a tensor")
     for name, binding in listed.lowered.bindings.items():
         tensor = binding.get()
         # isinstance() would call a parameter made of a DTensor a plain one too.

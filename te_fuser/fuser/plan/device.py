@@ -155,7 +155,10 @@ def device_named(name: str) -> Device:
 
     Raises:
         ValueError: when it is unknown.
+        TypeError: when it is no name.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a device to plan for is a name, like 'h200' (known: {', '.join(DEVICES)}), got {name!r}")
     key = name.lower()
     if key not in DEVICES:
         raise ValueError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")

@@ -31,6 +31,7 @@ _SHAPES_KEPT = 64
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DENSE = "te_fuser takes dense, materialized tensors; call .to_dense(), .resolve_conj() or .to_padded_tensor() first"
 
 
 class Fuser:
@@ -55,6 +56,10 @@ class Fuser:
         fallback: str = "warn",
     ) -> None:
         check_options(memory, kernels, fallback)
+        for op in ops:
+            if not isinstance(op, (FusableOperation, ListedOp)):
+                of_class = "; of a class make one" * isinstance(op, type)
+                raise TypeError(f"a Fuser takes ops, got {op!r}{of_class}; plain modules go into a Sequential")
         self.memory, self.kernels, self.fallback = memory, kernels, fallback
         self._given = tuple(ops)
         # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
@@ -103,7 +108,13 @@ class Fuser:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
         # What else check_input looks at is in the signature, and checked when there is no plan for it yet.
-        if type(x) not in _PLAIN or x.is_meta or x.is_neg() or torch._C._are_functorch_transforms_active():
+        if (
+            type(x) not in _PLAIN
+            or x.is_meta
+            or x.is_neg()
+            or x.is_nested
+            or torch._C._are_functorch_transforms_active()
+        ):
             check_input(x)
         inputs = named_tensors(inputs) if inputs else inputs
         prepared, parameters = self._cached(x, inputs, outputs)
@@ -254,12 +265,14 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The named inputs of a call; None counts as not given.
 
     Raises:
-        TypeError: when one is not a plain tensor.
+        TypeError: when one is not a plain, dense tensor.
     """
     found = {name: t for name, t in inputs.items() if t is not None}
     for name, t in found.items():
         if type(t) not in _PLAIN:
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
+        if t.layout != torch.strided or t.is_nested:
+            raise TypeError(f"input {name!r}: {_DENSE}")
     return found
 
 
@@ -301,8 +314,8 @@ def check_input(x: Any, planning: bool = False) -> None:
             "te_fuser does not run inside torch.func transforms or vmap; call the model outside, or transform "
             "model.reference, which is plain PyTorch"
         )
-    if x.layout != torch.strided or x.is_conj() or x.is_neg():
-        raise TypeError("te_fuser takes dense, materialized tensors; call .to_dense() or .resolve_conj() first")
+    if x.layout != torch.strided or x.is_conj() or x.is_neg() or x.is_nested:
+        raise TypeError(_DENSE)
     if x.dim() == 0:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
 

@@ -9,6 +9,7 @@ the model runs. Whatever is tried must first compute what the plan by prices alo
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,14 @@ class Effort:
     rounds: int = 7
     seconds: float = 0.2
     margin: float = 0.005
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.rounds, int) and self.rounds > 0):
+            raise ValueError(f"rounds says how often each plan has its turn, 1 or more; got {self.rounds!r}")
+        if not 0.0 < self.seconds < math.inf:
+            raise ValueError(f"seconds says how long a turn lasts, more than 0; got {self.seconds!r}")
+        if not 0.0 <= self.margin < 1.0:
+            raise ValueError(f"margin is a share of the time, in [0, 1); got {self.margin!r}")
 
 
 @dataclass(frozen=True)
