@@ -161,7 +161,8 @@ def lift(value: Any) -> Expr:
         return value
     if isinstance(value, (int, float, Fraction)):
         return const(value)
-    raise TypeError(f"a formula combines expressions and numbers, not {type(value).__name__}")
+    tensor = "; name the tensor as an argument, compute(self, x, weight), and it is there" * hasattr(value, "dtype")
+    raise TypeError(f"a formula combines expressions and numbers, not {type(value).__name__}{tensor}")
 
 
 def leaf(name: str, axes: Axes, width: int = 1) -> Expr:

@@ -20,7 +20,7 @@ from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.parameters import alike, of_kind, randomized
-from te_fuser.ops.rows import as_rows, batch_layout, rounds, whole
+from te_fuser.ops.rows import as_rows, batch_layout, parameter_axes, rounds, whole
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class RowOp(FusableOperation):
         """An argument of compute as a symbol, as far as the op alone knows it."""
         tensor = getattr(self, name, None)
         if isinstance(tensor, torch.Tensor):
-            return expr.leaf(name, Axes.FEATURE if tensor.dim() else Axes.NONE, tensor.numel())
+            return expr.leaf(name, parameter_axes(tensor.shape), tensor.numel())
         return None if given is None else expr.leaf(name, Axes.FULL if given.axes is None else given.axes, features)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:

@@ -45,10 +45,15 @@ def batch_layout(shape: tuple[int, ...] | torch.Size, batch_dim: int | None) -> 
     return max(math.prod(shape[batch_dim + 1 : -1]), 1), shape[batch_dim]
 
 
+def parameter_axes(shape: tuple[int, ...] | torch.Size) -> Axes:
+    """What a parameter of that shape extends over in formulas; a single number is one for all features."""
+    return Axes.NONE if math.prod(shape) == 1 else Axes.FEATURE
+
+
 def as_rows(tensor: torch.Tensor, axes: Axes | None, rows: torch.Tensor, stream: RandomStream) -> torch.Tensor:
     """An argument of compute as it broadcasts against [rows, features]."""
     if axes is None or not axes & (Axes.OUTER | Axes.BATCH):
-        return tensor
+        return tensor if tensor.dim() < 2 else tensor.reshape(-1)
     if axes == Axes.FULL:
         return tensor.reshape(rows.shape[0], tensor.shape[-1])
     if axes == Axes.ROWS:

@@ -7,6 +7,7 @@ and another reads has one name.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from te_fuser.formula.substitution import substitute
 from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
 from te_fuser.ops.base import RowOp
+from te_fuser.ops.rows import parameter_axes
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -131,10 +133,7 @@ class Stretch:
         if found is None:
             found = f"{role}.{name}"
             spec = self.graph.parameter_specs[index]
-            width = 1
-            for size in spec.shape:
-                width *= size
-            axes = Axes.FEATURE if spec.shape else Axes.NONE
+            axes, width = parameter_axes(spec.shape), math.prod(spec.shape)
             dtype, ref = spec.dtype, parameter_ref(index)
             if name in node.casts and node.op.autocast == "lower":  # else it is as well read as it is
                 dtype, ref = node.casts[name], parameter_ref(index, node.casts[name])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import te_fuser
 from te_fuser import ops
 from te_fuser.formula import concat, split
+from tests.twins import assert_as_meant, tensor
 
 
 class Halved(ops.RowOp):
@@ -50,3 +52,47 @@ def test_a_formula_that_is_a_number() -> None:
     x = torch.randn(3, 4)
     assert torch.equal(One()(x), torch.ones(3, 4))
     assert torch.equal(te_fuser.Sequential(One()).reference(x), torch.ones(3, 4))
+
+
+class Affine(ops.RowOp):
+    """y = x * weight + shift, with one number for all features, or one for each."""
+
+    def __init__(self, *weight: int, shift: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(weight))
+        self.shift = torch.nn.Parameter(torch.randn(shift))
+
+    def compute(self, x: Any, weight: Any, shift: Any) -> Any:
+        return x * weight + shift
+
+
+@pytest.mark.parametrize("features", [1, 6])
+@pytest.mark.parametrize(("weight", "shift"), [((1,), ()), ((1, 1, 1), (1,)), ((), (1, 1))])
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_a_parameter_of_one_number_is_one_for_all_features(
+    features: int, weight: tuple[int, ...], shift: tuple[int, ...], kernels: str
+) -> None:
+    model = te_fuser.Sequential(ops.Bias(features), Affine(*weight, shift=shift), ops.GELU(), kernels=kernels)
+    te_fuser.verify(model, torch.randn(5, 3, features))
+    assert_as_meant(model.double(), tensor(5, 3, features))
+    op, x = model[1], tensor(5, features)
+    leaves = (x, op.weight, op.shift)
+    found = torch.autograd.grad(op(x).sin().sum(), leaves)
+    wanted = torch.autograd.grad((x * op.weight.reshape(()) + op.shift.reshape(())).sin().sum(), leaves)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_parameter_that_is_not_named() -> None:
+    class Hidden(ops.RowOp):
+        def __init__(self, turned: bool) -> None:
+            super().__init__()
+            self.w, self.turned = torch.nn.Parameter(torch.ones(4)), turned
+
+        def compute(self, x: Any) -> Any:
+            return self.w * x if self.turned else x * self.w
+
+    words = r"^op 0 \(Hidden '0'\): .* not Parameter; name the tensor as an argument, compute\(self, x, weight\)"
+    for turned in (False, True):
+        with pytest.raises(TypeError, match=words):
+            te_fuser.Sequential(Hidden(turned))(torch.randn(3, 4))
