@@ -157,11 +157,8 @@ class Scope:
         test = condition.text if condition.truth else f"{condition.within(SUM)} != 0.0f"
         return self._function("where", test, *(self.argument(x) for x in e.args[1:]))
 
-    def _clamp(self, e: Expr) -> Fragment:
-        return self._function("clamp", self.argument(e.args[0]), *(literal(x) for x in e.attrs))
-
     def _call(self, e: Expr) -> Fragment:
-        return self._function(e.op, *(self.argument(a) for a in e.args))
+        return self._function(e.op, *(self.argument(a) for a in e.args), *(literal(x) for x in e.attrs))
 
     def _function(self, name: str, *arguments: str) -> Fragment:
         return Fragment(f"te::{name}({', '.join(arguments)})", ATOM, self.vectors)
@@ -205,7 +202,6 @@ class LoopScope(Scope):
 _WRITERS: dict[str, Callable[[Scope, Expr], Fragment]] = {
     "const": Scope._const,
     "where": Scope._where,
-    "clamp": Scope._clamp,
     "input": Scope._input,
     "keep": Scope._keep,
     **dict.fromkeys(_INFIX, Scope._infix),

@@ -8,6 +8,7 @@ row reductions lie below it (`depth`), which is the synchronization stage a kern
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import itertools
 import math
@@ -78,17 +79,10 @@ class Expr:
         return unary("abs", self)
 
     def __pow__(self, exponent: Any) -> Expr:
-        powers: dict[Any, Callable[[], Expr]] = {
-            1: lambda: self,
-            2: lambda: mul(self, self),
-            3: lambda: mul(mul(self, self), self),
-            -1: lambda: div(const(1), self),
-            0.5: lambda: unary("sqrt", self),
-            -0.5: lambda: unary("rsqrt", self),
-        }
-        if exponent not in powers:
-            raise TypeError(f"a formula knows the powers {sorted(powers)}, not {exponent!r}; write exp(k * log(x))")
-        return powers[exponent]()
+        return written(functools.partial(power, exponent=exponent), self)
+
+    def __rpow__(self, base: Any) -> Expr:
+        raise TypeError(f"a formula raises to powers that are numbers, not to {self}; write exp(log(a) * x)")
 
     def __lt__(self, other: Any) -> Expr:
         return pointwise("lt", self, lift(other))
@@ -290,6 +284,32 @@ def unary(op: str, a: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
 def binary(op: str, a: Expr, b: Expr) -> Expr:
     """maximum or minimum."""
     return a if a is b else pointwise(op, a, b)
+
+
+# Powers that other nodes are, as they are in torch.pow; of -1/2 the gradient at -0 and -infinity is rsqrt's.
+_POWERS: dict[Any, Callable[[Expr], Expr]] = {
+    0: lambda a: ONE,
+    1: lambda a: a,
+    2: lambda a: mul(a, a),
+    3: lambda a: mul(mul(a, a), a),
+    -1: lambda a: div(ONE, a),
+    0.5: lambda a: unary("sqrt", a),
+    -0.5: lambda a: unary("rsqrt", a),
+}
+
+
+def power(a: Expr, exponent: Any) -> Expr:
+    """a to the power of a finite number, as torch.pow: NaN for a finite a < 0, unless the number is whole.
+
+    Raises:
+        TypeError: for another exponent.
+    """
+    if not isinstance(exponent, (int, float, Fraction)) or not math.isfinite(exponent):
+        raise TypeError(
+            f"a formula raises to powers that are finite numbers, not to {exponent!r}; write exp(y * log(x))"
+        )
+    known = _POWERS.get(exponent)
+    return unary("pow", a, (float(exponent),)) if known is None else known(a)
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:

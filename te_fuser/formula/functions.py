@@ -197,6 +197,12 @@ _ROWS = (
         lambda x: 1.0 / math.sqrt(x),
         operations=4, gpu=3, cpu=16,
     ),
+    Function(
+        "pow",
+        torch.pow,
+        lambda e, g: (mul(g, mul(const(e.attrs[0]), expr.power(e.args[0], e.attrs[0] - 1))),),
+        cuda="powf", operations=60, gpu=40, cpu=110,
+    ),
     Function("row_sum", lambda x: x.sum(-1, keepdim=True), cuda="te::Sum", joins="add"),
     Function(
         "row_max",

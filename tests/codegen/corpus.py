@@ -226,6 +226,9 @@ def choices(kit: Kit, width: int) -> Pair:
     return kit.forward("choices_fwd", out), kit.backward("choices_bwd", out, [x, other, limit])
 
 
+POWERS = (4, -2, 7, -3.0, 1.5, -1.5, 0.375, -0.3125, 2.5, 40, 2.0**-10, -1001)  # exact in float32
+
+
 def every_function(kit: Kit, width: int) -> Pair:
     """Each unary function, stored on its own: where rare values are looked at."""
     x = kit.full("x", width)
@@ -233,6 +236,7 @@ def every_function(kit: Kit, width: int) -> Pair:
         f.exp, f.log, f.log1p, f.softplus, f.sin, f.cos, f.tanh, f.erf, f.sigmoid, f.sqrt, f.rsqrt, f.absolute, f.relu
     )  # fmt: skip
     out = {fn.__name__: (fn(x), width) for fn in unary}
+    out |= {f"power_{k}": (x**p, width) for k, p in enumerate(POWERS)}
     return (kit.forward("every_function", out),)
 
 

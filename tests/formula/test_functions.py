@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -62,6 +63,45 @@ def test_values_and_gradients_are_float64s(name: str, data: st.DataObject) -> No
     x.requires_grad_()
     (want,) = torch.autograd.grad(POINTWISE[name](x), x, x.detach().cos())
     torch.testing.assert_close(gradient, want, rtol=1e-7, atol=1e-9)
+
+
+ENDS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 2.5, -2.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("p", [0, 1, 2, 3, -1, 0.5, 4, 5, -2, -3, 1.5, -1.5, 1 / 3, -0.7, Fraction(5, 2), 40.5, True])
+def test_powers_are_torchs(p: Any, dtype: torch.dtype) -> None:
+    """Values and gradients, at zeros and infinities and below 0 too."""
+    x = torch.tensor([ENDS], dtype=dtype)
+    symbol, dy = expr.leaf("x", Axes.FULL, len(ENDS)), expr.leaf("dy", Axes.FULL, len(ENDS))
+    roots, g = [symbol**p, differentiate({symbol**p: dy}, [symbol])[symbol]], torch.arange(1.0, 10.0)[None]
+    value, gradient = Interpreter({"x": x, "dy": g}, {}, 1, x).run(roots)
+    exact = x.double().requires_grad_()
+    want = exact**p
+    (dx,) = torch.autograd.grad(want, exact, g.double())
+    torch.testing.assert_close(value, want.to(dtype).expand_as(value), equal_nan=True)
+    torch.testing.assert_close(gradient.expand_as(x), dx.to(dtype), equal_nan=True)
+    signs = value.signbit() == want.signbit()
+    assert (signs | value.isnan()).all()
+
+
+def test_the_gradient_of_an_inverse_root_is_rsqrts() -> None:
+    x = torch.tensor([[0.0, math.inf, 2.5, -1.0]], dtype=torch.float64)
+    symbol = expr.leaf("x", Axes.FULL, 4)
+    assert symbol**-0.5 is formula.rsqrt(symbol)
+    (gradient,) = Interpreter({"x": x}, {}, 1, x).run([differentiate({symbol**-0.5: expr.ONE}, [symbol])[symbol]])
+    (want,) = torch.autograd.grad((x.requires_grad_() ** -0.5).sum(), x)
+    torch.testing.assert_close(gradient, want, equal_nan=True)
+
+
+def test_what_is_no_power() -> None:
+    x = expr.leaf("x", Axes.FULL, 4)
+    for exponent in (x, math.nan, math.inf, "2", torch.ones(())):
+        with pytest.raises(TypeError, match=r"powers that are finite numbers, not to .*; write exp\(y \* log\(x\)\)"):
+            x**exponent
+    with pytest.raises(TypeError, match=r"not to x; write exp\(log\(a\) \* x\)"):
+        2.0**x
+    assert formula.row_sum(x**0) is expr.const(4)
 
 
 def test_softplus_and_log1p_lose_nothing_in_float32() -> None:

@@ -176,6 +176,52 @@ TE_INLINE vec cos(vec x) {
   return with_large(x, sine(at.quarter + 1u, at.r), [](float one) TE_BODY { return __builtin_cosf(one); });
 }
 
+// log2(m) for m in [sqrt(1/2), sqrt(2)), as 2 artanh(s) / log(2) with s = (m - 1) / (m + 1).
+TE_INLINE doubles log2_near_one(doubles m) {
+  const doubles s = (m - 1.0) / (m + 1.0), square = s * s;
+  doubles p = square * (1.0 / 13) + 1.0 / 11;
+  p = p * square + 1.0 / 9;
+  p = p * square + 1.0 / 7;
+  p = p * square + 1.0 / 5;
+  p = p * square + 1.0 / 3;
+  return (p * square + 1.0) * s * 2.8853900817779268;
+}
+
+// 2**r for |r| <= 1/2, by exp's series.
+TE_INLINE doubles exp2_near_zero(doubles r) {
+  const doubles x = r * 0.69314718055994531;
+  doubles p = x * (1.0 / 40320) + 1.0 / 5040;
+  p = p * x + 1.0 / 720;
+  p = p * x + 1.0 / 120;
+  p = p * x + 1.0 / 24;
+  p = p * x + 1.0 / 6;
+  p = p * x + 0.5;
+  return (p * x + 1.0) * x + 1.0;
+}
+
+// |x|**p = 2**(p log2 |x|) in double precision, as p may be large; the rest is what C's pow says of signs and of ends.
+TE_INLINE vec pow(vec x, float p) {
+  constexpr double shift = 0x1.8p52;  // adding it rounds to a whole number
+  const bool whole = __builtin_floorf(p) == p, odd = whole && __builtin_floorf(p * 0.5f) != p * 0.5f;
+  const vec size = abs(x);
+  const mask tiny = size < 0x1p-126f;
+  const words bits = bits_of(tiny ? size * 0x1p25f : size);
+  const mask exponent = reinterpret_cast<mask>(bits - 0x3f3504f3u) >> 23;
+  const vec e = __builtin_convertvector(exponent, vec) - (tiny ? splat(25.0f) : vec{});
+  const vec m = as_float(bits - (reinterpret_cast<words>(exponent) << 23));
+  doubles y = __builtin_convertvector(e, doubles) + log2_near_one(__builtin_convertvector(m, doubles));
+  y *= p;
+  y = y < -200.0 ? y * 0.0 - 200.0 : y > 200.0 ? y * 0.0 + 200.0 : y;
+  const doubles n = y + shift - shift;
+  const vec found = __builtin_convertvector(exp2_near_zero(y - n), vec);
+  vec result = scale_by_power(found, __builtin_convertvector(n, vec));
+  result = size == 0.0f ? splat(p > 0.0f ? 0.0f : infinity) : result;
+  result = size == infinity ? splat(p > 0.0f ? infinity : 0.0f) : result;
+  result = odd ? copy_sign(result, x) : result;
+  if (!whole) result = ((x < 0.0f) & (size < infinity)) ? splat(not_a_number) : result;
+  return x != x ? x : result;
+}
+
 // The same for one number, as rows have them.
 #define TE_SCALAR(function) \
   TE_INLINE float function(float x) { return function(splat(x))[0]; }
@@ -196,6 +242,7 @@ TE_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 TE_INLINE float maximum(float a, float b) { return a > b || a != a ? a : b; }
 TE_INLINE float minimum(float a, float b) { return a < b || a != a ? a : b; }
 TE_INLINE float clamp(float x, float low, float high) { return clamp(splat(x), low, high)[0]; }
+TE_INLINE float pow(float x, float p) { return pow(splat(x), p)[0]; }
 
 }  // namespace te
 
