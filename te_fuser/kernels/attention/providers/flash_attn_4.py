@@ -21,7 +21,7 @@ from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved
-from te_fuser.kernels.attention.views import AttentionCall, Views
+from te_fuser.kernels.attention.views import AttentionCall, views_of
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
@@ -75,7 +75,7 @@ class CudaFlashAttn4(CudaProvider):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         if not x.numel():
             return dx
-        views = Views(settings, *settings.heads.lengths(x.shape))
+        views = views_of(settings, x.shape)
         read = (*views.split(self._readable(x)), *(views.split_output(self._readable(t)) for t in (y, dy)))
         q, k, v, out, dout = (heads.transpose(1, 2) for heads in read)
         dq, dk, dv = (heads.transpose(1, 2) for heads in views.within(dx))
@@ -84,8 +84,7 @@ class CudaFlashAttn4(CudaProvider):
         return dx
 
     def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
-        settings, (b, h) = call.settings, call.q.shape[:2]
-        out = Views(settings, b * h // settings.heads.heads, call.positions).new_output(call.q)
+        settings, out = call.settings, call.views.new_output(call.q)
         q, k, v, y = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v, out))
         logsumexp = flash_attn_4.forward(q, k, v, y, causal=call.causal, scale=settings.scale)
         return out, {"flash4_logsumexp": logsumexp}
