@@ -60,7 +60,7 @@ class _Attention:
         still = replace(op.settings(), dropout=0.0)
         # By whether it draws, which a call knows: the op may leave training at any time.
         self._settings = {False: still, True: replace(still, dropout=op.dropout)}
-        self._heads, self._rotation = op.packed, _rotation(m)
+        self._packing = packed_heads.Packing(op.packed, _rotation(m))
         mask = {"attention_mask": f"{self._last}.attention_mask"} if op.named_inputs() else {}
         self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
 
@@ -81,9 +81,9 @@ class _Attention:
         if self._last == 0:
             return provider.backward(settings, tensors, dy)
         wanted = m.needs("0.bias")
-        parts = provider.gradients(settings, tensors, dy)
         sums = m["0.bias"].dtype if wanted else None
-        dx, dbias = packed_heads.pack(self._heads, parts, rotation=self._rotation, sums=sums, later=m.later)
+        parts, grouped = provider.gradients_apart(settings, tensors, dy)
+        dx, dbias = self._packing(parts, grouped, sums=sums, later=m.later)
         return (dx, {"0.bias": dbias}) if wanted else dx
 
 

@@ -5,7 +5,7 @@ Letters of shapes are those of `views.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -132,10 +132,18 @@ class Provider:
         """
         if self.packs:
             return settings.heads.split(self.backward(settings, tensors, dy))
+        parts, grouped = self.gradients_apart(settings, tensors, dy)
+        return grouped(*parts)
+
+    def gradients_apart(
+        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
+    ) -> tuple[Gradients, Callable[..., Gradients]]:
+        """The kernel's own three, and the views that make `gradients` of them."""
         qkv, out, mask = tensors["input"], tensors["output"], tensors.get("attention_mask")
         assert qkv is not None and out is not None
         if not qkv.numel():
-            return settings.heads.split(torch.zeros_like(qkv, memory_format=torch.contiguous_format))
+            empty = settings.heads.split(torch.zeros_like(qkv, memory_format=torch.contiguous_format))
+            return empty, lambda *parts: parts
         views = views_of(settings, qkv.shape)
         saved = {name: tensor for name in self.emits if (tensor := tensors[name]) is not None}
         blind = None if mask is None else self._blind(views, mask)
@@ -143,7 +151,7 @@ class Provider:
             dy = dy.view(*blind.shape[:3], settings.heads.head_dim).masked_fill(blind, 0.0).reshape(dy.shape)
         dout = views.split_output(self._readable(dy))
         call = self._call(views, self._readable(qkv), mask)
-        return views.grouped(*self._run_backward(call, views.split_output(self._readable(out)), dout, saved))
+        return self._run_backward(call, views.split_output(self._readable(out)), dout, saved), views.grouped
 
     def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionCall:
         causal = views.settings.causal
