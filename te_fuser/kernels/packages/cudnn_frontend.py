@@ -17,7 +17,7 @@ import torch
 
 from te_fuser.codegen.progress import Progress
 from te_fuser.kernels.attention.views import HeadsForm, lying
-from te_fuser.kernels.packages.optional import give_context, refuse_capture, version_of, why_missing
+from te_fuser.kernels.packages.optional import current_stream, give_context, refuse_capture, version_of, why_missing
 
 PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = "1.32"
@@ -100,14 +100,13 @@ class BackwardGraph:
             RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
         """
         p, dx = self._problem, torch.empty_like(x)
-        packed = (p.q, p.k, p.v)
-        tensors = [lying(x, form) for form in packed] + [lying(y, p.out), lying(dy, p.out)]
+        tensors = [*_heads(x, p), _at(y, p.out), _at(dy, p.out)]
         tensors += [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
-        tensors += [lying(dx, form) for form in packed]
+        tensors += _heads(dx, p)
         with torch.cuda.device(p.device):
             give_context(p.device)
             self._load()
-            self._execute(tensors, torch.empty(self._workspace or 1, dtype=torch.uint8, device=x.device))
+            self._execute(tensors, x.new_empty(self._workspace or 1, dtype=torch.uint8))
         return dx
 
     def _load(self) -> None:
@@ -123,7 +122,7 @@ class BackwardGraph:
             raise self._failure(error) from error
 
     def _execute(self, tensors: list[torch.Tensor], workspace: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = current_stream(self._problem.device)
         try:
             with _lock:
                 self._cudnn.set_stream(handle=self._handle, stream=stream)
@@ -136,6 +135,15 @@ class BackwardGraph:
             f"cuDNN's backward of attention failed for {self._problem}: {error}; "
             "te_fuser.fusions.disabled('attention_cuda_cudnn_frontend') plans without it"
         )
+
+
+def _heads(packed: torch.Tensor, p: AttentionBackward) -> list[torch.Tensor]:
+    return [_at(packed, form) for form in (p.q, p.k, p.v)]
+
+
+def _at(tensor: torch.Tensor, form: HeadsForm) -> torch.Tensor:
+    """What begins where heads of that form do: sizes and strides of dense memory are those that the graph was told."""
+    return tensor if form[2] == 0 else lying(tensor, form)
 
 
 def graph_for(problem: AttentionBackward) -> BackwardGraph | str:

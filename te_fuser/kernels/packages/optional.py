@@ -76,6 +76,11 @@ def give_context(device: int) -> None:
         known.add(device)
 
 
+def current_stream(device: int) -> int:
+    """PyTorch's current stream on a device, as the CUDA runtime knows it; without the object around it."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
 def refuse_capture(needed: str) -> None:
     """Refuse to make what a call needs while its stream is captured.
 
