@@ -21,8 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import command_parser, write_record
+from te_fuser import Fuser, fusions
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
 from te_fuser.kernels.packages import quack_matmul
+from te_fuser.kernels.packed_heads import Packing
 from te_fuser.ops.base import Spec
 from te_fuser.ops.dot_product_attention import DotProductAttention
 
@@ -76,7 +78,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Call] | str]]:
 
 
 def attention(sizes: Sizes, dropout: float, provider: Provider) -> Iterator[tuple[str, Callable[[], Call] | str]]:
-    """Forward and backward of one provider."""
+    """Forward and backward of one provider, and forward as a plan runs it."""
     op = DotProductAttention(sizes.heads, sizes.head_dim, mask="causal", dropout=dropout)
     name = f"{provider.name}, {sizes.name}, dropout {dropout}"
     spec = Spec((sizes.positions, sizes.batch, op.packed.features), torch.bfloat16, GPU)
@@ -85,18 +87,30 @@ def attention(sizes: Sizes, dropout: float, provider: Provider) -> Iterator[tupl
         yield name, why
         return
 
-    def backward() -> Call:
-        x, settings = torch.randn(spec.shape, dtype=spec.dtype, device=GPU), op.settings()
-        y, saved = provider.forward(settings, x)
-        dy, tensors = torch.randn_like(y), {"input": x, "output": y, **saved}
-        return lambda: provider.backward(settings, tensors, dy)
-
     def forward() -> Call:
         x, settings = torch.randn(spec.shape, dtype=spec.dtype, device=GPU), op.settings()
         return lambda: provider.forward(settings, x)
 
+    def backward() -> Call:
+        x, settings = torch.randn(spec.shape, dtype=spec.dtype, device=GPU), op.settings()
+        y, saved = provider.forward(settings, x)
+        dy, tensors = torch.randn_like(y), {"input": x, "output": y, **saved}
+        if provider.packs:
+            return lambda: provider.backward(settings, tensors, dy)
+        packing = Packing(op.packed)
+        return lambda: packing(*provider.gradients_apart(settings, tensors, dy), sums=spec.dtype)
+
+    def step() -> Call:
+        x = torch.randn(spec.shape, dtype=spec.dtype, device=GPU, requires_grad=True)
+        with fusions.only(f"attention_{provider.name}"):
+            segment = Fuser([op]).prepare(x, {}).segments[0]
+        entering = (x.detach(),)
+        return lambda: segment.run_forward(entering)
+
     yield f"{name}, forward", forward
-    yield f"{name}, backward", backward
+    yield f"{name}, backward" + ("" if provider.packs else " and packing with sums"), backward
+    if not dropout:
+        yield f"{name}, forward as a step", step
 
 
 def products(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Call] | str]]:

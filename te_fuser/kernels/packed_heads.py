@@ -12,6 +12,7 @@ F = (G * R + 2 * G) * D packed features.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,7 +240,7 @@ class Packing:
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation
-        self._known: dict[Hashable, tuple[_Ready, _Rows] | None] = {}
+        self._known: dict[Hashable, tuple[_Ready, _Rows]] = {}
 
     def __call__(
         self,
@@ -262,7 +263,7 @@ class Packing:
         q, k, v = parts if grouped is None else grouped(*parts)
         ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, q.device)
         sources = [_readable(part, ready.vector) for part in (q, k, v)]
-        rows = _rows_of_parts(self._heads, *sources, ready.vector)
+        rows = _rows_of_parts(self._heads, sources, ready.vector)
         if all(source is part for source, part in zip(sources, (q, k, v), strict=True)):
             if len(self._known) >= _FORMS_KEPT:
                 self._known.clear()
@@ -270,10 +271,11 @@ class Packing:
         return _run(ready, rows, sources, None, later)
 
 
-def _rows_of_parts(heads: PackedHeads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, vector: int) -> _Rows:
+def _rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> _Rows:
+    q, k, v = parts
     (q_sample, q_group, q_head, q_position, _), k_steps, v_steps = q.stride(), k.stride(), v.stride()
     strides = q_position, q_sample, q_group, q_head, *_positions_first(k_steps), *_positions_first(v_steps)
-    return _Rows.of(heads, (q, k, v), strides, vector, samples=q.shape[0], positions=q.shape[3])
+    return _Rows.of(heads, parts, strides, vector, samples=q.shape[0], positions=q.shape[3])
 
 
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:

@@ -2,9 +2,8 @@
 
 The package is optional, and imported when a plan on a machine with a GPU first asks for it. Its kernels are written in
 CUTLASS's Python language: each is compiled when it first runs, by one thread at a time and never while a stream is
-captured; the package keeps them on disk. What it plans for sizes and strides is kept here, so that later calls hand over
-tensors and nothing else. They run on PyTorch's current stream. Sums are in float32, and a product gives the same bits
-each time.
+captured; the package keeps them on disk. What it plans for sizes and strides is kept here: later calls hand over no more
+than tensors. They run on PyTorch's current stream. Sums are in float32; a product gives the same bits each time.
 
 Legend: N rows, I = in, O = out features.
 """
@@ -139,9 +138,7 @@ def input_gradient_dgelu_sum(
 def _planned_slope() -> _Launch:
     product = _Product(_module(_EPILOGUES).dgelu_with_sum)
 
-    def launch(
-        dy: torch.Tensor, w: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, y: torch.Tensor
-    ) -> torch.Tensor:
+    def launch(dy: torch.Tensor, w: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         # As dh^T = W^T dy^T: the sum then goes along the tiles' rows, and tiles of 208 tokens are the fastest.
         (partial,) = product(w.t(), dy.t(), h.t(), out={"D": dh.t(), "activated": y.t()})
         return partial.sum(-1).flatten()
@@ -193,7 +190,8 @@ class _Product:
     """One of the package's products, planned for the sizes and strides of its first call: all others have them too."""
 
     def __init__(self, epilogue: Any) -> None:
-        self._epilogue, self._plan = epilogue, None
+        self._epilogue = epilogue
+        self._plan: Any = None
         self._partial: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def __call__(

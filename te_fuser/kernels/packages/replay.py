@@ -41,7 +41,8 @@ class Replay:
         made: Sequence[tuple[Callable[..., torch.Tensor], torch.Tensor]],
         calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
     ) -> None:
-        tensors, self._constants = [*given, *(tensor for _, tensor in made)], []
+        tensors = [*given, *(tensor for _, tensor in made)]
+        self._constants: list[Any] = []
         self._made = [(make, tuple(tensor.shape), tensor.dtype) for make, tensor in made]
         self._calls = []
         for function, arguments in calls:
@@ -86,7 +87,8 @@ def replay_of(call: Callable[..., Any], given: Sequence[torch.Tensor], owners: S
         call: works in place on what it is given, and has run before with such tensors.
         owners: what has a `compile_cache` by which the package finds compiled functions; one thread watches at a time.
     """
-    made, calls = _Allocations(), []
+    made = _Allocations()
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     with _watched(owners, calls), made:
         call(*given)
     if made.others or not calls:
@@ -98,7 +100,7 @@ def replay_of(call: Callable[..., Any], given: Sequence[torch.Tensor], owners: S
 
 
 class _Allocations(TorchDispatchMode):
-    """Notes what is allocated, and what else PyTorch does; what was allocated is held, so that addresses tell it apart."""
+    """Notes what is allocated, and what else PyTorch does; it is held meanwhile, so that addresses tell it apart."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -130,6 +130,7 @@ class Graph:
         assert described.stride[-1] == 1 and (tensor.is_contiguous() or tensor.shape == described.dim)
         return tensor.as_strided(described.dim, described.stride, tensor.storage_offset())
 
+
 class Package(types.ModuleType):
     """The module `cudnn`.
 

@@ -167,7 +167,9 @@ class Epilogue:
         loaded = {"c": c, **operands} if c is not None else operands
         assert set(loaded) == set(inspect.signature(self.body).parameters) - {"acc"}
         vectors = {name: operands[name] for name in self.ops}
-        tiles = {name.replace("c", "C") if name == "c" else name: t for name, t in loaded.items() if name not in vectors}
+        tiles = {
+            name.replace("c", "C") if name == "c" else name: t for name, t in loaded.items() if name not in vectors
+        }
         assert all(t.shape == b.shape[1:] and t.is_contiguous() and not t.data_ptr() % 16 for t in vectors.values())
         self.package.begin(self.body.__name__, a, b, tiles | out, **vectors)
         made = self.body(a.double() @ b.double(), **{name: t.double() for name, t in loaded.items()})

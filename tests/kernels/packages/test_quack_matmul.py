@@ -279,7 +279,11 @@ def test_what_is_asked_of_a_function_is_what_it_is_given(package, monkeypatch):
 
     for module, name in taken:
         *owners, last = name.split(".")
-        noted((module, name), operator.attrgetter(*owners)(package.modules[module]) if owners else package.modules[module], last)
+        noted(
+            (module, name),
+            operator.attrgetter(*owners)(package.modules[module]) if owners else package.modules[module],
+            last,
+        )
     quack_matmul.linear_bias_gelu_aux(x, w, b)
     quack_matmul.input_gradient_dgelu_sum(dy, w, h)
     quack_matmul.input_gradient_dswiglu(*gated_tensors((3,), 16, 24))
