@@ -2,8 +2,8 @@
 
 The package is optional, and imported when a plan on a machine with a GPU first asks for it. Its kernels are written in
 CUTLASS's Python language: each is compiled when it first runs, by one thread at a time and never while a stream is
-captured; the package keeps them on disk. What it plans for sizes and strides is kept here: later calls hand over no more
-than tensors. They run on PyTorch's current stream. Sums are in float32; a product gives the same bits each time.
+captured; the package keeps them on disk. What it plans for sizes and strides is kept here, and later calls hand over
+tensors alone. They run on PyTorch's current stream. Sums are in float32; a product gives the same bits each time.
 
 Legend: N rows, I = in, O = out features.
 """
