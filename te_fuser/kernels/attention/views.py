@@ -75,6 +75,12 @@ def _form(t: torch.Tensor) -> HeadsForm:
     return tuple(t.shape), t.stride(), int(t.storage_offset())
 
 
+def _turned(form: HeadsForm) -> HeadsForm:
+    """Positions before heads."""
+    (b, h, length, dim), (batch, head, position, along), offset = form
+    return (b, length, h, dim), (batch, position, head, along), offset
+
+
 @dataclass(frozen=True)
 class Views:
     """The way between packed tensors and a kernel's [b, h, S, D]; `views_of` has those of sizes that came before."""
@@ -133,6 +139,24 @@ class Views:
         """
         q, k, v = self.packed
         return lying(qkv, q), lying(qkv, k), lying(qkv, v)
+
+    def by_position(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `within`, with positions before heads: q [b, S, h, D], k and v [b, S, g, D]."""
+        q, k, v = self._packed_by_position
+        return lying(qkv, q), lying(qkv, k), lying(qkv, v)
+
+    @functools.cached_property
+    def _packed_by_position(self) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
+        q, k, v = self.packed
+        return _turned(q), _turned(k), _turned(v)
+
+    def output_by_position(self, y: torch.Tensor) -> torch.Tensor:
+        """As `split_output`, [b, S, h, D]."""
+        return lying(y.contiguous(), self._output_by_position)
+
+    @functools.cached_property
+    def _output_by_position(self) -> HeadsForm:
+        return _turned(self.output)
 
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [b, h, S, D], features side by side."""

@@ -76,10 +76,9 @@ class CudaFlashAttn4(CudaProvider):
         if not x.numel():
             return dx
         views = views_of(settings, x.shape)
-        read = (*views.split(self._readable(x)), *(views.split_output(self._readable(t)) for t in (y, dy)))
-        q, k, v, out, dout = (heads.transpose(1, 2) for heads in read)
-        dq, dk, dv = (heads.transpose(1, 2) for heads in views.within(dx))
-        made, causal, scale = (dq, dk, dv), settings.causal, settings.scale
+        q, k, v = views.by_position(self._readable(x.contiguous()))
+        out, dout = (views.output_by_position(self._readable(t)) for t in (y, dy))
+        made, causal, scale = views.by_position(dx), settings.causal, settings.scale
         flash_attn_4.backward(q, k, v, out, dout, logsumexp.contiguous(), made, causal=causal, scale=scale)
         return dx
 
