@@ -7,7 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost, Details, fusion
+from te_fuser.fusions import Cost
 from te_fuser.ops.base import Gradient
 from tests.fusions.declared import declared
 from tests.fusions.products import covered, reasons

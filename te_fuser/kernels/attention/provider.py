@@ -78,7 +78,7 @@ class Provider:
     def __init__(self) -> None:
         self._unavailable = next(filter(None, map(why_no_operator, self.schemas)), None)
         if self.schemas:
-            self._forward, self._backward = (operator_of(schema) for schema in self.schemas)
+            self._forward, self._backward = map(function_of, self.schemas)
 
     def __repr__(self) -> str:
         return f"<attention provider {self.name}>"
@@ -189,6 +189,12 @@ def operator_of(schema: str) -> Any:
     name = schema.removeprefix("aten::").partition("(")[0]
     found = getattr(torch.ops.aten, name, None)
     return None if found is None else found.default
+
+
+def function_of(schema: str) -> Any:
+    """How it is called: by the function that torch itself has for it, which is the shortest way, else as it is."""
+    name = schema.removeprefix("aten::").partition("(")[0]
+    return getattr(torch, name, None) or operator_of(schema)
 
 
 def why_no_operator(schema: str) -> str | None:

@@ -162,10 +162,6 @@ class Views:
         """The output or its gradient as [b, h, S, D], features side by side."""
         return lying(y.contiguous(), self.output)
 
-    def new_output(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for an output, as [b, h, S, D] that lies in the op's layout."""
-        return self.split_output(like.new_empty(self.output_shape))
-
     def merge_output(self, out: torch.Tensor) -> torch.Tensor:
         """[b, h, S, D] as the op's output."""
         if out.stride() == self.output[1]:

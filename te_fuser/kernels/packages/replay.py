@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ALLOCATIONS: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.empty.memory_format: torch.empty,
-    torch.ops.aten.zeros.default: torch.zeros,
+    torch.ops.aten.empty.memory_format: torch.Tensor.new_empty,
+    torch.ops.aten.zeros.default: torch.Tensor.new_zeros,
 }
 _ALIASES = (torch.ops.aten.detach.default,)
 
@@ -50,8 +50,8 @@ class Replay:
             self._calls.append((function, operator.itemgetter(*places)))
 
     def __call__(self, *given: torch.Tensor) -> None:
-        device = given[0].device
-        made = [make(shape, dtype=dtype, device=device) for make, shape, dtype in self._made]
+        first = given[0]
+        made = [make(first, shape, dtype=dtype) for make, shape, dtype in self._made]
         there = (*given, *made, *self._constants)
         for function, arguments in self._calls:
             function(*arguments(there))
