@@ -20,27 +20,21 @@ from te_fuser.fusions.registry import Details, Fusion, fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
+from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 
-def _settings(m: FusionCall) -> AttentionSettings:
-    """What was planned: the op may have left training since its forward."""
-    op, last = _op(m), len(m) - 1
-    return replace(op.settings(), dropout=op.dropout if m.draws(last) else 0.0)
-
-
-def _op(m: Match | FusionCall) -> DotProductAttention:
+def _op(m: Match) -> DotProductAttention:
     return cast(DotProductAttention, m[len(m) - 1].op)
 
 
-def _rotary(m: Match | FusionCall) -> RotaryEmbedding | None:
+def _rotary(m: Match) -> RotaryEmbedding | None:
     """The rotation just before attention, if it is part of the match."""
     op = m[len(m) - 2].op if len(m) > 1 else None
     return cast(RotaryEmbedding, op) if op is not None and op.kind is RotaryEmbedding else None
 
 
-def _rotation(m: Match | FusionCall) -> packed_heads.Rotation | None:
+def _rotation(m: Match) -> packed_heads.Rotation | None:
     rotary = _rotary(m)
     return None if rotary is None else rotary_embedding.rotation_of(rotary)
 
@@ -55,42 +49,49 @@ def _why_not_the_ops_before(m: Match) -> str | None:
     return rotary_embedding.why_no_kernel(m)
 
 
-def _attention_inputs(m: FusionCall, provider: Provider) -> dict[str, Any]:
-    """What the provider's backward takes, by its names."""
-    tensors = {name: m[name] for name in ("output", *provider.emits)} | {"input": m["-1.input"]}
-    if _op(m).named_inputs():
-        tensors["attention_mask"] = m[f"{len(m) - 1}.attention_mask"]
-    return tensors
+class _Attention:
+    """Attention of a match by a provider: what no call changes is asked while planning.
 
+    A plan holds one for each direction; of the ops it keeps what they said then.
+    """
 
-def _whole_backward(m: FusionCall, dy: torch.Tensor, provider: Provider) -> Any:
-    """The gradient of what enters the match, and that of its bias."""
-    settings, tensors = _settings(m), _attention_inputs(m, provider)
-    if len(m) == 1:
-        return provider.backward(settings, tensors, dy)
-    wanted = m.needs("0.bias")
-    parts = provider.gradients(settings, tensors, dy)
-    sums = m["0.bias"].dtype if wanted else None
-    dx, dbias = packed_heads.pack(settings.heads, parts, rotation=_rotation(m), sums=sums, later=m.later)
-    return (dx, {"0.bias": dbias}) if wanted else dx
+    def __init__(self, provider: Provider, m: Match) -> None:
+        op, self._provider, self._last = _op(m), provider, len(m) - 1
+        still = replace(op.settings(), dropout=0.0)
+        # By whether it draws, which a call knows: the op may leave training at any time.
+        self._settings = {False: still, True: replace(still, dropout=op.dropout)}
+        self._packing = packed_heads.Packing(op.packed, _rotation(m))
+        mask = {"attention_mask": f"{self._last}.attention_mask"} if op.named_inputs() else {}
+        self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
+
+    def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+        """The output; of the match forward covers attention alone."""
+        draws, provider = m.draws(0), self._provider
+        mask = m["0.attention_mask"] if "attention_mask" in self._read else None
+        random = m.random(0) if provider.draws and draws else None
+        y, saved = provider.forward(self._settings[draws], x, mask, random)
+        for name, tensor in saved.items():
+            m.emit(name, tensor)
+        return y
+
+    def backward(self, m: FusionCall, dy: torch.Tensor) -> Any:
+        """The gradient of what enters the match, and that of its bias."""
+        tensors = {name: m[source] for name, source in self._read.items()}
+        settings, provider = self._settings[m.draws(self._last)], self._provider
+        if self._last == 0:
+            return provider.backward(settings, tensors, dy)
+        wanted = m.needs("0.bias")
+        sums = m["0.bias"].dtype if wanted else None
+        parts, grouped = provider.gradients_apart(settings, tensors, dy)
+        dx, dbias = self._packing(parts, grouped, sums=sums, later=m.later)
+        return (dx, {"0.bias": dbias}) if wanted else dx
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
     """The joint fusion that runs attention by a provider; a provider of your own becomes part of plans by this call."""
 
-    class Both:
-        @staticmethod
-        def forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
-            mask = m["0.attention_mask"] if _op(m).named_inputs() else None
-            random = m.random(0) if provider.draws and m.draws(0) else None
-            y, saved = provider.forward(_settings(m), x, mask, random)
-            for name, tensor in saved.items():
-                m.emit(name, tensor)
-            return y
-
-        @staticmethod
-        def backward(m: FusionCall, dy: torch.Tensor) -> Any:
-            return _whole_backward(m, dy, provider)
+    class Both(_Attention):
+        pass
 
     def when(m: Match) -> bool | str:
         problem = AttentionProblem.of(_op(m).settings(), m.x, m.capability, m.needs_grad)
@@ -111,6 +112,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         reads=("-1.input", "output"),
         saves=provider.emits,
         details=Details(
+            choose=lambda m, direction: getattr(Both(provider, m), direction),
             saved_bytes=saved_bytes,
             forward_ops=1,
             compiles=_compiles,

@@ -245,8 +245,10 @@ class Details:
             run apart. It then decorates a class, each node's `method` is a static one f(dy, *reads) -> what it
             produces, and backward's `cost` may be a Cost for each node. What produces no "input" runs once what it
             reads is there, so that may be computed again first.
-        choose: f(match, method) -> the plain function to run in a match, or a `Body` that says more of it; `method` is
-            "forward", "backward" or a node's. It is asked while planning, and needs `takes` or `gradients`.
+        choose: f(match, method) -> the function to run in a match, or a `Body` that says more of it; `method` is
+            "forward", "backward" or a node's. It is asked while planning, once for each step, so that the function may
+            hold what no call changes. It is called as the declared one would be: with the tensors of `takes`, with dy
+            and what a node reads, else with (m, x); None: the declared one runs.
         saved_bytes: f(match) -> bytes of each name in `saves`, for the plan; what is missing counts as none.
         forward_ops, backward_ops: of a joint fusion, which ops of its match each direction covers: the last n, or a
             slice; all by default. The others run in that direction as they are planned. Names are of these ops, and
@@ -443,11 +445,8 @@ def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[
         raise ValueError(
             "a node of a fusion is one step: only an op's gradient may start something and wait for it later"
         )
-    plain = details.gradients or details.takes
     if details.gives and not details.takes:
         raise ValueError("gives names what a plain function of tensors returns: name its arguments in takes")
-    if details.choose is not None and not plain:
-        raise ValueError("choose gives a plain function of tensors: name its arguments in takes, or in gradients")
     if details.sums and (details.gradients or (details.takes and direction == "backward")):
         raise ValueError("sums are left by m.later, which a plain function of tensors (takes, gradients) has not")
     if any(not re.fullmatch(r"\d+\.\w+", s) for s in details.sums):

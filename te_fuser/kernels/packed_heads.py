@@ -12,6 +12,7 @@ F = (G * R + 2 * G) * D packed features.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ _WARP = 32
 _THREADS = range(256, 0, -32)  # of a block
 _RESIDENT = 512  # threads of a multiprocessor: fewer do not hide the latency of memory, more were slower on an H200
 _MOST_ROWS = 2**31 - 1
+_FORMS_KEPT = 256
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -205,15 +208,16 @@ def turn(
     Returns: the packed result, contiguous, and the sums [F] or None.
     """
     ready = _ready(heads, x.dtype, False, rotation, back, None if bias is None else bias.dtype, sums, x.device)
-    sequence, batch = LAYOUTS[heads.layout]
     x = _readable(x, ready.vector)
+    sequence, batch = LAYOUTS[heads.layout]
     strides = x.stride(sequence), x.stride(batch), 0, 0
-    return _run(ready, heads, [x], strides, x.shape[batch], x.shape[sequence], bias, later)
+    rows = _Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
+    return _run(ready, rows, [x], bias, later)
 
 
 def pack(
     heads: PackedHeads,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    parts: Parts,
     *,
     rotation: Rotation | None = None,
     sums: torch.dtype | None = None,
@@ -228,11 +232,50 @@ def pack(
 
     Returns: the packed gradient in the layout of `heads`, and the sums [F] or None.
     """
-    ready = _ready(heads, parts[0].dtype, True, rotation, True, None, sums, parts[0].device)
-    q, k, v = [_readable(part, ready.vector) for part in parts]
+    return Packing(heads, rotation)(parts, sums=sums, later=later)
+
+
+class Packing:
+    """`pack` as a step of a plan calls it: what dtypes, sizes and strides decide is worked out when they are new."""
+
+    def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
+        self._heads, self._rotation = heads, rotation
+        self._known: dict[Hashable, tuple[_Ready, _Rows]] = {}
+
+    def __call__(
+        self,
+        parts: Parts,
+        grouped: Callable[..., Parts] | None = None,
+        *,
+        sums: torch.dtype | None = None,
+        later: object = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The packed gradient, and the sums.
+
+        Args:
+            parts: as `pack` takes them, or as `grouped` makes them so, by views alone.
+        """
+        q, k, v = parts
+        form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, sums
+        known = self._known.get(form)
+        if known is not None:
+            return _run(*known, [q, k, v], None, later)
+        q, k, v = parts if grouped is None else grouped(*parts)
+        ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, q.device)
+        sources = [_readable(part, ready.vector) for part in (q, k, v)]
+        rows = _rows_of_parts(self._heads, sources, ready.vector)
+        if all(source is part for source, part in zip(sources, (q, k, v), strict=True)):
+            if len(self._known) >= _FORMS_KEPT:
+                self._known.clear()
+            self._known[form] = ready, rows
+        return _run(ready, rows, sources, None, later)
+
+
+def _rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: int) -> _Rows:
+    q, k, v = parts
     (q_sample, q_group, q_head, q_position, _), k_steps, v_steps = q.stride(), k.stride(), v.stride()
     strides = q_position, q_sample, q_group, q_head, *_positions_first(k_steps), *_positions_first(v_steps)
-    return _run(ready, heads, [q, k, v], strides, q.shape[0], q.shape[3], None, later)
+    return _Rows.of(heads, parts, strides, vector, samples=q.shape[0], positions=q.shape[3])
 
 
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
@@ -249,43 +292,80 @@ def _readable(x: torch.Tensor, vector: int) -> torch.Tensor:
     return x if last == 1 or not x.numel() else x.contiguous()
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """All that x reaches, as one contiguous dimension: the native runtime takes nothing else."""
+@dataclass(frozen=True)
+class _Rows:
+    """What a launch is told of the sizes and strides of its tensors.
+
+    Attributes:
+        out: the shape of the result.
+        count: rows, which are samples times positions.
+        reaches: elements from the first to the last of each source; 0: it is contiguous.
+        steps: the integers that the kernel takes.
+    """
+
+    out: tuple[int, int, int]
+    count: int
+    samples: int
+    positions: int
+    reaches: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        heads: PackedHeads,
+        sources: Iterable[torch.Tensor],
+        strides: tuple[int, ...],
+        vector: int,
+        *,
+        samples: int,
+        positions: int,
+    ) -> _Rows:
+        """Of a result in the layout of `heads`.
+
+        Raises:
+            ValueError: for more rows than the kernel counts.
+        """
+        if samples * positions > _MOST_ROWS:
+            raise ValueError(
+                f"{samples} samples of {positions} positions are more than {_MOST_ROWS} rows: split the batch"
+            )
+        out = (*heads.leading(samples, positions), heads.features)
+        ahead = out[1] * heads.features, heads.features
+        sequence, batch = LAYOUTS[heads.layout]
+        steps = tuple(step // vector for step in (ahead[sequence], ahead[batch], *strides))
+        return cls(out, samples * positions, samples, positions, tuple(map(_reach, sources)), steps)
+
+
+def _reach(x: torch.Tensor) -> int:
+    """All that x reaches, as one contiguous dimension; 0 where it is contiguous."""
     if x.is_contiguous():
-        return x
-    reach = 1 + sum([(size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)])
-    return x.as_strided((reach,), (1,))
+        return 0
+    return 1 + sum([(size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)])
 
 
 def _run(
     ready: _Ready,
-    heads: PackedHeads,
-    sources: list[torch.Tensor],
-    strides: tuple[int, ...],
-    samples: int,
-    positions: int,
+    rows: _Rows,
+    sources: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     later: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Allocate, and launch on tensors that can be read where they lie."""
-    first, features = sources[0], heads.features
-    sequence, batch = LAYOUTS[heads.layout]
-    out = first.new_empty((*heads.leading(samples, positions), features))
-    sums = None if ready.sums is None else first.new_empty(features, dtype=ready.sums)
-    if not out.numel():
+    first = sources[0]
+    out = first.new_empty(rows.out)
+    sums = None if ready.sums is None else first.new_empty(rows.out[2], dtype=ready.sums)
+    if not rows.count:
         return out, None if sums is None else sums.zero_()
-    if samples * positions > _MOST_ROWS:
-        raise ValueError(f"{samples} samples of {positions} positions are more than {_MOST_ROWS} rows: split the batch")
-    tensors = [_flat(source) for source in sources]
+    # The native runtime takes contiguous tensors alone.
+    tensors = [x.as_strided((n,), (1,)) if n else x for x, n in zip(sources, rows.reaches, strict=True)]
     if ready.rotation is not None:
-        tensors += _angles(ready.rotation, positions, first.device)
+        tensors += _angles(ready.rotation, rows.positions, first.device)
     if bias is not None:
         tensors.append(bias.contiguous())
     tensors += [out] if sums is None else [out, sums]
-    vector = ready.vector
-    steps = [step // vector for step in (out.stride(sequence), out.stride(batch), *strides)]
     launch = ready.kernel if later is None else functools.partial(ready.kernel.leave_sums, later)
-    launch(tuple(tensors), samples * positions, 1, samples, tuple(steps))
+    launch(tuple(tensors), rows.count, 1, rows.samples, rows.steps)
     return out, sums
 
 

@@ -507,6 +507,41 @@ def test_a_choice_that_is_none(choose, error, words):
         te_fuser.Sequential(ops.GELU())(X)
 
 
+def test_what_runs_may_be_chosen_for_each_match_and_direction():
+    """Where nothing is chosen, the declared body runs."""
+    asked = []
+
+    class Scaled:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def forward(self, m, x):
+            return self.factor * F.silu(x)
+
+        def backward(self, m, dy):
+            return torch.ops.aten.silu_backward(self.factor * dy, m["input"])
+
+    def choose(m, method):
+        asked.append((m.x.features, method))
+        return getattr(Scaled(m.x.features), method) if m.x.features > 4 or method == "forward" else None
+
+    class Both:
+        forward, backward = None, staticmethod(lambda m, dy: 0 * dy)
+
+    Both.forward = staticmethod(lambda m, x: pytest.fail("its forward was chosen"))
+    mine = declared(joint=[ops.SiLU], name="mine", reads=["input"], choose=choose, registered=False, **FREE)(Both)
+    for features, slope in ((8, 8), (4, 0)):
+        model, x = te_fuser.Sequential(ops.SiLU()), tensor(3, features)
+        with fusions.only(mine):
+            y = model(x)
+            (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        leaf = x.detach().requires_grad_()
+        want = F.silu(leaf)
+        torch.testing.assert_close(y, features * want)
+        torch.testing.assert_close(dx, slope * torch.autograd.grad(want.sum(), leaf)[0])
+    assert set(asked) == {(n, method) for n in (8, 4) for method in ("forward", "backward")}
+
+
 def test_one_name_for_a_sequence_of_names():
     with pytest.raises(TypeError, match=r"emits is a sequence of names, got '0.output'; write \('0.output',\)"):
         te_fuser.fusion(forward=[ops.GELU], emits="0.output")

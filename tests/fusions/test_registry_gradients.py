@@ -7,7 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost, Details, fusion
+from te_fuser.fusions import Cost
 from te_fuser.ops.base import Gradient
 from tests.fusions.declared import declared
 from tests.fusions.products import covered, reasons
@@ -84,5 +84,3 @@ def test_a_gradient_that_no_node_gives() -> None:
 def test_declarations_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="a forward fusion has no gradients; that is for backward"):
         apart(backward=None, forward=[ops.MatMul])
-    with pytest.raises(ValueError, match="choose gives a plain function of tensors: name its arguments"):
-        fusion(forward=[ops.MatMul], details=Details(choose=lambda m, method: None))(lambda m, x: x)  # type: ignore[arg-type, return-value]

@@ -87,6 +87,30 @@ def test_it_agrees_with_the_meaning(layout: str, packing: str, mask: str) -> Non
         assert all(close(one, other) for one, other in zip((y, dx), want, strict=True)), sizes
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_later_calls_compute_what_the_package_does(kv_heads: int) -> None:
+    """Launched again without it: other data, and memory that begins as zeros where keys have several query heads."""
+    op = ops.DotProductAttention(4, 128, kv_heads=kv_heads, mask="causal", layout="batch_first", packing="blocked")
+    inputs = [[torch.randn(2, 301, n, device="cuda", dtype=torch.bfloat16) for n in (op.packed.features, 512)]]
+    inputs += [[3 * t.flip(1) for t in inputs[0]], inputs[0]]
+    with torch.no_grad():
+        later = [by_provider(PROVIDER, op, *given) for given in inputs]
+        for found, (x, dy) in zip(later, inputs, strict=True):
+            flash_attn_4.runs.forget()
+            want = by_provider(PROVIDER, op, x, dy)
+            assert torch.equal(found[0], want[0]) and close(found[1], want[1])
+
+
+def test_later_calls_are_the_packages_launches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, op, dy = one_backward(PROVIDER, 128, 216)
+    want = PROVIDER.backward(op.settings(), tensors, dy)
+    for name in flash_attn_4._TAKEN:
+        monkeypatch.setattr(flash_attn_4._module(), name, lambda **named: pytest.fail("the package was called"))
+    assert close(PROVIDER.backward(op.settings(), tensors, dy), want)
+    with torch.no_grad():
+        assert torch.equal(PROVIDER.forward(op.settings(), tensors["input"])[0], tensors["output"])
+
+
 def test_one_position() -> None:
     """A row that sees itself alone: the output is its value."""
     op = ops.DotProductAttention(4, 128, mask="causal")

@@ -152,6 +152,21 @@ def test_strides_and_offsets() -> None:
         assert all(torch.equal(a, c) for a, c in zip(given, kept, strict=True))
 
 
+def test_calls_of_one_form_on_two_streams_have_sums_of_their_own() -> None:
+    _, w, _, dy, h = tensors((512,), 1024, 264)
+    inputs = [(dy * k, w, h.roll(k, 0)) for k in range(1, 5)]
+    want = [products.input_gradient_dgelu_sum(*given) for given in inputs]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found = []
+    for k, given in enumerate(inputs):
+        with torch.cuda.stream(streams[k % 2]):
+            found.append(products.input_gradient_dgelu_sum(*given))
+    torch.cuda.synchronize()
+    for ours, theirs in zip(found, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.fixture
 def cheap() -> Iterator[tuple[object, ...]]:
     """Its fusions at no cost, in the place of cuBLASLt's with GELU and of generated kernels."""

@@ -41,11 +41,11 @@ class ReadsSums(OnFakeGpu):
 
     name = "reads_sums_on_fake_gpu"
 
-    def gradients(self, settings: Any, tensors: Any, dy: torch.Tensor) -> Any:
-        parts = super().gradients(settings, tensors, dy)
-        dx, sums = packed_heads.pack(settings.heads, parts, sums=dy.dtype)
+    def gradients_apart(self, settings: Any, tensors: Any, dy: torch.Tensor) -> Any:
+        parts, grouped = super().gradients_apart(settings, tensors, dy)
+        dx, sums = packed_heads.pack(settings.heads, grouped(*parts), sums=dy.dtype)
         torch.testing.assert_close(sums, dx.flatten(0, 1).sum(0), rtol=1e-4, atol=1e-4)
-        return parts
+        return parts, grouped
 
 
 ATTENTION = declare(OnFakeGpu(), registered=False)
@@ -173,11 +173,11 @@ def test_a_program_within_a_program_adds_up_its_own(driver: FakeDriver) -> None:
     class RunsAnother(OnFakeGpu):
         name = "runs_another_on_fake_gpu"
 
-        def gradients(self, settings: Any, tensors: Any, dy: torch.Tensor) -> Any:
+        def gradients_apart(self, settings: Any, tensors: Any, dy: torch.Tensor) -> Any:
             if not copies:
                 with only(), torch.enable_grad():
                     copies.extend(t.clone() for t in gradients(inner, inner_x))
-            return super().gradients(settings, tensors, dy)
+            return super().gradients_apart(settings, tensors, dy)
 
     model, x = layer("bias and attention"), source()
     with only(declare(RunsAnother(), registered=False)):
@@ -193,13 +193,13 @@ def test_a_step_that_fails_leaves_nothing_behind(driver: FakeDriver) -> None:
         wanted = gradients(model, x)
         y = model(x)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="enough"):
-            pack = packed_heads.pack
+            pack = packed_heads.Packing.__call__
 
             def fails(*arguments: Any, **options: Any) -> Any:
                 pack(*arguments, **options)
                 raise RuntimeError("enough")
 
-            patch.setattr(packed_heads, "pack", fails)
+            patch.setattr(packed_heads.Packing, "__call__", fails)
             torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))
         assert driver.last_symbol == b"packed_heads"
         found = gradients(model, x)
@@ -209,14 +209,14 @@ def test_a_step_that_fails_leaves_nothing_behind(driver: FakeDriver) -> None:
 def test_totals_live_until_they_are_added_up(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the body of a fusion gives something else than what the kernel is going to write."""
     died: list[bytes] = []
-    pack = packed_heads.pack
+    pack = packed_heads.Packing.__call__
 
     def gives_another(*arguments: Any, **options: Any) -> Any:
         dx, sums = pack(*arguments, **options)
         weakref.finalize(sums, lambda: died.append(driver.last_symbol))
         return dx, torch.zeros_like(sums)
 
-    monkeypatch.setattr(packed_heads, "pack", gives_another)
+    monkeypatch.setattr(packed_heads.Packing, "__call__", gives_another)
     model, x = layer("bias and attention"), source()
     with only():
         gradients(model, x)
@@ -232,14 +232,14 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> te_fuser.Sequential:
 def test_verified_steps_leave_their_sums_too(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait to the end of the step, so that what looks at its results finds them there."""
     names = []
-    pack = packed_heads.pack
+    pack = packed_heads.Packing.__call__
 
     def watched(*arguments: Any, **options: Any) -> Any:
         made = pack(*arguments, **options)
         names.append((options["later"] is None, driver.last_symbol))
         return made
 
-    monkeypatch.setattr(packed_heads, "pack", watched)
+    monkeypatch.setattr(packed_heads.Packing, "__call__", watched)
     model, x = verified(monkeypatch), source()
     with only():
         assert_exact(gradients(model, x), model, x)
@@ -247,7 +247,7 @@ def test_verified_steps_leave_their_sums_too(driver: FakeDriver, monkeypatch: py
 
 
 def test_verify_sees_who_reads_sums_that_wait(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = packed_heads.pack
+    pack = packed_heads.Packing.__call__
 
     def too_early(*arguments: Any, **options: Any) -> Any:
         dx, sums = pack(*arguments, **options)
@@ -255,7 +255,7 @@ def test_verify_sees_who_reads_sums_that_wait(driver: FakeDriver, monkeypatch: p
             sums.zero_()  # whatever the memory held before
         return dx, sums.clone()
 
-    monkeypatch.setattr(packed_heads, "pack", too_early)
+    monkeypatch.setattr(packed_heads.Packing, "__call__", too_early)
     model, x = verified(monkeypatch), source()
     with only(), pytest.raises(VerificationError, match="gradient of bias"):
         gradients(model, x)

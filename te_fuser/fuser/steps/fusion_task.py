@@ -77,14 +77,14 @@ class FusionTask(Task):
             )
         inputs = [slots[read[name]] for name in takes]
         return _native.FunctionStep(
-            f"fusion {fusion.name}", self._plain(), inputs, [made.get(name, -1) for name in gives]
+            f"fusion {fusion.name}", self.function(), inputs, [made.get(name, -1) for name in gives]
         )
 
     def runs_by(self) -> str:
         return self.body.describe() if self.body is not None and self.body.describe is not None else ""
 
-    def _plain(self) -> Callable[..., Any]:
-        """The plain function of tensors that was chosen here, or that the fusion declares."""
+    def function(self) -> Callable[..., Any]:
+        """What was chosen here, or what the fusion declares: a plain function of tensors, or a body of (m, x)."""
         if self.body is not None:
             return self.body.function
         declared = self.fusion.run_forward if self.direction == "forward" else self.fusion.run_backward
@@ -99,9 +99,7 @@ class FusionRunner:
 
     def __init__(self, step: Step, task: FusionTask, slots: SlotMap) -> None:
         self._forward = task.direction == "forward"
-        function = task.fusion.run_forward if self._forward else task.fusion.run_backward
-        assert function is not None
-        self._function = function
+        self._function = task.function()
         self._ops = tuple(n.op for n in task.nodes)
         self._needed = task.needed
         self._inputs = tuple((name, slots[r]) for name, r in step.inputs)

@@ -24,8 +24,12 @@ class CudaProvider(Provider):
     on_cuda = True
 
     def _readable(self, x: torch.Tensor) -> torch.Tensor:
-        steps = [stride * x.element_size() for stride in x.stride()[:-1]]
-        if x.stride(-1) == 1 and not any(step % _ALIGNMENT for step in (x.data_ptr(), *steps)):
+        size = x.element_size()
+        if x.data_ptr() % _ALIGNMENT:
+            return x.clone(memory_format=torch.contiguous_format)
+        if x.is_contiguous() and x.shape[-1] * size % _ALIGNMENT == 0:
+            return x
+        if x.stride(-1) == 1 and not any(stride * size % _ALIGNMENT for stride in x.stride()[:-1]):
             return x
         return x.clone(memory_format=torch.contiguous_format)
 

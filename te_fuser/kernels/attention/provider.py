@@ -5,7 +5,7 @@ Letters of shapes are those of `views.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 from te_fuser.formula.random import RandomStream
 from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
-from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
+from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views, views_of
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]
@@ -78,7 +78,7 @@ class Provider:
     def __init__(self) -> None:
         self._unavailable = next(filter(None, map(why_no_operator, self.schemas)), None)
         if self.schemas:
-            self._forward, self._backward = (operator_of(schema) for schema in self.schemas)
+            self._forward, self._backward = map(function_of, self.schemas)
 
     def __repr__(self) -> str:
         return f"<attention provider {self.name}>"
@@ -100,16 +100,16 @@ class Provider:
 
         `random` is there for providers that draw from it.
         """
-        heads = settings.heads
+        views = views_of(settings, qkv.shape)
         if not qkv.numel():
             empty = {name: qkv.new_empty(0, dtype=torch.float32) for name in self.emits}
-            return qkv.new_empty((*qkv.shape[:2], heads.heads * heads.head_dim)), empty
-        views = Views(settings, *heads.lengths(qkv.shape))
+            return qkv.new_empty(views.output_shape), empty
         out, saved = self._run(self._call(views, self._readable(qkv), mask))
-        y = views.merge_output(out).to(qkv.dtype)
+        y = views.merge_output(out)
+        y = y if y.dtype == qkv.dtype else y.to(qkv.dtype)
         blind = None if mask is None else self._blind(views, mask)
         if blind is not None:
-            y.view(*blind.shape[:3], heads.head_dim).masked_fill_(blind, 0.0)
+            y.view(*blind.shape[:3], settings.heads.head_dim).masked_fill_(blind, 0.0)
         return y, saved
 
     def backward(
@@ -120,7 +120,7 @@ class Provider:
         assert qkv is not None
         if not qkv.numel():
             return torch.zeros_like(qkv, memory_format=torch.contiguous_format)
-        views = Views(settings, *settings.heads.lengths(qkv.shape))
+        views = views_of(settings, qkv.shape)
         return views.pack(*self.gradients(settings, tensors, dy), dtype=qkv.dtype)
 
     def gradients(
@@ -132,25 +132,33 @@ class Provider:
         """
         if self.packs:
             return settings.heads.split(self.backward(settings, tensors, dy))
+        parts, grouped = self.gradients_apart(settings, tensors, dy)
+        return grouped(*parts)
+
+    def gradients_apart(
+        self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
+    ) -> tuple[Gradients, Callable[..., Gradients]]:
+        """The kernel's own three, and the views that make `gradients` of them."""
         qkv, out, mask = tensors["input"], tensors["output"], tensors.get("attention_mask")
         assert qkv is not None and out is not None
         if not qkv.numel():
-            return settings.heads.split(torch.zeros_like(qkv, memory_format=torch.contiguous_format))
-        views = Views(settings, *settings.heads.lengths(qkv.shape))
+            empty = settings.heads.split(torch.zeros_like(qkv, memory_format=torch.contiguous_format))
+            return empty, lambda *parts: parts
+        views = views_of(settings, qkv.shape)
         saved = {name: tensor for name in self.emits if (tensor := tensors[name]) is not None}
         blind = None if mask is None else self._blind(views, mask)
         if blind is not None:
             dy = dy.view(*blind.shape[:3], settings.heads.head_dim).masked_fill(blind, 0.0).reshape(dy.shape)
         dout = views.split_output(self._readable(dy))
         call = self._call(views, self._readable(qkv), mask)
-        return views.grouped(*self._run_backward(call, views.split_output(self._readable(out)), dout, saved))
+        return self._run_backward(call, views.split_output(self._readable(out)), dout, saved), views.grouped
 
     def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionCall:
         causal = views.settings.causal
         if mask is None:
-            return AttentionCall(views.settings, *views.split(qkv), bias=None, causal=causal)
+            return AttentionCall(views, *views.split(qkv), bias=None, causal=causal)
         bias, causal = self._bias(views, mask, qkv)
-        return AttentionCall(views.settings, *views.split(qkv), bias=bias, causal=causal)
+        return AttentionCall(views, *views.split(qkv), bias=bias, causal=causal)
 
     def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
         """The kernel's output [b, h, S, D] and what it gives for backward."""
@@ -181,6 +189,12 @@ def operator_of(schema: str) -> Any:
     name = schema.removeprefix("aten::").partition("(")[0]
     found = getattr(torch.ops.aten, name, None)
     return None if found is None else found.default
+
+
+def function_of(schema: str) -> Any:
+    """How it is called: by the function that torch itself has for it, which is the shortest way, else as it is."""
+    name = schema.removeprefix("aten::").partition("(")[0]
+    return getattr(torch, name, None) or operator_of(schema)
 
 
 def why_no_operator(schema: str) -> str | None:

@@ -41,7 +41,6 @@ def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
     return not settings.masked and (heads.layout == "sequence_first" or samples == 1)
 
 
-@functools.lru_cache(maxsize=_FORMS_KEPT)
 def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
     """Where q [b, h, S, D], k and v [b, g, S, D] lie in a contiguous packed tensor.
 
@@ -58,7 +57,6 @@ def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> t
     return q, k, v
 
 
-@functools.lru_cache(maxsize=_FORMS_KEPT)
 def output_form(settings: AttentionSettings, samples: int, positions: int) -> HeadsForm:
     """Where heads [b, h, S, D] lie in a contiguous output."""
     heads = settings.heads
@@ -77,9 +75,15 @@ def _form(t: torch.Tensor) -> HeadsForm:
     return tuple(t.shape), t.stride(), int(t.storage_offset())
 
 
+def _turned(form: HeadsForm) -> HeadsForm:
+    """Positions before heads."""
+    (b, h, length, dim), (batch, head, position, along), offset = form
+    return (b, length, h, dim), (batch, position, head, along), offset
+
+
 @dataclass(frozen=True)
 class Views:
-    """The way between packed tensors and a kernel's [b, h, S, D]."""
+    """The way between packed tensors and a kernel's [b, h, S, D]; `views_of` has those of sizes that came before."""
 
     settings: AttentionSettings
     samples: int
@@ -90,9 +94,38 @@ class Views:
         """[B, G, R, S, D] -> the op's layout."""
         return (3, 0, 1, 2, 4) if self.settings.heads.layout == "sequence_first" else (0, 3, 1, 2, 4)
 
+    @functools.cached_property
+    def packed(self) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
+        """Where queries, keys and values lie in a contiguous packed tensor.
+
+        Raises:
+            RuntimeError: for query heads of groups that have no common stride.
+        """
+        return packed_forms(self.settings, self.samples, self.positions)
+
+    @functools.cached_property
+    def output(self) -> HeadsForm:
+        """Where heads lie in a contiguous output."""
+        return output_form(self.settings, self.samples, self.positions)
+
+    @functools.cached_property
+    def output_shape(self) -> tuple[int, int, int]:
+        """That of the op's output."""
+        heads = self.settings.heads
+        return (*heads.leading(self.samples, self.positions), heads.heads * heads.head_dim)
+
+    @functools.cached_property
+    def _output_stride(self) -> tuple[int, int, int]:
+        _, second, features = self.output_shape
+        return second * features, features, 1
+
+    @functools.cached_property
+    def _one_stride(self) -> bool:
+        return has_one_stride(self.settings, self.samples)
+
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [b, h, S, D], k and v [b, g, S, D]; views, except for query heads of groups that have no common stride."""
-        if qkv.is_contiguous() and has_one_stride(self.settings, self.samples):
+        if self._one_stride and qkv.is_contiguous():
             return self.within(qkv)
         q, k, v = self.settings.heads.split(qkv)
         b, h, g = lead(self.settings, self.samples)
@@ -104,21 +137,36 @@ class Views:
         Raises:
             RuntimeError: for query heads of groups that have no common stride.
         """
-        q, k, v = packed_forms(self.settings, self.samples, self.positions)
+        q, k, v = self.packed
         return lying(qkv, q), lying(qkv, k), lying(qkv, v)
+
+    def by_position(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `within`, with positions before heads: q [b, S, h, D], k and v [b, S, g, D]."""
+        q, k, v = self._packed_by_position
+        return lying(qkv, q), lying(qkv, k), lying(qkv, v)
+
+    @functools.cached_property
+    def _packed_by_position(self) -> tuple[HeadsForm, HeadsForm, HeadsForm]:
+        q, k, v = self.packed
+        return _turned(q), _turned(k), _turned(v)
+
+    def output_by_position(self, y: torch.Tensor) -> torch.Tensor:
+        """As `split_output`, [b, S, h, D]."""
+        return lying(y.contiguous(), self._output_by_position)
+
+    @functools.cached_property
+    def _output_by_position(self) -> HeadsForm:
+        return _turned(self.output)
 
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [b, h, S, D], features side by side."""
-        return lying(y.contiguous(), output_form(self.settings, self.samples, self.positions))
-
-    def new_output(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for an output, as [b, h, S, D] that lies in the op's layout."""
-        heads = self.settings.heads
-        rows = heads.leading(self.samples, self.positions)
-        return self.split_output(like.new_empty((*rows, heads.heads * heads.head_dim)))
+        return lying(y.contiguous(), self.output)
 
     def merge_output(self, out: torch.Tensor) -> torch.Tensor:
         """[b, h, S, D] as the op's output."""
+        if out.stride() == self.output[1]:
+            # Detached it is no view to autograd: it stands for its own storage, as an output of an op must.
+            return out.as_strided(self.output_shape, self._output_stride).detach()
         return self.settings.heads.merge_output(self._grouped(out, self.settings.heads.per_group))
 
     def grouped(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Gradients:
@@ -140,11 +188,17 @@ class Views:
         return part.view(self.samples, self.settings.heads.kv_heads, per_group, self.positions, part.shape[-1])
 
 
+@functools.lru_cache(maxsize=_FORMS_KEPT)
+def views_of(settings: AttentionSettings, shape: torch.Size) -> Views:
+    """The views of packed heads of that shape."""
+    return Views(settings, *settings.heads.lengths(shape))
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """What a kernel is given: q [b, h, S, D], k and v [b, g, S, D], and what it adds to the scores, if anything."""
 
-    settings: AttentionSettings
+    views: Views
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -152,6 +206,11 @@ class AttentionCall:
     causal: bool
 
     @property
+    def settings(self) -> AttentionSettings:
+        """What is computed."""
+        return self.views.settings
+
+    @property
     def positions(self) -> int:
         """S."""
-        return self.q.shape[2]
+        return self.views.positions

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.replay import replay_of
 
 PACKAGE = "flash-attn-4"
 _OLDEST = "4.0.0b36"
 _MODULE = "flash_attn.cute.interface"
 # The package's functions below autograd, with the arguments that they are given here.
 _TAKEN = {
-    "_flash_attn_fwd": ("q", "k", "v", "softmax_scale", "causal", "out", "return_lse"),
+    "_flash_attn_fwd": ("q", "k", "v", "softmax_scale", "causal", "out", "lse", "return_lse"),
     "_flash_attn_bwd": ("q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "dq", "dk", "dv"),
 }
+# Those that have a cache of compiled functions of their own.
+_COMPILED = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
 runs = FirstRuns(PACKAGE)
 
 
@@ -44,7 +47,10 @@ def unusable() -> str | None:
         PACKAGE,
         _OLDEST,
         installed_version(),
-        lambda: (why_changed(_module(), name, taken) for name, taken in _TAKEN.items()),
+        lambda: [
+            *(why_changed(_module(), name, taken) for name, taken in _TAKEN.items()),
+            *(why_changed(_module(), f"{name}.compile_cache") for name in _COMPILED),
+        ],
     )
 
 
@@ -56,13 +62,15 @@ def forward(
     Returns:
         The log of sums of exponentials, [b, h, S] in float32.
     """
+    b, length, h, _ = q.shape
+    logsumexp = q.new_empty((b, h, length), dtype=torch.promote_types(q.dtype, torch.float32))
 
-    def call() -> torch.Tensor:
-        given = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": causal, "out": out, "return_lse": True}
-        made: tuple[torch.Tensor, ...] = _module()._flash_attn_fwd(**given)
-        return made[1]
+    def call(*given: torch.Tensor) -> None:
+        named = dict(zip(("q", "k", "v", "out", "lse"), given, strict=True))
+        _module()._flash_attn_fwd(**named, softmax_scale=scale, causal=causal, return_lse=True)
 
-    return _run("forward", (q, k, v, out), causal, call)
+    _run("forward", call, (q, k, v, out, logsumexp), causal, scale)
+    return logsumexp
 
 
 def backward(
@@ -79,23 +87,29 @@ def backward(
 ) -> None:
     """Store the gradients of q, k and v in `gradients`, which have their shapes."""
 
-    def call() -> None:
-        given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": logsumexp}
-        given |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        _module()._flash_attn_bwd(**given, softmax_scale=scale, causal=causal)
+    def call(*given: torch.Tensor) -> None:
+        named = dict(zip(("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"), given, strict=True))
+        _module()._flash_attn_bwd(**named, softmax_scale=scale, causal=causal)
 
-    _run("backward", (q, k, v, out, dout, *gradients), causal, call)
+    _run("backward", call, (q, k, v, out, dout, logsumexp, *gradients), causal, scale)
 
 
-def _run(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, call: Callable[[], Any]) -> Any:
-    """Call the package.
+def _run(
+    direction: str, call: Callable[..., None], tensors: tuple[torch.Tensor, ...], causal: bool, scale: float
+) -> None:
+    """Call the package, or launch again what it launched for such tensors.
 
     Raises:
         RuntimeError: when it fails, or a form that did not run yet meets a stream that is being captured.
     """
     q = tensors[0]
-    form = (direction, q.dtype, q.device, causal, *((t.shape, t.stride()) for t in tensors))
-    return runs.run(q.device.index, form, call, lambda error: _failure(direction, tensors, causal, error))
+    form = (direction, q.dtype, q.device, causal, scale, *[(t.shape, t.stride()) for t in tensors])
+
+    def prepare() -> Callable[..., None]:
+        call(*tensors)  # compiles
+        return replay_of(call, tensors, [getattr(_module(), name) for name in _COMPILED])
+
+    runs.run(q.device.index, form, prepare, tensors, lambda error: _failure(direction, tensors, causal, error))
 
 
 def _failure(direction: str, tensors: tuple[torch.Tensor, ...], causal: bool, error: Exception) -> RuntimeError:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import operator
 import threading
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
@@ -19,7 +20,6 @@ from te_fuser.codegen.progress import Progress
 
 _FORMS_KEPT = 4096
 _thread = threading.local()
-Made = TypeVar("Made")
 
 
 @functools.cache
@@ -41,12 +41,13 @@ def why_missing(package: str, oldest: str, version: str | None) -> str | None:
     return None
 
 
-def why_changed(owner: Any, name: str, taken: Iterable[str]) -> str | None:
-    """Why a function (or a class) of a package is no more what was written for; None if it takes these arguments."""
-    function = getattr(owner, name, None)
-    if function is None:
+def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
+    """Why a function, class or method ("A.f") is no more what was written for; None if it takes these arguments."""
+    try:
+        function = operator.attrgetter(name)(owner)
+    except AttributeError:
         return f"it has no {name}"
-    parameters = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters if taken else ()
     lost = [argument for argument in taken if argument not in parameters]
     return f"{name} takes no {', '.join(lost)}" if lost else None
 
@@ -75,6 +76,11 @@ def give_context(device: int) -> None:
         known.add(device)
 
 
+def current_stream(device: int) -> int:
+    """PyTorch's current stream on a device, as the CUDA runtime knows it; without the object around it."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
 def refuse_capture(needed: str) -> None:
     """Refuse to make what a call needs while its stream is captured.
 
@@ -91,7 +97,7 @@ def refuse_capture(needed: str) -> None:
 class FirstRuns:
     """The calls of a package that compiles its kernels when a form of a call first runs.
 
-    Such a run is made by one thread at a time, and never while a stream is captured.
+    What launches a form is made at its first run, by one thread at a time and never while a stream is captured.
 
     Args:
         package: its name.
@@ -100,24 +106,29 @@ class FirstRuns:
     def __init__(self, package: str) -> None:
         self._package, self._unmade = package, f"kernels of {package} that are compiled at their first run"
         self._lock = threading.RLock()
-        self._forms: set[Hashable] = set()
+        self._launches: dict[Hashable, Callable[..., Any]] = {}
 
     def run(
-        self, device: int, form: Hashable, call: Callable[[], Made], failed: Callable[[Exception], Exception]
-    ) -> Made:
-        """call(), which is of that form, on a device.
+        self,
+        device: int,
+        form: Hashable,
+        prepare: Callable[[], Callable[..., Any]],
+        tensors: Sequence[torch.Tensor | None],
+        failed: Callable[[Exception], Exception],
+    ) -> Any:
+        """What prepare() made at the form's first run, called with the tensors on a device.
 
         Raises:
             RuntimeError: when a form that did not run yet meets a stream that is being captured.
             Exception: what `failed` makes of an error of the package's; running out of memory stays what it is.
         """
         with torch.cuda.device(device):
-            known = form in self._forms
-            if not known:
+            launch = self._launches.get(form)
+            if launch is None:
                 refuse_capture(self._unmade)
             give_context(device)
             try:
-                return call() if known else self._first(form, call)
+                return self._first(form, prepare, tensors) if launch is None else launch(*tensors)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -125,15 +136,18 @@ class FirstRuns:
 
     def forget(self) -> None:
         """Take every form for one that did not run."""
-        self._forms.clear()
+        self._launches.clear()
 
     def __len__(self) -> int:
-        return len(self._forms)
+        return len(self._launches)
 
-    def _first(self, form: Hashable, call: Callable[[], Made]) -> Made:
+    def _first(
+        self, form: Hashable, prepare: Callable[[], Callable[..., Any]], tensors: Sequence[torch.Tensor | None]
+    ) -> Any:
         with self._lock, Progress(f"{self._package} prepares a kernel that it did not run in this process yet"):
-            made = call()
-            if len(self._forms) >= _FORMS_KEPT:
-                self._forms.clear()
-            self._forms.add(form)
+            launch = self._launches.get(form) or prepare()
+            made = launch(*tensors)
+            if len(self._launches) >= _FORMS_KEPT:
+                self._launches.clear()
+            self._launches[form] = launch
         return made

@@ -2,8 +2,8 @@
 
 The package is optional, and imported when a plan on a machine with a GPU first asks for it. Its kernels are written in
 CUTLASS's Python language: each is compiled when it first runs, by one thread at a time and never while a stream is
-captured; the package keeps them on disk. They run on PyTorch's current stream. Sums are in float32, and a product gives
-the same bits each time.
+captured; the package keeps them on disk. What it plans for sizes and strides is kept here, and later calls hand over
+tensors alone. They run on PyTorch's current stream. Sums are in float32; a product gives the same bits each time.
 
 Legend: N rows, I = in, O = out features.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,30 +22,22 @@ from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_change
 PACKAGE = "quack-kernels"
 MULTIPLE = 8  # of elements in a row: what its loads and stores need
 _OLDEST = "0.6.5"
-_INTERFACE, _CONFIG = "quack.gemm_interface", "quack.gemm_config"
+_CONFIG, _FRONTEND = "quack.gemm_config", "quack.epilogue.frontend"
 _EPILOGUES = "te_fuser.kernels.packages.quack_epilogues"
 _GATED_EPILOGUES = "te_fuser.kernels.packages.quack_gated_epilogues"
-_ACTIVATION = "gelu_tanh_approx"
 # What plans have of it.
 _FUSIONS = "'matmul_bias_gelu_quack', 'matmul_bias_gelu_quack_aux', 'bias_gelu_matmul_quack', 'swiglu_matmul_quack'"
 # What is called of the package, with the arguments that it is given here.
+_PLANNED = ("A", "B", "C", "out", "config", "operands")
 _TAKEN = {
-    (_INTERFACE, "gemm_act"): (
-        "A",
-        "B",
-        "bias",
-        "activation",
-        "preact_out",
-        "postact_out",
-        "store_preact",
-        "tuned",
-        "config",
-    ),
     (_CONFIG, "GemmConfig"): ("tile_m", "tile_n", "pingpong", "cluster_m", "cluster_n", "is_dynamic_persistent"),
-    (_EPILOGUES, "dgelu_with_sum"): ("A", "B", "C", "out", "config", "tuned"),
+    (_FRONTEND, "EpiPlan.run"): ("A", "B", "C", "out", "scratch", "operands"),
+    (_EPILOGUES, "gelu_of_sum.plan"): _PLANNED,
+    (_EPILOGUES, "dgelu_with_sum.plan"): _PLANNED,
 }
-_TAKEN_BY_GATES = {(_GATED_EPILOGUES, "dswiglu_of_halves"): ("A", "B", "C", "out", "config", "tuned", "operands")}
+_TAKEN_BY_GATES = {(_GATED_EPILOGUES, "dswiglu_of_halves.plan"): _PLANNED}
 runs = FirstRuns(PACKAGE)
+_Launch = Callable[..., Any]
 
 
 def installed_version() -> str | None:
@@ -108,23 +100,22 @@ def _linear_bias_gelu(
     before = torch.empty_like(y) if with_before else None
     if not y.numel():
         return y, before
-    rows, w, b = _rows(x), _rows(weight), _aligned(bias)
-
-    def call() -> None:
-        _module(_INTERFACE).gemm_act(
-            rows,
-            w.t(),
-            bias=b,
-            activation=_ACTIVATION,
-            preact_out=None if before is None else _flat(before),
-            postact_out=_flat(y),
-            store_preact=with_before,
-            tuned=False,
-            config=_config(),
-        )
-
-    _run("x W^T + b", (rows, w), (with_before,), call)
+    flat = None if before is None else _flat(before)
+    tensors = _rows(x), _rows(weight), _aligned(bias), _flat(y), flat
+    _run("x W^T + b", with_before, tensors, _planned_sum)
     return y, before
+
+
+def _planned_sum() -> _Launch:
+    product = _Product(_module(_EPILOGUES).gelu_of_sum)
+
+    def launch(
+        x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, y: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        outs = {"activated": y} if before is None else {"activated": y, "D": before}
+        product(x, w.t(), out=outs, bias=bias)
+
+    return launch
 
 
 def input_gradient_dgelu_sum(
@@ -140,16 +131,19 @@ def input_gradient_dgelu_sum(
     dh, y = before.new_empty(before.shape), before.new_empty(before.shape)
     if not dh.numel():
         return dh, y, before.new_zeros(before.shape[-1], dtype=torch.float32)
-    rows, w, h = _rows(dy), _rows(weight), _rows(before)
+    tensors = _rows(dy), _rows(weight), _rows(before), _flat(dh), _flat(y)
+    return dh, y, _run("(dy W) * gelu'(h)", True, tensors, _planned_slope)
 
-    def call() -> torch.Tensor:
+
+def _planned_slope() -> _Launch:
+    product = _Product(_module(_EPILOGUES).dgelu_with_sum)
+
+    def launch(dy: torch.Tensor, w: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         # As dh^T = W^T dy^T: the sum then goes along the tiles' rows, and tiles of 208 tokens are the fastest.
-        out = {"D": _flat(dh).t(), "activated": _flat(y).t()}
-        made = _module(_EPILOGUES).dgelu_with_sum(w.t(), rows.t(), h.t(), out=out, config=_config(), tuned=False)
-        total: torch.Tensor = made["total"]
-        return total.flatten()
+        (partial,) = product(w.t(), dy.t(), h.t(), out={"D": dh.t(), "activated": y.t()})
+        return partial.sum(-1).flatten()
 
-    return dh, y, _run("(dy W) * gelu'(h)", (rows, w, h), (), call)
+    return launch
 
 
 def input_gradient_dswiglu(
@@ -165,47 +159,91 @@ def input_gradient_dswiglu(
     dh, y = before.new_empty(before.shape), before.new_empty(*before.shape[:-1], before.shape[-1] // 2)
     if not dh.numel():
         return dh, y
-    rows, w, h = _rows(dy), _rows(weight), _rows(before)
-    gate, up, gate_gradient, up_gradient = (t.t() for t in (*h.chunk(2, 1), *_flat(dh).chunk(2, 1)))
+    tensors = _rows(dy), _rows(weight), _rows(before), _flat(dh), _flat(y)
+    _run("(dy W) * swiglu'(h)", True, tensors, _planned_gates)
+    return dh, y
 
-    def call() -> None:
+
+def _planned_gates() -> _Launch:
+    product = _Product(_module(_GATED_EPILOGUES).dswiglu_of_halves)
+
+    def launch(dy: torch.Tensor, w: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, y: torch.Tensor) -> None:
         # As dh^T = W^T dy^T both factors and what the epilogue moves lie in rows of 128 bytes in shared memory, for any
         # multiple of 16 tokens that a tile has. With tiles of 128 x 208 the epilogue's two loads and three stores
         # (64 x 16 numbers each, in four stages: 40 KiB) leave room for four stages of the factors, as many as one load
         # and two stores do.
-        out = {"D": gate_gradient, "up_gradient": up_gradient, "activated": _flat(y).t()}
-        options = {"config": _config(), "tuned": False}
-        _module(_GATED_EPILOGUES).dswiglu_of_halves(w.t(), rows.t(), gate, out=out, up=up, **options)
+        (gate, up), (gate_gradient, up_gradient) = _turned_halves(h), _turned_halves(dh)
+        out = {"D": gate_gradient, "up_gradient": up_gradient, "activated": y.t()}
+        product(w.t(), dy.t(), gate, out=out, up=up)
 
-    _run("(dy W) * swiglu'(h)", (rows, w, h), (), call)
-    return dh, y
+    return launch
 
 
-def _run(what: str, tensors: tuple[torch.Tensor, ...], options: tuple[bool, ...], call: Callable[[], Any]) -> Any:
-    first = tensors[0]
-    form = (what, options, first.dtype, first.device, *((t.shape, t.stride()) for t in tensors))
+def _turned_halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves of [N, 2 I], each as [I, N]."""
+    (count, features), step, first = rows.shape, rows.stride(0), rows.storage_offset()
+    size, strides = (features // 2, count), (1, step)
+    return rows.as_strided(size, strides, first), rows.as_strided(size, strides, first + features // 2)
+
+
+class _Product:
+    """One of the package's products, planned for the sizes and strides of its first call: all others have them too."""
+
+    def __init__(self, epilogue: Any) -> None:
+        self._epilogue = epilogue
+        self._plan: Any = None
+        self._partial: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor | None = None,
+        *,
+        out: dict[str, torch.Tensor],
+        **operands: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Launch it; gives the partial sums that the epilogue makes, each [.., tiles]."""
+        if self._plan is None:
+            self._plan = self._epilogue.plan(a, b, c, out=out, config=_config(), **operands)
+            # What a plan holds would be written by all streams.
+            self._partial = {name: (t.shape, t.dtype) for name, t in self._plan.scratch.items()}
+            self._plan.scratch = {}
+        scratch = {name: a.new_empty(shape, dtype=dtype) for name, (shape, dtype) in self._partial.items()}
+        self._plan.run(a, b, c, out=out, scratch=scratch, **operands)
+        return list(scratch.values())
+
+
+def _run(what: str, option: bool, tensors: Sequence[torch.Tensor | None], prepare: Callable[[], _Launch]) -> Any:
+    first, second = tensors[:2]
+    assert first is not None and second is not None
+    form = (what, option, first.dtype, first.device, *[None if t is None else (t.shape, t.stride()) for t in tensors])
 
     def failed(error: Exception) -> Exception:
-        sizes = " and ".join(str(list(t.shape)) for t in tensors[:2])
         return RuntimeError(
-            f"{PACKAGE}'s product {what} failed for {sizes}, {first.dtype}: {type(error).__name__}: {error}; "
-            f"te_fuser.fusions.disabled({_FUSIONS}) plans without it"
+            f"{PACKAGE}'s product {what} failed for {list(first.shape)} and {list(second.shape)}, {first.dtype}: "
+            f"{type(error).__name__}: {error}; te_fuser.fusions.disabled({_FUSIONS}) plans without it"
         )
 
-    return runs.run(first.device.index, form, call, failed)
+    return runs.run(first.device.index, form, prepare, tensors, failed)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """[N, features] over the same memory."""
-    return tensor.view(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """[N, features] as its loads need it: features side by side, rows and the first element in steps of 16 bytes."""
+    if tensor.dim() == 2 and _lies_in_rows(tensor):
+        return _aligned(tensor)
     rows = tensor.reshape(-1, tensor.shape[-1])
-    if rows.stride(1) != 1 or rows.stride(0) % MULTIPLE or rows.stride(0) < rows.shape[1]:
-        rows = rows.contiguous()
-    return _aligned(rows)
+    return _aligned(rows if _lies_in_rows(rows) else rows.contiguous())
+
+
+def _lies_in_rows(rows: torch.Tensor) -> bool:
+    step, along = rows.stride()
+    return along == 1 and not step % MULTIPLE and step >= rows.shape[1]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

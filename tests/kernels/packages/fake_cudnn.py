@@ -5,6 +5,7 @@ A test puts it in place with `in_place`. Dropout is recorded and not computed.
 
 from __future__ import annotations
 
+import ctypes
 import types
 
 import torch
@@ -113,21 +114,55 @@ class Graph:
         assert len(tensors) == len(tensor_uids) == len(set(tensor_uids))
         if self.package.fails is not None:
             raise self.package.fails
-        given = dict(zip(tensor_uids, tensors, strict=True))
-        for described in (*self.read.values(), *self.made):
-            self._check(given[described.uid], described)
-        self.package.last = {name: given[t.uid] for name, t in self.read.items()}
+        self._compute(dict(zip(tensor_uids, tensors, strict=True)))
+
+    def _compute(self, given):
+        lying = {t.uid: self._lying(given[t.uid], t) for t in (*self.read.values(), *self.made)}
+        self.package.last = {name: lying[t.uid].clone() for name, t in self.read.items()}
         made = fake_packages.attention_backward(self.package.last, *self.node)
         for described, gradient in zip(self.made, made, strict=True):
-            given[described.uid].copy_(gradient)
+            lying[described.uid].copy_(gradient)
 
-    def _check(self, tensor, described):
-        if described.data_type in ("FLOAT", "INT64"):  # what PyTorch gave: dense, of as many elements
-            assert tensor.is_contiguous() and tensor.numel() == torch.Size(described.dim).numel()
-        else:
-            assert tensor.shape == described.dim and tensor.stride() == described.stride and tensor.stride(-1) == 1
+    # How it runs on addresses, as the front end has it inside.
+    selected_engine, _plan_index = None, 0
+    _plans = (types.SimpleNamespace(cpp_index=3),)
+
+    @property
+    def _lowered_graph(self):
+        if not self.package.takes_addresses:
+            raise AttributeError("_lowered_graph")
+        return types.SimpleNamespace(_execute_with_raw_ptrs=self._execute_with_raw_ptrs)
+
+    def _variant_pack_uids(self):
+        return sorted(t.uid for t in (*self.read.values(), *self.made))
+
+    def _execute_with_raw_ptrs(self, address, count, workspace, handle, index):
+        assert self.done == list(self.STEPS) and self.handle.stream == STREAM and workspace
+        assert (handle, index) == (self.handle.backend_handle, 3)
+        if self.package.fails is not None:
+            raise self.package.fails
+        self.package.by_addresses += 1
+        described = sorted((*self.read.values(), *self.made), key=lambda t: t.uid)
+        addresses = (ctypes.c_void_p * count).from_address(address)
+        self._compute({t.uid: self._memory(at, t) for at, t in zip(addresses, described, strict=True)})
+
+    def _memory(self, address, described):
+        """What begins at an address."""
+        exact = self.types_of["io"] == "DOUBLE" and described.data_type == "FLOAT"  # of float64 in tests
+        dtype = torch.float64 if exact else DTYPES[described.data_type]
+        reach = 1 + sum((n - 1) * step for n, step in zip(described.dim, described.stride, strict=True))
+        memory = (ctypes.c_char * (reach * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).as_strided(described.dim, described.stride)
+
+    def _lying(self, tensor, described):
         exact = tensor.dtype == DTYPES[described.data_type]
         assert exact or (described.data_type == "FLOAT" and tensor.dtype == torch.float64)  # of float64 in tests
+        if described.data_type in ("FLOAT", "INT64"):  # what PyTorch gave: dense, of as many elements
+            assert tensor.is_contiguous() and tensor.numel() == torch.Size(described.dim).numel()
+            return tensor
+        # Dense memory counts as it was described, whatever its sizes are.
+        assert described.stride[-1] == 1 and (tensor.is_contiguous() or tensor.stride() == described.stride)
+        return tensor.as_strided(described.dim, described.stride, tensor.storage_offset())
 
 
 class Package(types.ModuleType):
@@ -136,6 +171,8 @@ class Package(types.ModuleType):
     Attributes:
         graphs: all that were begun.
         refuses, does_not_load, fails: what to raise when support is asked for, plans are built, a graph runs.
+        takes_addresses: whether graphs have a way to be run on addresses.
+        by_addresses: how many runs went that way.
         last: what the last run was given, by the names of the node's inputs.
     """
 
@@ -146,12 +183,13 @@ class Package(types.ModuleType):
         self.cudnnGraphNotSupportedError = GraphNotSupported
         self.graphs, self.handles, self.last, self.version = [], [], {}, version
         self.refuses = self.does_not_load = self.fails = None
+        self.takes_addresses, self.by_addresses = True, 0
 
     def backend_version(self):
         return self.version
 
     def create_handle(self):
-        self.handles.append(types.SimpleNamespace(stream=0))
+        self.handles.append(types.SimpleNamespace(stream=0, backend_handle=17))
         return self.handles[-1]
 
     def set_stream(self, handle, stream):
@@ -168,7 +206,7 @@ def in_place(patch):
     forget()
     fake_packages.in_place(patch, cudnn_frontend, {"cudnn": package}, VERSION)
     patch.setitem(cudnn_frontend._IO_TYPES, torch.float64, "DOUBLE")
-    patch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=STREAM))
+    patch.setattr(cudnn_frontend, "current_stream", lambda device: STREAM)
     return package
 
 

@@ -5,9 +5,11 @@ A test puts it in place with `in_place`.
 
 from __future__ import annotations
 
+import functools
 import types
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.kernels.packages import flash_attn_4
 from tests.kernels.packages import fake_packages
@@ -22,40 +24,100 @@ def check_layout(tensor, shape):
     assert all(stride % step == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
 
 
+def compiled(launch):
+    """A function as the package compiles them: what it computes PyTorch does not see."""
+
+    def run(*arguments):
+        with _disable_current_modes():
+            launch(*arguments)
+
+    return run
+
+
 class Package(types.ModuleType):
     """The module `flash_attn.cute.interface`.
 
     Attributes:
-        calls: direction and tensors of each call, by their names.
-        fails: what to raise in a call.
+        calls: direction and tensors of each launch, by their names.
+        entered: how often one of its own functions was called.
+        fails: what to raise in a launch.
+        copies: whether its backward makes a copy of what it is given, by PyTorch.
     """
 
     def __init__(self):
         super().__init__(flash_attn_4._MODULE)
-        self.calls, self.fails = [], None
+        self.calls, self.entered, self.fails, self.copies = [], 0, None, False
 
-    def _flash_attn_fwd(
-        self, q, k, v, qv=None, softmax_scale=None, causal=False, softcap=None, return_lse=False, out=None, lse=None
-    ):
+        def _flash_attn_fwd(
+            q, k, v, qv=None, softmax_scale=None, causal=False, softcap=None, return_lse=False, out=None, lse=None
+        ):
+            assert return_lse and not q.requires_grad and lse.is_contiguous()
+            self.entered += 1
+            cache, key = _flash_attn_fwd.compile_cache, (q.dtype, causal)
+            if key not in cache:
+                cache[key] = compiled(functools.partial(self._forward, causal))
+            cache[key](q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, None, (None, None))
+            return out, lse, None, None, None
+
+        def _flash_attn_bwd(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse,
+            softmax_scale=None,
+            causal=False,
+            deterministic=False,
+            dq=None,
+            dk=None,
+            dv=None,
+        ):
+            assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and not deterministic
+            self.entered += 1
+            dout = dout.clone() if self.copies else dout
+            sums = torch.empty(lse.shape, dtype=lse.dtype, device=q.device).detach()
+            added = torch.zeros(k.shape, dtype=torch.float64, device=q.device)
+            _bwd_preprocess(out, dout, sums)
+            cache, key = _flash_attn_bwd.compile_cache, (q.dtype, causal)
+            if key not in cache:
+                cache[key] = compiled(functools.partial(self._backward, causal))
+            cache[key](q.detach(), k, v, out, dout, lse, sums, added, dq, dk, dv, softmax_scale)
+            _bwd_postprocess_convert(added, dv)
+            return dq, dk, dv
+
+        def _bwd_preprocess(out, dout, sums):
+            cache = _bwd_preprocess.compile_cache
+            if out.dtype not in cache:
+                cache[out.dtype] = compiled(lambda out, dout, sums: sums.copy_((out * dout).sum(-1).mT))
+            cache[out.dtype](out, dout, sums)
+
+        def _bwd_postprocess_convert(added, dv):
+            cache = _bwd_postprocess_convert.compile_cache
+            if dv.dtype not in cache:
+                cache[dv.dtype] = compiled(lambda added, dv: dv.copy_(added))
+            cache[dv.dtype](added, dv)
+
+        for function in (_flash_attn_fwd, _flash_attn_bwd, _bwd_preprocess, _bwd_postprocess_convert):
+            function.compile_cache = {}
+            setattr(self, function.__name__, function)
+
+    def _forward(self, causal, q, k, v, out, lse, scale, nothing, auxiliary):
+        assert nothing is None and auxiliary == (None, None)
         self._begin("forward", q=q, k=k, v=v, out=out)
-        assert return_lse and not q.requires_grad
-        heads = (part.transpose(1, 2) for part in (q, k, v))
-        made, logsumexp = fake_packages.attention_forward(*heads, softmax_scale, causal)
+        made, logsumexp = fake_packages.attention_forward(*(part.transpose(1, 2) for part in (q, k, v)), scale, causal)
         out.copy_(made.transpose(1, 2))
-        exact = q.dtype == torch.float64  # of float64 in tests
-        return out, logsumexp.to(torch.float64 if exact else torch.float32), None, None, None
+        lse.copy_(logsumexp)
 
-    def _flash_attn_bwd(
-        self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False, dq=None, dk=None, dv=None
-    ):
+    def _backward(self, causal, q, k, v, out, dout, lse, sums, added, dq, dk, dv, scale):
         self._begin("backward", q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
-        assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and not deterministic
+        torch.testing.assert_close(sums, (out * dout).sum(-1).mT)
         names = {"q": q, "k": k, "v": v, "o": out, "dO": dout}
         read = {name: heads.transpose(1, 2) for name, heads in names.items()} | {"stats": lse}
-        gradients = fake_packages.attention_backward(read, softmax_scale, causal)
-        for made, gradient in zip((dq, dk, dv), gradients, strict=True):
+        gradients = fake_packages.attention_backward(read, scale, causal)
+        for made, gradient in zip((dq, dk), gradients[:2], strict=True):
             made.copy_(gradient.transpose(1, 2))
-        return dq, dk, dv
+        added.add_(gradients[2].transpose(1, 2))  # on zeros
 
     def _begin(self, direction, **tensors):
         if self.fails is not None:

@@ -34,6 +34,11 @@ def gelu(h):
     return torch.nn.functional.gelu(h, approximate="tanh")
 
 
+def gelu_tanh_approx(x):
+    """By the package's name."""
+    return gelu(x)
+
+
 def dgelu_tanh_approx(x, dout):
     """(dout * gelu'(x), gelu(x)) in the tanh form."""
     return torch.ops.aten.gelu_backward(dout, x, approximate="tanh"), gelu(x)
@@ -70,78 +75,67 @@ class ColVecReduce:
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class RowVecLoad:
+    """A number for each column."""
+
+    name: str
+
+
+class EpiPlan:
+    """A product planned for sizes and strides: tensors of others it does not know."""
+
+    def __init__(self, product, tensors, scratch):
+        self._product, self._forms, self.scratch = product, forms_of(tensors), scratch
+
+    def run(self, A, B, C=None, *, out, scratch=None, **operands):  # noqa: N803
+        scratch = self.scratch if scratch is None else scratch
+        tensors = {"A": A, "B": B, "C": C, **out, **operands}
+        assert forms_of(tensors) == self._forms, "planned for other sizes, strides or dtypes"
+        self._product(A, B, C, out, scratch, operands)
+
+
+def forms_of(tensors):
+    """What a plan is made for."""
+    return {name: None if t is None else (t.dtype, t.shape, t.stride()) for name, t in tensors.items()}
+
+
 class Package:
     """The package's modules, and the one of te_fuser that is written in its terms.
 
     Attributes:
         modules: those that stand in the place of real ones, by name.
         calls: what was computed and the tensors of each call, by their names.
+        plans: what was planned.
         fails: what to raise in a call.
     """
 
     def __init__(self):
-        self.calls, self.fails, self.config = [], None, None
+        self.calls, self.plans, self.fails = [], [], None
         self.modules = {
             name: types.ModuleType(name)
             for name in ("quack.activation", "quack.epilogue.frontend", "quack.epilogue.ops")
         }
-        self.interface, config = (types.ModuleType(n) for n in (quack_matmul._INTERFACE, quack_matmul._CONFIG))
-        self.modules |= {module.__name__: module for module in (self.interface, config)}
-        self.modules["quack.activation"].dgelu_tanh_approx = dgelu_tanh_approx
-        self.modules["quack.activation"].dswiglu = dswiglu
+        config = self.modules[quack_matmul._CONFIG] = types.ModuleType(quack_matmul._CONFIG)
+        config.GemmConfig = GemmConfig
+        for function in (dgelu_tanh_approx, gelu_tanh_approx, dswiglu):
+            setattr(self.modules["quack.activation"], function.__name__, function)
         self.modules["quack.epilogue.frontend"].gemm_epilogue = self.gemm_epilogue
-        self.modules["quack.epilogue.ops"].ColVecReduce = ColVecReduce
-        self.interface.gemm_act, config.GemmConfig = self.gemm_act, GemmConfig
+        self.modules["quack.epilogue.frontend"].EpiPlan = EpiPlan
+        for kind in (ColVecReduce, RowVecLoad):
+            setattr(self.modules["quack.epilogue.ops"], kind.__name__, kind)
 
-    def gemm_act(
-        self,
-        A,  # noqa: N803
-        B,  # noqa: N803
-        C=None,  # noqa: N803
-        bias=None,
-        activation=None,
-        preact_out=None,
-        postact_out=None,
-        store_preact=True,
-        tuned=True,
-        config=None,
-    ):
-        """postact_out = gelu(A B + bias), and preact_out = A B + bias."""
-        assert C is None and activation == "gelu_tanh_approx" and store_preact == (preact_out is not None)
-        assert bias.shape == B.shape[1:] and bias.is_contiguous() and not bias.data_ptr() % 16
-        outs = {"postact_out": postact_out} | ({"preact_out": preact_out} if store_preact else {})
-        self._begin("gemm_act", A, B, outs, tuned, config, bias=bias)
-        h = A.double() @ B.double() + bias.double()
-        for name, out in outs.items():
-            out.copy_(h if name == "preact_out" else gelu(h))
-        return preact_out, postact_out
-
-    def gemm_epilogue(self, outputs, reduces=None):
-        """A product whose epilogue is a function of the accumulator, of C and of tiles, element by element."""
-        reduces = reduces or {}
+    def gemm_epilogue(self, outputs, reduces=None, ops=None):
+        """A product whose epilogue is a function of the accumulator, of C, of tiles and of rows, element by element."""
+        reduces, ops = reduces or {}, ops or {}
         assert all(reduce == ColVecReduce(name) for name, reduce in reduces.items())
+        assert all(op == RowVecLoad(name) for name, op in ops.items())
+        return lambda body: Epilogue(self, body, outputs, reduces, ops)
 
-        def declare(body):
-            def product(A, B, C=None, *, out=None, config=None, tuned=True, **operands):  # noqa: N803
-                assert out.keys() == {"D", *outputs}
-                assert {"c", *operands} == set(inspect.signature(body).parameters) - {"acc"}
-                self._begin(body.__name__, A, B, {"C": C, **operands, **out}, tuned, config)
-                loaded = {name: tile.double() for name, tile in {"c": C, **operands}.items()}
-                made = body(A.double() @ B.double(), **loaded)
-                for name, stored in out.items():
-                    stored.copy_(made[name])
-                exact = torch.float64 if A.dtype == torch.float64 else torch.float32  # of float64 in tests
-                return out | {name: made[name].sum(1).to(exact) for name in reduces}
-
-            return product
-
-        return declare
-
-    def _begin(self, name, a, b, outs, tuned, config, **others):
+    def begin(self, name, a, b, outs, **others):
+        """Check the tensors of a call, and note them."""
         if self.fails is not None:
             raise self.fails
-        self.config = self.config or config
-        assert config is self.config and isinstance(config, GemmConfig) and not tuned  # known again by identity
         (m, k), n = a.shape, b.shape[1]
         shapes = {"A": (m, k), "B": (k, n)} | dict.fromkeys(outs, (m, n))
         tensors = {"A": a, "B": b, **outs}
@@ -150,6 +144,40 @@ class Package:
         dtypes = {tensor.dtype for tensor in (tensors | others).values()}
         assert len(dtypes) == 1 and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()))
         self.calls.append((name, tensors | others))
+
+
+class Epilogue:
+    """A product that ends in a body."""
+
+    def __init__(self, package, body, outputs, reduces, ops):
+        self.package, self.body, self.outputs, self.reduces, self.ops = package, body, outputs, reduces, ops
+
+    def plan(self, A, B, C=None, *, out, config=None, **operands):  # noqa: N803
+        """Compile it for these sizes and strides, and launch nothing."""
+        self.package.plans.append(self.body.__name__)
+        assert isinstance(config, GemmConfig) and out.keys() - {"D"} == set(self.outputs)
+        rows = A.shape[0]
+        exact = torch.float64 if A.dtype == torch.float64 else torch.float32  # of float64 in tests
+        # Two tiles, so that somebody has to add up.
+        scratch = {name: torch.full((rows, 2), torch.nan, dtype=exact) for name in self.reduces}
+        return EpiPlan(self.product, {"A": A, "B": B, "C": C, **out, **operands}, scratch)
+
+    def product(self, a, b, c, out, scratch, operands):
+        """Compute it."""
+        loaded = {"c": c, **operands} if c is not None else operands
+        assert set(loaded) == set(inspect.signature(self.body).parameters) - {"acc"}
+        vectors = {name: operands[name] for name in self.ops}
+        tiles = {
+            name.replace("c", "C") if name == "c" else name: t for name, t in loaded.items() if name not in vectors
+        }
+        assert all(t.shape == b.shape[1:] and t.is_contiguous() and not t.data_ptr() % 16 for t in vectors.values())
+        self.package.begin(self.body.__name__, a, b, tiles | out, **vectors)
+        made = self.body(a.double() @ b.double(), **{name: t.double() for name, t in loaded.items()})
+        for name, stored in out.items():
+            stored.copy_(made[name])
+        for name, partial in scratch.items():
+            half = made[name].shape[1] // 2
+            partial.copy_(torch.stack((made[name][:, :half].sum(1), made[name][:, half:].sum(1)), 1))
 
 
 def in_place(patch):

@@ -46,6 +46,7 @@ def test_functions_that_changed():
     assert why_changed(package, "call", ("d", "a", "e")) == "call takes no d, e"
     assert why_changed(package, "Made", ("sizes",)) == "Made takes no sizes"
     assert why_changed(package, "other", ("a",)) == "it has no other"
+    assert why_changed(package, "Made.call") == "it has no Made.call" and why_changed(package, "Made.__name__") is None
 
 
 # ---- first runs -------------------------------------------------------------------------------------------------
@@ -66,37 +67,49 @@ def fail(error):
     raise error
 
 
-def test_a_run_gives_what_the_call_gives(runs):
-    for times in (1, 2):
-        assert runs.run(0, "form", lambda: times, failed) == times  # noqa: B023
-        assert len(runs) == 1
+def run(runs, call, form="form", *given):
+    """A call that nothing has to be prepared for."""
+    return runs.run(0, form, lambda: call, given, failed)
+
+
+def test_a_form_is_prepared_once_and_called_with_the_tensors_of_each_call(runs):
+    prepared = []
+
+    def prepare():
+        prepared.append(1)
+        return lambda one, other: one - other
+
+    for given in ((3, 1), (5, 1)):
+        assert runs.run(0, "form", prepare, given, failed) == given[0] - 1
+        assert len(runs) == len(prepared) == 1
     runs.forget()
     assert len(runs) == 0
+    assert runs.run(0, "form", prepare, (2, 2), failed) == 0 and len(prepared) == 2
 
 
 def test_errors_are_put_in_words_and_running_out_of_memory_is_not(runs):
-    for _ in ("before it ran", "after"):
+    for words in ("before it ran", "after"):
         with pytest.raises(RuntimeError, match="one failed: no tile") as raised:
-            runs.run(0, "form", lambda: fail(ValueError("no tile")), failed)
+            run(runs, lambda: fail(ValueError("no tile")), words)
         assert isinstance(raised.value.__cause__, ValueError)
         with pytest.raises(torch.OutOfMemoryError, match="full"):
-            runs.run(0, "form", lambda: fail(torch.OutOfMemoryError("full")), failed)
-        runs.run(0, "form", lambda: None, failed)
+            run(runs, lambda: fail(torch.OutOfMemoryError("full")), words)
 
 
 def test_a_form_that_failed_did_not_run(runs):
-    with pytest.raises(RuntimeError, match="no tile"):
-        runs.run(0, "form", lambda: fail(ValueError("no tile")), failed)
-    assert len(runs) == 0
+    for prepare in (lambda: fail(ValueError("no tile")), lambda: lambda: fail(ValueError("no tile"))):
+        with pytest.raises(RuntimeError, match="no tile"):
+            runs.run(0, "form", prepare, (), failed)
+        assert len(runs) == 0
 
 
 def test_a_capture_runs_only_what_ran(runs, monkeypatch):
-    runs.run(0, "form", lambda: None, failed)
+    run(runs, lambda: 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert runs.run(0, "form", lambda: 3, failed) == 3
+    assert run(runs, lambda: pytest.fail("it was prepared again")) == 3
     words = "needs kernels of one that are compiled at their first run, .*: run the model once with inputs like"
     with pytest.raises(RuntimeError, match=words):
-        runs.run(0, "other", lambda: pytest.fail("it ran"), failed)
+        runs.run(0, "other", lambda: pytest.fail("it was prepared"), (), failed)
     assert len(runs) == 1
 
 
@@ -111,28 +124,29 @@ def test_imports_and_first_runs_that_take_long_are_named_and_later_runs_are_not(
     monkeypatch.setattr(optional_packages, "Progress", progress)
     assert why_unusable("one", "1.2", "1.3", lambda: ()) is None
     for _ in range(2):
-        runs.run(0, "form", lambda: None, failed)
+        run(runs, lambda: None)
     assert named == ["importing one 1.3", "one prepares a kernel that it did not run in this process yet"]
 
 
 def test_what_ran_is_not_remembered_without_end(runs, monkeypatch):
     monkeypatch.setattr(optional_packages, "_FORMS_KEPT", 3)
     for form in range(8):
-        assert runs.run(0, form, lambda: 1, failed) == 1
+        assert run(runs, lambda: 1, form) == 1
         assert 1 <= len(runs) <= 3
 
 
-def test_one_thread_at_a_time_compiles_and_all_run_what_is_compiled(runs):
+def test_one_thread_at_a_time_prepares_and_all_run_what_is_prepared(runs):
     running, most = [], []
+    together = threading.Barrier(3, timeout=30)  # no thread comes through before all are in their calls
 
     def watched():
         running.append(threading.get_ident())
         most.append(len(running))
         threading.Event().wait(0.01)
         running.remove(threading.get_ident())
+        return lambda meet: together.wait() if meet else None
 
-    in_threads([functools.partial(runs.run, 0, form, watched, failed) for form in range(4)])
+    in_threads([functools.partial(runs.run, 0, form, watched, (False,), failed) for form in (0, 1, 2, 3, 3)])
     assert most == [1, 1, 1, 1] and len(runs) == 4
-    together = threading.Barrier(3, timeout=30)  # no thread comes through before all are in their calls
-    in_threads([functools.partial(runs.run, 0, form, together.wait, failed) for form in range(3)])
-    assert not together.broken
+    in_threads([functools.partial(runs.run, 0, form, watched, (True,), failed) for form in range(3)])
+    assert not together.broken and len(most) == 4

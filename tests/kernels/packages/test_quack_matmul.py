@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.kernels.packages import fake_quack
 from tests.kernels.packages.fake_quack import gelu, swiglu
 from tests.twins import tensor
 
-CONFIG, EPILOGUES, INTERFACE = quack_matmul._CONFIG, quack_matmul._EPILOGUES, quack_matmul._INTERFACE
+CONFIG, EPILOGUES, FRONTEND = quack_matmul._CONFIG, quack_matmul._EPILOGUES, quack_matmul._FRONTEND
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def is_inside(part, whole):
 def reads(package):
     """What the last call read, by its names here."""
     name, given = package.calls[-1]
-    if name == "gemm_act":
+    if name == "gelu_of_sum":
         return {"x": given["A"], "w": given["B"], "b": given["bias"]}
     return {"w": given["A"], "dy": given["B"], "h": given["C"]}
 
@@ -244,41 +245,70 @@ def test_what_an_import_raises_is_a_reason_and_is_tried_once(error, package, mon
     monkeypatch.setattr(quack_matmul.importlib, "import_module", broken)
     for _ in range(2):
         assert quack_matmul.unusable() == f"quack-kernels does not load: {type(error).__name__}: {error}"
-    assert tried == [INTERFACE]
+    assert tried == [CONFIG]
 
 
 def test_functions_that_changed_are_a_reason(package, monkeypatch):
-    def changed(A, B, bias, activation, postact_out, tuned):  # noqa: N803
-        raise AssertionError
+    class Other:
+        def plan(self, A, B, C=None, *, out, tuned=True, **operands):  # noqa: N803
+            raise AssertionError
 
-    monkeypatch.setattr(package.interface, "gemm_act", changed)
+    monkeypatch.setattr(package.modules[EPILOGUES], "gelu_of_sum", Other())
+    monkeypatch.setattr(package.modules[EPILOGUES], "dgelu_with_sum", lambda A, B: None)  # noqa: N803
     monkeypatch.delattr(package.modules[CONFIG], "GemmConfig")
-    monkeypatch.setattr(package.modules[EPILOGUES], "dgelu_with_sum", lambda A, B, C, out, tuned: None)  # noqa: N803
     assert quack_matmul.unusable() == (
-        "quack-kernels 0.6.5 is not as it was in 0.6.5: gemm_act takes no preact_out, store_preact, config; "
-        "it has no GemmConfig; dgelu_with_sum takes no config"
+        "quack-kernels 0.6.5 is not as it was in 0.6.5: it has no GemmConfig; gelu_of_sum.plan takes no config; "
+        "it has no dgelu_with_sum.plan"
     )
 
 
 def test_what_is_asked_of_a_function_is_what_it_is_given(package, monkeypatch):
     x, w, b, dy, h = tensors((3,), 16, 24)
+    taken = quack_matmul._TAKEN | quack_matmul._TAKEN_BY_GATES
     given = {}
 
-    def noted(module, name):
-        call = getattr(package.modules[module], name)
+    def noted(key, owner, name):
+        call = getattr(owner, name)
+        signature = inspect.signature(call)
 
         def called(*args, **named):
-            given.setdefault((module, name), set()).update(inspect.signature(call).bind(*args, **named).arguments)
+            given.setdefault(key, set()).update(set(signature.bind(*args, **named).arguments) - {"self"})
             return call(*args, **named)
 
-        monkeypatch.setattr(package.modules[module], name, called)
+        monkeypatch.setattr(owner, name, called)
 
-    for module, name in quack_matmul._TAKEN:
-        noted(module, name)
+    for module, name in taken:
+        *owners, last = name.split(".")
+        noted(
+            (module, name),
+            operator.attrgetter(*owners)(package.modules[module]) if owners else package.modules[module],
+            last,
+        )
     quack_matmul.linear_bias_gelu_aux(x, w, b)
     quack_matmul.input_gradient_dgelu_sum(dy, w, h)
     quack_matmul.input_gradient_dswiglu(*gated_tensors((3,), 16, 24))
-    assert given == {key: set(taken) for key, taken in quack_matmul._TAKEN.items()}
+    given[EPILOGUES, "gelu_of_sum.plan"].add("C")  # None
+    given[EPILOGUES, "dgelu_with_sum.plan"].add("operands")  # there are none
+    assert given == {key: set(names) for key, names in taken.items()}
+
+
+def test_a_form_is_planned_once_and_its_scratch_is_new_in_each_call(package, monkeypatch):
+    _, w, _, dy, h = tensors((3,), 16, 24)
+    seen = []
+    run = fake_quack.EpiPlan.run
+
+    def watched(plan, *args, scratch, **named):
+        assert plan.scratch == {}
+        seen.append(scratch["total"])
+        run(plan, *args, scratch=scratch, **named)
+
+    monkeypatch.setattr(fake_quack.EpiPlan, "run", watched)
+    for _ in range(3):
+        quack_matmul.input_gradient_dgelu_sum(dy, w, h)
+    assert package.plans == ["dgelu_with_sum"] and len({t.data_ptr() for t in seen}) == 3
+    more = tensors((4,), 16, 24)
+    quack_matmul.input_gradient_dgelu_sum(more[3], w, more[4])
+    assert package.plans == ["dgelu_with_sum"] * 2
 
 
 def test_what_fails_in_a_run_is_raised_in_words(package):

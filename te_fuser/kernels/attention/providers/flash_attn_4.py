@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from te_fuser.formula.random import RandomStream
 from te_fuser.kernels.attention.conditions import (
     IN_GRID,
     NO_DROPOUT,
@@ -21,7 +22,7 @@ from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved
-from te_fuser.kernels.attention.views import AttentionCall, Views
+from te_fuser.kernels.attention.views import views_of
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
@@ -62,6 +63,26 @@ class CudaFlashAttn4(CudaProvider):
         reason = super().reason_not(problem)
         return flash_attn_4.unusable() if reason is None and torch.cuda.is_available() else reason
 
+    def forward(
+        self,
+        settings: AttentionSettings,
+        qkv: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        random: RandomStream | None = None,
+    ) -> tuple[torch.Tensor, Saved]:
+        """The output, stored where it belongs, and the log of sums of exponentials.
+
+        Raises:
+            RuntimeError: when the package fails.
+        """
+        views = views_of(settings, qkv.shape)
+        y = qkv.new_empty(views.output_shape)
+        if not qkv.numel():
+            return y, {"flash4_logsumexp": qkv.new_empty(0, dtype=torch.float32)}
+        heads = views.by_position(self._readable(qkv.contiguous()))
+        out, causal, scale = views.output_by_position(y), settings.causal, settings.scale
+        return y, {"flash4_logsumexp": flash_attn_4.forward(*heads, out, causal=causal, scale=scale)}
+
     def backward(
         self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
     ) -> torch.Tensor:
@@ -75,17 +96,9 @@ class CudaFlashAttn4(CudaProvider):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         if not x.numel():
             return dx
-        views = Views(settings, *settings.heads.lengths(x.shape))
-        read = (*views.split(self._readable(x)), *(views.split_output(self._readable(t)) for t in (y, dy)))
-        q, k, v, out, dout = (heads.transpose(1, 2) for heads in read)
-        dq, dk, dv = (heads.transpose(1, 2) for heads in views.within(dx))
-        made, causal, scale = (dq, dk, dv), settings.causal, settings.scale
+        views = views_of(settings, x.shape)
+        q, k, v = views.by_position(self._readable(x.contiguous()))
+        out, dout = (views.output_by_position(self._readable(t)) for t in (y, dy))
+        made, causal, scale = views.by_position(dx), settings.causal, settings.scale
         flash_attn_4.backward(q, k, v, out, dout, logsumexp.contiguous(), made, causal=causal, scale=scale)
         return dx
-
-    def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
-        settings, (b, h) = call.settings, call.q.shape[:2]
-        out = Views(settings, b * h // settings.heads.heads, call.positions).new_output(call.q)
-        q, k, v, y = (heads.transpose(1, 2) for heads in (call.q, call.k, call.v, out))
-        logsumexp = flash_attn_4.forward(q, k, v, y, causal=call.causal, scale=settings.scale)
-        return out, {"flash4_logsumexp": logsumexp}

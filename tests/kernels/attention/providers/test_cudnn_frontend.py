@@ -211,11 +211,27 @@ def test_dropout_takes_what_forward_drew(front_end):
     assert front_end.graphs[1].dropout is None and "seed" not in front_end.last
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_graph_runs_on_addresses_or_else_on_tensors(dropout, front_end):
+    for layout, packing in itertools.product(LAYOUTS, PACKINGS):
+        op, x, dy = make(mask="causal", dropout=dropout, layout=layout, packing=packing)
+        found = []
+        for front_end.takes_addresses in (True, False):
+            fake_cudnn.forget()
+            before = front_end.by_addresses
+            found.append(by_provider(PROVIDER, op, x, dy)[1])
+            assert front_end.by_addresses == before + front_end.takes_addresses
+        assert torch.equal(*found)
+
+
 def test_threads_run_one_after_the_other(front_end):
     """A handle is not for two threads at once."""
     op, x, dy = make()
     want, running, results = by_provider(PROVIDER, op, x, dy)[1], [], []
-    execute = front_end.graphs[0].execute
+    front_end.takes_addresses = False
+    fake_cudnn.forget()
+    by_provider(PROVIDER, op, x, dy)
+    execute = front_end.graphs[1].execute
 
     def watched(*args, **kwargs):
         running.append(threading.get_ident())
@@ -224,7 +240,7 @@ def test_threads_run_one_after_the_other(front_end):
         execute(*args, **kwargs)
         running.clear()
 
-    front_end.graphs[0].execute = watched
+    front_end.graphs[1].execute = watched
     in_threads([lambda: results.append(by_provider(PROVIDER, op, x, dy)[1])] * 4)
     assert len(results) == 4 and all(torch.equal(result, want) for result in results)
 

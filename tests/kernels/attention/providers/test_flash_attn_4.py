@@ -143,11 +143,33 @@ def test_functions_that_changed_are_a_reason(at_hand, monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(at_hand, "_flash_attn_fwd", changed, raising=False)
-    monkeypatch.delattr(type(at_hand), "_flash_attn_bwd")
+    monkeypatch.delattr(at_hand, "_flash_attn_bwd")
     assert PROVIDER.reason_not(wide()) == (
         "flash-attn-4 4.0.0b36 is not as it was in 4.0.0b36: "
-        "_flash_attn_fwd takes no out, return_lse; it has no _flash_attn_bwd"
+        "_flash_attn_fwd takes no out, return_lse; it has no _flash_attn_bwd; "
+        "it has no _flash_attn_fwd.compile_cache; it has no _flash_attn_bwd.compile_cache"
     )
+
+
+def test_later_calls_launch_what_the_first_did_without_the_package(package):
+    """New memory each time, with zeros where the package wants them."""
+    for mask, kv_heads in itertools.product(("none", "causal"), (4, 1)):
+        op, x, dy = make(mask=mask, kv_heads=kv_heads)
+        by_provider(PROVIDER, op, x, dy)
+        entered, others = package.entered, (t.flip(0).contiguous() for t in (x, dy))
+        assert_matches(PROVIDER, op, *others)
+        assert_matches(PROVIDER, op, x, dy)
+        assert package.entered == entered
+    assert len(flash_attn_4.runs) == 8
+
+
+def test_a_call_in_which_pytorch_computes_something_goes_by_the_package(package):
+    package.copies = True
+    op, x, dy = make(mask="causal")
+    for k in range(3):
+        entered = package.entered
+        assert_matches(PROVIDER, op, x, dy + k)
+        assert k == 0 or package.entered == entered + 1
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
