@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from te_fuser.flatten import Border, Group, GroupRun, OpList, Part, flatten, qualified, walk_parts
+from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import check_input, check_options
@@ -320,9 +321,10 @@ def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
 
 def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
     values = dict(inputs)
+    parameters = {b: b.get() for b in bindings_of(group.listed)}  # before the seed, as when it runs fused
     # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
     seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in group.listed) else None
-    y = reference_run(group.listed, x, values, seed)
+    y = reference_run(group.listed, x, values, parameters, seed)
     return (y, *(values[n] for n in outputs)) if outputs else y
 
 
