@@ -105,7 +105,7 @@ class CallSpecs:
 
 def autocast_of(kind: str) -> torch.dtype | None:
     """The dtype that torch.autocast runs in on a kind of device; None outside of it."""
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:

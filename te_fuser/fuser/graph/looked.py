@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.look import looking
+from te_fuser.look import NotSeenError, looking
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.ops.binding import Binding
-
-
-class NotSeenError(ValueError):
-    """A look that comes to a part of the model which only a real call can tell about."""
 
 
 def looked_at(bindings: Iterable[Binding], last: Graph | None) -> list[torch.Tensor]:
@@ -46,9 +42,9 @@ def _look_at(binding: Binding, number: int, last: Graph | None) -> torch.Tensor:
         return look.made(spec.shape, spec.dtype, spec.device, needs)
 
 
-def results_like(graph: Graph, outputs: Sequence[str]) -> Any:
-    """What stands for the results of a call: y, or (y, *outputs)."""
+def results_like(graph: Graph, outputs: Sequence[str], device: torch.device) -> Any:
+    """What stands for the results of a call, where x is on `device`: y, or (y, *outputs)."""
     values = [graph.values[v] for v in (graph.output, *(graph.named_outputs[n] for n in outputs))]
     with looking() as look:
-        made = tuple(look.made(v.spec.shape, v.spec.dtype, v.spec.device, v.needs_grad) for v in values)
+        made = tuple(look.made(v.spec.shape, v.spec.dtype, device, v.needs_grad) for v in values)
     return made if outputs else made[0]

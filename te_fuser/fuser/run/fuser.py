@@ -105,7 +105,8 @@ class Fuser:
         if type(x) not in _PLAIN or x.is_meta or x.is_neg() or torch._C._are_functorch_transforms_active():
             check_input(x)
             if stands_in(x):
-                return results_like(self._graph(x, named_tensors(inputs), outputs, self.parameters()), outputs)
+                graph = self._graph(x, named_tensors(inputs), outputs, self.parameters())
+                return results_like(graph, outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
         prepared, parameters = self.prepare_call(x, inputs, outputs)
         return execute(prepared, x, inputs, parameters)
