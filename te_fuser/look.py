@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.utils.parametrize
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 
@@ -26,6 +27,9 @@ class NotSeenError(ValueError):
 
 class Look:
     """The stand-ins of one look, which may meet each other alone."""
+
+    def __init__(self) -> None:
+        self._copies: list[dict[int, Any]] = []
 
     @cached_property
     def _mode(self) -> FakeTensorMode:
@@ -45,21 +49,24 @@ class Look:
 
     def copied(self, module: torch.nn.Module) -> torch.nn.Module:
         """A copy on stand-ins that runs no hooks."""
-        memo: dict[int, Any] = {}
-        for m in module.modules():
-            for there in (m._parameters, m._buffers, m.__dict__):
-                memo |= {id(t): self._of(t) for t in there.values() if isinstance(t, torch.Tensor)}
-        found = copy.deepcopy(module, memo)
+        generators = [g for m in module.modules() for g in vars(m).values() if isinstance(g, torch.Generator)]
+        memo: dict[int, Any] = {id(g): g for g in generators}
+        self._copies.append(memo)  # of owners, too, which the ops bound to them hold weakly
+        with _CopiesWithoutValues(self):
+            found = copy.deepcopy(module, memo)
         for m in found.modules():
             m.__dict__["_compiled_call_impl"] = m.forward  # what __call__ runs in place of hooks and forward
         return found
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function gives for stand-ins."""
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a later call would take a stand-in for the cast of a weight
         with self._mode:
             try:
                 return function(*arguments)
             finally:
+                torch.set_autocast_cache_enabled(caches)
                 _forget_cached()
 
     def computed(self, owner: torch.nn.Module, name: str) -> torch.Tensor:
@@ -68,6 +75,19 @@ class Look:
         if isinstance(lists, torch.nn.ModuleDict) and name in lists:
             return self.run(self.copied(lists[name]))  # type: ignore[no-any-return]
         return self.run(getattr, self.copied(owner), name)  # type: ignore[no-any-return]
+
+
+class _CopiesWithoutValues(TorchFunctionMode):
+    """In here a copy of a tensor is what stands for it."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
+            return self._look.of(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _forget_cached() -> None:
@@ -113,7 +133,7 @@ class LastCall:
         Args:
             asked: what was asked for by name.
         """
-        if not all([isinstance(t, torch.Tensor) for t in (*given, *made)]):
+        if not all(isinstance(t, torch.Tensor) for t in (*given, *made)):
             self._known = None
             return
         like, gave, known = _like(given, asked), [_form(t) for t in made], self._known

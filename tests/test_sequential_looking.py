@@ -376,6 +376,38 @@ def test_a_model_that_has_no_memory_of_its_own() -> None:
     assert second.x.shape == (128, 64)
 
 
+def test_modules_that_hold_more_than_parameters(ran: list[Plan]) -> None:
+    """Tensors in lists, an owner outside of the list, and a weight outside of all modules, which autocast would cache."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.listed, self.buffer = [torch.ones(8), nn.Parameter(torch.ones(8))], torch.full((8,), 2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.listed[0] + self.listed[1] * self.buffer
+
+    owner, outside = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+    bound = hooked(ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="weight"))
+    model = te_fuser.Sequential(
+        ops.GELU(),
+        Holds(),
+        ops.GELU(),
+        bound,
+        ops.ReLU(),
+        Apply(lambda x: x @ outside),
+        ops.GELU(),
+        kernels="reference",
+    )
+    with torch.autocast("cpu"):
+        shown = model.plans(x_of(5, 8))
+        y = model(x_of(5, 8))
+    assert text_of(shown) == text_of([plan for plan in ran if len(plan.graph.nodes) == 1 and not plan.graph.parameters])
+    assert [p.x.dtype for p in shown] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    y.float().sum().backward()
+    assert type(outside.grad) is torch.Tensor and owner.weight.grad is not None
+
+
 def test_stand_ins_are_for_looking_alone() -> None:
     """A tensor without values from anywhere else is refused, as ever."""
     from torch._subclasses.fake_tensor import FakeTensorMode
