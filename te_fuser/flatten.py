@@ -13,6 +13,7 @@ import torch
 
 from te_fuser.fuser.graph.listed import ListedOp
 from te_fuser.fuser.run.fuser import Fuser, named_tensors
+from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.fork import Fork
@@ -66,16 +67,49 @@ class Border:
     gives: tuple[str, ...] = ()  # other names of its result
     outputs: Mapping[str, str] = field(default_factory=dict)  # qualified name -> what the module calls it
     later: frozenset[str] = frozenset()  # what parts behind it read
+    last: LastCall = field(default_factory=LastCall, compare=False)
 
     def run(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
         """The module's result; what it names goes to `values`."""
-        given: dict[str, Any] = {keyword: values[name] for keyword, name in self.reads.items() if name in values}
-        asked = [name for name in self.outputs if name in self.later or name in wanted]
+        given, asked = self._given(values), self._asked(wanted)
+        made = self._made(self.module, x, given, asked)
+        self.last.note(self.module, (x, *given.values()), asked, made)
+        return self._named(made, asked, values)
+
+    def looked_at(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
+        """What stands for the module's result, where x and `values` are stand-ins: nothing of the module runs.
+
+        Raises:
+            NotSeenError: where that takes a real call.
+        """
+        given, asked = self._given(values), self._asked(wanted)
+        gave = self.last.gave(self.module, (x, *given.values()), asked)
+        with looking() as look:
+            if gave is not None:
+                return self._named([look.made(*form) for form in gave], asked, values)
+            try:
+                made = look.run(self._made, look.copied(self.module), x, given, asked)
+            except Exception as error:  # whatever a user's module raises that looks at values
+                raise NotSeenError(
+                    f"what {self.path!r} ({type(self.module).__name__}) gives cannot be told without values "
+                    f"({type(error).__name__}: {error}); call the model once with an input like this one, then look"
+                ) from error
+        return self._named(made, asked, values)
+
+    def _given(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {keyword: values[name] for keyword, name in self.reads.items() if name in values}
+
+    def _asked(self, wanted: Sequence[str]) -> list[str]:
+        return [name for name in self.outputs if name in self.later or name in wanted]
+
+    def _made(self, module: torch.nn.Module, x: Any, given: Mapping[str, Any], asked: Sequence[str]) -> Sequence[Any]:
         if asked:
-            y, *extra = self.module(x, outputs=tuple(self.outputs[name] for name in asked), **given)
-            values.update(zip(asked, extra, strict=True))
-        else:
-            y = self.module(x, **given)
+            return module(x, outputs=tuple(self.outputs[name] for name in asked), **given)  # type: ignore[no-any-return]
+        return (module(x, **given),)
+
+    def _named(self, made: Sequence[Any], asked: Sequence[str], values: dict[str, torch.Tensor]) -> Any:
+        y, *extra = made
+        values.update(zip(asked, extra, strict=True))
         values.update(dict.fromkeys(self.gives, y))
         return y
 

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from te_fuser.flatten import Border, Group, GroupRun, OpList, Part, flatten, qualified, walk_parts
+from te_fuser.fuser.graph.listed import bindings_of
+from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import check_input, check_options
-from te_fuser.fuser.run.loading import draw_seed
+from te_fuser.fuser.run.fuser import check_input, check_options, named_tensors
+from te_fuser.fuser.run.loading import draw_seed, unhooked
+from te_fuser.fuser.run.undisturbed import undisturbed
+from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import hooks_of
 from te_fuser.ops.main_grad import spared
@@ -169,21 +173,43 @@ class Sequential(OpList):
     def plans(
         self, x: torch.Tensor, *, outputs: Sequence[str] = (), device: Any = None, **inputs: torch.Tensor
     ) -> list[Plan]:
-        """One plan for each group of ops between plain modules; the plain modules are run to see their outputs."""
+        """One plan for each group of ops between plain modules; nothing runs.
+
+        What a plain module gives is known from its last call, if that was like this one, or else from a copy of it
+        that runs without values and without hooks.
+
+        Raises:
+            NotSeenError: a ValueError, where that takes a real call.
+        """
+        found, unseen = self._looked_at(x, outputs, device, inputs)
+        if unseen is not None:
+            raise unseen
+        return found
+
+    def _looked_at(
+        self, x: torch.Tensor, outputs: Sequence[str], device: Any, inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Plan], NotSeenError | None]:
+        """The plans, and what the first one that is missing would take."""
         from te_fuser.fuser.plan.device import Device, device_named
 
         roofline = device if device is None or isinstance(device, Device) else device_named(device)
-        found = []
+        parts, wanted, values, found = self._prepared(), self._wanted(outputs), named_tensors(inputs), list[Plan]()
 
         def run(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
-            plan = _with_notes(group.fuser.plan(x, given, wanted, roofline), group)
-            found.append(plan)
-            made = [_like_output(plan, plan.graph.named_outputs[n], x.device) for n in wanted]
-            y = _like_output(plan, plan.graph.output, x.device)
-            return (y, *made) if wanted else y
+            found.append(_with_notes(group.fuser.plan(x, given, wanted, roofline), group))
+            return results_like(found[-1].graph, wanted, x.device) if len(parts) > 1 else None
 
-        walk_parts(self._prepared(), x, inputs, self._wanted(outputs), run, torch.no_grad()(Border.run))
-        return found
+        if type(parts[0]) is Group:
+            check_input(x, planning=roofline is not None)
+        try:
+            if len(parts) == 1 and isinstance(parts[0], Group):
+                run(parts[0], x, values, wanted)
+            else:
+                with looking() as look:
+                    walk_parts(parts, look.of(x), look.of(values), wanted, run, Border.looked_at)
+        except NotSeenError as error:
+            return found, error
+        return found, None
 
     def explain(
         self,
@@ -215,7 +241,8 @@ class Sequential(OpList):
         if x is None:
             raise TypeError("explain(x) needs an input like those of your calls; torch.empty of its shape will do")
         if not measure:
-            return Explanation(self.plans(x, outputs=outputs, device=device, **inputs), source)
+            plans, unseen = self._looked_at(x, outputs, device, inputs)
+            return Explanation(plans, source, unseen="" if unseen is None else str(unseen))
         if device is not None:
             raise ValueError(f"measure=True runs on the device at hand; leave out device={device!r}")
         found = self._measured(x, outputs, inputs)
@@ -280,14 +307,15 @@ class Sequential(OpList):
         return TuneReport.of(reports)
 
     def _try(self, run: GroupRun, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> None:
-        """Walk through the parts with `run`, which only measures."""
+        """Walk through the parts with `run`, which only measures, and leave the model as it was."""
 
         def checked(group: Group, x: torch.Tensor, given: Mapping[str, torch.Tensor], wanted: tuple[str, ...]) -> Any:
             check_input(x)
             with spared(self.parameters()):
-                return run(group, x, given, wanted)
+                return run(group, unhooked(x), {name: unhooked(t) for name, t in given.items()}, wanted)
 
-        walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked)
+        with undisturbed(self, x):
+            walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """The same result op by op from their meaning, in plain differentiable PyTorch operations."""
@@ -311,7 +339,7 @@ class Residual(Sequential):
 
 
 def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
-    if not group.verify:
+    if not group.verify or stands_in(x):
         return group.fuser.run(x, inputs, outputs)
     from te_fuser.verify import run_verified
 
@@ -320,16 +348,12 @@ def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]
 
 def _reference(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:
     values = dict(inputs)
+    parameters = {b: b.get() for b in bindings_of(group.listed)}  # before the seed, as when it runs fused
     # One seed for each plan, as when it runs fused: the same manual_seed draws the same masks.
     seed = draw_seed(x.device) if any(o.lowered.op.draws() for o in group.listed) else None
-    y = reference_run(group.listed, x, values, seed)
+    y = reference_run(group.listed, x, values, parameters, seed)
     return (y, *(values[n] for n in outputs)) if outputs else y
 
 
 def _with_notes(plan: Plan, group: Group) -> Plan:
     return replace(plan, notes=(*plan.notes, *group.notes)) if group.notes else plan
-
-
-def _like_output(plan: Plan, value: int, device: torch.device) -> torch.Tensor:
-    v = plan.graph.values[value]
-    return torch.empty(v.spec.shape, dtype=v.spec.dtype, device=device).requires_grad_(v.needs_grad)

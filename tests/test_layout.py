@@ -28,13 +28,14 @@ KNOWS = {
     "config": set(),
     "dtypes": set(),
     "formula": {"dtypes"},
+    "look": set(),
     "ops": {"dtypes", "formula"},
     "codegen": {"dtypes", "formula", "config", "_native"},
     "kernels": {"dtypes", "formula", "ops", "codegen", "config", "_native"},
     "fusions": {"dtypes", "formula", "ops", "codegen", "kernels"},
-    "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "_native"},
-    "flatten": {"ops", "fuser"},
-    "sequential": {"ops", "fuser", "flatten"},
+    "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "look", "_native"},
+    "flatten": {"ops", "fuser", "look"},
+    "sequential": {"ops", "fuser", "flatten", "look"},
     "verify": {
         "dtypes",
         "formula",
@@ -66,6 +67,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 # What the fuser may know of the two parts that hold concrete ops and fusions.
 ABSTRACT = {
     "te_fuser.ops.base",
+    "te_fuser.ops.binding",
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.rows",
     "te_fuser.ops.tensor_function",
@@ -76,7 +78,18 @@ ABSTRACT = {
 }
 
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
-OP_HELPERS = {"__init__", "base", "checks", "hooks", "main_grad", "parameters", "products", "rows", "tensor_function"}
+OP_HELPERS = {
+    "__init__",
+    "base",
+    "binding",
+    "checks",
+    "hooks",
+    "main_grad",
+    "parameters",
+    "products",
+    "rows",
+    "tensor_function",
+}
 ASPECTS = {
     "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof"},
     "formula": {"counts", "philox", "row_ops"},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_fuser.formula.random import RandomStream
-from te_fuser.ops.base import Binding, FusableOperation, Spec
+from te_fuser.ops.base import FusableOperation, Spec
 
 
 @dataclass(frozen=True)
@@ -91,23 +91,23 @@ class Body:
 
 
 class MatchedOp:
-    """One matched op while planning: its attributes, and its parameters as they are bound."""
+    """One matched op while planning: its attributes, and its parameters; those that are computed have no values."""
 
     def __init__(
         self,
         op: FusableOperation,
-        parameters: Mapping[str, Binding],
+        parameters: Mapping[str, Callable[[], torch.Tensor]],
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        self.op, self._bindings, self._dtypes = op, parameters, dtypes or {}
+        self.op, self._parameters, self._dtypes = op, parameters, dtypes or {}
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""
         return self._dtypes[name]
 
     def __getattr__(self, name: str) -> Any:
-        binding = self._bindings.get(name)
-        return binding.get() if binding is not None else getattr(self.op, name)
+        parameter = self._parameters.get(name)
+        return parameter() if parameter is not None else getattr(self.op, name)
 
 
 @dataclass(frozen=True)

@@ -15,26 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.utils.parametrize
 
 from te_fuser.formula import expr, random
 from te_fuser.formula.expr import Axes
+from te_fuser.ops.binding import Binding, PlannedParametrizations, has_tensor
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.rows import as_rows, batch_layout, parameter_axes, rounds, whole
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A parameter by its owner and name; the tensor is looked up at each use, since it may be replaced."""
-
-    owner: torch.nn.Module
-    name: str
-
-    def get(self) -> torch.Tensor:
-        """The parameter as it is now; computed, where torch.nn.utils.parametrize or a hook does that."""
-        owner = self.owner
-        found = owner._parameters.get(self.name)
-        return getattr(owner, self.name) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -148,7 +136,8 @@ class FusableOperation(torch.nn.Module):
     """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
 
     `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula
-    may be another; a wrapper class put in front of an op's class (as fully_shard does) leaves the kind as it is.
+    may be another; a wrapper class put in front of an op's class (as fully_shard does), and the one that
+    register_parametrization makes of it, leave the kind as it is.
     A class that leaves part of its meaning to subclasses says `family = True`: in a pattern it stands for all of them.
     """
 
@@ -169,7 +158,8 @@ class FusableOperation(torch.nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "kind" not in cls.__dict__ and issubclass(cls.__bases__[0], FusableOperation):
+        parametrized = cls.__module__ == torch.nn.utils.parametrize.__name__  # register_parametrization made the class
+        if "kind" not in cls.__dict__ and issubclass(cls.__bases__[0], FusableOperation) and not parametrized:
             cls.kind = cls
         cls.family = cls.__dict__.get("family", False)
         if "role" not in cls.__dict__:
@@ -187,6 +177,13 @@ class FusableOperation(torch.nn.Module):
         # A changed attribute (eps, p, a parameter of another shape) is a changed op: plans made before no longer hold.
         if name != "training" and not same:
             self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "parametrizations":
+            planned = PlannedParametrizations.of(self)
+            if planned is not None:
+                return planned
+        return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold locks and kernels: a copy and a pickle of the op make their own.
@@ -343,7 +340,7 @@ class RowOp(FusableOperation):
 
     def parameter_names(self) -> tuple[str, ...]:
         """The arguments of compute that are tensors of this op: parameters, buffers, computed ones."""
-        return tuple([name for name in self.arguments() if isinstance(getattr(self, name, None), torch.Tensor)])
+        return tuple([name for name in self.arguments() if has_tensor(self, name)])
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
         """By default every argument of compute that is no parameter is an extra input of that name."""

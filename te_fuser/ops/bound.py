@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Binding, FusableOperation, LoweredOp, OpCall, Spec
+from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
+from te_fuser.ops.binding import Binding, has_tensor
 from te_fuser.ops.hooks import refuse_hooks, revision_of
 
 
@@ -113,7 +114,7 @@ class Bound(FusableOperation):
 
     def _binding(self, name: str) -> Binding:
         owner = self.owner
-        if not isinstance(getattr(owner, name, None), torch.Tensor):
+        if not has_tensor(owner, name):
             raise AttributeError(
                 f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                 "of that name"

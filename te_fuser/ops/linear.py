@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.bias import Bias
+from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.matmul import MatMul, init_linear_weight
 from te_fuser.ops.parameters import alike, randomized
@@ -78,7 +79,7 @@ class Linear(FusableOperation):
     def lower(self) -> list[LoweredOp]:
         product, add_bias = self._parts
         lowered = [replace(low, suffix=".matmul") for low in product.lower()]
-        if self.bias is not None:
+        if has_tensor(self, "bias"):
             lowered += [replace(low, suffix=".bias") for low in add_bias.lower()]
         return lowered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ def run_verified(
     Raises:
         VerificationError: naming the step that erred, from this call or from the backward of its result.
     """
-    known = fuser.prepare(x, inputs, outputs)
+    known, parameters = fuser.prepare_call(x, inputs, outputs)
     plan = known.plan
-    parameters = [b.get() for b in plan.graph.parameters]  # once: computed ones may be others the next time
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
     sums = load_column_sums(plan.target, x.device) if plan.has_sums else None
     watch = _Watch(plan, entering, parameters, sums)
@@ -49,12 +48,13 @@ class _Watch:
         self,
         plan: Plan,
         entering: Mapping[int, torch.Tensor],
-        parameters: Iterable[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
         sums: _native.ColumnSums | None,
     ) -> None:
         self.graph, self.sums = plan.graph, sums
         self.read = {ref for step in (*plan.forward, *plan.backward) for ref in step.reads()}
         self.values = {value: t.detach() for value, t in entering.items()}
+        self.given = parameters
         self.parameters = [p.detach() for p in parameters]
         self.seed = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.forward_steps = {id(step) for step in plan.forward}
@@ -151,7 +151,7 @@ class _CheckedRunner:
     def _run(self, slots: Slots) -> dict[int, torch.Tensor]:
         """Run the step; what it gave to main_grads, by the number of the parameter."""
         with contextlib.ExitStack() as stack:
-            weights = {p: self.watch.graph.parameters[p].get() for p in self.into_main_grad}
+            weights = {p: self.watch.given[p] for p in self.into_main_grad}
             found = {p: stack.enter_context(caught(weight)) for p, weight in weights.items()}
             self.runner(slots)
         return {p: t.to(weights[p].dtype) for p, t in found.items() if t is not None}

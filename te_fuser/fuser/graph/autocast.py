@@ -23,7 +23,7 @@ class _Flow:
     """What is known of the main value and of named ones, from op to op."""
 
     def __init__(self, call: CallSpecs, target: torch.dtype) -> None:
-        self.target, self.x = target, call.x
+        self.target, self.x, self.parameters = target, call.x, call.parameters
         self.named = {name: spec for name, (spec, _) in call.named.items()}
 
     def run(self, item: ListedOp) -> Iterable[ListedOp]:
@@ -34,7 +34,7 @@ class _Flow:
             cast = LoweredOp(FusableOperation.make_cast(wanted), {})
             yield ListedOp(cast, f"{item.path}.cast", {}, (), stream=item.stream)
             self.x = replace(self.x, dtype=wanted)
-        given = {name: b.get().dtype for name, b in item.lowered.bindings.items()}
+        given = {name: self.parameters[b.key].spec.dtype for name, b in item.lowered.bindings.items()}
         yield replace(item, casts=_casts(op, self.x.dtype, given, self.target, wanted))
         self._pass_through(item)
 

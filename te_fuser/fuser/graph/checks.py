@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser.dtypes import FLOATING, text_of
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, spec_of
-from te_fuser.ops.base import Binding, FusableOperation, NamedInput, RowOp, Spec, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, NamedInput, RowOp, Spec, UnfusedOperation
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+    from te_fuser.ops.binding import Binding
 
 
 def plain(name: str) -> str:
@@ -25,30 +29,31 @@ def check_parameters(label: str, x: Spec, listed: ListedOp, call: CallSpecs) -> 
         if name not in listed.lowered.bindings and name in op._parameters:
             raise ValueError(f"{label}: parameter {name} is None, and the op computes with it; give it a tensor")
     for name, binding in listed.lowered.bindings.items():
-        tensor = binding.get()
+        known = call.parameters[binding.key]
+        kind, spec = known.kind, known.spec
         # isinstance() would call a parameter made of a DTensor a plain one too.
-        if type(tensor) is not torch.Tensor and torch.nn.Parameter not in type(tensor).__mro__:
+        if kind is not torch.Tensor and torch.nn.Parameter not in kind.__mro__:
             raise TypeError(
-                f"{label}: parameter {name} is a {type(tensor).__name__}; te_fuser runs plain tensors, "
+                f"{label}: parameter {name} is a {kind.__name__}; te_fuser runs plain tensors, "
                 "call .to_local() or .full_tensor() outside"
             )
-        shape = shapes.get(name, tensor.shape)
-        if tensor.shape != shape:
+        shape = shapes.get(name, spec.shape)
+        if spec.shape != shape:
             raise ValueError(
-                f"{label}: parameter {name} has shape {list(tensor.shape)}, the op was made for {list(shape)}; "
+                f"{label}: parameter {name} has shape {list(spec.shape)}, the op was made for {list(shape)}; "
                 "make a new op for another size"
             )
-        if spec_of(tensor, call.absent).device != x.device:
+        if spec.device != x.device:
             raise ValueError(
-                f"{label}: parameter {name} is on {tensor.device}, its input on {x.device}; move one with .to()"
+                f"{label}: parameter {name} is on {spec.device}, its input on {x.device}; move one with .to()"
             )
-        if name in listed.casts or tensor.dtype == x.dtype:
+        if name in listed.casts or spec.dtype == x.dtype:
             continue
-        narrow = x.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
+        narrow = x.dtype in (torch.bfloat16, torch.float16) and spec.dtype == torch.float32
         if not (isinstance(op, RowOp) and narrow):
             advice = "convert one with .to()" + (", or run under torch.autocast" * (call.autocast is None))
             raise TypeError(
-                f"{label}: parameter {name} is {text_of(tensor.dtype)}, its input {text_of(x.dtype)}; {advice}"
+                f"{label}: parameter {name} is {text_of(spec.dtype)}, its input {text_of(x.dtype)}; {advice}"
             )
 
 

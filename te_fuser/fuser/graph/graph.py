@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -21,10 +21,11 @@ from te_fuser.fuser.graph.checks import (
     form_of,
     plain,
 )
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of, spec_of
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
-from te_fuser.ops.base import Binding, FusableOperation, NamedInput, Place, RowOp, Spec
+from te_fuser.ops.base import FusableOperation, NamedInput, Place, RowOp, Spec
+from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Graph:
     parameters: tuple[Binding, ...]
     parameter_specs: tuple[Spec, ...]
     parameter_needs: tuple[bool, ...]
+    parameter_tensors: tuple[Callable[[], torch.Tensor], ...]  # while planning: of what is computed, a stand-in
     named_inputs: Mapping[str, int]
     output: int
     named_outputs: Mapping[str, int]
@@ -184,6 +186,11 @@ class Graph:
         """Whether the caller gets this value."""
         return value == self.output or value in self.named_outputs.values()
 
+    def stand_ins(self) -> StandIns:
+        """What stands for the parameters that are computed."""
+        pairs = zip(self.parameters, self.parameter_tensors, strict=True)
+        return {b.key: tensor for b, tensor in pairs if b.computed}
+
     def networkx(self) -> nx.MultiDiGraph:
         """Ops as nodes, values as edges: for a picture, for tests and for analysis with networkx."""
         picture = nx.MultiDiGraph()
@@ -207,7 +214,7 @@ class GraphBuilder:
         self.ops, self.call = lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
-        self.parameters: dict[tuple[int, str], int] = {}
+        self.parameters: dict[Key, int] = {}
         self.bindings: list[Binding] = []
         self.bound: dict[str, int] = {}
         self.closed: dict[str, str] = {}
@@ -217,19 +224,23 @@ class GraphBuilder:
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
+        with standing_in(self.call.stand_ins()):
+            return self._build()
+
+    def _build(self) -> Graph:
         current = self._value("input", self.call.x, Axes.FULL, self.call.x_needs_grad and self.call.grad)
         for listed in self.ops:
             current = self._append(listed, current)
         self._check_names()
         self._say_gradients({current, *(self._exported(name) for name in self.call.outputs)})
-        specs = tuple(spec_of(b.get(), self.call.absent) for b in self.bindings)
-        needs = tuple(self.call.grad and b.get().requires_grad for b in self.bindings)
+        known = [self.call.parameters[b.key] for b in self.bindings]
         return Graph(
             tuple(self.nodes),
             tuple(self.values),
             tuple(self.bindings),
-            specs,
-            needs,
+            tuple(p.spec for p in known),
+            tuple(self.call.grad and p.requires_grad for p in known),
+            tuple(p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)),
             self.named_inputs,
             current,
             {name: self._exported(name) for name in self.call.outputs},
@@ -270,7 +281,7 @@ class GraphBuilder:
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
             self.values[current].needs_grad
-            or any(b.get().requires_grad for b in bindings.values())
+            or any(self.call.parameters[b.key].requires_grad for b in bindings.values())
             or any(self.values[v].needs_grad and named[arg].gradient for arg, v in named_in.items())
         )
         role = op.kind.role
@@ -305,11 +316,10 @@ class GraphBuilder:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
 
     def _parameter(self, binding: Binding) -> int:
-        key = (id(binding.owner), binding.name)
-        if key not in self.parameters:
-            self.parameters[key] = len(self.bindings)
+        if binding.key not in self.parameters:
+            self.parameters[binding.key] = len(self.bindings)
             self.bindings.append(binding)
-        return self.parameters[key]
+        return self.parameters[binding.key]
 
     def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
         found: dict[str, int] = {}

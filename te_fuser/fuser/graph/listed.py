@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
+from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, RowOp, Spec
+
+if TYPE_CHECKING:
+    from te_fuser.ops.binding import Binding, Key, StandIns
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,38 @@ class ListedOp:
 
 
 @dataclass(frozen=True)
+class ParameterSpecs:
+    """What planning knows of a parameter: never its values.
+
+    Attributes:
+        kind: the class of the tensor.
+        computed: whether it is computed in each call, and so nothing that could be looked at.
+    """
+
+    spec: Spec
+    requires_grad: bool
+    kind: type
+    computed: bool
+
+    @classmethod
+    def of(cls, binding: Binding, t: torch.Tensor, absent: torch.device | None = None) -> ParameterSpecs:
+        """What is known of a parameter that is `t` in this call."""
+        kind = torch.Tensor if stands_in(t) else type(t)
+        return cls(spec_of(t, absent), t.requires_grad, kind, binding.computed)
+
+    def stand_in(self) -> torch.Tensor:
+        """A tensor without values in its place."""
+        with looking() as look:
+            return look.made(self.spec.shape, self.spec.dtype, self.spec.device, self.requires_grad)
+
+
+@dataclass(frozen=True)
 class CallSpecs:
     """What planning knows of one call.
 
     Attributes:
         named: name -> the spec of a named input, and whether it needs a gradient.
+        parameters: what is known of each parameter that an op of the list is bound to.
         autocast: the dtype that torch.autocast runs in; None outside of it.
         absent: the device planned for instead of where the tensors are.
     """
@@ -44,6 +76,7 @@ class CallSpecs:
     x: Spec
     x_needs_grad: bool
     named: Mapping[str, tuple[Spec, bool]]
+    parameters: Mapping[Key, ParameterSpecs]
     outputs: tuple[str, ...]
     grad: bool
     autocast: torch.dtype | None
@@ -54,19 +87,25 @@ class CallSpecs:
         cls,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
+        parameters: Mapping[Binding, torch.Tensor],
         outputs: tuple[str, ...] = (),
         absent: torch.device | None = None,
     ) -> CallSpecs:
-        """The specs of a call made now."""
+        """The specs of a call made now, with these parameters."""
+        known = {b.key: ParameterSpecs.of(b, t, absent) for b, t in parameters.items()}
         named = {name: (spec_of(t, absent), t.requires_grad) for name, t in inputs.items()}
         spec = spec_of(x, absent)
         autocast = autocast_of(spec.device.type)
-        return cls(spec, x.requires_grad, named, outputs, torch.is_grad_enabled(), autocast, absent)
+        return cls(spec, x.requires_grad, named, known, outputs, torch.is_grad_enabled(), autocast, absent)
+
+    def stand_ins(self) -> StandIns:
+        """What stands for the parameters that are computed."""
+        return {key: p.stand_in for key, p in self.parameters.items() if p.computed}
 
 
 def autocast_of(kind: str) -> torch.dtype | None:
     """The dtype that torch.autocast runs in on a kind of device; None outside of it."""
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
@@ -84,6 +123,15 @@ def output_of(op: FusableOperation, x: Spec, named: Iterable[Spec]) -> Spec:
     if isinstance(op, RowOp) and op.promotes:
         return dataclasses.replace(out, dtype=op.result_dtype(x.dtype, [s.dtype for s in named]))
     return out
+
+
+def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:
+    """The parameters that ops are bound to, each once, in their order."""
+    found: dict[Key, Binding] = {}
+    for op in listed:
+        for binding in op.lowered.bindings.values():
+            found.setdefault(binding.key, binding)
+    return list(found.values())
 
 
 def list_ops(ops: Iterable[FusableOperation], prefix: str = "") -> list[ListedOp]:

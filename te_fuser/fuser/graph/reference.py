@@ -15,25 +15,29 @@ from te_fuser.ops.rows import batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.ops.binding import Binding
 
 
 def reference_run(
     listed: Sequence[ListedOp],
     x: torch.Tensor,
     values: MutableMapping[str, torch.Tensor],
+    given: Mapping[Binding, torch.Tensor],
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run a flattened list op by op, lowered as for a plan.
 
     Args:
         values: named tensors; those that ops bind are added.
+        given: the parameters that the ops are bound to.
         seed: (seed, offset) of the call's random draws.
     """
-    lowered = lower(listed, CallSpecs.of(x, values))
+    lowered = lower(listed, CallSpecs.of(x, values, given))
+    tensors = {binding.key: t for binding, t in given.items()}
     # What autocast casts is in the list; it must not cast once more inside the ops.
     with torch.autocast(x.device.type, enabled=False):
         for item in lowered:
-            parameters = {name: binding.get() for name, binding in item.lowered.bindings.items()}
+            parameters = {name: tensors[binding.key] for name, binding in item.lowered.bindings.items()}
             parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
             op = item.lowered.op

@@ -16,6 +16,7 @@ from te_fuser.fuser.plan.keeping import Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
+from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -50,7 +51,8 @@ PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overwriting, _with_n
 
 def make_plan(graph: Graph, options: Options) -> Plan:
     """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again."""
-    plan = covered(graph, options)
-    for change in PASSES:
-        plan = change(plan, options)
+    with standing_in(graph.stand_ins()):
+        plan = covered(graph, options)
+        for change in PASSES:
+            plan = change(plan, options)
     return plan

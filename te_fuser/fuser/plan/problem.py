@@ -15,6 +15,7 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.ops.base import Gradient, UnfusedOperation
+from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -38,7 +39,8 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     """What a fusion's condition and cost see of the ops start..stop-1."""
     nodes = graph.nodes[start:stop]
     ops = tuple(
-        MatchedOp(n.op, {k: graph.parameters[p] for k, p in n.parameters.items()}, _dtypes(graph, n)) for n in nodes
+        MatchedOp(n.op, {k: graph.parameter_tensors[p] for k, p in n.parameters.items()}, _dtypes(graph, n))
+        for n in nodes
     )
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
     return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability)
@@ -52,6 +54,11 @@ def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     """Where the fusions in force fit, and where their conditions said no, with the reason."""
+    with standing_in(graph.stand_ins()):
+        return _find_matches(graph, options)
+
+
+def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
     for fusion in registry.active():

@@ -12,7 +12,8 @@ import torch
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, list_ops
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops
+from te_fuser.fuser.graph.looked import looked_at, results_like
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_plan
@@ -21,7 +22,8 @@ from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.loading import Prepared, execute, load
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fusions import registry
-from te_fuser.ops.base import Binding, FusableOperation
+from te_fuser.look import looking, stands_in
+from te_fuser.ops.base import FusableOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
@@ -83,11 +85,7 @@ class Fuser:
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
         self._listed = listed
         self._ops = tuple(o.lowered.op for o in listed)
-        unique: dict[tuple[int, str], Binding] = {}
-        for o in listed:
-            for b in o.lowered.bindings.values():
-                unique.setdefault((id(b.owner), b.name), b)
-        self._bindings = tuple(unique.values())
+        self._bindings = tuple(bindings_of(listed))
         self._slots = tuple((b.owner._parameters, b.name) for b in self._bindings)
         self._computed = any(name not in parameters for parameters, name in self._slots)
         kinds = [type(op) for op in self._ops]
@@ -116,35 +114,36 @@ class Fuser:
             or torch._C._are_functorch_transforms_active()
         ):
             check_input(x)
+            if stands_in(x):
+                graph = self._graph(x, named_tensors(inputs), outputs, self.parameters())
+                return results_like(graph, outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
-        prepared, parameters = self._cached(x, inputs, outputs)
+        prepared, parameters = self.prepare_call(x, inputs, outputs)
         return execute(prepared, x, inputs, parameters)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
-        return self._cached(x, inputs, outputs)[0]
+        return self.prepare_call(x, inputs, outputs)[0]
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """The ops' parameters as they are now, in the order of the graph's."""
+    def parameters(self) -> list[torch.Tensor]:
+        """The ops' parameters as they are now, in the order of the graph's; what is computed is computed anew."""
         if self._watched and self._revision() != self._revisions:
             self._relist()
         if self._computed:
             return [b.get() for b in self._bindings]
         return [parameters[name] for parameters, name in self._slots]  # type: ignore[misc]
 
-    def _cached(
-        self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    def prepare_call(
+        self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Prepared, list[torch.Tensor]]:
-        """The prepared plan, and the parameters of this call."""
-        parameters = self._parameters()
+        """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
+        parameters = self.parameters()
         signature = self._signature(x, inputs, outputs, parameters)
         last, found = self._last  # comparing takes half the time of a look-up
         if signature == last:
             return found, parameters
         known = self._by_shape.get(signature)
-        found = known or self._find(signature, x, inputs, outputs)
-        if known is None and self._computed:
-            parameters = self._parameters()  # planning computed them too: what the first ones keep may have changed
+        found = known or self._find(signature, x, inputs, outputs, parameters)
         self._last = signature, found
         return found, parameters
 
@@ -181,10 +180,15 @@ class Fuser:
         )
 
     def _find(
-        self, signature: Any, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+        self,
+        signature: Any,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        parameters: Sequence[torch.Tensor],
     ) -> Prepared:
         """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
-        graph, options = self.asked(x, inputs, outputs)
+        graph, options = self.asked(x, inputs, outputs, parameters)
         shapes, rest = signature
         places = tuple(find_matches(graph, options)[0])
         key = (tuple(_shape_class(s) for s in shapes), rest, places)
@@ -214,29 +218,44 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        return make_plan(*self.asked(x, named_tensors(inputs or {}), outputs, device))
+        if self._revision() != self._revisions:
+            self._relist()
+        _, last = self._last
+        with looking():
+            parameters = looked_at(self._bindings, None if last is None else last.plan.graph)
+            return make_plan(*self.asked(x, named_tensors(inputs or {}), outputs, parameters, device))
 
     def asked(
         self,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
+        parameters: Sequence[torch.Tensor],
         device: Device | None = None,
     ) -> tuple[Graph, Options]:
-        """What is to be planned; every error in the list or in the input is raised here."""
-        if self._revision() != self._revisions:
-            self._relist()
+        """What is to be planned, with these parameters; every error in the list or in the input is raised here."""
         if torch.jit.is_tracing():
             raise TypeError("te_fuser does not run under torch.jit.trace; model.reference is plain PyTorch and does")
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        graph = GraphBuilder(self._listed, CallSpecs.of(x, inputs, outputs, there)).build()
+        graph = self._graph(x, inputs, outputs, parameters, there)
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, capability=device.capability)
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
         options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
+
+    def _graph(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        parameters: Sequence[torch.Tensor],
+        absent: torch.device | None = None,
+    ) -> Graph:
+        known = dict(zip(self._bindings, parameters, strict=True))
+        return GraphBuilder(self._listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
@@ -269,7 +288,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     found = {name: t for name, t in inputs.items() if t is not None}
     for name, t in found.items():
-        if type(t) not in _PLAIN:
+        if type(t) not in _PLAIN and not stands_in(t):
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
         if t.layout != torch.strided or t.is_nested:
             raise TypeError(f"input {name!r}: {_DENSE}")
@@ -299,7 +318,7 @@ def check_input(x: Any, planning: bool = False) -> None:
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
-    if type(x) not in _PLAIN:
+    if type(x) not in _PLAIN and not stands_in(x):
         raise TypeError(
             f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
             "or keep this model out of tracing (torch.compiler.disable)"

@@ -15,6 +15,7 @@ from te_fuser.config import config
 from te_fuser.fuser.run.program import Loaded, Wrapper
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.kernels.column_sums import column_sums
+from te_fuser.ops.main_grad import held_main_grad
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -120,15 +121,13 @@ def execute(
     prepared: Prepared,
     x: torch.Tensor,
     inputs: Mapping[str, torch.Tensor],
-    parameters: Sequence[torch.Tensor] | None = None,
+    parameters: Sequence[torch.Tensor],
 ) -> Any:
     """Run a prepared plan.
 
     Args:
-        parameters: those of the plan's graph, in its order, where the caller has them already.
+        parameters: those of the plan's graph, in its order.
     """
-    if parameters is None:
-        parameters = [b.get() for b in prepared.plan.graph.parameters]
     if not prepared.autocast:
         return _execute(prepared, x, inputs, parameters)
     # The plan has the casts; what runs inside must not cast again.
@@ -160,6 +159,14 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
     if segment.backward is not None:
         return _apply(segment, *tensors)  # type: ignore[no-any-return]
     return segment.results(segment.run_forward(tensors))
+
+
+def unhooked(t: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as a leaf without hooks, for runs that only measure.
+
+    One that has a main_grad is known by itself, and stays.
+    """
+    return t if held_main_grad(t) is not None else t.detach().requires_grad_(t.requires_grad)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

@@ -143,12 +143,16 @@ class Explanation:
     Attributes:
         plans: one for each group of ops between plain modules.
         measured: times of their steps, where they were asked for.
+        unseen: what it takes to know the plans that come after these; empty where these are all.
     """
 
-    def __init__(self, plans: Sequence[Plan], source: bool = False, measured: Sequence[Measured] = ()) -> None:
+    def __init__(
+        self, plans: Sequence[Plan], source: bool = False, measured: Sequence[Measured] = (), unseen: str = ""
+    ) -> None:
         self.plans = list(plans)
         self.source = source
         self.measured = list(measured)
+        self.unseen = unseen
 
     def __str__(self) -> str:
         """Plain text, 110 columns wide."""
@@ -164,10 +168,13 @@ class Explanation:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for k, plan in enumerate(self.plans):
-            number = f"Plan {k + 1} of {len(self.plans)}: " if len(self.plans) > 1 else "Plan: "
+            of = f" of {len(self.plans)}" if not self.unseen else ""
+            number = f"Plan {k + 1}{of}: " if len(self.plans) > 1 or self.unseen else "Plan: "
             if k:
                 yield Text("")
             yield from _plan_page(plan, self.measured[k] if self.measured else None, number)
+        if self.unseen:
+            yield Text(f"\nNo plan is known from here on: {self.unseen}.")
         if self.source:
             for title, text in self.sources().items():
                 yield Text(f"\n{title}", style="bold")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.fuser.run.loading import execute, load
+from te_fuser.fuser.run.loading import execute, load, unhooked
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
@@ -48,15 +48,16 @@ def measured_run(
     Returns:
         The plan, the times, and what the call returns.
     """
-    plan = fuser.prepare(x, inputs, outputs).plan
+    prepared, given = fuser.prepare_call(x, inputs, outputs)
+    plan, parameters = prepared.plan, [unhooked(p) for p in given]
     clock = _CudaClock() if x.device.type == "cuda" else _Clock()
     timed = load(plan, outputs, wrap=clock.wrap)
-    wanted = [t for t in (x, *inputs.values(), *(b.get() for b in plan.graph.parameters)) if t.requires_grad]
+    wanted = [t for t in (x, *inputs.values(), *parameters) if t.requires_grad]
     result: Any = None
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
         for run in range(_WARM_UP + repeats):
             clock.recording = run >= _WARM_UP
-            result = execute(timed, x, inputs)
+            result = execute(timed, x, inputs, parameters)
             if timed.with_grad:
                 made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
                 torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)

@@ -31,9 +31,14 @@ class Check:
     It sets the seed of PyTorch's generators: callers that need theirs fork them.
     """
 
-    def __init__(self, default: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-        self.default, self.x, self.inputs = default, x, inputs
-        self.parameters = [b.get() for b in default.plan.graph.parameters]
+    def __init__(
+        self,
+        default: Prepared,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self.default, self.x, self.inputs, self.parameters = default, x, inputs, parameters
         dtypes = [v.spec.dtype for v in default.plan.graph.values if v.spec.dtype.is_floating_point]
         self.coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
         self.wanted = self.results(default)

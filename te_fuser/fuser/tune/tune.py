@@ -23,7 +23,7 @@ from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
-from te_fuser.fuser.run.loading import Prepared, execute, load
+from te_fuser.fuser.run.loading import Prepared, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check
 from te_fuser.fuser.tune.schedules import tune_schedules
 from te_fuser.fusions.library import Library, libraries
@@ -100,6 +100,7 @@ class _Rounds:
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
+    parameters: Sequence[torch.Tensor]
     outputs: tuple[str, ...]
     effort: Effort
     contest: Contest
@@ -110,7 +111,7 @@ class _Rounds:
 
     def call(self, prepared: Prepared) -> Callable[[], None]:
         """The call by a plan."""
-        return _call(prepared, self.x, self.inputs)
+        return _call(prepared, self.x, self.inputs, self.parameters)
 
     def ratio(self, first: Callable[[], None], second: Callable[[], None]) -> float:
         """Seconds of the second over seconds of the first."""
@@ -130,9 +131,11 @@ def tune(
     contest: Contest | None = None,
 ) -> tuple[TuneReport, Any]:
     """Tune the plan of a call like this one; (report, what the call returns)."""
-    rounds = _Rounds(x, inputs, outputs, effort, contest or _contest_on(x.device))
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
-    graph, options = fuser.asked(x, inputs, outputs)
+    given = fuser.parameters()
+    graph, options = fuser.asked(x, inputs, outputs, given)
+    parameters = [unhooked(p) for p in given]
+    rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device))
     # What an earlier tuning left out is a candidate again.
     options = dataclasses.replace(options, tuned={})
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
@@ -145,7 +148,7 @@ def tune(
             trials += _schedule_trials(best, rounds, search.check)
         for library in libraries():
             trials += _library_trials(library, rounds.prepared(best), rounds, search.check)
-        result = execute(rounds.prepared(best), x, inputs)
+        result = execute(rounds.prepared(best), x, inputs, parameters)
     _keep(graph, fuser, x.device, search.choices, total)
     return TuneReport(tuple(trials), (total,)), result
 
@@ -203,7 +206,7 @@ class _Search:
         return make_plan(self._graph, dataclasses.replace(self._options, tuned=choices))
 
     def _checked_by(self, prepared: Prepared) -> Check:
-        return Check(prepared, self._rounds.x, self._rounds.inputs)
+        return Check(prepared, self._rounds.x, self._rounds.inputs, self._rounds.parameters)
 
 
 def _schedule_trials(plan: Plan, rounds: _Rounds, check: Check) -> list[Trial]:
@@ -249,9 +252,10 @@ def _unfit(plan: Plan, best: Plan, memory: str | int) -> str:
     return ""
 
 
-def _call(prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+def _call(
+    prepared: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> Callable[[], None]:
     """One forward and, where there is one, backward; gradients that tensors hold are left alone."""
-    parameters = [b.get() for b in prepared.plan.graph.parameters]
     wanted = [t for t in (x, *inputs.values(), *parameters) if t.requires_grad]
 
     def run() -> None:

@@ -111,44 +111,6 @@ def test_computed_parameters(name, place):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def test_a_computed_parameter_is_computed_once_a_call():
-    calls = []
-
-    class Counted(nn.Module):
-        def forward(self, weight):
-            calls.append(weight)
-            return 2.0 * weight
-
-    model = our_mlp()
-    nn.utils.parametrize.register_parametrization(model[1], "weight", Counted())
-    model(X)
-    calls.clear()
-    model(X).sum().backward()
-    assert len(calls) == 1
-
-
-def test_a_parametrization_that_changes_its_buffer_runs_while_planning_too():
-    """Planning computes the parameter as well; backward uses what was computed last, as torch.nn's does."""
-
-    class RunningScale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-
-        def forward(self, weight):
-            with torch.no_grad():
-                self.scale.mul_(0.9).add_(0.1 * weight.norm())
-            return weight / self.scale
-
-    model = our_mlp()
-    nn.utils.parametrize.register_parametrization(model[1], "weight", RunningScale())
-    original = model[1].parametrizations.weight.original
-    for rows in (6, 6, 7, 6):  # a first call, one with its plan, a new shape, and back
-        model(torch.randn(rows, X.shape[-1], dtype=X.dtype)).square().sum().backward()
-        assert original.grad is not None and original.grad.abs().sum() > 0
-        original.grad = None
-
-
 def test_a_parameter_that_the_formula_does_not_read_gets_no_gradient():
     class Odd(ops.Scale):
         def __init__(self):

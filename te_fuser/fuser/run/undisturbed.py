@@ -1,0 +1,33 @@
+"""Runs that only measure, and leave a model and the generators of random numbers as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
+    """Runs in here see copies of the model's buffers, and random generators that are set back.
+
+    Nothing is copied back, so that buffers keep their versions, which graphs of earlier calls look at.
+    """
+    modules = list(model.modules())
+    devices = [t.device for t in (x, *model.parameters(), *model.buffers()) if isinstance(t, torch.Tensor)]
+    generators = {g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)}
+    states = [(g, g.get_state()) for g in generators]
+    copies = {id(b): b.detach().clone().requires_grad_(b.requires_grad) for b in model.buffers()}
+    before = [(m._buffers, dict(m._buffers)) for m in modules]
+    with torch.random.fork_rng(sorted({d.index for d in devices if d.type == "cuda"})):
+        try:
+            for buffers, held in before:
+                buffers.update({name: b if b is None else copies[id(b)] for name, b in held.items()})
+            yield
+        finally:
+            for buffers, held in before:
+                buffers.update(held)
+            for generator, state in states:
+                generator.set_state(state)

@@ -1,0 +1,164 @@
+"""Looking: tensors without values that stand for those of a call, and copies of modules that take them.
+
+They have shape, strides, dtype, device and whether they need a gradient. What is run on them runs no kernel, draws
+nothing and changes no tensor of a model; asked for a value, it fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.utils.parametrize
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+
+class NotSeenError(ValueError):
+    """A look came to a part of a model that only a real call can tell about."""
+
+
+class Look:
+    """The stand-ins of one look, which may meet each other alone."""
+
+    def __init__(self) -> None:
+        self._copies: list[dict[int, Any]] = []
+
+    @cached_property
+    def _mode(self) -> FakeTensorMode:
+        return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+    def of(self, given: Any) -> Any:
+        """What stands for a tensor, or for each in a structure of them."""
+        return tree_map_only(torch.Tensor, self._of, given)
+
+    def _of(self, t: torch.Tensor) -> torch.Tensor:
+        return t if isinstance(t, FakeTensor) else self._mode.from_tensor(t)
+
+    def made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
+        """What stands for a tensor that is not there."""
+        with self._mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad)
+
+    def copied(self, module: torch.nn.Module) -> torch.nn.Module:
+        """A copy on stand-ins that runs no hooks."""
+        generators = [g for m in module.modules() for g in vars(m).values() if isinstance(g, torch.Generator)]
+        memo: dict[int, Any] = {id(g): g for g in generators}
+        self._copies.append(memo)  # of owners, too, which the ops bound to them hold weakly
+        with _CopiesWithoutValues(self):
+            found = copy.deepcopy(module, memo)
+        for m in found.modules():
+            m.__dict__["_compiled_call_impl"] = m.forward  # what __call__ runs in place of hooks and forward
+        return found
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function gives for stand-ins."""
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a later call would take a stand-in for the cast of a weight
+        with self._mode:
+            try:
+                return function(*arguments)
+            finally:
+                torch.set_autocast_cache_enabled(caches)
+                _forget_cached()
+
+    def computed(self, owner: torch.nn.Module, name: str) -> torch.Tensor:
+        """What stands for a tensor of a module that is computed."""
+        lists = owner._modules.get("parametrizations")
+        if isinstance(lists, torch.nn.ModuleDict) and name in lists:
+            return self.run(self.copied(lists[name]))  # type: ignore[no-any-return]
+        return self.run(getattr, self.copied(owner), name)  # type: ignore[no-any-return]
+
+
+class _CopiesWithoutValues(TorchFunctionMode):
+    """In here a copy of a tensor is what stands for it."""
+
+    def __init__(self, look: Look) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
+            return self._look.of(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _forget_cached() -> None:
+    """Within `torch.nn.utils.parametrize.cached()` a stand-in would be taken for what was computed."""
+    cache = torch.nn.utils.parametrize._cache
+    for key in [key for key, t in cache.items() if isinstance(t, FakeTensor)]:
+        del cache[key]
+
+
+_current: ContextVar[Look | None] = ContextVar("look", default=None)
+
+
+@contextmanager
+def looking() -> Iterator[Look]:
+    """The look that is under way, or a new one."""
+    look = _current.get() or Look()
+    token = _current.set(look)
+    try:
+        yield look
+    finally:
+        _current.reset(token)
+
+
+def stands_in(t: torch.Tensor) -> bool:
+    """Whether it is a stand-in, of the look that is under way."""
+    return isinstance(t, FakeTensor) and _current.get() is not None
+
+
+# ------------------------------------------------------------------------------------------ what was seen in a call
+
+Form = tuple[Sequence[int], torch.dtype, torch.device, bool]
+
+
+class LastCall:
+    """What the last call of a module was like and gave, without the tensors."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, Sequence[Form], Any] | None = None
+
+    def note(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str], made: Sequence[Any]) -> None:
+        """Write a call down; where one is like the last, that costs a comparison.
+
+        Args:
+            asked: what was asked for by name.
+        """
+        if not all(isinstance(t, torch.Tensor) for t in (*given, *made)):
+            self._known = None
+            return
+        like, gave, known = _like(given, asked), [_form(t) for t in made], self._known
+        if known is None or known[0] != like or known[1] != gave:
+            self._known = like, gave, _state(module)
+
+    def gave(self, module: torch.nn.Module, given: Sequence[Any], asked: Sequence[str]) -> Sequence[Form] | None:
+        """What it gave, if that call was like one with `given` now, and the module is what it was."""
+        known = self._known
+        if known is None or not all(isinstance(t, torch.Tensor) for t in given):
+            return None
+        return known[1] if known[0] == _like(given, asked) and known[2] == _state(module) else None
+
+
+def _form(t: torch.Tensor) -> Form:
+    return t.shape, t.dtype, t.device, t.requires_grad
+
+
+def _like(given: Sequence[torch.Tensor], asked: Sequence[str]) -> Any:
+    kind = given[0].device.type
+    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    return [_form(t) for t in given], list(asked), torch.is_grad_enabled(), autocast
+
+
+def _state(module: torch.nn.Module) -> Any:
+    """What else the form of a module's results may depend on."""
+    modules = [(weakref.ref(m), m.training) for m in module.modules()]
+    return modules, [(p.dtype, p.device, p.requires_grad) for p in module.parameters()]

@@ -1,0 +1,86 @@
+"""Parameters by owner and name: looked up or computed once in each call, and known while planning without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A parameter by its owner and name; the tensor is looked up in each call, since it may be replaced."""
+
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def key(self) -> Key:
+        """The same for all bindings of one parameter."""
+        return id(self.owner), self.name
+
+    @property
+    def computed(self) -> bool:
+        """Whether the parameter is computed, as by torch.nn.utils.parametrize, and not a tensor that is there."""
+        return _stored(self.owner, self.name) is None
+
+    def get(self) -> torch.Tensor:
+        """The parameter as it is now; one that is computed is computed anew."""
+        owner = self.owner
+        found = owner._parameters.get(self.name)
+        return getattr(owner, self.name) if found is None else found
+
+
+def has_tensor(owner: torch.nn.Module, name: str) -> bool:
+    """Whether a module has a tensor of that name; what torch.nn.utils.parametrize computes is not computed for it."""
+    if _stored(owner, name) is not None or name in owner.__dict__["_modules"].get("parametrizations", ()):
+        return True
+    return isinstance(getattr(owner, name, None), torch.Tensor)
+
+
+def _stored(owner: torch.nn.Module, name: str) -> torch.Tensor | None:
+    for there in (owner._parameters, owner._buffers, owner.__dict__):
+        found = there.get(name)
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- while planning
+
+StandIns = Mapping[Key, Callable[[], torch.Tensor]]
+_standing: ContextVar[StandIns | None] = ContextVar("standing", default=None)
+
+
+@contextmanager
+def standing_in(known: StandIns) -> Iterator[None]:
+    """In here an op that reads a parameter which is computed gets what stands for it, and nothing is computed."""
+    token = _standing.set({**(_standing.get() or {}), **known})
+    try:
+        yield
+    finally:
+        _standing.reset(token)
+
+
+class PlannedParametrizations:
+    """What an op has as its `parametrizations` while it is planned: name -> a function that gives the stand-in."""
+
+    def __init__(self, owner: torch.nn.Module, known: StandIns) -> None:
+        self._owner, self._known = owner, known
+
+    @classmethod
+    def of(cls, owner: torch.nn.Module) -> PlannedParametrizations | None:
+        """Those of an op; None where nothing stands in for its parameters."""
+        known = _standing.get()
+        return None if known is None or not any(k == id(owner) for k, _ in known) else cls(owner, known)
+
+    def __contains__(self, name: str) -> bool:
+        return (id(self._owner), name) in self._known
+
+    def __getitem__(self, name: str) -> Callable[[], torch.Tensor]:
+        return self._known[id(self._owner), name]
