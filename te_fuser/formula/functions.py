@@ -216,6 +216,7 @@ _ROWS = (
     Function("masked"),
     # Leaves and marks.
     *map(Function, ("input", "value", "broadcast", "concat")),
+    Function("detach", lambda x: x, lambda e, g: (None,), cpu=0),
     Function("const", cpu=0),
     Function("keep", operations=16, gpu=8, cpu=3),
 )  # fmt: skip
@@ -311,6 +312,13 @@ def row_max(x: Operand) -> Any:
 def row_min(x: Operand) -> Any:
     """The smallest feature of each row, [rows, 1]; ties share the gradient evenly, as torch.amin does."""
     return reductions.extreme("row_min", x) if isinstance(x, Expr) else x.amin(-1, keepdim=True)
+
+
+def detach(x: Operand) -> Any:
+    """x as a value that no gradient flows to: for what is subtracted to stay in range and cancels."""
+    if isinstance(x, Expr):
+        return unary("detach", x)
+    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def split(x: Operand, parts: int) -> tuple[Any, ...]:
