@@ -35,6 +35,7 @@ KNOWS = {
     "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "_native"},
     "flatten": {"ops", "fuser"},
     "sequential": {"ops", "fuser", "flatten"},
+    "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
         "formula",

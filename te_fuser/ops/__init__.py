@@ -27,9 +27,11 @@ from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.scale import Scale
+from te_fuser.ops.sigmoid import Sigmoid
 from te_fuser.ops.silu import SiLU
 from te_fuser.ops.softmax import Softmax
 from te_fuser.ops.srelu import SReLU
+from te_fuser.ops.tanh import Tanh
 
 __all__ = [
     "GEGLU",
@@ -70,8 +72,10 @@ __all__ = [
     "SReLU",
     "Scale",
     "SiLU",
+    "Sigmoid",
     "Softmax",
     "SwiGLU",
+    "Tanh",
     "Unflatten",
     "UnfusedOperation",
 ]

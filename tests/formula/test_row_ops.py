@@ -29,6 +29,8 @@ OPS: dict[str, RowOp] = {
     "relu": ops.ReLU(),
     "srelu": ops.SReLU(),
     "silu": ops.SiLU(),
+    "sigmoid": ops.Sigmoid(),
+    "tanh": ops.Tanh(),
     "glu": ops.GLU(),
     "geglu": ops.GEGLU(),
     "qgeglu": ops.QGEGLU(),
