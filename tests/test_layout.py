@@ -49,7 +49,7 @@ KNOWS = {
         "_native",
     },
     "presets": {"ops", "fuser", "sequential"},
-    "cli": {"dtypes", "codegen", "config", "fuser", "fusions", "_native", "__version__"},
+    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, Fit, version_of, why_changed, why_missing, why_unusable
 
 PACKAGE = "quack-kernels"
 MULTIPLE = 8  # of elements in a row: what its loads and stores need
 _OLDEST = "0.6.5"
+FIT = Fit(PACKAGE, _OLDEST, libraries_13="nvidia-cutlass-dsl-libs-cu13")
 _INTERFACE, _CONFIG = "quack.gemm_interface", "quack.gemm_config"
 _EPILOGUES = "te_fuser.kernels.packages.quack_epilogues"
 _GATED_EPILOGUES = "te_fuser.kernels.packages.quack_gated_epilogues"
