@@ -3,6 +3,7 @@
 from te_fuser import fusions, ops
 from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.config import config
+from te_fuser.from_torch import from_torch
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
@@ -19,6 +20,7 @@ __all__ = [
     "VerifyReport",
     "config",
     "cuda_graph",
+    "from_torch",
     "fusion",
     "fusions",
     "ops",

@@ -146,9 +146,21 @@ def _version(_: argparse.Namespace) -> int:
 
     print(f"te_fuser {__version__}, Python {sys.version.split()[0]}")
     parts = {name: look() for name, look in _PARTS} | {found.name: _library_part(found) for found in libraries()}
+    parts |= _optional_parts()
     for name, text in parts.items():
-        print(f"{name + ':':15}{text}")
+        print(f"{name + ':':23}{text}")
     return 0
+
+
+def _optional_parts() -> dict[str, str]:
+    """The packages that the extra `hopper` brings -> whether they are there and fit this machine."""
+    import torch
+
+    from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
+
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    packages = (cudnn_frontend.FIT, flash_attn_4.FIT, quack_matmul.FIT)
+    return {fit.name: fit.state(torch.version.cuda, capability) for fit in packages}
 
 
 def _torch_part() -> str:

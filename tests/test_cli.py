@@ -15,6 +15,7 @@ from te_fuser.codegen import compiler, nvrtc
 from te_fuser.config import config
 from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.kernels.cublaslt import products
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, optional, quack_matmul
 
 
 @pytest.fixture
@@ -108,7 +109,10 @@ def test_the_cache_is_where_the_setting_says(
 def test_version_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     first, *parts = lines(capsys, "version")
     assert first.startswith("te_fuser 0.") and "Python 3." in first
-    assert [p.partition(":")[0] for p in parts] == ["torch", "C++ compiler", "native module", "NVRTC", "cuBLASLt"]
+    assert [p.partition(":")[0] for p in parts] == [
+        "torch", "C++ compiler", "native module", "NVRTC", "cuBLASLt",
+        "nvidia-cudnn-frontend", "flash-attn-4", "quack-kernels",
+    ]  # fmt: skip
 
 
 def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +125,55 @@ def test_version_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     text = "\n".join(lines(capsys, "version"))
     assert "missing, so on the CPU row ops run as PyTorch operations: no C++ compiler was found: install g++" in text
-    assert "NVRTC:         missing: install something" in text
-    assert "cuBLASLt:      missing: it is not there; products run by PyTorch, with nothing fused into them" in text
+    assert "NVRTC:                 missing: install something" in text
+    assert (
+        "cuBLASLt:              missing: it is not there; products run by PyTorch, with nothing fused into them" in text
+    )
+
+
+NOT_THERE, OLD, NEW, CUTLASS = {}, {"flash-attn-4": "3.0"}, {"flash-attn-4": "4.0.0b36"}, "nvidia-cutlass-dsl-libs-cu13"
+FITTING = {
+    "cpu": (NOT_THERE, None, None, "not installed; of no use here: PyTorch is built without CUDA"),
+    "cuda_12": (NOT_THERE, "12.9", None, 'not installed; fits CUDA 12.9: pip install "flash-attn-4>=4.0.0b36"'),
+    "cuda_13": (NOT_THERE, "13.0", (9, 0), 'not installed; fits CUDA 13.0: pip install "flash-attn-4[cu13]>=4.0.0b36"'),
+    "old": (OLD, "12.9", (9, 0), 'version 3.0; too old: pip install "flash-attn-4>=4.0.0b36"'),
+    "there": (NEW, "12.9", (9, 0), "version 4.0.0b36; fits CUDA 12.9"),
+    "without_libraries": (
+        NEW,
+        "13.0",
+        (9, 0),
+        "version 4.0.0b36; its libraries for CUDA 13.0 are missing: pip install",
+    ),
+    "with_libraries": (NEW | {CUTLASS: "4.8.1"}, "13.0", (9, 0), "version 4.0.0b36; fits CUDA 13.0"),
+    "other_gpu": (NEW, "12.9", (8, 0), "used on compute capability 9 alone, this GPU has 8.0"),
+}
+
+
+@pytest.mark.parametrize("case", FITTING)
+def test_version_says_which_packages_fit(
+    case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed, cuda, capability, words = FITTING[case]
+    monkeypatch.setattr(optional, "version_of", installed.get)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "one")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(products, "obstacle", lambda: None)
+    monkeypatch.setattr(products, "version", lambda: 1)
+    (line,) = [line for line in lines(capsys, "version") if line.startswith("flash-attn-4:")]
+    assert words in line
+
+
+def test_the_extras_bring_what_the_code_asks_for() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(cli.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for module in (cudnn_frontend, flash_attn_4, quack_matmul):
+        assert [module.FIT.requirement("12.9")] in extras.values()
+        assert module.FIT.requirement("13.0") in [*extras["hopper-cu13"], *extras["cudnn"]]
+    assert extras["hopper"] == ["te_fuser[cudnn,flash-attn-4,quack]"]
 
 
 def test_clearing_deletes_what_killed_processes_left(

@@ -36,6 +36,7 @@ KNOWS = {
     "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "look", "_native"},
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
+    "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
         "formula",
@@ -49,7 +50,7 @@ KNOWS = {
         "_native",
     },
     "presets": {"ops", "fuser", "sequential"},
-    "cli": {"dtypes", "codegen", "config", "fuser", "fusions", "_native", "__version__"},
+    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}
@@ -91,7 +92,7 @@ OP_HELPERS = {
     "tensor_function",
 }
 ASPECTS = {
-    "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof"},
+    "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof", "works_with"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

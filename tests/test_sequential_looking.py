@@ -382,7 +382,8 @@ def test_modules_that_hold_more_than_parameters(ran: list[Plan]) -> None:
     class Holds(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.listed, self.buffer = [torch.ones(8), nn.Parameter(torch.ones(8))], torch.full((8,), 2.0)
+            self.listed = [torch.ones(8), nn.Parameter(torch.ones(8))]
+            self.buffer = torch.full((8,), 2.0)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.listed[0] + self.listed[1] * self.buffer

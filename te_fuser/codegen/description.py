@@ -231,11 +231,11 @@ def describe(
     )
 
 
-_MARKS = ("value", "broadcast")
+_MARKS = ("value", "broadcast", "detach")
 
 
 def strip_values(expressions: Iterable[Expr]) -> list[Expr]:
-    """The expressions without the marks of op outputs and of broadcast values, which mean nothing to a kernel."""
+    """The expressions without marks of op outputs, broadcast and detached values, which mean nothing to a kernel."""
     roots = list(expressions)
     plain: dict[int, Expr] = {}
     for node in topological(roots):

@@ -34,7 +34,8 @@ class Function:
         operations: float32 operations that a call amounts to in a generated kernel.
         gpu, cpu: about how many instructions it takes, for an element on a GPU and for a vector on a CPU.
         joins, start: for a row reduction, the function that adds a feature to what was found so far, and its beginning.
-        picks: whether its gradient asks which feature was taken.
+        picks: whether backward takes it anew from the features that it reads, which may be rounded: its gradient asks
+            which of them was taken, or is right only where it and they are of one row.
         tells_sign: whether it is positive where its argument is and nowhere else.
     """
 
@@ -222,6 +223,7 @@ _ROWS = (
     Function("masked"),
     # Leaves and marks.
     *map(Function, ("input", "value", "broadcast", "concat")),
+    Function("detach", lambda x: x, lambda e, g: (None,), cpu=0, picks=True),
     Function("const", cpu=0),
     Function("keep", operations=16, gpu=8, cpu=3),
 )  # fmt: skip
@@ -317,6 +319,13 @@ def row_max(x: Operand) -> Any:
 def row_min(x: Operand) -> Any:
     """The smallest feature of each row, [rows, 1]; ties share the gradient evenly, as torch.amin does."""
     return reductions.extreme("row_min", x) if isinstance(x, Expr) else x.amin(-1, keepdim=True)
+
+
+def detach(x: Operand) -> Any:
+    """x as a value that no gradient flows to: for what is subtracted to stay in range and cancels."""
+    if isinstance(x, Expr):
+        return unary("detach", x)
+    return x.detach() if isinstance(x, torch.Tensor) else x
 
 
 def split(x: Operand, parts: int) -> tuple[Any, ...]:

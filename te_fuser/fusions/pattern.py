@@ -100,7 +100,8 @@ def _why_never(kind: Any) -> str | None:
     name = kind.__name__
     if kind.lower is FusedOperation.lower:
         return _why_never_of_its_kind(kind)
-    if kind.lower is not FusableOperation.lower:
+    # One with a meaning of its own stands for itself in some lists at least, as a norm of one dimension does.
+    if kind.lower is not FusableOperation.lower and not issubclass(kind, (RowOp, UnfusedOperation)):
         return (
             f"{name} is lowered to its elementary ops before fusing, so the pattern can never match; "
             "name those instead (Linear is MatMul, Bias)"

@@ -17,16 +17,21 @@ from te_fuser.ops.identity import Identity
 from te_fuser.ops.l2_norm import L2Norm
 from te_fuser.ops.layer_norm import LayerNorm
 from te_fuser.ops.linear import Linear
+from te_fuser.ops.log_softmax import LogSoftmax
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.norm import Norm
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.relu import ReLU
-from te_fuser.ops.reshape import Reshape
+from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.scale import Scale
+from te_fuser.ops.sigmoid import Sigmoid
 from te_fuser.ops.silu import SiLU
+from te_fuser.ops.softmax import Softmax
 from te_fuser.ops.srelu import SReLU
+from te_fuser.ops.tanh import Tanh
 
 __all__ = [
     "GEGLU",
@@ -43,6 +48,7 @@ __all__ = [
     "DotProductAttention",
     "DropPath",
     "Dropout",
+    "Flatten",
     "Fork",
     "FusableOperation",
     "FusedOperation",
@@ -51,8 +57,10 @@ __all__ = [
     "L2Norm",
     "LayerNorm",
     "Linear",
+    "LogSoftmax",
     "MatMul",
     "NamedInput",
+    "Norm",
     "Output",
     "RMSNorm",
     "ReGLU",
@@ -64,6 +72,10 @@ __all__ = [
     "SReLU",
     "Scale",
     "SiLU",
+    "Sigmoid",
+    "Softmax",
     "SwiGLU",
+    "Tanh",
+    "Unflatten",
     "UnfusedOperation",
 ]

@@ -225,6 +225,10 @@ class FusableOperation(torch.nn.Module):
         """
         return out
 
+    def reading(self, x: Spec) -> str:
+        """How it reads x where that can be taken for something else, with the sizes, for `explain`; mostly empty."""
+        return ""
+
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which it gives the gradient of an input of `dtype`."""
         return dtype

@@ -123,6 +123,22 @@ class PackedHeads:
         if x.dtype not in _FLOATS:
             raise TypeError(f"{op} takes float32, float64, bfloat16 or float16, got {x.dtype}: convert the input")
 
+    def reading(self, x: Spec) -> str:
+        """Which dimension of x is which, and how its features are packed."""
+        samples, positions = self.lengths(x.shape)
+        sizes = {"batch": samples, "sequence": positions}
+        order = reversed(sizes) if self.layout == "sequence_first" else sizes
+        lead = ", ".join(f"{name} {sizes[name]}" for name in order)
+        many = "a query" if self.per_group == 1 else f"{self.per_group} queries"
+        packed = {
+            "interleaved": f"{self.kv_heads} x [{many}, a key, a value]",
+            "blocked": f"[{self.heads} queries | {self.kv_heads} keys | {self.kv_heads} values]",
+        }
+        return (
+            f"[{lead}, features {x.features}] (layout={self.layout!r}), features as {packed[self.packing]} "
+            f"of {self.head_dim} (packing={self.packing!r})"
+        )
+
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [B, G, R, S, D], keys and values [B, G, S, D], all views of x."""
         sequence, batch = LAYOUTS[self.layout]
@@ -328,6 +344,9 @@ class DotProductAttention(UnfusedOperation):
         refuse_context_parallel()
         self.packed.check(type(self).__name__, x)
         return x.with_features(self.heads * self.head_dim)
+
+    def reading(self, x: Spec) -> str:
+        return self.packed.reading(x)
 
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
         """The mask's dtype, device and shape."""

@@ -1,4 +1,4 @@
-"""Reshape: the same elements in another shape."""
+"""Reshape: the same elements in another shape; Flatten and Unflatten: some dimensions as one, one as several."""
 
 from __future__ import annotations
 
@@ -27,22 +27,27 @@ class Reshape(UnfusedOperation):
 
     def __init__(self, *shape: int | Sequence[int]) -> None:
         super().__init__()
-        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        self.shape = tuple(int(size) for size in sizes)  # type: ignore[arg-type, union-attr]
-        if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
-            raise ValueError(f"Reshape takes sizes of which one may be -1, got {list(self.shape)}")
+        self.shape = _sizes(type(self).__name__, shape)
+
+    def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The output's shape for an input of `shape`.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        return resolve_shape(self.shape, math.prod(shape))
 
     def infer(self, x: Spec) -> Spec:
         check_floating(x)
         try:
-            shape = resolve_shape(self.shape, math.prod(x.shape))
+            shape = self.target(x.shape)
         except ValueError as error:
-            raise ValueError(f"Reshape cannot take an input of shape {list(x.shape)}: {error}") from error
+            raise ValueError(f"{type(self).__name__} cannot take an input of shape {list(x.shape)}: {error}") from error
         return Spec(shape, x.dtype, x.device)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         call.notes["shape"] = tuple(x.shape)
-        return x.reshape(resolve_shape(self.shape, x.numel()))
+        return x.reshape(self.target(tuple(x.shape)))
 
     def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
         return dy.reshape(call.notes["shape"])  # type: ignore[call-overload, no-any-return]
@@ -56,3 +61,81 @@ class Reshape(UnfusedOperation):
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape))
+
+
+class Flatten(Reshape):
+    """Make one dimension of several: [.., a, b, c, ..] -> [.., a b c, ..], like torch.nn.Flatten.
+
+    Args:
+        start_dim, end_dim: the first and the last of them; negative ones count from the end.
+
+    Raises:
+        ValueError: when x has no such dimensions.
+    """
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        super().__init__()
+        self.start_dim, self.end_dim = start_dim, end_dim
+
+    def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        first, last = _dimension(self.start_dim, shape), _dimension(self.end_dim, shape)
+        if first > last:
+            raise ValueError(f"start_dim {self.start_dim} lies behind end_dim {self.end_dim}")
+        return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Flatten:
+        return cls(**{"start_dim": 0, "end_dim": -2, **changed})
+
+    def example(self, features: int, rng: torch.Generator) -> Flatten:
+        return Flatten(0, -2)
+
+    def extra_repr(self) -> str:
+        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
+
+
+class Unflatten(Reshape):
+    """Make several dimensions of one: [.., a b c, ..] -> [.., a, b, c, ..], like torch.nn.Unflatten.
+
+    Args:
+        dim: that one; a negative one counts from the end.
+        unflattened_size: the sizes that it becomes, one of which may be -1.
+
+    Raises:
+        ValueError: when x has no such dimension, or it does not hold these.
+    """
+
+    def __init__(self, dim: int, unflattened_size: Sequence[int]) -> None:
+        super().__init__()
+        self.dim = dim
+        self.unflattened_size = _sizes("Unflatten", (unflattened_size,))
+
+    def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        at = _dimension(self.dim, shape)
+        return (*shape[:at], *resolve_shape(self.unflattened_size, shape[at]), *shape[at + 1 :])
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Unflatten:
+        return cls(**{"dim": -1, "unflattened_size": (1, features), **changed})
+
+    def example(self, features: int, rng: torch.Generator) -> Unflatten:
+        return Unflatten(-1, (1, features))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, unflattened_size={self.unflattened_size}"
+
+
+def _sizes(op: str, shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
+    """Sizes given one by one or as one sequence."""
+    given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    sizes = tuple(int(size) for size in given)  # type: ignore[arg-type, union-attr]
+    if sizes.count(-1) > 1 or any(size < -1 for size in sizes):
+        raise ValueError(f"{op} takes sizes of which one may be -1, got {list(sizes)}")
+    return sizes
+
+
+def _dimension(dim: int, shape: tuple[int, ...]) -> int:
+    """A dimension counted from the front."""
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"it has no dimension {dim}")
+    return dim % len(shape)

@@ -142,6 +142,9 @@ class RotaryEmbedding(UnfusedOperation):
         self.packed.check(type(self).__name__, x)
         return x
 
+    def reading(self, x: Spec) -> str:
+        return self.packed.reading(x)
+
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same embedding of other heads, with as many of their features turning as here or all.
 

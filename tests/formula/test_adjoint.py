@@ -16,6 +16,7 @@ from te_fuser.formula import (
     clamp,
     concat,
     cos,
+    detach,
     erf,
     exp,
     expr,
@@ -243,6 +244,7 @@ FORMULAS: dict[str, tuple[Formula, str]] = {
     "maximum_of_weight": (lambda x, weight: x * row_max(weight), "x weight"),
     "unused": (lambda x, z: x + 0 * z, "x z"),
     "softmax": (lambda x: exp(x - row_max(x)) / row_sum(exp(x - row_max(x))), "x"),
+    "detached": (lambda x: exp(x - detach(row_max(x))) * detach(x), "x"),
     "sample_scale": (
         lambda x, sample, per_sample: row_mean(x * sample) * x + per_sample * sample,
         "x sample per_sample",

@@ -29,6 +29,8 @@ OPS: dict[str, RowOp] = {
     "relu": ops.ReLU(),
     "srelu": ops.SReLU(),
     "silu": ops.SiLU(),
+    "sigmoid": ops.Sigmoid(),
+    "tanh": ops.Tanh(),
     "glu": ops.GLU(),
     "geglu": ops.GEGLU(),
     "qgeglu": ops.QGEGLU(),
@@ -40,12 +42,16 @@ OPS: dict[str, RowOp] = {
     "layer_norm": ops.LayerNorm(1),
     "layer_norm_zero_centered": ops.LayerNorm(1, zero_centered_gamma=True),
     "layer_norm_no_bias": ops.LayerNorm(1, bias=False),
+    "layer_norm_plain": ops.LayerNorm(1, elementwise_affine=False),
     "rms_norm": ops.RMSNorm(1),
+    "rms_norm_plain": ops.RMSNorm(1, elementwise_affine=False),
     "rms_norm_zero_centered": ops.RMSNorm(1, zero_centered_gamma=True),
     "l2_norm": ops.L2Norm(),
     "adaptive_per_row": ops.AdaptiveLayerNorm(1, per="row"),
     "adaptive_per_sample_0": ops.AdaptiveLayerNorm(1, batch_dim=0),
     "adaptive_per_sample_1": ops.AdaptiveLayerNorm(1, batch_dim=1),
+    "softmax": ops.Softmax(),
+    "log_softmax": ops.LogSoftmax(),
     "dropout": ops.Dropout(0.4),
     "dropout_all": ops.Dropout(1.0),
     "dropout_none": ops.Dropout(0.0),
@@ -130,7 +136,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 def test_the_table_has_every_row_op() -> None:
     public = {getattr(ops, name) for name in ops.__all__}
-    rows = {kind for kind in public if issubclass(kind, RowOp)} - {RowOp, ops.GatedUnit}
+    rows = {kind for kind in public if issubclass(kind, RowOp)} - {RowOp, ops.GatedUnit, ops.Norm}
     assert rows == {type(op) for op in OPS.values()}
 
 

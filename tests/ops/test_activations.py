@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import OpCall, RowOp, Spec
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
@@ -21,6 +22,14 @@ ACTIVATIONS: dict[str, tuple[RowOp, Form]] = {
     "relu": (ops.ReLU(), F.relu),
     "srelu": (ops.SReLU(), lambda x: F.relu(x) ** 2),
     "silu": (ops.SiLU(), F.silu),
+}
+BOUNDED: dict[str, tuple[RowOp, Form]] = {
+    "sigmoid": (ops.Sigmoid(), torch.sigmoid),
+    "tanh": (ops.Tanh(), torch.tanh),
+}
+ROWWISE: dict[str, tuple[RowOp, Form]] = {
+    "softmax": (ops.Softmax(), lambda x: F.softmax(x, -1)),
+    "log_softmax": (ops.LogSoftmax(), lambda x: F.log_softmax(x, -1)),
 }
 
 
@@ -46,9 +55,9 @@ GATED: dict[str, tuple[RowOp, Form]] = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ACTIVATIONS | GATED)
+@pytest.mark.parametrize("name", ACTIVATIONS | BOUNDED | GATED | ROWWISE)
 def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
-    op, torch_form = (ACTIVATIONS | GATED)[name]
+    op, torch_form = (ACTIVATIONS | BOUNDED | GATED | ROWWISE)[name]
     assert_as_good_as_torch(op, lambda x: torch_form(x), {"x": normal(40, 50, scale=3.0)}, dtype)
 
 
@@ -93,3 +102,48 @@ def test_clamped_swiglu_passes_gradients_at_its_limits_only() -> None:
 def test_gated_units_halve_the_features() -> None:
     spec = ops.SwiGLU().infer(Spec((3, 4, 10), torch.bfloat16, torch.device("cpu")))
     assert (spec.shape, spec.dtype) == ((3, 4, 5), torch.bfloat16)
+
+
+# --------------------------------------------------------------------------------- softmax, by kernels too
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+@pytest.mark.parametrize("shift", [0.0, 100.0, 1e4])
+def test_softmax_far_from_zero(name: str, shift: float) -> None:
+    """Shifted rows give the same; the kernel, alone and in a list, errs as torch does."""
+    op, torch_form = ROWWISE[name]
+    x = (normal(6, 33, scale=3.0) + shift).float()
+    exact = torch_form(x.double())
+    for y in (op(x), op.reference(OpCall(), x)):
+        torch.testing.assert_close(y.double(), exact, rtol=3e-6, atol=1e-6)
+    te_fuser.verify(te_fuser.Sequential(op), x)
+    te_fuser.verify(te_fuser.Sequential(ops.Linear(33, 7), op, ops.Linear(7, 5)), x - shift)
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softmax_of_infinities_and_of_one_feature(name: str, dtype: torch.dtype) -> None:
+    op, torch_form = ROWWISE[name]
+    x = normal(4, 5).to(dtype)
+    x[0, 2] = x[1] = -torch.inf
+    x[2, 0] = torch.inf
+    x[3, 1] = torch.nan
+    torch.testing.assert_close(op(x), torch_form(x), equal_nan=True)
+    one = normal(3, 1).to(dtype).requires_grad_()
+    y = op(one)
+    assert torch.equal(y, torch_form(one)) and not torch.autograd.grad(y.sum(), one)[0].any()
+
+
+def test_softmax_asks_for_no_feature_in_backward() -> None:
+    """What is subtracted gets no gradient."""
+    plan = te_fuser.Sequential(ops.Softmax()).plan(normal(4, 64).float().requires_grad_())
+    (step,) = plan.backward
+    assert "row_max" in str(step.task.description) and "where" not in str(step.task.description)
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+def test_softmax_of_one_rounded_feature_has_no_gradient(name: str) -> None:
+    """Forward's largest feature is not rounded, what backward reads is."""
+    x = normal(7, 1).bfloat16().requires_grad_()
+    y = te_fuser.Sequential(ops.GELU(), ROWWISE[name][0])(x)
+    assert not torch.autograd.grad(y, x, torch.ones_like(y))[0].any()

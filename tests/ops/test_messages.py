@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "limit": (lambda: ops.ClampedSwiGLU(limit=0.0), ValueError, "positive limit, got 0.0"),
     "per": (lambda: ops.AdaptiveLayerNorm(8, per="batch"), ValueError, "'sample' or per 'row', got per='batch'"),
     "no_batch_dim": (lambda: ops.AdaptiveLayerNorm(8), ValueError, "needs batch_dim"),
-    "two_dimensions": (lambda: ops.LayerNorm((4, 8)), ValueError, r"last dimension alone, got \[4, 8\]: flatten"),
+    "two_dimensions": (lambda: ops.Bias((4, 8)), ValueError, r"last dimension alone, got \[4, 8\]: flatten"),
     "a_float": (lambda: ops.LayerNorm(8.0), TypeError, r"features is a whole number, got 8\.0"),  # type: ignore[arg-type]
     "no_number": (lambda: ops.Dropout("half"), TypeError, r"a number in \[0, 1\], got 'half'"),  # type: ignore[arg-type]
     "eight_bits": (

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import te_fuser
 from te_fuser import ops
-from te_fuser.ops.base import OpCall
+from te_fuser.ops.base import OpCall, Spec
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, values_and_gradients
 
 SHAPE, N = (7, 5, 48), 48
@@ -89,3 +93,71 @@ def test_adaptive_layer_norm_reads_the_names_it_was_given() -> None:
         "scale": "gamma",
         "shift": "beta",
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_without_parameters(dtype: torch.dtype) -> None:
+    layer, rms = ops.LayerNorm(N, elementwise_affine=False), ops.RMSNorm(N, elementwise_affine=False)
+    assert not [*layer.parameters(), *rms.parameters()] and layer.state_dict() == rms.state_dict() == {}
+    assert_as_good_as_torch(layer, lambda x: F.layer_norm(x, (N,)), tensors(), dtype)
+    assert_as_good_as_torch(rms, lambda x: F.rms_norm(x, (N,), eps=1e-5), tensors(), dtype)
+
+
+# ------------------------------------------------------------------------------- several trailing dimensions
+
+SIZES = (4, 3, 5)
+SEVERAL = {
+    "layer_norm": (lambda: ops.LayerNorm(SIZES), lambda: nn.LayerNorm(SIZES)),
+    "layer_norm_no_bias": (lambda: ops.LayerNorm(SIZES, bias=False), lambda: nn.LayerNorm(SIZES, bias=False)),
+    "layer_norm_plain": (
+        lambda: ops.LayerNorm(SIZES, elementwise_affine=False),
+        lambda: nn.LayerNorm(SIZES, elementwise_affine=False),
+    ),
+    "rms_norm": (lambda: ops.RMSNorm(SIZES), lambda: nn.RMSNorm(SIZES, eps=1e-5)),
+}
+
+
+def with_gradients(m: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = m(x)
+    dy = normal(*y.shape, seed=5).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *m.parameters()], dy)]
+
+
+@pytest.mark.parametrize("lead", [(), (7,), (2, 6), (0,)], ids=str)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_row_of_several_dimensions(name: str, lead: tuple[int, ...]) -> None:
+    ours, theirs = (make().double() for make in SEVERAL[name])
+    for k, parameter in enumerate(theirs.parameters()):
+        parameter.data.copy_(normal(*SIZES, seed=k))
+    ours.load_state_dict(theirs.state_dict())
+    x = normal(*lead, *SIZES, seed=9)
+    alone, listed = with_gradients(ours, x), with_gradients(te_fuser.Sequential(ours), x)
+    for got in (alone, listed):
+        for mine, want in zip(got, with_gradients(theirs, x), strict=True):
+            torch.testing.assert_close(mine, want, rtol=1e-10, atol=1e-11)
+    given = {n: p.detach() for n, p in ours.named_parameters()}
+    torch.testing.assert_close(ours.reference(OpCall(tensors=given), x), alone[0])
+    assert ours.infer(Spec((*lead, *SIZES), x.dtype, x.device)).shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_dimensions_by_a_kernel(dtype: torch.dtype) -> None:
+    """Between other ops, with strides, and after eps changed."""
+    norm = ops.LayerNorm(SIZES)
+    model = te_fuser.Sequential(ops.GELU(), norm, ops.Scale(5)).to(dtype)
+    x = normal(3, 2, *reversed(SIZES)).to(dtype).permute(0, 1, 4, 3, 2)
+    te_fuser.verify(model, x)
+    norm.eps = 0.5
+    exact = copy.deepcopy(model).double()
+    torch.testing.assert_close(model(x), exact(x.double()).to(dtype))
+    torch.testing.assert_close(exact(x.double()), exact.reference(x.double()))
+
+
+def test_several_dimensions_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"LayerNorm was made for \[\.\.\., 4, 3, 5\], got \[2, 3, 5\]"):
+        ops.LayerNorm(SIZES).infer(Spec((2, 3, 5), torch.float32, torch.device("cpu")))
+    with pytest.raises(ValueError, match="60 features, got 30"):
+        ops.LayerNorm(SIZES)(torch.randn(2, 5, 3, 2))
+    with pytest.raises(TypeError, match="whole number"):
+        ops.RMSNorm((3, 2.0))

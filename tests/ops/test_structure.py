@@ -160,3 +160,33 @@ def test_reshape_takes_a_sequence_and_strides_and_nothing() -> None:
     x = normal(4, 6).t()
     assert torch.equal(ops.Reshape(-1, 8).op_forward(OpCall(), x), x.reshape(-1, 8))
     assert ops.Reshape(-1, 8).op_forward(OpCall(), normal(0, 4)).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dims", [(1, -1), (0, -1), (-2, -1), (1, 1), (0, 1), (2, 3)])
+def test_flatten_is_torchs(dims: tuple[int, int]) -> None:
+    x = normal(2, 3, 4, 5)
+    want = x.flatten(*dims)
+    assert torch.equal(ops.Flatten(*dims)(x), want)
+    assert ops.Flatten(*dims).infer(Spec(tuple(x.shape), torch.float32, CPU)).shape == want.shape
+
+
+@pytest.mark.parametrize(("dim", "sizes"), [(-1, (3, 4)), (0, (2, -1)), (1, (1, 1, 5))])
+def test_unflatten_is_torchs(dim: int, sizes: tuple[int, ...]) -> None:
+    x = normal(6, 5, 12).requires_grad_()
+    op = ops.Unflatten(dim, sizes)
+    y, want = op(x), x.unflatten(dim, sizes)
+    dy = normal(*want.shape, seed=1)
+    assert torch.equal(y, want) and torch.equal(*(torch.autograd.grad(t, x, dy)[0] for t in (y, want)))
+    assert op.infer(Spec((0, 5, 12), torch.float32, CPU)).shape[-3:] if dim else True
+
+
+def test_dimensions_that_are_not_there() -> None:
+    x = Spec((2, 3), torch.float32, CPU)
+    for op, words in (
+        (ops.Flatten(2), "no dimension 2"),
+        (ops.Flatten(1, 0), "start_dim 1 lies behind end_dim 0"),
+        (ops.Unflatten(-3, (1, 2)), "no dimension -3"),
+        (ops.Unflatten(-1, (2, 2)), r"shape \[2, 2\] holds 4 elements, got 3"),
+    ):
+        with pytest.raises(ValueError, match=rf"{type(op).__name__} cannot take .*\[2, 3\].*{words}"):
+            op.infer(x)

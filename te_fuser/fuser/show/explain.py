@@ -233,6 +233,7 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
         f"row kernels by {_TARGETS[plan.target]}, memory {plan.memory}",
         style="bold",
     )
+    yield from _readings(plan)
     for direction in ("forward", "backward"):
         rows = step_rows(plan, direction, measured)
         if rows:
@@ -244,6 +245,15 @@ def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[A
     yield from _totals_page(plan, measured)
     for note in plan.notes:
         yield Text(f"Note: {note}")
+
+
+def _readings(plan: Plan) -> Iterable[Text]:
+    """How ops read their inputs, where that can be misread."""
+    nodes = [(n, n.op.reading(plan.graph.values[n.input].spec)) for n in plan.graph.nodes]
+    for text, entries in _grouped([e for e in nodes if e[1]], lambda e: e[1]).items():
+        more = f" and {_count(len(entries) - 1, 'other')} like it" if len(entries) > 1 else ""
+        verb = "read" if more else "reads"
+        yield Text(f"Layout: {_place(entries[0][0])}{more} {verb} {text}")
 
 
 def _table(direction: str, rows: list[StepRow]) -> Group:

@@ -20,10 +20,18 @@ import torch
 
 from te_fuser.codegen.progress import Progress
 from te_fuser.kernels.attention.views import HeadsForm, lying
-from te_fuser.kernels.packages.optional import current_stream, give_context, refuse_capture, version_of, why_missing
+from te_fuser.kernels.packages.optional import (
+    Fit,
+    current_stream,
+    give_context,
+    refuse_capture,
+    version_of,
+    why_missing,
+)
 
 PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = "1.32"
+FIT = Fit(PACKAGE, _OLDEST, hopper_alone=False)
 _UNMADE = "a graph of cuDNN for attention's backward that is not built yet"  # in a capture
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()

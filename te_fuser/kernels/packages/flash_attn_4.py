@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, Fit, version_of, why_changed, why_missing, why_unusable
 from te_fuser.kernels.packages.replay import replay_of
 
 PACKAGE = "flash-attn-4"
 _OLDEST = "4.0.0b36"
+FIT = Fit(PACKAGE, _OLDEST, libraries_13="nvidia-cutlass-dsl-libs-cu13")
 _MODULE = "flash_attn.cute.interface"
 # The package's functions below autograd, with the arguments that they are given here.
 _TAKEN = {

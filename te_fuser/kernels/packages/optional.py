@@ -11,6 +11,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,53 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where a package is of use, which `te-fuser version` says.
+
+    Attributes:
+        name, oldest: the package, and the oldest version that serves.
+        hopper_alone: whether it is used on compute capability 9 alone, or on newer GPUs too.
+        libraries_13: what it needs beside itself for CUDA 13, a package that its extra `cu13` brings; empty: nothing.
+    """
+
+    name: str
+    oldest: str
+    hopper_alone: bool = True
+    libraries_13: str = ""
+
+    def requirement(self, cuda: str) -> str:
+        """What pip is told where PyTorch is built for that CUDA."""
+        return f"{self.name}{'[cu13]' if self._needs_libraries(cuda) else ''}>={self.oldest}"
+
+    def state(self, cuda: str | None, capability: tuple[int, int] | None) -> str:
+        """Whether it is there and fits the CUDA that PyTorch is built for, and a GPU of that capability, in words."""
+        version = version_of(self.name)
+        there = "not installed" if version is None else f"version {version}"
+        unfit = self._unfit(cuda, capability)
+        if unfit is not None or cuda is None:
+            return f"{there}; of no use here: {unfit}"
+        install = f'pip install "{self.requirement(cuda)}"'
+        if version is None:
+            return f"{there}; fits CUDA {cuda}: {install}"
+        if TorchVersion(version) < self.oldest:
+            return f"{there}; too old: {install}"
+        if self._needs_libraries(cuda) and version_of(self.libraries_13) is None:
+            return f"{there}; its libraries for CUDA {cuda} are missing: {install}"
+        return f"{there}; fits CUDA {cuda}"
+
+    def _needs_libraries(self, cuda: str) -> bool:
+        return bool(self.libraries_13) and int(cuda.partition(".")[0]) >= 13
+
+    def _unfit(self, cuda: str | None, capability: tuple[int, int] | None) -> str | None:
+        if cuda is None:
+            return "PyTorch is built without CUDA"
+        if capability is None or capability[0] == 9 or (capability[0] > 9 and not self.hopper_alone):
+            return None
+        wanted = "9 alone" if self.hopper_alone else "9.0 and newer"
+        return f"it is used on compute capability {wanted}, this GPU has {capability[0]}.{capability[1]}"
 
 
 def why_missing(package: str, oldest: str, version: str | None) -> str | None:

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, Fit, version_of, why_changed, why_missing, why_unusable
 
 PACKAGE = "quack-kernels"
 MULTIPLE = 8  # of elements in a row: what its loads and stores need
 _OLDEST = "0.6.5"
 _CONFIG, _FRONTEND = "quack.gemm_config", "quack.epilogue.frontend"
+FIT = Fit(PACKAGE, _OLDEST, libraries_13="nvidia-cutlass-dsl-libs-cu13")
 _EPILOGUES = "te_fuser.kernels.packages.quack_epilogues"
 _GATED_EPILOGUES = "te_fuser.kernels.packages.quack_gated_epilogues"
 # What plans have of it.

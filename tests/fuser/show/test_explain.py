@@ -261,3 +261,26 @@ def test_the_sums_of_packed_heads_are_told_too() -> None:
     assert "column sums are added up by at most 1 launch more" in " ".join(str(model.explain(x, device="h200")).split())
     model.requires_grad_(False)
     assert "column sums" not in str(model.explain(x, device="h200"))
+
+
+def test_which_dimension_is_which_is_told_with_its_size() -> None:
+    """Where a layout or a packing could be misread; equal ones once."""
+
+    def block(**layout: Any) -> te_fuser.Residual:
+        return te_fuser.Residual(
+            ops.Linear(16, 32), ops.RotaryEmbedding(4, heads=4, kv_heads=2, **layout),
+            ops.DotProductAttention(4, 4, kv_heads=2, **layout),
+        )  # fmt: skip
+
+    x = torch.randn(2, 7, 16)
+    text = " ".join(str(te_fuser.Sequential(block(), block(), kernels="reference").explain(x)).split())
+    assert (
+        "Layout: RotaryEmbedding 0.1 and 3 others like it read [sequence 2, batch 7, features 32] "
+        "(layout='sequence_first'), features as 2 x [2 queries, a key, a value] of 4 (packing='interleaved')"
+    ) in text
+    other = te_fuser.Sequential(block(layout="batch_first", packing="blocked"), kernels="reference")
+    assert (
+        "[batch 2, sequence 7, features 32] (layout='batch_first'), features as [4 queries | 2 keys | 2 values] of 4 "
+        "(packing='blocked')"
+    ) in " ".join(str(other.explain(x)).split())
+    assert "Layout" not in str(mlp().explain(sample()))

@@ -1,0 +1,422 @@
+"""from_torch: a module of torch.nn as ops that share its parameters, under the same names, checked on random input."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from te_fuser import ops
+from te_fuser.compare import distance
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.dot_product_attention import MASKS, one_of
+from te_fuser.ops.hooks import hooks_of
+from te_fuser.sequential import Sequential
+
+_OPS = (FusableOperation, Sequential)
+_SIZES = ("in_features", "normalized_shape", "embed_dim")  # what modules call the trailing sizes of their input
+
+
+def from_torch(
+    module: nn.Module, x: torch.Tensor | None = None, *, mask: str = "none", check: bool = True
+) -> FusableOperation | Sequential:
+    """The module as ops that mean the same, with its own parameters: shared, not copied, under the names they have.
+
+    Takes Linear, LayerNorm, RMSNorm, GELU, ReLU, SiLU, Sigmoid, Tanh, GLU, Softmax, LogSoftmax, Dropout, Identity,
+    Flatten, Unflatten, MultiheadAttention (as self-attention, model(x) for mha(x, x, x)[0]), TransformerEncoderLayer,
+    TransformerEncoder, and Sequential of such. What else stands in a list goes on as the module that it is, and a
+    warning names it with the reason. The module itself goes on working.
+
+    Args:
+        module: what to convert.
+        x: an input to check with; by default random numbers [4, 4, features], or ids where an Embedding comes first.
+        mask: what attention hides, as `DotProductAttention` has it: "none", "causal", "given" or "causal_and_given";
+            a given one is then called `attention_mask`, boolean, True = hidden, as in torch.nn.
+        check: compare output and gradient with the module's, in eval mode, on that input.
+
+    Raises:
+        TypeError: when the module cannot be converted, or attention in it cannot and a mask is wanted; says why.
+        ValueError: for another mask, one where nothing attends, or when there is no input to check with.
+        RuntimeError: when the check finds another output or gradient.
+    """
+    conversion = _Conversion(one_of("mask", mask, MASKS) != "none", mask)
+    attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
+    if conversion.masked and attention is None:
+        raise ValueError(f"from_torch: there is no attention in this {type(module).__name__} to take mask={mask!r}")
+    try:
+        made = conversion.convert(module, "")
+    except _Cannot as no:
+        raise TypeError(f"from_torch cannot turn {type(module).__name__} into ops: {no}") from None
+    if check:
+        _check(module, made, x, mask, attention is not None and attention.batch_first)
+    if conversion.left:
+        named = "; ".join(f"{path!r} ({kind}): {why}" for path, (kind, why) in conversion.left.items())
+        warnings.warn(f"from_torch left these as they are, to run by themselves: {named}", stacklevel=2)
+    return made
+
+
+class SelfAttention(Sequential):
+    """A torch.nn.MultiheadAttention that attends to its own input: y = mha(x, x, x)[0], with that one's parameters.
+
+    Queries, keys and values are one product, packed as [all queries | all keys | all values].
+    """
+
+    def __init__(self, mha: nn.MultiheadAttention, mask: str) -> None:
+        features = mha.embed_dim
+        parts: OrderedDict[str, nn.Module] = OrderedDict()
+        parts["project"] = ops.Bound(ops.MatMul(features, 3 * features, device="meta"), self, weight="in_proj_weight")
+        if mha.in_proj_bias is not None:
+            parts["shift"] = ops.Bound(ops.Bias(3 * features, device="meta"), self, bias="in_proj_bias")
+        parts["attention"] = ops.DotProductAttention(
+            mha.num_heads,
+            mha.head_dim,
+            mask=mask,
+            dropout=mha.dropout,
+            layout="batch_first" if mha.batch_first else "sequence_first",
+            packing="blocked",
+        )
+        parts["out_proj"] = _linear(mha.out_proj)
+        super().__init__(parts)
+        _share(mha, self)
+
+
+class _Cannot(Exception):
+    """A module that is not converted, and why."""
+
+
+@dataclass
+class _Conversion:
+    """One call of from_torch.
+
+    Attributes:
+        masked, mask: whether attention hides something, and what.
+        left: path -> class and reason, of modules that stay as they are.
+        made: what came of each module, by its id; one that stands in two places stays one.
+        done: modules that are in the mode, training or not, in which they are to be.
+    """
+
+    masked: bool
+    mask: str
+    left: dict[str, tuple[str, str]] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
+    done: set[nn.Module] = field(default_factory=set)
+
+    def convert(self, module: nn.Module, path: str) -> Any:
+        """The module as ops.
+
+        Raises:
+            _Cannot: when it is none of those that are known, or is changed.
+        """
+        if isinstance(module, _OPS):
+            self.done.update(module.modules())
+            return module
+        if id(module) not in self.made:
+            _check_plain(module)
+            kind = _kind(module)
+            made = _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
+            _check_names(module, made)
+            self._settle(made, module.training)
+            self.made[id(module)] = made
+        return self.made[id(module)]
+
+    def part(self, module: nn.Module, path: str) -> Any:
+        """What stands for a module in a list: ops, or itself.
+
+        Raises:
+            _Cannot: for attention that would not get its mask then.
+        """
+        try:
+            return self.convert(module, path)
+        except _Cannot as no:
+            if self.masked and any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
+                raise _Cannot(f"{path!r} ({type(module).__name__}), which would run without its mask: {no}") from None
+            self.left[path] = type(module).__name__, str(no)
+            self.done.update(module.modules())
+            return module
+
+    def parts(self, modules: Mapping[str, nn.Module | None], path: str) -> Sequential:
+        """A list of what stands for each."""
+        within = f"{path}." if path else ""
+        there = [(name, m) for name, m in modules.items() if m is not None]
+        return Sequential(OrderedDict((name, self.part(m, within + name)) for name, m in there))
+
+    def _settle(self, made: nn.Module, training: bool) -> None:
+        for part in made.modules():
+            if part not in self.done:
+                part.training = training
+                self.done.add(part)
+
+
+def _check_plain(module: nn.Module) -> None:
+    """Refuse a module that was changed after it was made, and so may mean something else.
+
+    Raises:
+        _Cannot: naming what was done to it.
+    """
+    if any(hooks_of(module)):
+        raise _Cannot("it has hooks, which run with the module alone")
+    if is_parametrized(module):
+        raise _Cannot("its parameters are computed: parametrize the op in its place")
+    if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
+        raise _Cannot("it has a forward of its own")
+
+
+def _check_names(module: nn.Module, made: nn.Module) -> None:
+    """Hold that the ops have the module's parameters and buffers, all of them, under their names.
+
+    Raises:
+        _Cannot: naming those that are the module's alone.
+    """
+    mine, theirs = ({n: id(t) for n, t in _tensors(m)} for m in (made, module))
+    if mine != theirs:
+        other = ", ".join(sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n)))
+        raise _Cannot(f"it has parameters or buffers that the op has not: {other}")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+# ------------------------------------------------------------------------------------------------ class by class
+
+
+def _share(module: nn.Module, op: Any) -> Any:
+    """`op` with the module's parameters."""
+    for name, parameter in module._parameters.items():
+        setattr(op, name, parameter)
+    return op
+
+
+def _linear(m: nn.Linear) -> Any:
+    _check_plain(m)
+    return _share(m, ops.Linear(m.in_features, m.out_features, bias=m.bias is not None, device="meta"))
+
+
+def _layer_norm(m: nn.LayerNorm) -> Any:
+    affine, bias = m.weight is not None, m.bias is not None
+    return _share(m, ops.LayerNorm(m.normalized_shape, m.eps, elementwise_affine=affine, bias=bias, device="meta"))
+
+
+def _rms_norm(m: nn.RMSNorm) -> Any:
+    eps = m.eps
+    if eps is None:  # that of the dtype in which torch computes
+        if m.weight is None:
+            raise _Cannot("its eps follows the dtype of x: give it one")
+        eps = torch.finfo(torch.float64 if m.weight.dtype == torch.float64 else torch.float32).eps
+    return _share(m, ops.RMSNorm(m.normalized_shape, eps, elementwise_affine=m.weight is not None, device="meta"))
+
+
+def _over_features(m: nn.Module, op: FusableOperation) -> FusableOperation:
+    """An op over the last dimension for a module that says over which."""
+    if m.dim != -1:
+        raise _Cannot(f"it works over dim={m.dim}, the op over the features, dim=-1")
+    return op
+
+
+def _unflatten(m: nn.Unflatten) -> Any:
+    if not isinstance(m.dim, int) or not all(isinstance(size, int) for size in m.unflattened_size):
+        raise _Cannot("it names its dimensions")
+    return ops.Unflatten(m.dim, m.unflattened_size)  # type: ignore[arg-type]
+
+
+def _attention(conversion: _Conversion, m: nn.MultiheadAttention, path: str) -> Any:
+    if not m._qkv_same_embed_dim:
+        raise _Cannot(f"its keys and values come from other tensors, of kdim={m.kdim} and vdim={m.vdim} features")
+    if m.bias_k is not None or m.add_zero_attn:
+        raise _Cannot("it adds keys and values of its own (add_bias_kv, add_zero_attn)")
+    return SelfAttention(m, conversion.mask)
+
+
+# A function as TransformerEncoderLayer takes it -> the op.
+_FUNCTIONS: dict[Any, Callable[[], FusableOperation]] = {
+    F.relu: ops.ReLU,
+    torch.relu: ops.ReLU,
+    F.gelu: lambda: ops.GELU("none"),
+    F.silu: ops.SiLU,
+    torch.tanh: ops.Tanh,
+    torch.sigmoid: ops.Sigmoid,
+}
+
+
+def _encoder_layer(conversion: _Conversion, m: nn.TransformerEncoderLayer, path: str) -> Any:
+    activation = m.activation
+    if not isinstance(activation, nn.Module):
+        if activation not in _FUNCTIONS:
+            raise _Cannot(f"its activation is the function {getattr(activation, '__name__', activation)!r}")
+        activation = _FUNCTIONS[activation]()
+    attend: dict[str, Any] = {"self_attn": conversion.convert(m.self_attn, f"{path}.self_attn"), "dropout1": m.dropout1}
+    feed = {
+        "linear1": m.linear1,
+        "activation": activation,
+        "dropout": m.dropout,
+        "linear2": m.linear2,
+        "dropout2": m.dropout2,
+    }
+    listed: dict[str, Any] = {}
+    for k, branch in enumerate((attend, feed), start=1):
+        norm = {f"norm{k}": getattr(m, f"norm{k}")}
+        inside = {**norm, **branch} if m.norm_first else branch
+        around = {f"fork{k}": ops.Fork(f"x{k}"), **inside, f"add{k}": ops.Add(f"x{k}")}
+        listed |= around if m.norm_first else {**around, **norm}
+    return conversion.parts(listed, path)
+
+
+def _encoder(conversion: _Conversion, m: nn.TransformerEncoder, path: str) -> Any:
+    layers = {"layers": conversion.parts(m.layers._modules, f"{path}.layers" if path else "layers")}
+    return conversion.parts(layers if m.norm is None else {**layers, "norm": m.norm}, path)
+
+
+def _decoder(conversion: _Conversion, m: nn.Module, path: str) -> Any:
+    raise _Cannot("it attends to keys and values of another tensor, which DotProductAttention does not")
+
+
+# Class -> the op.
+_SINGLE: dict[type[nn.Module], Callable[[Any], Any]] = {
+    nn.Linear: _linear,
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.GELU: lambda m: ops.GELU(m.approximate),
+    nn.ReLU: lambda m: ops.ReLU(),
+    nn.SiLU: lambda m: ops.SiLU(),
+    nn.Sigmoid: lambda m: ops.Sigmoid(),
+    nn.Tanh: lambda m: ops.Tanh(),
+    nn.GLU: lambda m: _over_features(m, ops.GLU(gate_first=False)),
+    nn.Softmax: lambda m: _over_features(m, ops.Softmax()),
+    nn.LogSoftmax: lambda m: _over_features(m, ops.LogSoftmax()),
+    nn.Dropout: lambda m: ops.Dropout(m.p),
+    nn.Identity: lambda m: ops.Identity(),
+    nn.Flatten: lambda m: ops.Flatten(m.start_dim, m.end_dim),
+    nn.Unflatten: _unflatten,
+}
+# Class -> the list, of what has other modules or several products in it.
+_BLOCKS: dict[type[nn.Module], Callable[[_Conversion, Any, str], Any]] = {
+    nn.Sequential: lambda conversion, m, path: conversion.parts(m._modules, path),
+    nn.MultiheadAttention: _attention,
+    nn.TransformerEncoderLayer: _encoder_layer,
+    nn.TransformerEncoder: _encoder,
+    nn.TransformerDecoderLayer: _decoder,
+    nn.TransformerDecoder: _decoder,
+    nn.Transformer: _decoder,
+}
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The class that says how a module is converted; a subclass counts where it computes as that does.
+
+    Raises:
+        _Cannot: when no op means what it does.
+    """
+    for kind in (*_SINGLE, *_BLOCKS):
+        if isinstance(module, kind):
+            if type(module).forward is kind.forward:
+                return kind
+            raise _Cannot(f"it is a {kind.__name__} with a forward of its own")
+    raise _Cannot("no op means what it does")
+
+
+# ------------------------------------------------------------------------------------------------------ the check
+
+
+def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str, batch_first: bool) -> None:
+    """Compare the ops by their meaning with the module, both in eval mode.
+
+    Raises:
+        ValueError: when there is no input that the module takes.
+        RuntimeError: when they differ.
+    """
+    if any(t.is_meta for _, t in _tensors(module)):
+        raise ValueError("from_torch cannot check a module on the meta device: give check=False")
+    given = x is not None
+    x = _random_input(module) if x is None else x.detach()
+    causal, asked = MASKS[mask]
+    hidden = _random_mask(x.shape[1 if batch_first else 0], x.device, causal, asked)
+    named = {"attention_mask": hidden} if asked and hidden is not None else {}
+    with _in_eval_mode(module, made):
+        try:
+            wanted = _with_gradient(lambda x: _call(module, x, hidden), x)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            what = "x" if given else f"random numbers {list(x.shape)}"
+            raise ValueError(
+                f"from_torch checks itself by a call, and the module does not take {what}: give x, an input that it "
+                f"takes, or check=False ({error})"
+            ) from error
+        found = _with_gradient(lambda x: Sequential(made).reference(x, outputs=(), **named), x)
+    for what, want in wanted.items():
+        scale, allowed = want.abs().max().item() if want.numel() else 0.0, torch.finfo(want.dtype).eps ** 0.5
+        apart = distance(found[what], want).largest
+        if apart > allowed * max(torch.finfo(want.dtype).tiny, scale):  # a NaN that both have is no distance
+            raise RuntimeError(
+                f"from_torch: the {what} of the ops lies {apart:.2e} from the module's, whose largest is {scale:.2e}, "
+                f"for an input {list(x.shape)}: one of its modules computes something else than its class does, or not "
+                "the same twice"
+            )
+
+
+def _call(module: nn.Module, x: torch.Tensor, hidden: torch.Tensor | None) -> Any:
+    """The module of x, where it attends to x alone and does not see what is hidden."""
+    if type(module).forward is nn.Sequential.forward:
+        for child in module._modules.values():
+            x = x if child is None else _call(child, x, hidden)
+        return x
+    if isinstance(module, nn.MultiheadAttention):
+        return module(x, x, x, attn_mask=hidden, need_weights=False)[0]
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return module(x, src_mask=hidden)
+    if isinstance(module, nn.TransformerEncoder):
+        return module(x, mask=hidden)
+    return module(x)
+
+
+def _with_gradient(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output, and the input's gradient where it has one."""
+    with torch.enable_grad():
+        x = x.clone().requires_grad_(x.is_floating_point())
+        y = run(x)
+        if not x.requires_grad:
+            return {"output": y.detach()}
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        return {"output": y.detach(), "input's gradient": torch.autograd.grad(y, x, dy)[0]}
+
+
+def _random_input(module: nn.Module) -> torch.Tensor:
+    """[4, 4, features], as the first module that says how many wants it."""
+    rng = torch.Generator().manual_seed(0)
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    for m in module.modules():
+        if isinstance(m, nn.Embedding):
+            return torch.randint(m.num_embeddings, (4, 4), generator=rng).to(like.device)
+    sizes = [size for m in module.modules() for name in _SIZES if (size := getattr(m, name, None)) is not None]
+    row = (8,) if not sizes else (sizes[0],) if isinstance(sizes[0], int) else sizes[0]
+    return torch.randn(4, 4, *row, generator=rng).to(like)
+
+
+def _random_mask(positions: int, device: torch.device, causal: bool, given: bool) -> torch.Tensor | None:
+    """[positions, positions], True = hidden; every position sees itself."""
+    hidden = torch.zeros(positions, positions, dtype=torch.bool)
+    if causal:
+        hidden |= torch.ones_like(hidden).triu(1)
+    if given:
+        hidden |= torch.rand(positions, positions, generator=torch.Generator().manual_seed(2)) < 0.4
+    return hidden.fill_diagonal_(False).to(device) if causal or given else None
+
+
+@contextmanager
+def _in_eval_mode(*modules: nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped and no statistic of a batch is taken."""
+    before = {part: part.training for module in modules for part in module.modules()}
+    for part in before:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in before.items():
+            part.training = training

@@ -1,0 +1,26 @@
+"""Softmax: the features of each row as probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_fuser.formula import detach, exp, row_max, row_sum
+from te_fuser.ops.base import RowOp
+
+
+def shifted(x: Any) -> Any:
+    """x less its row's largest feature: no exponential of it overflows, and what is shift-invariant is as before."""
+    return x - detach(row_max(x))
+
+
+class Softmax(RowOp):
+    """Turn the features of each row into probabilities: y = exp(x) / sum(exp(x)).
+
+    Like torch.nn.Softmax(dim=-1): -inf gives 0, and a row of nothing else NaN.
+    """
+
+    autocast = "float32"
+
+    def compute(self, x: Any) -> Any:
+        e = exp(shifted(x))
+        return e / row_sum(e)

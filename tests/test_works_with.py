@@ -1,0 +1,277 @@
+"""docs/works-with.md: every "yes" and every "how" of it is run here, or by the test that is named here."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser
+from te_fuser import ops
+from tests.twins import randomize
+
+ROOT = Path(__file__).parent.parent
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+def model(dropout: float = 0.0) -> te_fuser.Sequential:
+    made = te_fuser.Sequential(
+        te_fuser.Residual(
+            ops.LayerNorm(8),
+            ops.Linear(8, 24),
+            ops.DotProductAttention(2, 4, mask="causal", layout="batch_first"),
+            ops.Linear(8, 8),
+            ops.Dropout(dropout),
+        ),
+        te_fuser.Residual(ops.RMSNorm(8), ops.Linear(8, 32), ops.GELU(), ops.Linear(32, 8)),
+    )
+    return randomize(made)  # type: ignore[no-any-return]
+
+
+class Reference(nn.Module):
+    def __init__(self, model: te_fuser.Sequential) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model.reference(x)  # type: ignore[no-any-return]
+
+
+def x() -> torch.Tensor:
+    return X.clone().requires_grad_()
+
+
+def gradients(run: Callable[[torch.Tensor], torch.Tensor], m: nn.Module) -> list[torch.Tensor]:
+    given = x()
+    return list(torch.autograd.grad(run(given).square().sum(), [given, *m.parameters()]))
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------ compilers, exporters, tracers
+
+
+def compiled() -> None:
+    m = model()
+    around = torch.compile(lambda x: torch.sin(m(torch.cos(x))), backend="eager")
+    close(around(X), torch.sin(m(torch.cos(X))))
+    close(gradients(around, m), gradients(lambda x: torch.sin(m(torch.cos(x))), m))
+
+
+def exported() -> None:
+    m = model()
+    close(torch.export.export(Reference(m), (X,)).module()(X), m(X))
+
+
+def to_onnx() -> None:
+    pytest.importorskip("onnxscript")
+    m = model()
+    program = torch.onnx.export(Reference(m), (X,), dynamo=True)
+    assert program is not None
+
+
+def traced() -> None:
+    m = model()
+    close(torch.jit.trace(Reference(m), X)(X), m(X))
+
+
+# ------------------------------------------------------------------------------------------------------- autograd
+
+
+def transformed() -> None:
+    m = model()
+    close(torch.vmap(lambda x: m.reference(x[None])[0])(X), m(X))
+    close(torch.func.grad(lambda x: m.reference(x).square().sum())(X), gradients(m, m)[0])
+    _, tangent = torch.func.jvp(m.reference, (X,), (torch.ones_like(X),))
+    assert tangent.shape == X.shape
+    assert torch.func.hessian(lambda x: m.reference(x).sum())(X[:1, :1]).shape == (1, 1, 8, 1, 1, 8)
+    with pytest.raises(TypeError, match=r"model\.reference"):
+        torch.vmap(m)(X)
+
+
+def called_with_others() -> None:
+    m, others = model(), {n: 2.0 * p.detach() for n, p in model().named_parameters()}
+    twin = model()
+    twin.load_state_dict(others)
+    close(torch.func.functional_call(m, others, (X,)), twin(X))
+
+
+def twice() -> None:
+    m, given = model(), x()
+    (dx,) = torch.autograd.grad(m.reference(given).square().sum(), given, create_graph=True)
+    dx.square().sum().backward()
+    assert given.grad is not None
+
+
+def checkpointed() -> None:
+    m = model(dropout=0.5)
+    for reentrant in (True, False):
+        torch.manual_seed(1)
+        want = gradients(m, m)
+        torch.manual_seed(1)
+        given = x()
+        m.zero_grad()
+        checkpoint(m, given, use_reentrant=reentrant).square().sum().backward()
+        close([given.grad, *(p.grad for p in m.parameters())], want)
+
+
+def saved_elsewhere() -> None:
+    m = model()
+    with torch.autograd.graph.save_on_cpu():
+        got = gradients(m, m)
+    close(got, gradients(m, m))
+
+
+def without_gradients() -> None:
+    m = model()
+    with torch.no_grad():
+        want = m(X)
+    with torch.inference_mode():
+        got = m(X)
+    assert torch.equal(got, want) and not got.requires_grad
+
+
+def in_lower_precision() -> None:
+    m = model()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = m[1][1](X)
+        assert y.dtype == torch.bfloat16
+        m(X).float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in m.parameters())
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def trained() -> None:
+    m = model()
+    optimizer, scaler = torch.optim.AdamW(m.parameters(), lr=1e-2), torch.amp.GradScaler("cpu")
+    losses = []
+    for _ in range(20):
+        loss = (m(X) - X.flip(0)).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def averaged() -> None:
+    m = model()
+    mean = torch.optim.swa_utils.AveragedModel(m)
+    mean.update_parameters(m)
+    close(mean(X), m(X))
+
+
+def parametrized() -> None:
+    m = model()
+    parametrizations.weight_norm(m[1][1])
+    parametrizations.spectral_norm(m[1][3]).eval()
+    prune.l1_unstructured(m[0][3], "weight", 0.25)
+    close(m(X), m.reference(X))
+    close(gradients(m, m), gradients(m.reference, m))
+
+
+def repeated() -> None:
+    m = model(dropout=0.5)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            runs.append(gradients(m, m))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------- modules
+
+
+def saved(tmp_path: Path) -> None:
+    m, twin = model(), model()
+    torch.save(m.state_dict(), tmp_path / "model.pt")
+    for state in (
+        torch.load(tmp_path / "model.pt", weights_only=True),
+        safetensors.torch.load(safetensors.torch.save(m.state_dict())),
+    ):
+        randomize(twin, seed=9)
+        twin.load_state_dict(state)
+        assert torch.equal(twin(X), m(X))
+
+
+def copied() -> None:
+    m = model()
+    for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(twin(X), m(X))
+
+
+def hooked() -> None:
+    m, seen = model(), []
+    m[1][1].register_forward_hook(lambda op, args, y: seen.append(y.shape))
+    m[1].register_full_backward_hook(lambda op, dx, dy: seen.append(dy[0].shape))
+    m(x()).sum().backward()
+    assert seen == [(2, 5, 32), (2, 5, 8)]
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+HERE: dict[str, Callable[..., None]] = {
+    "`torch.compile`": compiled,
+    "`torch.export`": exported,
+    "ONNX": to_onnx,
+    "`torch.jit.trace`": traced,
+    "`torch.vmap`, `torch.func.grad`, `jvp`, `hessian`": transformed,
+    "`torch.func.functional_call`": called_with_others,
+    "double backward (`create_graph=True`)": twice,
+    "`torch.utils.checkpoint`": checkpointed,
+    "saved tensor hooks (`save_on_cpu`)": saved_elsewhere,
+    "`torch.inference_mode`, `torch.no_grad`": without_gradients,
+    "`torch.autocast`": in_lower_precision,
+    "optimizers, `clip_grad_norm_`, `GradScaler`": trained,
+    "`AveragedModel` (SWA, EMA)": averaged,
+    "`torch.nn.utils.parametrize`, `prune`": parametrized,
+    "`torch.use_deterministic_algorithms`": repeated,
+    "`state_dict`, safetensors, `torch.save`": saved,
+    "`copy.deepcopy`, `pickle`": copied,
+    "hooks of a module": hooked,
+}
+# What another test runs: (its file, its name).
+ELSEWHERE = {
+    "CUDA graphs": ("gpu/test_capture.py", "test_replays_equal_calls_bit_for_bit_and_see_the_optimizer"),
+    "`DistributedDataParallel`": ("fuser/run/test_fuser_distributed.py", "test_ddp"),
+    "FSDP (`fully_shard`)": ("fuser/run/test_fuser_distributed.py", "test_fsdp2"),
+    "the meta device, `to_empty`, `reset_parameters`": ("fuser/run/test_fuser_parameters.py", "test_meta_device_first"),
+    "Linux on x86-64": ("codegen/test_cpp.py", ""),
+    "NVIDIA GPUs from compute capability 8.0 on": ("gpu/test_generated_kernels.py", ""),
+    "older NVIDIA GPUs, AMD GPUs": ("fuser/run/test_targets.py", ""),
+}
+
+
+@pytest.mark.parametrize("what", HERE)
+def test_it_works(what: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    HERE[what](tmp_path) if HERE[what] is saved else HERE[what]()
+
+
+def test_the_page_says_what_is_run() -> None:
+    rows = re.findall(r"^\| (.*?) \| (yes|how) \|", (ROOT / "docs" / "works-with.md").read_text(), re.MULTILINE)
+    assert [what for what, _ in rows if what not in HERE and what not in ELSEWHERE] == []
+    assert {what for what, _ in rows} == {*HERE, *ELSEWHERE}
+    for file, name in ELSEWHERE.values():
+        assert f"def {name}" in (ROOT / "tests" / file).read_text()
