@@ -78,7 +78,7 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {"__init__", "base", "checks", "hooks", "main_grad", "parameters", "products", "rows", "tensor_function"}
 ASPECTS = {
-    "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof"},
+    "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof", "values_proof"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

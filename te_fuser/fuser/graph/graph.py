@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 import networkx as nx
 import torch
 
+from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.checks import (
-    check_dtype,
-    check_floating,
+    check_input,
     check_kind,
     check_named,
+    check_outputs,
     check_parameters,
-    form_of,
     plain,
 )
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of, spec_of
+from te_fuser.fuser.graph.gradients import is_differentiable, with_gradients
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of, spec_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
 from te_fuser.ops.base import Binding, FusableOperation, NamedInput, Place, RowOp, Spec
@@ -135,9 +136,15 @@ class Graph:
 
     @property
     def widest(self) -> torch.dtype:
-        """float64 where any value or gradient is, else the input's dtype."""
-        dtypes = {d for v in self.values for d in (v.spec.dtype, v.gradient_dtype)}
-        return torch.float64 if torch.float64 in dtypes else self.values[0].spec.dtype
+        """float64 where any value or gradient is, else that of the first value which row ops could take."""
+        dtypes = [d for v in self.values for d in (v.spec.dtype, v.gradient_dtype)]
+        known = (d for d in dtypes if d in FLOATING.values())
+        return torch.float64 if torch.float64 in dtypes else next(known, dtypes[0])
+
+    def arithmetic(self, node: Node) -> torch.dtype:
+        """The dtype that an op computes in, as far as it tells: its input's, or that of an output."""
+        dtypes = [self.values[v].spec.dtype for v in (node.input, node.output, *node.named_out)]
+        return next((d for d in dtypes if d in FLOATING.values()), torch.float32)
 
     def root(self, value: int) -> int:
         """The value that this one is, under another name."""
@@ -220,7 +227,9 @@ class GraphBuilder:
         for listed in self.ops:
             current = self._append(listed, current)
         self._check_names()
-        self._say_gradients({current, *(self._exported(name) for name in self.call.outputs)})
+        self.values = with_gradients(
+            self.nodes, self.values, {current, *(self._exported(name) for name in self.call.outputs)}
+        )
         specs = tuple(spec_of(b.get(), self.call.absent) for b in self.bindings)
         needs = tuple(self.call.grad and b.get().requires_grad for b in self.bindings)
         return Graph(
@@ -234,20 +243,6 @@ class GraphBuilder:
             {name: self._exported(name) for name in self.call.outputs},
         )
 
-    def _say_gradients(self, leaving: set[int]) -> None:
-        """Which values of row ops get their gradients in another dtype than their own, as their readers give them."""
-        given: dict[int, list[torch.dtype]] = {}
-        by_formula = {v for n in self.nodes if n.is_row for v in (n.output, *n.named_out)} - leaving
-        for node in self.nodes:
-            for value in {node.input, *node.named_in.values()} & by_formula:
-                dtype = node.op.gradient_dtype(self.values[value].spec.dtype)
-                check_dtype(f"{node.label}: gradient_dtype()", dtype)
-                given.setdefault(value, []).append(dtype)
-        for value, found in given.items():
-            dtype = functools.reduce(torch.promote_types, found)
-            if dtype != self.values[value].spec.dtype:
-                self.values[value] = dataclasses.replace(self.values[value], gradient=dtype)
-
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
         self.values.append(Value(len(self.values), name, spec, axes, needs, alias))
         return len(self.values) - 1
@@ -256,15 +251,15 @@ class GraphBuilder:
         op = listed.lowered.op
         label = self._label(listed)
         check_kind(label, op, listed.lowered.bindings)
-        check_floating(label, self.values[current].spec)
+        check_input(label, op, self.values[current].spec)
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
         named = op.named_inputs()
         named_in = self._named(label, listed, named, self.values[current].spec)
         x = self.values[current].spec
         check_parameters(label, x, listed, self.call)
-        out = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
-        if isinstance(op, RowOp):
-            check_dtype(f"{label}: output_dtype()", out.dtype)
+        specs = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
+        check_outputs(label, op, specs)
+        out = specs["output"]
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
             self.values[current].needs_grad
@@ -273,12 +268,8 @@ class GraphBuilder:
         )
         role = op.kind.role
         alias = current if isinstance(op, RowOp) and _is_identity(op, x) else None
-        output = self._value(f"{role}.output", out, Axes.FULL, needs, alias)
-        named_out = []
-        for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
-            same = None if isinstance(op, RowOp) and own in op.values else output
-            named_out.append(self._value(name, form_of(label, op, own, out), Axes.FULL, needs, same))
-            self._bind(label, name, op, named_out[-1])
+        output = self._value(f"{role}.output", out, Axes.FULL, needs and is_differentiable(op, "output", out), alias)
+        named_out = self._named_out(label, listed, specs, output, needs)
         self.nodes.append(
             Node(
                 len(self.nodes),
@@ -289,7 +280,7 @@ class GraphBuilder:
                 current,
                 output,
                 named_in,
-                tuple(named_out),
+                named_out,
                 op.draws(),
                 listed.stream,
                 listed.casts,
@@ -298,6 +289,19 @@ class GraphBuilder:
             )
         )
         return output
+
+    def _named_out(
+        self, label: str, listed: ListedOp, specs: Mapping[str, Spec], output: int, needs: bool
+    ) -> tuple[int, ...]:
+        """The values that an op names, each bound to its name in the list."""
+        op, found = listed.lowered.op, []
+        axes = Axes.FULL if isinstance(op, RowOp) else None  # else who reads it says what its sizes are
+        for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
+            called, same = (f"{op.kind.role}.{own}", None) if own in op.values else (name, output)
+            needed = needs and is_differentiable(op, own, specs[own])
+            found.append(self._value(called, specs[own], axes, needed, same))
+            self._bind(label, name, op, found[-1])
+        return tuple(found)
 
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
@@ -325,6 +329,8 @@ class GraphBuilder:
             else:
                 raise ValueError(self._missing(label, name, listed.lowered.op))
             check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
+            if self.values[value].axes is None:
+                self.values[value] = dataclasses.replace(self.values[value], axes=given.axes)
             found[argument] = value
         return found
 
@@ -343,10 +349,10 @@ class GraphBuilder:
             self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
         return self.named_inputs[name]
 
-    def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
+    def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
         try:
             op.check_inputs(x, dict(named))
-            return output_of(op, x, named.values())
+            return outputs_of(op, x, named.values())
         except (ValueError, TypeError) as error:
             raise type(error)(f"{label}: {error}") from error
 

@@ -105,7 +105,7 @@ class BackwardCandidates:
         reads = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
         if any(self._is_withheld(r) or r.kind is EMITTED and node.index in self.limits.silent for _, r in reads):
             return None
-        inputs = [("dy", gradient_ref(node.output)), *reads, *([("seed", SEED)] if node.draws else [])]
+        inputs = [*self._arriving(node), *reads, *([("seed", SEED)] if node.draws else [])]
         outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
         work = len(outputs) if gradient.work is None else gradient.work
         c = self.prices.of_opaque(node, inputs, outputs, work, _BACKWARD_SCRATCH)
@@ -122,6 +122,12 @@ class BackwardCandidates:
             self.prices.seconds(c, node),
             chain=not self.problem.is_hanging(node, gradient),
         )
+
+    def _arriving(self, node: Node) -> Named:
+        """The gradients of an opaque op's outputs, as its methods call them."""
+        names = ("dy", *(f"d_{name}" for name in node.op.named_outputs()))
+        values = zip(names, (node.output, *node.named_out), strict=True)
+        return [(name, gradient_ref(v)) for name, v in values if self.graph.needs_grad(v)]
 
     def _casts(self, node: Node, outputs: Named) -> tuple[tuple[str, torch.dtype], ...]:
         """The gradients of values that are wanted in another dtype than the op gives them in."""

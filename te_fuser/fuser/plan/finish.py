@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -63,15 +63,16 @@ def _within(steps: list[Step], part: tuple[int, int]) -> list[Step]:
 
 def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
     """A segment makes its own casts and sums: what comes from several of them autograd adds up."""
-    forward, backward = (
-        waiting_late(change(problem, prices, s)) for change, s in zip((_with_casts, _with_sums), steps, strict=True)
-    )
-    graph, reads, made = problem.graph, _reads(forward, backward), {r for s in backward for r in s.writes()}
+    graph = problem.graph
     values_in, values_out = _crossing(graph, *part)
+    given = {r for s in steps[1] for r in s.writes()}
+    arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
+    forward = waiting_late(_with_casts(problem, prices, steps[0]))
+    backward = waiting_late(_with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term]))
+    reads, made = _reads(forward, backward), {r for s in backward for r in s.writes()}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
-    arriving = tuple(gradient_ref(v) if graph.needs_grad(v) else None for v in values_out)
     kept = _kept(problem, prices, backward)
     return SegmentPlan(
         *part,
@@ -87,6 +88,11 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         kept,
         _marked(graph.nodes[part[0] : part[1]], takes, kept),
     )
+
+
+def _arriving(ref: Ref, given: Container[Ref]) -> Ref:
+    """The gradient of a value that leaves: where steps give it too, as that is read inside as well, a term of a sum."""
+    return ref._replace(term=1) if ref in given else ref
 
 
 def _reads(*groups: Iterable[Step]) -> set[Ref]:
@@ -161,16 +167,20 @@ def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
 # ---------------------------------------------------------------------------------------------- summed gradients
 
 
-def _with_sums(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
-    """Where several steps contribute to one gradient, rename the contributions and add them up."""
-    counts: dict[Ref, int] = {}
+def _with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
+    """Where several steps contribute to one gradient, rename the contributions and add them up.
+
+    Args:
+        arriving: first terms that come from outside.
+    """
+    counts: dict[Ref, int] = {r._replace(term=0): r.term for r in arriving}
     for step in steps:
         for ref in step.writes():
             counts[ref] = counts.get(ref, 0) + 1
     shared = {r for r, n in counts.items() if n > 1}
     if not shared:
         return steps
-    seen: dict[Ref, list[Ref]] = {r: [] for r in shared}
+    seen: dict[Ref, list[Ref]] = {r: [] for r in shared} | {r._replace(term=0): [r] for r in arriving}
     result: list[Step] = []
     for step in steps:
         result.append(_rename_outputs(step, seen))

@@ -94,7 +94,9 @@ class ForwardCandidates:
         inputs += [(a, self.graph.ref(v)) for a, v in node.named_in.items()]
         inputs += [("seed", SEED)] if node.draws else []
         assert isinstance(node.op, UnfusedOperation)
-        outputs = [("output", self.graph.ref(node.output)), *((n, emitted_ref(node.index, n)) for n in node.op.emits)]
+        outputs = [("output", self.graph.ref(node.output))]
+        outputs += [(n, self.graph.ref(v)) for n, v in zip(node.op.named_outputs(), node.named_out, strict=True)]
+        outputs += [(n, emitted_ref(node.index, n)) for n in node.op.emits]
         c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
         start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
         step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds)

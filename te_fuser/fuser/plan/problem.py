@@ -104,7 +104,7 @@ class Problem:
     def gradients(self, node: Node) -> list[tuple[Gradient, frozenset[str]]]:
         """The gradient nodes of an opaque op that somebody needs, and what is needed of each."""
         assert isinstance(node.op, UnfusedOperation)
-        if not self.graph.needs_grad(node.output):
+        if not any(map(self.graph.needs_grad, (node.output, *node.named_out))):
             return []
         needed = self.needed(node)
         names = (*node.parameters, *node.named_in)
