@@ -285,18 +285,26 @@ class BackwardCandidates:
         forward = self.nodes[slice(*fusion.covers("forward", start, stop))]
         if fusion.has_forward and not self.problem.ends_in_a_tensor(forward):
             return NO_TENSOR
+        covered = self.nodes[slice(*fusion.covers("backward", start, stop))]
+        named = (*fusion.reads, *(name for gradient in fusion.gradients for name in gradient.reads))
+        absent = self.problem.why_not_there(fusion, covered, named, stored=False)
+        if absent is not None:
+            return absent
+        read = [self.problem.in_match(fusion, covered, name) for name in named if name not in fusion.saves]
+        taken = {ref.index for ref in read if ref.kind is GRADIENT}
         made = [v for n in nodes[:-1] for v in (n.output, *n.named_out)]
         leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
-        if leaving:
-            inner = ", ".join(self.graph.values[v].name for v in leaving)
+        untaken = [v for v in leaving if self.graph.needs_grad(v) and v not in taken]
+        if untaken:
+            inner = ", ".join(self.graph.values[v].name for v in untaken)
             return f"{inner} is also read outside the pattern"
-        return self._why_other_gradients(nodes)
+        return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken])
 
-    def _why_other_gradients(self, nodes: tuple[Node, ...]) -> str | None:
-        """Why a fusion, which takes and gives gradients as its ops do, does not fit the dtypes that are wanted here."""
-        last = self.graph.values[nodes[-1].output]
-        if last.gradient is not None:
-            return f"the gradient of {last.name} arrives in {text_of(last.gradient)}, not in its own dtype"
+    def _why_other_gradients(self, fusion: Fusion, nodes: tuple[Node, ...], taken: list[int]) -> str | None:
+        """Why a fusion that takes the gradients of `taken` and gives as its ops do does not fit their dtypes here."""
+        for v in (self.graph.values[v] for v in taken):
+            if v.gradient is not None and v.gradient not in fusion.takes_gradients_in:
+                return f"the gradient of {v.name} arrives in {text_of(v.gradient)}, not in its own dtype"
         made = {v for n in nodes for v in (n.output, *n.named_out)}
         for node in nodes:
             for v in (self.graph.values[v] for v in {node.input, *node.named_in.values()} - made):
