@@ -10,7 +10,6 @@ import torch
 
 from te_fuser import _native
 from te_fuser.compare import UPSTREAM, Tensors, doubled, judge, same_bits
-from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.reference import run_nodes
 from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
@@ -59,8 +58,7 @@ class _Watch:
         self.parameters = [p.detach() for p in parameters]
         self.seed = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.forward_steps = {id(step) for step in plan.forward}
-        dtypes = {v.spec.dtype for v in plan.graph.values} & {*FLOATING.values()}
-        self.coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        self.coarsest = plan.graph.coarsest
 
     def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
         """`runner`, checked; steps that are a single PyTorch operation run as they are."""

@@ -168,7 +168,7 @@ def wide_forward() -> Fusion:
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_backward_that_reads_the_wide_form(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value in the form that forward stores for it, a parameter in one that a step makes."""
-    model = two_forms(ops.MatMul(WIDTH, WIDTH))
+    model = two_forms(ops.MatMul(WIDTH, WIDTH), memory="fast")
     x = torch.randn(7, 3, WIDTH, requires_grad=True)
     leaves = [x, *model.parameters()]
     want = run(model, x, leaves)
@@ -176,6 +176,7 @@ def test_a_backward_that_reads_the_wide_form(cut: bool, monkeypatch: pytest.Monk
         monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
     with only(wide_backward(), fusions.registry.STRETCH):
         plan = model.plan(x)
+        assert len(plan.segments) == 1 + cut
         kept = {k.name: k.bytes for k in plan.kept}
         assert kept["two_forms.output in float32"] == x.numel() * 4 and "two_forms.output" not in kept
         assert [s.name for s in plan.backward].count("wide") == 2

@@ -141,6 +141,12 @@ class Graph:
         known = (d for d in dtypes if d in FLOATING.values())
         return torch.float64 if torch.float64 in dtypes else next(known, dtypes[0])
 
+    @property
+    def coarsest(self) -> float:
+        """The eps of the narrowest dtype that row ops could take, of those that values have."""
+        dtypes = {v.spec.dtype for v in self.values} & {*FLOATING.values()}
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
     def arithmetic(self, node: Node) -> torch.dtype:
         """The dtype that an op computes in, as far as it tells: its input's, or that of an output."""
         dtypes = [self.values[v].spec.dtype for v in (node.input, node.output, *node.named_out)]

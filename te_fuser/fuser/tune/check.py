@@ -34,8 +34,7 @@ class Check:
     def __init__(self, default: Prepared, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         self.default, self.x, self.inputs = default, x, inputs
         self.parameters = [b.get() for b in default.plan.graph.parameters]
-        dtypes = [v.spec.dtype for v in default.plan.graph.values if v.spec.dtype.is_floating_point]
-        self.coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+        self.coarsest = default.plan.graph.coarsest
         self.wanted = self.results(default)
 
     def reason(self, other: Prepared, within: AbstractContextManager[None] = _AS_IT_IS) -> str:
