@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import Sequential, ops
+from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, fusion, only
@@ -281,6 +282,36 @@ def test_values_cross_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan.segments) > 2 and any(len(s.values_out) > 1 for s in plan.segments)
     for a, b in zip(torch.autograd.grad(cut(x).square().sum(), [x, *cut.parameters()]), want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_op_alone_and_one_with_hooks() -> None:
+    """Named values come from an op's own call, too, which is what a list runs where it has hooks."""
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    for op in (Exported(), Halves()):
+        y, other = op(x, outputs=("other",))
+        torch.testing.assert_close(other, 3 * x[..., : other.shape[-1]])
+        assert torch.equal(op(x), y)
+    for op in (Pair(), type("Named", (Halves,), {"exports": False})()):
+        width = op.specs(Spec((5, WIDTH), torch.float64, torch.device("cpu")))["output"].features
+        ours = Sequential(ops.Bias(WIDTH), op, ops.MatMul(width, width), ops.Add("other")).double()
+        leaves = [x, *ours.parameters()]
+        want = torch.autograd.grad(ours(x).square().sum(), leaves)
+        seen: list[Any] = []
+        op.register_forward_hook(lambda module, given, made: seen.append(made))  # noqa: B023
+        for a, b in zip(torch.autograd.grad(ours(x).square().sum(), leaves), want, strict=True):
+            torch.testing.assert_close(a, b)
+        assert len(seen) == 1
+
+
+class Halves(ops.RowOp):
+    """y = the first half of x, and three times that."""
+
+    values = ("other",)
+    exports = True
+
+    def compute(self, x: Any) -> Any:
+        first, _ = split(x, 2)
+        return {"output": first, "other": 3.0 * first}
 
 
 # ------------------------------------------------------------------------------- gradients that do not come

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -196,9 +196,9 @@ class FusableOperation(torch.nn.Module):
         # Plans hold locks and kernels: a copy and a pickle of the op make their own.
         return {name: item for name, item in self.__dict__.items() if name != "_alone"}
 
-    def forward(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
-        """Run this op alone, by a cached plan."""
-        return type(self).run_alone(self, x, inputs)
+    def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
+        """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
+        return type(self).run_alone(self, x, inputs, tuple(outputs))
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
