@@ -222,6 +222,7 @@ class GraphBuilder:
         self.parameters: dict[tuple[int, str], int] = {}
         self.bindings: list[Binding] = []
         self.bound: dict[str, int] = {}
+        self.read: set[str] = set()  # of the names that are open
         self.closed: dict[str, str] = {}
         self.opened: dict[str, str] = {}
         self.named_inputs: dict[str, int] = {}
@@ -326,7 +327,9 @@ class GraphBuilder:
             if name in self.bound:
                 if given.gradient and name in self.closed:
                     raise ValueError(f"{label}: {plain(name)!r} was already closed by {self.closed[name]}")
-                self.closed[name] = label
+                self.read.add(name)
+                if given.gradient:
+                    self.closed[name] = label
                 value = self.bound[name]
             elif name in self.call.named:
                 value = self._call_input(name, given)
@@ -366,9 +369,10 @@ class GraphBuilder:
         if op.exports:
             self.exported.setdefault(name, []).append((label, value))
             return
-        if name in self.bound and name not in self.closed:
+        if name in self.bound and name not in self.read:
             raise ValueError(f"{label} opens {plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
         self.closed.pop(name, None)
+        self.read.discard(name)
         self.bound[name], self.opened[name] = value, label
 
     def _exported(self, name: str) -> int:
@@ -390,7 +394,7 @@ class GraphBuilder:
     def _check_names(self) -> None:
         for name, label in self.opened.items():
             # An op that runs alone opens nothing for others.
-            if name not in self.closed and name not in self.call.outputs and len(self.ops) > 1:
+            if name not in self.read and name not in self.call.outputs and len(self.ops) > 1:
                 raise ValueError(
                     f"{label} opens {plain(name)!r}, but no Add({plain(name)!r}) after it closes it; "
                     "add one, or use Output to hand the value to the caller"
