@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 
 from te_fuser import Sequential, ops
 from te_fuser.formula import split
+from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
+from tests.needs import needs_compiler
 
 
 def test_an_op_alone_and_one_with_hooks() -> None:
@@ -43,6 +46,67 @@ class Halves(ops.RowOp):
     def compute(self, x: Any) -> Any:
         first, _ = split(x, 2)
         return {"output": first, "other": 3.0 * first}
+
+
+class Means(UnfusedOperation):
+    """y = 2 x for x of [samples, tokens, features], and its means over each of these and all."""
+
+    values = ("whole", "sample", "features", "feature", "row")
+    reads = ()
+
+    def infer(self, x: Spec) -> Mapping[str, Spec]:
+        samples, tokens, features = x.shape
+        shapes = ((), (samples,), (samples, features), (features,), (samples, tokens, 1))
+        return {"output": x, **{n: replace(x, shape=shape) for n, shape in zip(self.values, shapes, strict=True)}}
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
+        call.notes["shape"] = x.shape
+        per_sample = x.mean((1, 2)), x.mean(1)
+        means = (x.mean(), *per_sample, x.mean((0, 1)), x.mean(-1, keepdim=True))
+        return {"output": 2 * x, **dict(zip(self.values, means, strict=True))}
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+        samples, tokens, features = call.notes["shape"]  # type: ignore[misc]
+        rows, width = tokens * features, samples * tokens
+        dx = 2 * dy + call["d_whole"] / (width * features) + call["d_sample"][:, None, None] / rows
+        return dx + call["d_features"][:, None] / tokens + call["d_feature"] / width + call["d_row"] / features
+
+
+class UseMeans(ops.RowOp):
+    """y = x (1 + whole) (1 + sample) (2 + features) (1 - feature) + row x."""
+
+    inputs = {
+        "whole": NamedInput("whole", Axes.NONE),
+        "sample": NamedInput("sample", Axes.BATCH),
+        "features": NamedInput("features", Axes.SAMPLE_FEATURES),
+        "feature": NamedInput("feature", Axes.FEATURE),
+        "row": NamedInput("row", Axes.ROWS),
+    }
+
+    def batch_dim(self) -> int:
+        return 0
+
+    def compute(self, x: Any, whole: Any, sample: Any, features: Any, feature: Any, row: Any) -> Any:
+        return x * (1.0 + whole) * (1.0 + sample) * (2.0 + features) * (1.0 - feature) + row * x
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernels", ["generated", "reference"])
+@pytest.mark.parametrize("between", [True, False])
+def test_values_of_every_extent_are_read_by_a_formula(kernels: str, between: bool) -> None:
+    """One plan for several sizes; what the axes of a value are says who reads it."""
+    parts = [ops.MatMul(WIDTH, WIDTH)] if between else []
+    ours = Sequential(ops.LayerNorm(WIDTH), Means(), *parts, UseMeans(), ops.GELU(), kernels=kernels)
+    exact = copy.deepcopy(ours).double()
+    for samples, tokens in ((3, 5), (19, 5), (1, 1), (3, 21)):
+        x = torch.randn(samples, tokens, WIDTH, requires_grad=True)
+        wide = x.detach().double().requires_grad_()
+        runs = (ours, [x, *ours.parameters()]), (exact.reference, [wide, *exact.parameters()])
+        got, want = (torch.autograd.grad(run(leaves[0]).square().sum(), leaves) for run, leaves in runs)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+    ours.verify = True
+    ours(x).sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------- whole numbers
