@@ -220,7 +220,8 @@ def _row(
 ) -> Row:
     if (found.shape, found.dtype) != (shown.shape, shown.dtype):
         return Row(case, name, note=f"is {_kind(found)}, {whose} gives {_kind(shown)}")
-    ulp = torch.finfo(found.dtype).eps * (_EXACT_ULPS if found.dtype == torch.float64 else 1.0)
+    ulp = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
+    ulp *= _EXACT_ULPS if found.dtype == torch.float64 else 1.0
     error, allowed = distance(found, exact), plain * _TIMES_PLAIN + scale * ulp
     largest, rms = scale.largest or 1.0, scale.rms or 1.0
     return Row(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)

@@ -312,7 +312,10 @@ class _Flattener:
         outputs: dict[str, str] = {}
         if isinstance(module, FusableOperation):
             reads = {g.name: _resolve(g.name, scopes) for low in module.lower() for g in low.op.named_inputs().values()}
-            gives = tuple(self._bind(module, n, scope, scopes) for n in module.named_outputs())
+            bound = {n: self._bind(module, n, scope, scopes) for n in module.named_outputs()}
+            apart = {n for low in module.lower() for n in _apart(low.op)}
+            outputs = {name: n for n, name in bound.items() if n in apart}
+            gives = tuple(name for name in bound.values() if name not in outputs)
         elif isinstance(module, OpList):
             module._around = dict(planning.options)
             inside = _Flattener()
@@ -357,6 +360,12 @@ def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
 
 def _names_read(item: ListedOp | Border) -> Iterable[str]:
     return item.names_in.values() if isinstance(item, ListedOp) else item.reads.values()
+
+
+def _apart(op: FusableOperation) -> Iterable[str]:
+    """The named outputs of an op that are not its output by another name."""
+    forms = type(op).named_output is not FusableOperation.named_output
+    return op.named_outputs() if forms else op.values
 
 
 def _names_exported(item: ListedOp | Border) -> Iterable[str]:

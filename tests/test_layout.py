@@ -92,7 +92,16 @@ OP_HELPERS = {
     "tensor_function",
 }
 ASPECTS = {
-    "": {"bad_input", "collectives_proof", "docs", "forms_proof", "layout", "preset_proof", "works_with"},
+    "": {
+        "bad_input",
+        "collectives_proof",
+        "docs",
+        "forms_proof",
+        "layout",
+        "preset_proof",
+        "values_proof",
+        "works_with",
+    },
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

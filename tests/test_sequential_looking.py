@@ -377,7 +377,7 @@ def test_a_model_that_has_no_memory_of_its_own() -> None:
 
 
 def test_modules_that_hold_more_than_parameters(ran: list[Plan]) -> None:
-    """Tensors in lists, an owner outside of the list, and a weight outside of all modules, which autocast would cache."""
+    """Tensors in lists, an owner outside of the list, a weight outside of all modules, which autocast would keep."""
 
     class Holds(nn.Module):
         def __init__(self) -> None:

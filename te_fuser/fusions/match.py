@@ -116,7 +116,7 @@ class Match:
 
     Attributes:
         ops: the matched ops; `match[k].weight`, `match[k].eps` reach their parameters and attributes.
-        x: shape, dtype and device of the input; `y` of the output.
+        x: shape, dtype and device of the input; `y` of the output, `dy` of its gradient, where one comes.
         target: how row ops run: "cpp", "cuda" (generated) or "torch" (PyTorch operations).
         capability: the compute capability of a GPU that is planned for and not at hand, else None.
     """
@@ -127,6 +127,7 @@ class Match:
     target: str = "torch"
     needs_grad: bool = False
     capability: tuple[int, int] | None = None
+    dy: Spec | None = None
 
     def __getitem__(self, index: int) -> MatchedOp:
         return self.ops[index]

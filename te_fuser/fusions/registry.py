@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Union
 
+import torch
+
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fusions.match import Body, Cost, Match, costs_in, why_no_cost
 from te_fuser.fusions.pattern import PatternPart, check, matches, most_ops, render
@@ -32,7 +34,7 @@ class Fusion:
         emits: values inside the match that the forward gives beside its output, e.g. "0.output".
         reads: what the backward reads: "input", "output", "k.output", "k.weight", "k.named".
         saves: names that a joint fusion's forward gives to its own backward; `saved_bytes` says how large they are.
-        takes, gives, gradients, choose, saved_bytes, forward_ops, backward_ops, compiles, sums: as `Details` has them.
+        all others: as `Details` has them.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Fusion:
     choose: Choose | None = None
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
     sums: tuple[str, ...] = ()
+    takes_gradients_in: tuple[torch.dtype, ...] = ()
 
     @property
     def has_forward(self) -> bool:
@@ -259,6 +262,8 @@ class Details:
         sums: gradients ("0.bias") that such a kernel adds up over all rows. Where no step of the program reads them,
             `m.later` is something: the body launches by `kernel.leave_sums(m.later, ...)`, gives the tensors as they
             are, and one launch at the program's end adds up those of all kernels. Where it is None, nothing waits.
+        takes_gradients_in: dtypes in which backward takes the gradient of its output, beside the output's own;
+            `match.dy` says in which it comes.
         registered: whether to register it at once; `fusions.only(fusion)` takes one that is not.
     """
 
@@ -271,6 +276,7 @@ class Details:
     backward_ops: int | slice = field(default_factory=lambda: _ALL)
     compiles: Callable[[Match, str, frozenset[str]], Iterable[WrittenKernel]] | None = None
     sums: Sequence[str] = ()
+    takes_gradients_in: Sequence[torch.dtype] = ()
     registered: bool = True
 
 
@@ -283,6 +289,7 @@ _DECLARED = {
     "gives": ("forward", "backward", "joint"),
     "gradients": ("backward", "joint"),
     "sums": ("backward", "joint"),
+    "takes_gradients_in": ("backward", "joint"),
     "saved_bytes": ("joint",),
 }
 
@@ -434,13 +441,15 @@ def _name_of(body: Any, name: str | None) -> str:
 
 def _check_declared(direction: str, name: str | None, named: dict[str, Sequence[Any]], details: Details) -> None:
     """What a declaration says of itself, before there is a body."""
-    names = ("takes", "gives", "sums", "gradients", "saved_bytes")
+    names = ("takes", "gives", "sums", "gradients", "saved_bytes", "takes_gradients_in")
     _check_names(direction, name, {**named, **{what: getattr(details, what) for what in names}})
     for what in ("forward_ops", "backward_ops"):
         _part(direction, what, getattr(details, what))
     _check_functions(choose=details.choose, saved_bytes=details.saved_bytes, compiles=details.compiles)
     if not all(isinstance(node, Gradient) for node in details.gradients):
         raise TypeError(f"gradients are ops.base.Gradient(produces, reads, method), got {list(details.gradients)!r}")
+    if not all(isinstance(dtype, torch.dtype) for dtype in details.takes_gradients_in):
+        raise TypeError(f"takes_gradients_in are dtypes, got {', '.join(map(repr, details.takes_gradients_in))}")
     if any(g.wait for g in details.gradients):
         raise ValueError(
             "a node of a fusion is one step: only an op's gradient may start something and wait for it later"
@@ -467,6 +476,7 @@ def _as_declared(direction: str, saves: Sequence[str], details: Details) -> dict
         "backward_ops": _part(direction, "backward_ops", details.backward_ops),
         "compiles": details.compiles,
         "sums": tuple(details.sums),
+        "takes_gradients_in": tuple(details.takes_gradients_in),
     }
 
 

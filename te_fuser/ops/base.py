@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -97,7 +97,9 @@ class OpCall:
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self.tensors.get(name)
         if found is None:
-            raise KeyError(f"{name!r} is not among what this op reads ({sorted(self.tensors)}); declare it in `reads`")
+            there = ", ".join(sorted(self.tensors))
+            hint = f"get({name!r}) is None then" if name in self.tensors else "declare it in `reads`"
+            raise KeyError(f"{name!r} is not there for this op, which has {there}; {hint}")
         return found
 
     def get(self, name: str) -> torch.Tensor | None:
@@ -153,6 +155,8 @@ class FusableOperation(torch.nn.Module):
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
+    # Those of its named outputs that are values of their own: it then gives {"output": y, name: z, ...}.
+    values: ClassVar[tuple[str, ...]] = ()
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
     prototype_arguments: ClassVar[Mapping[str, Any]] = {}  # argument -> what verify gives where it gives nothing else
 
@@ -189,9 +193,9 @@ class FusableOperation(torch.nn.Module):
         # Plans hold locks and kernels: a copy and a pickle of the op make their own.
         return {name: item for name, item in self.__dict__.items() if name != "_alone"}
 
-    def forward(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
-        """Run this op alone, by a cached plan."""
-        return type(self).run_alone(self, x, inputs)
+    def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
+        """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
+        return type(self).run_alone(self, x, inputs, tuple(outputs))
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
@@ -207,16 +211,25 @@ class FusableOperation(torch.nn.Module):
         return {}
 
     def named_outputs(self) -> tuple[str, ...]:
-        """Names this op gives to its output, for later ops (Fork) or for the caller (Output)."""
-        return ()
+        """Names this op gives to its output and to its `values`, for later ops (Fork) or for the caller (Output)."""
+        return self.values
 
-    def infer(self, x: Spec) -> Spec:
-        """The output's shape and dtype.
+    def infer(self, x: Spec) -> Spec | Mapping[str, Spec]:
+        """The output's shape and dtype; an op with `values` may say {"output": its, name: that of a value}.
 
         Raises:
             ValueError: when the op cannot take x; the message says what it got and what it takes.
         """
         return x
+
+    def specs(self, x: Spec) -> dict[str, Spec]:
+        """What all outputs are, "output" and the named ones: as infer() says, else as named_output() does."""
+        said = self.infer(x)
+        given = {**said} if isinstance(said, Mapping) else {"output": said}
+        if "output" not in given:
+            raise TypeError(f'infer() gives {", ".join(given)} and no output: it is named "output"')
+        unsaid = [name for name in self.named_outputs() if name not in given]
+        return given | {name: self.named_output(name, given["output"]) for name in unsaid}
 
     def named_output(self, name: str, out: Spec) -> Spec:
         """What a named output is, where the main one is `out`: by default the same, under another name.
@@ -264,14 +277,26 @@ class FusableOperation(torch.nn.Module):
         """Bytes of intermediate results that the op's own forward writes and reads again."""
         return 0
 
-    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        """The meaning in differentiable PyTorch operations, whatever the dtype."""
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
+        """The meaning in differentiable PyTorch operations, whatever the dtype; with `values`, of all by name."""
         raise NotImplementedError(f"{type(self).__name__} gives no reference")
 
     def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """The same for all outputs: "output", and the named ones."""
-        y = self.reference(call, x)
-        return {"output": y, **dict.fromkeys(self.named_outputs(), y)}
+        made = self.given_by(self.reference(call, x), "its reference")
+        return {**dict.fromkeys(self.named_outputs(), made["output"]), **made}
+
+    def given_by(self, made: Any, who: str) -> Mapping[str, Any]:
+        """What `who` gave, by the names that it has among this op's outputs.
+
+        Raises:
+            TypeError: when these are not "output" and those of `values`.
+        """
+        found = made if isinstance(made, Mapping) else {"output": made}
+        if found.keys() != {"output", *self.values}:
+            gives, all_of = (", ".join(map(str, names)) for names in (found, ("output", *self.values)))
+            raise TypeError(f"{who} gives {gives}, but by `values` it is to give {all_of}: return a dict of these")
+        return found
 
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> FusableOperation:
@@ -306,28 +331,11 @@ class RowOp(FusableOperation):
     family = True
     inputs: ClassVar[Mapping[str, NamedInput]] = {}
     promotes: ClassVar[bool] = False  # whether a wider dtype of a named input is the output's too, as in x + other
-    # Those of its named outputs that are values of their own: compute() then gives {"output": y, name: z, ...}, and
-    # named_output() says what they are.
-    values: ClassVar[tuple[str, ...]] = ()
     sized: ClassVar[bool] = False  # whether it is made for inputs of so many `features`, where these are no None
 
     def compute(self, x: Any, *args: Any) -> Any:
         """The formula."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
-
-    def given_by(self, made: Any) -> Mapping[str, Any]:
-        """What compute() gave, by the names that it has among this op's values.
-
-        Raises:
-            TypeError: when these are not "output" and those of `values`.
-        """
-        found = made if isinstance(made, Mapping) else {"output": made}
-        if found.keys() != {"output", *self.values}:
-            gives, wanted = (", ".join(map(str, names)) for names in (found, ("output", *self.values)))
-            raise TypeError(
-                f"compute() gives {gives}, but by `values` it is to give {wanted}: return a dict of these names"
-            )
-        return found
 
     def arguments(self) -> tuple[str, ...]:
         """The names of compute's arguments after x.
@@ -381,7 +389,8 @@ class RowOp(FusableOperation):
         given = self.named_inputs()
         arguments = [self._symbol(name, given.get(name), features) for name in self.arguments()]
         try:
-            y = expr.lift(self.given_by(self.compute(expr.leaf("x", Axes.FULL, features), *arguments))["output"])
+            made = self.compute(expr.leaf("x", Axes.FULL, features), *arguments)
+            y = expr.lift(self.given_by(made, "compute()")["output"])
         except (ValueError, TypeError, AttributeError):
             return features
         return y.width if y.axes & Axes.FEATURE else features
@@ -406,7 +415,7 @@ class RowOp(FusableOperation):
         tensors = {name: call.get(name) for name in self.arguments()}
         arguments = [t if t is None else as_rows(t.to(wide), axes.get(n), rows, stream) for n, t in tensors.items()]
         with random.using(stream):
-            made = self.given_by(self.compute(rows, *arguments))
+            made = self.given_by(self.compute(rows, *arguments), "compute()")
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
         main = whole(made["output"], rows)
         out = Spec((*x.shape[:-1], main.shape[-1]), self.result_dtype(x.dtype, named), x.device)
@@ -440,14 +449,18 @@ class UnfusedOperation(FusableOperation):
 
     Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}); `reads` names
     what op_backward reads, `emits` what op_forward gives it by `call.emit`. An op whose gradients can run apart
-    lists them in `gradients` instead.
+    lists them in `gradients` instead. With `values` it gives all outputs by name, and each node of its backward has the
+    gradient of a value as `call.get("d_name")`: None, as dy itself, where nobody gives one.
     """
 
     family = True
     reads: ClassVar[tuple[str, ...]] = ("input",)
     # op_wait(call, started) -> the output, of an op whose op_forward only starts something and gives what is under way:
     # other steps may run in between.
-    op_wait: ClassVar[Callable[..., torch.Tensor] | None] = None
+    op_wait: ClassVar[Callable[..., Any] | None] = None
+    input_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # that it takes for x beside those that row ops take
+    takes_gradients_in: ClassVar[tuple[torch.dtype, ...]] = ()  # of its outputs, beside these outputs' own dtypes
+    non_differentiable: ClassVar[tuple[str, ...]] = ()  # its outputs that have no gradient, beside those of integers
 
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
         """The bytes of each of `emits`, for the plan; what is missing counts as none."""
@@ -460,11 +473,11 @@ class UnfusedOperation(FusableOperation):
     def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple([name for gradient in self.gradients(names) for name in gradient.by_attributes])
 
-    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        """The output for x."""
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
+        """The output for x; with `values`, {"output": y, name: z, ...}."""
         raise NotImplementedError(f"{type(self).__name__} must define op_forward(self, call, x)")
 
-    def op_backward(self, call: OpCall, dy: torch.Tensor) -> Any:
+    def op_backward(self, call: OpCall, dy: Any) -> Any:
         """dx, or (dx, {name: gradient})."""
         raise NotImplementedError(f"{type(self).__name__} must define op_backward(self, call, dy)")
 
@@ -474,10 +487,14 @@ class UnfusedOperation(FusableOperation):
         dx, others = result if isinstance(result, tuple) else (result, {})
         return {"input": dx, **others}
 
-    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
         """op_forward, recorded by autograd: so verify checks op_backward against it."""
         started = self.op_forward(call, x)
         return started if self.op_wait is None else self.op_wait(call, started)
+
+    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = super().references(call, x)
+        return {name: y.detach() if name in self.non_differentiable else y for name, y in made.items()}
 
 
 def walk(module: torch.nn.Module) -> Iterator[FusableOperation]:

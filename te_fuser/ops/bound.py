@@ -128,7 +128,7 @@ class Bound(FusableOperation):
     def named_outputs(self) -> tuple[str, ...]:
         return self.op.named_outputs()
 
-    def infer(self, x: Spec) -> Spec:
+    def infer(self, x: Spec) -> Spec | Mapping[str, Spec]:
         return self.op.infer(x)
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:

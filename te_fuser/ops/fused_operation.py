@@ -54,5 +54,5 @@ class FusedOperation(FusableOperation):
 
     def infer(self, x: Spec) -> Spec:
         for part in self.parts().values():
-            x = part.infer(x)
+            x = part.specs(x)["output"]
         return x

@@ -94,7 +94,7 @@ def _chain(
         if op.named_outputs() and not op.exports:
             opened.append(name)
         yield op
-        x = op.infer(x)
+        x = op.specs(x)["output"]
 
 
 def _made(

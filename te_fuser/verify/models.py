@@ -291,7 +291,7 @@ def example_call(
             drawn = torch.randn(_shape(given, spec, op.batch_dim()), generator=rng, device=rng.device)
             inputs[name] = drawn.to(device, dtype)
             differentiable |= {name} if given.gradient else set()
-        spec = op.infer(spec)
+        spec = op.specs(spec)["output"]
         bound |= set(item.names_out)
         outputs |= dict.fromkeys(item.names_out)
     # Forks that nobody closes are handed to the caller, as outputs are.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser import _native
-from te_fuser.compare import UPSTREAM, Tensors, judge, same_bits
+from te_fuser.compare import UPSTREAM, Tensors, doubled, judge, same_bits
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.reference import run_nodes
 from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
@@ -58,7 +58,7 @@ class _Watch:
         self.parameters = [p.detach() for p in parameters]
         self.seed = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.forward_steps = {id(step) for step in plan.forward}
-        self.coarsest = max(torch.finfo(v.spec.dtype).eps for v in plan.graph.values if v.spec.dtype.is_floating_point)
+        self.coarsest = plan.graph.coarsest
 
     def wrap(self, step: Step, runner: Runner, slots: SlotMap) -> Runner:
         """`runner`, checked; steps that are a single PyTorch operation run as they are."""
@@ -109,7 +109,7 @@ class _Watch:
         """Keep the values that a forward step made: as stored, or, if they were not, as they are exactly."""
         nodes = list(nodes)
         with torch.no_grad():
-            exact = self.run(nodes, {k: t.double() for k, t in self.data(nodes).items()}, True)
+            exact = self.run(nodes, doubled(self.data(nodes)), True)
         for value, t in exact.items():
             kept = stored.get(self.graph.ref(value), self.values.get(self.graph.root(value)))
             self.values.setdefault(value, t.to(self.graph.values[value].spec.dtype) if kept is None else kept.detach())

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
 
 
@@ -41,10 +41,12 @@ class _Flow:
     def _pass_through(self, item: ListedOp) -> None:
         named = [self.named[name] for name in item.names_in.values() if name in self.named]
         try:
-            self.x = output_of(item.lowered.op, self.x, named)
-        except (ValueError, TypeError):
+            found = outputs_of(item.lowered.op, self.x, named)
+            outputs = zip(item.names_out, item.lowered.op.named_outputs(), strict=True)
+            self.named.update({name: found[own] for name, own in outputs})
+        except (ValueError, TypeError, LookupError):
             return  # the graph says which op it is
-        self.named.update(dict.fromkeys(item.names_out, self.x))
+        self.x = found["output"]
 
 
 def _dtype_of(op: FusableOperation, x: Spec, target: torch.dtype) -> torch.dtype | None:

@@ -47,7 +47,7 @@ def check_parameters(label: str, x: Spec, listed: ListedOp, call: CallSpecs) -> 
             raise ValueError(
                 f"{label}: parameter {name} is on {spec.device}, its input on {x.device}; move one with .to()"
             )
-        if name in listed.casts or spec.dtype == x.dtype:
+        if name in listed.casts or spec.dtype == x.dtype or x.dtype not in FLOATING.values():
             continue
         narrow = x.dtype in (torch.bfloat16, torch.float16) and spec.dtype == torch.float32
         if not (isinstance(op, RowOp) and narrow):
@@ -95,17 +95,26 @@ def check_named(label: str, name: str, given: NamedInput, x: Spec, spec: Spec, b
         )
 
 
-def form_of(label: str, op: FusableOperation, name: str, out: Spec) -> Spec:
-    """What a named output is, where the main one is `out`."""
-    form = op.named_output(name, out)
-    if not isinstance(form, Spec):
-        raise TypeError(f"{label}: named_output({name!r}) gives a {type(form).__name__}; return a Spec")
-    own = isinstance(op, RowOp) and name in op.values
-    shape = (*out.shape[:-1], form.features) if own else out.shape
-    check_dtype(f"{label}: named_output({name!r})", form.dtype)
-    if form.shape != shape:
-        raise ValueError(f"{label}: named_output({name!r}) has shape {list(form.shape)}, it needs {list(shape)}")
-    return form
+def check_outputs(label: str, op: FusableOperation, specs: Mapping[str, Spec]) -> None:
+    """Refuse outputs that cannot be what an op says of them."""
+    for name in ("output", *op.named_outputs()):
+        spec = specs[name]
+        if not isinstance(spec, Spec):
+            said = "infer()" if name == "output" else f"named_output({name!r})"
+            raise TypeError(f"{label}: {said} gives a {type(spec).__name__}; return a Spec")
+    unknown = [name for name in specs if name != "output" and name not in op.named_outputs()]
+    if unknown:
+        raise ValueError(f"{label}: infer() says what {unknown[0]!r} is, which is none of its `values`")
+    if not isinstance(op, RowOp):
+        return
+    out = specs["output"]
+    check_dtype(f"{label}: output_dtype()", out.dtype)
+    for name in op.named_outputs():
+        form = specs[name]
+        shape = (*out.shape[:-1], form.features) if name in op.values else out.shape
+        check_dtype(f"{label}: named_output({name!r})", form.dtype)
+        if form.shape != shape:
+            raise ValueError(f"{label}: named_output({name!r}) has shape {list(form.shape)}, it needs {list(shape)}")
 
 
 def check_dtype(who: str, dtype: torch.dtype) -> None:
@@ -120,21 +129,20 @@ def _is_double(spec: Spec) -> bool:
 
 def check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
     """Refuse an op that says of itself what cannot be."""
+    _check_names(label, op, bindings)
     if isinstance(op, RowOp):
-        unnamed = [name for name in op.values if name not in op.named_outputs()]
-        if unnamed:
-            raise TypeError(f"{label}: named_outputs() leaves out {unnamed[0]!r} of its `values`; it gives all names")
         return
-    if op.named_outputs():
-        raise TypeError(f"{label}: only a RowOp names its output; put Fork or Output behind this op")
     if not isinstance(op, UnfusedOperation):
         raise TypeError(
             f"{label}: an op is a RowOp (it has a formula) or an UnfusedOperation (it has its own forward and "
             "backward), or lower() gives such ops; this one is neither"
         )
+    unknown = [name for name in op.non_differentiable if name not in ("output", *op.values)]
+    if unknown:
+        raise ValueError(f"{label}: non_differentiable names {unknown[0]!r}, which is none of its outputs")
     own = {"input", *op._parameters, *bindings, *op.named_inputs()}
     for gradient in op.gradients((*bindings, *op.named_inputs())):
-        known = {"reads": own | {"output", *op.emits}, "produces": own}
+        known = {"reads": own | {"output", *op.emits, *op.values}, "produces": own}
         for what, names in known.items():
             wrong = [name for name in getattr(gradient, what) if name not in names]
             if wrong:
@@ -149,6 +157,29 @@ def check_some_features(label: str, op: FusableOperation, x: Spec) -> None:
         raise ValueError(
             f"{label}: takes at least 1 feature, got an input of shape {list(x.shape)}; leave it out there"
         )
+
+
+def _check_names(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
+    """Refuse names of outputs that mean nothing, or two things."""
+    outputs = op.named_outputs()
+    unnamed = [name for name in op.values if name not in outputs]
+    if unnamed:
+        raise TypeError(f"{label}: named_outputs() leaves out {unnamed[0]!r} of its `values`; it gives all names")
+    if not isinstance(op, RowOp) and len(outputs) > len(op.values):
+        raise TypeError(
+            f"{label}: only a RowOp names its output; put Fork or Output behind this op, or list in `values` what is "
+            "a value of its own"
+        )
+    taken = {"input", "output", "dy", "seed", *bindings, *op.named_inputs(), *op.emits}
+    twice = [name for name in op.values if name in taken or op.values.count(name) > 1]
+    if twice:
+        raise ValueError(f"{label}: {twice[0]!r} in its `values` is another tensor's name too; give it one of its own")
+
+
+def check_input(label: str, op: FusableOperation, spec: Spec) -> None:
+    """Refuse a main input in a dtype that an op does not take."""
+    if not isinstance(op, UnfusedOperation) or spec.dtype not in op.input_dtypes:
+        check_floating(label, spec)
 
 
 def check_floating(label: str, spec: Spec) -> None:

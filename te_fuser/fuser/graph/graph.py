@@ -10,18 +10,19 @@ from dataclasses import dataclass, field
 import networkx as nx
 import torch
 
+from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.checks import (
-    check_dtype,
-    check_floating,
+    check_input,
     check_kind,
     check_named,
+    check_outputs,
     check_parameters,
     check_some_features,
-    form_of,
     plain,
 )
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, output_of
+from te_fuser.fuser.graph.gradients import is_differentiable, with_gradients
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
 from te_fuser.ops.base import FusableOperation, NamedInput, Place, RowOp, Spec
@@ -138,9 +139,21 @@ class Graph:
 
     @property
     def widest(self) -> torch.dtype:
-        """float64 where any value or gradient is, else the input's dtype."""
-        dtypes = {d for v in self.values for d in (v.spec.dtype, v.gradient_dtype)}
-        return torch.float64 if torch.float64 in dtypes else self.values[0].spec.dtype
+        """float64 where any value or gradient is, else that of the first value which row ops could take."""
+        dtypes = [d for v in self.values for d in (v.spec.dtype, v.gradient_dtype)]
+        known = (d for d in dtypes if d in FLOATING.values())
+        return torch.float64 if torch.float64 in dtypes else next(known, dtypes[0])
+
+    @property
+    def coarsest(self) -> float:
+        """The eps of the narrowest dtype that row ops could take, of those that values have."""
+        dtypes = {v.spec.dtype for v in self.values} & {*FLOATING.values()}
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+    def arithmetic(self, node: Node) -> torch.dtype:
+        """The dtype that an op computes in, as far as it tells: its input's, or that of an output."""
+        dtypes = [self.values[v].spec.dtype for v in (node.input, node.output, *node.named_out)]
+        return next((d for d in dtypes if d in FLOATING.values()), torch.float32)
 
     def root(self, value: int) -> int:
         """The value that this one is, under another name."""
@@ -217,6 +230,7 @@ class GraphBuilder:
         self.parameters: dict[Key, int] = {}
         self.bindings: list[Binding] = []
         self.bound: dict[str, int] = {}
+        self.read: set[str] = set()  # of the names that are open
         self.closed: dict[str, str] = {}
         self.opened: dict[str, str] = {}
         self.named_inputs: dict[str, int] = {}
@@ -232,7 +246,9 @@ class GraphBuilder:
         for listed in self.ops:
             current = self._append(listed, current)
         self._check_names()
-        self._say_gradients({current, *(self._exported(name) for name in self.call.outputs)})
+        self.values = with_gradients(
+            self.nodes, self.values, {current, *(self._exported(name) for name in self.call.outputs)}
+        )
         known = [self.call.parameters[b.key] for b in self.bindings]
         return Graph(
             tuple(self.nodes),
@@ -246,20 +262,6 @@ class GraphBuilder:
             {name: self._exported(name) for name in self.call.outputs},
         )
 
-    def _say_gradients(self, leaving: set[int]) -> None:
-        """Which values of row ops get their gradients in another dtype than their own, as their readers give them."""
-        given: dict[int, list[torch.dtype]] = {}
-        by_formula = {v for n in self.nodes if n.is_row for v in (n.output, *n.named_out)} - leaving
-        for node in self.nodes:
-            for value in {node.input, *node.named_in.values()} & by_formula:
-                dtype = node.op.gradient_dtype(self.values[value].spec.dtype)
-                check_dtype(f"{node.label}: gradient_dtype()", dtype)
-                given.setdefault(value, []).append(dtype)
-        for value, found in given.items():
-            dtype = functools.reduce(torch.promote_types, found)
-            if dtype != self.values[value].spec.dtype:
-                self.values[value] = dataclasses.replace(self.values[value], gradient=dtype)
-
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
         self.values.append(Value(len(self.values), name, spec, axes, needs, alias))
         return len(self.values) - 1
@@ -268,16 +270,16 @@ class GraphBuilder:
         op = listed.lowered.op
         label = self._label(listed)
         check_kind(label, op, listed.lowered.bindings)
-        check_floating(label, self.values[current].spec)
+        check_input(label, op, self.values[current].spec)
         check_some_features(label, op, self.values[current].spec)
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
         named = op.named_inputs()
         named_in = self._named(label, listed, named, self.values[current].spec)
         x = self.values[current].spec
         check_parameters(label, x, listed, self.call)
-        out = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
-        if isinstance(op, RowOp):
-            check_dtype(f"{label}: output_dtype()", out.dtype)
+        specs = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
+        check_outputs(label, op, specs)
+        out = specs["output"]
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
             self.values[current].needs_grad
@@ -286,12 +288,8 @@ class GraphBuilder:
         )
         role = op.kind.role
         alias = current if isinstance(op, RowOp) and _is_identity(op, x) else None
-        output = self._value(f"{role}.output", out, Axes.FULL, needs, alias)
-        named_out = []
-        for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
-            same = None if isinstance(op, RowOp) and own in op.values else output
-            named_out.append(self._value(name, form_of(label, op, own, out), Axes.FULL, needs, same))
-            self._bind(label, name, op, named_out[-1])
+        output = self._value(f"{role}.output", out, Axes.FULL, needs and is_differentiable(op, "output", out), alias)
+        named_out = self._named_out(label, listed, specs, output, needs)
         self.nodes.append(
             Node(
                 len(self.nodes),
@@ -302,7 +300,7 @@ class GraphBuilder:
                 current,
                 output,
                 named_in,
-                tuple(named_out),
+                named_out,
                 op.draws(),
                 listed.stream,
                 listed.casts,
@@ -311,6 +309,19 @@ class GraphBuilder:
             )
         )
         return output
+
+    def _named_out(
+        self, label: str, listed: ListedOp, specs: Mapping[str, Spec], output: int, needs: bool
+    ) -> tuple[int, ...]:
+        """The values that an op names, each bound to its name in the list."""
+        op, found = listed.lowered.op, []
+        axes = Axes.FULL if isinstance(op, RowOp) else None  # else who reads it says what its sizes are
+        for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
+            called, same = (f"{op.kind.role}.{own}", None) if own in op.values else (name, output)
+            needed = needs and is_differentiable(op, own, specs[own])
+            found.append(self._value(called, specs[own], axes, needed, same))
+            self._bind(label, name, op, found[-1])
+        return tuple(found)
 
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
@@ -328,7 +339,9 @@ class GraphBuilder:
             if name in self.bound:
                 if given.gradient and name in self.closed:
                     raise ValueError(f"{label}: {plain(name)!r} was already closed by {self.closed[name]}")
-                self.closed[name] = label
+                self.read.add(name)
+                if given.gradient:
+                    self.closed[name] = label
                 value = self.bound[name]
             elif name in self.call.named:
                 value = self._call_input(name, given)
@@ -337,6 +350,8 @@ class GraphBuilder:
             else:
                 raise ValueError(self._missing(label, name, listed.lowered.op))
             check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
+            if self.values[value].axes is None:
+                self.values[value] = dataclasses.replace(self.values[value], axes=given.axes)
             found[argument] = value
         return found
 
@@ -355,10 +370,10 @@ class GraphBuilder:
             self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
         return self.named_inputs[name]
 
-    def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> Spec:
+    def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
         try:
             op.check_inputs(x, dict(named))
-            return output_of(op, x, named.values())
+            return outputs_of(op, x, named.values())
         except (ValueError, TypeError) as error:
             raise type(error)(f"{label}: {error}") from error
 
@@ -366,9 +381,10 @@ class GraphBuilder:
         if op.exports:
             self.exported.setdefault(name, []).append((label, value))
             return
-        if name in self.bound and name not in self.closed:
+        if name in self.bound and name not in self.read:
             raise ValueError(f"{label} opens {plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
         self.closed.pop(name, None)
+        self.read.discard(name)
         self.bound[name], self.opened[name] = value, label
 
     def _exported(self, name: str) -> int:
@@ -390,7 +406,7 @@ class GraphBuilder:
     def _check_names(self) -> None:
         for name, label in self.opened.items():
             # An op that runs alone opens nothing for others.
-            if name not in self.closed and name not in self.call.outputs and len(self.ops) > 1:
+            if name not in self.read and name not in self.call.outputs and len(self.ops) > 1:
                 raise ValueError(
                     f"{label} opens {plain(name)!r}, but no Add({plain(name)!r}) after it closes it; "
                     "add one, or use Output to hand the value to the caller"

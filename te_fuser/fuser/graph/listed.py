@@ -113,16 +113,18 @@ def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
     return Spec(tuple(t.shape), t.dtype, device or t.device)
 
 
-def output_of(op: FusableOperation, x: Spec, named: Iterable[Spec]) -> Spec:
-    """The output's shape and dtype.
+def outputs_of(op: FusableOperation, x: Spec, named: Iterable[Spec]) -> dict[str, Spec]:
+    """What all outputs are, "output" and the named ones, where the op reads `named` beside x.
 
     Raises:
         ValueError, TypeError: when the op cannot take x.
     """
-    out = op.infer(x)
+    found = op.specs(x)
     if isinstance(op, RowOp) and op.promotes:
-        return dataclasses.replace(out, dtype=op.result_dtype(x.dtype, [s.dtype for s in named]))
-    return out
+        dtype = op.result_dtype(x.dtype, [s.dtype for s in named])
+        out = dataclasses.replace(found["output"], dtype=dtype)
+        return {"output": out, **{name: op.named_output(name, out) for name in op.named_outputs()}}
+    return found
 
 
 def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:

@@ -105,7 +105,7 @@ class BackwardCandidates:
         reads = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
         if any(self._is_withheld(r) or r.kind is EMITTED and node.index in self.limits.silent for _, r in reads):
             return None
-        inputs = [("dy", gradient_ref(node.output)), *reads, *([("seed", SEED)] if node.draws else [])]
+        inputs = [*self._arriving(node), *reads, *([("seed", SEED)] if node.draws else [])]
         outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
         work = len(outputs) if gradient.work is None else gradient.work
         c = self.prices.of_opaque(node, inputs, outputs, work, _BACKWARD_SCRATCH)
@@ -122,6 +122,12 @@ class BackwardCandidates:
             self.prices.seconds(c, node),
             chain=not self.problem.is_hanging(node, gradient),
         )
+
+    def _arriving(self, node: Node) -> Named:
+        """The gradients of an opaque op's outputs, as its methods call them."""
+        names = ("dy", *(f"d_{name}" for name in node.op.named_outputs()))
+        values = zip(names, (node.output, *node.named_out), strict=True)
+        return [(name, gradient_ref(v)) for name, v in values if self.graph.needs_grad(v)]
 
     def _casts(self, node: Node, outputs: Named) -> tuple[tuple[str, torch.dtype], ...]:
         """The gradients of values that are wanted in another dtype than the op gives them in."""
@@ -279,18 +285,26 @@ class BackwardCandidates:
         forward = self.nodes[slice(*fusion.covers("forward", start, stop))]
         if fusion.has_forward and not self.problem.ends_in_a_tensor(forward):
             return NO_TENSOR
+        covered = self.nodes[slice(*fusion.covers("backward", start, stop))]
+        named = (*fusion.reads, *(name for gradient in fusion.gradients for name in gradient.reads))
+        absent = self.problem.why_not_there(fusion, covered, named, stored=False)
+        if absent is not None:
+            return absent
+        read = [self.problem.in_match(fusion, covered, name) for name in named if name not in fusion.saves]
+        taken = {ref.index for ref in read if ref.kind is GRADIENT}
         made = [v for n in nodes[:-1] for v in (n.output, *n.named_out)]
         leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
-        if leaving:
-            inner = ", ".join(self.graph.values[v].name for v in leaving)
+        untaken = [v for v in leaving if self.graph.needs_grad(v) and v not in taken]
+        if untaken:
+            inner = ", ".join(self.graph.values[v].name for v in untaken)
             return f"{inner} is also read outside the pattern"
-        return self._why_other_gradients(nodes)
+        return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken])
 
-    def _why_other_gradients(self, nodes: tuple[Node, ...]) -> str | None:
-        """Why a fusion, which takes and gives gradients as its ops do, does not fit the dtypes that are wanted here."""
-        last = self.graph.values[nodes[-1].output]
-        if last.gradient is not None:
-            return f"the gradient of {last.name} arrives in {text_of(last.gradient)}, not in its own dtype"
+    def _why_other_gradients(self, fusion: Fusion, nodes: tuple[Node, ...], taken: list[int]) -> str | None:
+        """Why a fusion that takes the gradients of `taken` and gives as its ops do does not fit their dtypes here."""
+        for v in (self.graph.values[v] for v in taken):
+            if v.gradient is not None and v.gradient not in fusion.takes_gradients_in:
+                return f"the gradient of {v.name} arrives in {text_of(v.gradient)}, not in its own dtype"
         made = {v for n in nodes for v in (n.output, *n.named_out)}
         for node in nodes:
             for v in (self.graph.values[v] for v in {node.input, *node.named_in.values()} - made):

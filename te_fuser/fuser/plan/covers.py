@@ -116,7 +116,7 @@ def _limits_of(problem: Problem, forward: list[Edge]) -> Withheld:
         if edge.fusion is None:
             continue
         nodes = problem.nodes[edge.start : edge.stop]
-        inside = {root(n.output) for n in nodes}
+        inside = {root(v) for n in nodes for v in (n.output, *n.named_out)}
         last = root(nodes[-1].output)
         given = {ref.index for ref in problem.emitted(edge.fusion, nodes).values()}
         limits.forbidden |= inside - {last} - given

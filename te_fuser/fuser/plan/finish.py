@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -63,15 +63,18 @@ def _within(steps: list[Step], part: tuple[int, int]) -> list[Step]:
 
 def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: list[list[Step]]) -> SegmentPlan:
     """A segment makes its own casts and sums: what comes from several of them autograd adds up."""
-    forward, backward = (
-        waiting_late(change(problem, prices, s)) for change, s in zip((_with_casts, _with_sums), steps, strict=True)
-    )
-    graph, reads, made = problem.graph, _reads(forward, backward), {r for s in backward for r in s.writes()}
+    graph = problem.graph
     values_in, values_out = _crossing(graph, *part)
+    given = {r for s in steps[1] for r in s.writes()}
+    arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
+    forward = waiting_late(_with_casts(problem, prices, steps[0], set()))
+    cast = {r for s in forward for r in s.writes()}
+    summed = _with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
+    backward = waiting_late(_with_casts(problem, prices, summed, cast))
+    reads, made = _reads(forward, backward), {r for s in backward for r in s.writes()}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
-    arriving = tuple(gradient_ref(v) if graph.needs_grad(v) else None for v in values_out)
     kept = _kept(problem, prices, backward)
     return SegmentPlan(
         *part,
@@ -87,6 +90,11 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
         kept,
         _marked(graph.nodes[part[0] : part[1]], takes, kept),
     )
+
+
+def _arriving(ref: Ref, given: Container[Ref]) -> Ref:
+    """The gradient of a value that leaves: where steps give it too, as that is read inside as well, a term of a sum."""
+    return ref._replace(term=1) if ref in given else ref
 
 
 def _reads(*groups: Iterable[Step]) -> set[Ref]:
@@ -136,9 +144,8 @@ def waiting_late(steps: list[Step]) -> list[Step]:
 # ------------------------------------------------------------------------------------------------------ casts
 
 
-def _with_casts(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
-    """Before the first step that reads a parameter in another dtype, the step that makes it."""
-    made: set[Ref] = set()
+def _with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
+    """Before the first step that reads a parameter in another dtype, the step that makes it; `made` are there."""
     result: list[Step] = []
     for step in steps:
         for ref in step.reads():
@@ -161,16 +168,20 @@ def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
 # ---------------------------------------------------------------------------------------------- summed gradients
 
 
-def _with_sums(problem: Problem, prices: Prices, steps: list[Step]) -> list[Step]:
-    """Where several steps contribute to one gradient, rename the contributions and add them up."""
-    counts: dict[Ref, int] = {}
+def _with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
+    """Where several steps contribute to one gradient, rename the contributions and add them up.
+
+    Args:
+        arriving: first terms that come from outside.
+    """
+    counts: dict[Ref, int] = {r._replace(term=0): r.term for r in arriving}
     for step in steps:
         for ref in step.writes():
             counts[ref] = counts.get(ref, 0) + 1
     shared = {r for r, n in counts.items() if n > 1}
     if not shared:
         return steps
-    seen: dict[Ref, list[Ref]] = {r: [] for r in shared}
+    seen: dict[Ref, list[Ref]] = {r: [] for r in shared} | {r._replace(term=0): [r] for r in arriving}
     result: list[Step] = []
     for step in steps:
         result.append(_rename_outputs(step, seen))
@@ -207,9 +218,10 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
 def _kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
     """Everything that backward steps read and none of them makes."""
     graph, found = problem.graph, dict[Ref, Kept]()
+    made = {r for s in backward for r in s.writes()}
     for step in backward:
         for name, ref in step.inputs:
-            if ref not in found and ref.owner:
+            if ref not in found and ref.owner and ref not in made:
                 text = f"{step.name}: {name}" if ref.name else ref.label(graph)
                 found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
     return tuple(found.values())
@@ -224,7 +236,7 @@ def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
     An end of the list with next to none, as the bias behind the last product, is part of the segment before it.
     """
     graph = problem.graph
-    ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, covers.backward)
+    ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, covers)
     cuts, size, counted = [0], 0, set()
     for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
         for p in node.parameters.values():
@@ -242,7 +254,7 @@ def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
 
 
-def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
+def _bound(problem: Problem, covers: Covers) -> set[int]:
     """Where no cut can be: between what computes or saves a value for backward and what reads it."""
     graph = problem.graph
     found: set[int] = set()
@@ -250,10 +262,23 @@ def _bound(problem: Problem, backward: list[Edge]) -> set[int]:
     apart = [v.index for v in graph.values if v.gradient is not None]
     for value in apart:
         found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
-    for edge in backward:
+    for edge in (*covers.forward, *covers.backward):
+        found |= _reaching_back(problem, edge)
+    for edge in covers.backward:
         if edge.whole is not None:
             found |= set(range(edge.whole[0] + 1, edge.whole[1]))
         for ref in edge.recomputes:
             standing_for = [v.index for v in graph.values if graph.ref(v.index) == ref and graph.consumers(v.index)]
             found |= set(range(edge.stop, max(graph.consumers(v)[-1] for v in standing_for) + 1))
     return found
+
+
+def _reaching_back(problem: Problem, edge: Edge) -> set[int]:
+    """Where a fusion that reads a value in another form than its ops do cannot be cut off from what makes that."""
+    graph = problem.graph
+    if edge.fusion is None:
+        return set()
+    nodes = problem.nodes[edge.start : edge.stop]
+    own = {graph.ref(v) for n in nodes for v in (n.input, n.output, *n.named_in.values(), *n.named_out)}
+    others = {r for s in edge.steps for r in s.reads() if r.kind is VALUE and r not in own}
+    return {k for r in others for k in range((graph.producer(r.index) or 0) + 1, edge.stop)}

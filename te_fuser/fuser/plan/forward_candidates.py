@@ -16,6 +16,7 @@ from te_fuser.fuser.plan.candidates import (
     row_edges,
     saved_by,
 )
+from te_fuser.fuser.plan.problem import form_named
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
@@ -94,7 +95,9 @@ class ForwardCandidates:
         inputs += [(a, self.graph.ref(v)) for a, v in node.named_in.items()]
         inputs += [("seed", SEED)] if node.draws else []
         assert isinstance(node.op, UnfusedOperation)
-        outputs = [("output", self.graph.ref(node.output)), *((n, emitted_ref(node.index, n)) for n in node.op.emits)]
+        outputs = [("output", self.graph.ref(node.output))]
+        outputs += [(n, self.graph.ref(v)) for n, v in zip(node.op.named_outputs(), node.named_out, strict=True)]
+        outputs += [(n, emitted_ref(node.index, n)) for n in node.op.emits]
         c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
         start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
         step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds)
@@ -104,8 +107,9 @@ class ForwardCandidates:
 
     def _fusion(self, fusion: Fusion, start: int, stop: int, whole: tuple[int, int], joint: bool) -> Edge | None:
         nodes = self.nodes[start:stop]
-        if not self.problem.ends_in_a_tensor(nodes):
-            self.ledger.refuse(fusion.direction, start, stop, fusion.name, NO_TENSOR)
+        impossible = self._why_impossible(fusion, nodes)
+        if impossible is not None:
+            self.ledger.refuse(fusion.direction, start, stop, fusion.name, impossible)
             return None
         inside = {self.graph.ref(v) for n in nodes for v in (n.output, *n.named_out)}
         owed = self._owed(nodes, inside)
@@ -113,7 +117,7 @@ class ForwardCandidates:
         if why is not None:
             self.ledger.refuse_for_demand(fusion, start, stop, why)
             return None
-        inputs = self._fusion_inputs(nodes, inside)
+        inputs = self._fusion_inputs(fusion, nodes, inside)
         outputs = self._fusion_outputs(fusion, nodes, owed)
         match = self.problem.match(*whole)
         if joint:
@@ -123,6 +127,12 @@ class ForwardCandidates:
         task = fusion_task(self.problem, fusion, "forward", nodes, match)
         step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
         return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
+
+    def _why_impossible(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
+        """Why no backward plan could make room for the fusion."""
+        if not self.problem.ends_in_a_tensor(nodes):
+            return NO_TENSOR
+        return self.problem.why_not_there(fusion, nodes, _forms(fusion), stored=True)
 
     def _owed(self, nodes: tuple[Node, ...], inside: set[Ref]) -> set[Ref]:
         """The values of a range that backward or somebody outside it reads."""
@@ -146,8 +156,9 @@ class ForwardCandidates:
             return "backward reads per-row statistics or op results that it does not give"
         return None
 
-    def _fusion_inputs(self, nodes: tuple[Node, ...], inside: set[Ref]) -> list[tuple[str, Ref]]:
+    def _fusion_inputs(self, fusion: Fusion, nodes: tuple[Node, ...], inside: set[Ref]) -> list[tuple[str, Ref]]:
         inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(nodes[0].input))]
+        inputs += [(name, self.problem.in_match(fusion, nodes, name)) for name in _forms(fusion)]
         for k, node in enumerate(nodes):
             inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in node.parameters]
             named = [(f"{k}.{a}", self.graph.ref(v)) for a, v in node.named_in.items()]
@@ -169,6 +180,11 @@ class ForwardCandidates:
                 if low < high and stretch.statistics_of(low, high, [r.name]):
                     return True
         return False
+
+
+def _forms(fusion: Fusion) -> list[str]:
+    """What a forward takes in a form of its own choice."""
+    return [name for name in fusion.takes if form_named(name)[1] is not None] if fusion.has_forward else []
 
 
 def _breaks(edge: Edge, joint: Edge) -> bool:

@@ -61,8 +61,7 @@ class Prices:
 
     def seconds(self, cost: Cost, node: Node) -> float:
         """The predicted time, in the dtype that an op gets."""
-        dtype = self.graph.values[node.input].spec.dtype
-        return self.problem.options.device.seconds(cost, dtypes.name_of(dtype))
+        return self.problem.options.device.seconds(cost, dtypes.name_of(self.graph.arithmetic(node)))
 
     def of_launch(self, inputs: Named, outputs: Named, flops: float) -> Cost:
         """One launch that reads and writes these tensors once."""

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.fuser.graph.refs import VALUE, Ref, emitted_ref, gradient_ref, parameter_gradient_ref, parameter_ref
+from te_fuser.dtypes import FLOATING
+from te_fuser.fuser.graph.refs import (
+    AS_MADE,
+    GRADIENT,
+    PARAMETER,
+    VALUE,
+    Form,
+    Ref,
+    emitted_ref,
+    gradient_ref,
+    parameter_gradient_ref,
+    parameter_ref,
+)
 from te_fuser.fuser.plan.derivation import DerivedStretch
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
@@ -18,7 +30,9 @@ from te_fuser.ops.base import Gradient, UnfusedOperation
 from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.graph import Graph, Node
+    from collections.abc import Iterable
+
+    from te_fuser.fuser.graph.graph import Graph, Node, Value
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.registry import Fusion
 
@@ -43,7 +57,8 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
         for n in nodes
     )
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
-    return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability)
+    dy = replace(y.spec, dtype=y.gradient_dtype) if y.needs_grad else None
+    return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
 
 
 def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
@@ -73,6 +88,12 @@ def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, in
                 else:
                     refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
     return found, refusals
+
+
+def form_named(name: str) -> tuple[str, torch.dtype | None]:
+    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", float32)."""
+    plain, _, form = name.rpartition(".")
+    return (plain, FLOATING[form]) if plain and form in FLOATING else (name, None)
 
 
 class Problem:
@@ -111,7 +132,7 @@ class Problem:
     def gradients(self, node: Node) -> list[tuple[Gradient, frozenset[str]]]:
         """The gradient nodes of an opaque op that somebody needs, and what is needed of each."""
         assert isinstance(node.op, UnfusedOperation)
-        if not self.graph.needs_grad(node.output):
+        if not any(map(self.graph.needs_grad, (node.output, *node.named_out))):
             return []
         needed = self.needed(node)
         names = (*node.parameters, *node.named_in)
@@ -151,24 +172,67 @@ class Problem:
         return None
 
     def in_match(self, fusion: Fusion, nodes: tuple[Node, ...], name: str) -> Ref:
-        """What a fusion calls `name` where it covers these ops.
+        """What a fusion calls `name` where it covers these ops, in the form that the name ends with, if any.
 
         Raises:
             ValueError: when it is nothing there.
         """
+        plain, dtype = form_named(name)
+        ref = self._named_in_match(nodes, plain)
+        if ref is not None and dtype is not None:
+            ref = self._in_form(ref, dtype)
+        if ref is None:
+            raise ValueError(
+                f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
+                '"k.<parameter>", "k.<named input>" or "k.<named output>", maybe with a form, as in "input.float32", '
+                'or "k.d_<named output>" for a gradient'
+            )
+        return ref
+
+    def _named_in_match(self, nodes: tuple[Node, ...], name: str) -> Ref | None:
         if name == "input":
             return self.graph.ref(nodes[0].input)
         if name == "output":
             return self.graph.ref(nodes[-1].output)
         place, _, what = name.partition(".")
-        if place.removeprefix("-").isdigit() and -len(nodes) <= int(place) < len(nodes):
-            ref = self.read_ref(nodes[int(place)], what)
-            if ref is not None:
-                return ref
-        raise ValueError(
-            f'fusion {fusion.name!r}: {name!r} names nothing in its match; use "input", "output", "k.output", '
-            '"k.<parameter>", "k.<named input>" or "k.<named output>"'
-        )
+        if not place.removeprefix("-").isdigit() or not -len(nodes) <= int(place) < len(nodes):
+            return None
+        return self.read_ref(nodes[int(place)], what) or self._gradient_read(nodes[int(place)], what)
+
+    def _gradient_read(self, node: Node, name: str) -> Ref | None:
+        """The gradient of a named output of an op, by the name that its methods have for it."""
+        named = zip(node.op.named_outputs(), node.named_out, strict=True)
+        return next((gradient_ref(v) for own, v in named if name == f"d_{own}"), None)
+
+    def _in_form(self, ref: Ref, dtype: torch.dtype) -> Ref | None:
+        """A value or a parameter in a dtype; None of anything else."""
+        if ref.kind is VALUE:
+            made = self.graph.values[ref.index].spec.dtype
+            return ref._replace(form=AS_MADE if made == dtype else Form(dtype))
+        if ref.kind is PARAMETER:
+            made = self.graph.parameter_specs[ref.index].dtype
+            return parameter_ref(ref.index, None if made == dtype else dtype)
+        return None
+
+    def why_not_there(self, fusion: Fusion, nodes: tuple[Node, ...], names: Iterable[str], stored: bool) -> str | None:
+        """Why a fusion cannot read one of these names: its value is in other forms alone, or gets no gradient.
+
+        Args:
+            stored: whether only what others read is there, as in forward; backward is given what it asks for.
+        """
+        for name in (n for n in names if n not in ("dy", *fusion.saves)):
+            ref = self.in_match(fusion, nodes, name)
+            standing = [v for v in self.graph.values if self.graph.ref(v.index) == ref]
+            if ref.kind is VALUE and not standing:
+                return f"it reads {name}, and {self.graph.values[ref.index].name} is in other forms alone"
+            if ref.kind is VALUE and form_named(name)[1] and stored and not any(map(self._is_read, standing)):
+                return f"it reads {name}, which nobody else reads, so that it is not stored"
+            if ref.kind is GRADIENT and not self.graph.needs_grad(ref.index):
+                return f"it reads {name}, and no gradient of {self.graph.values[ref.index].name} comes"
+        return None
+
+    def _is_read(self, value: Value) -> bool:
+        return bool(self.graph.consumers(value.index)) or self.graph.leaves(value.index)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
         """What a fusion can give beside its output, as far as the ops that its forward covers have it."""

@@ -76,7 +76,7 @@ class Stretch:
         assert isinstance(op, RowOp)
         arguments = [self._argument(node, role, name) for name in op.arguments()]
         try:
-            made = op.given_by(op.compute(self.env[node.input], *arguments))
+            made = op.given_by(op.compute(self.env[node.input], *arguments), "compute()")
             own = {name: expr.lift(y) for name, y in made.items()}
         except (ValueError, TypeError, AttributeError) as error:
             kind = TypeError if isinstance(error, AttributeError) else type(error)
@@ -250,7 +250,7 @@ class Stretch:
         """
         cut = self._cut(start)
         seeds = self._seeds(start, stop, cut)
-        wanted = self._wanted(start, stop, cut)
+        wanted = self._wanted(start, stop, cut) if seeds else {}
         if not wanted and not recompute:
             return None
         adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])

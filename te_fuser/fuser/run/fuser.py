@@ -339,17 +339,19 @@ def check_input(x: Any, planning: bool = False) -> None:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
 
 
-def run_alone(op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> Any:
+def run_alone(
+    op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
+) -> Any:
     """Run a single op by a plan cached on it."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.outside_tracing import outside_tracing
 
-        return outside_tracing(run_alone, op, x, inputs)
+        return outside_tracing(run_alone, op, x, inputs, outputs)
     fuser = op.__dict__.get("_alone")
     if fuser is None:
         fuser = Fuser([op])
         object.__setattr__(op, "_alone", fuser)
-    return fuser.run(x, inputs)
+    return fuser.run(x, inputs, outputs)
 
 
 FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]

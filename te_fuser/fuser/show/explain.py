@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from te_fuser.dtypes import name_of
+from te_fuser.dtypes import name_of, text_of
 from te_fuser.fuser.graph.refs import RECOMPUTED, SEED, VALUE, Ref
 from te_fuser.fuser.plan.plan import Kept, Plan, Refusal, size_text
 
@@ -118,7 +118,7 @@ def _what(plan: Plan, step: Step) -> str:
 def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
     if step.cost.seconds is not None:
         return "stated", step.cost.seconds
-    dtype = name_of(plan.graph.values[first.input].spec.dtype)
+    dtype = name_of(plan.graph.arithmetic(first))
     limits = plan.device.limits(step.cost, dtype)
     bound = max(limits, key=lambda name: limits[name])
     # A launch is a cost, not a limit to come near to: the share is that of the work.
@@ -226,7 +226,7 @@ _TARGETS = {"cpp": "generated C++", "cuda": "generated CUDA C++", "torch": "PyTo
 
 def _plan_page(plan: Plan, measured: Measured | None, number: str) -> Iterable[Any]:
     x = plan.graph.values[0].spec
-    dtype = name_of(x.dtype)
+    dtype = text_of(x.dtype)
     device = f"{plan.device.name} (estimated)" if plan.device.estimate else plan.device.name
     yield Text(
         f"{number}{_count(len(plan.graph.nodes), 'op')}, input {list(x.shape)} {dtype}, on {device}, "

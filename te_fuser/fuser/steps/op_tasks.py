@@ -13,7 +13,7 @@ from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Cost
-from te_fuser.ops.base import Gradient, OpCall, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, Gradient, OpCall, UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -141,14 +141,18 @@ class OpRunner:
         if self._task.phase == "start":
             slots[self._outputs[0][1]] = call.emitted, made
             return
-        if forward and not isinstance(made, torch.Tensor):
-            raise TypeError(f"{node.label}: its forward must return a tensor, got {type(made).__name__}")
+        if forward:
+            self._store_forward(slots, call, made)
+            return
         for name, k in self._outputs:
-            if not forward:
-                found = gradient_made(node.label, made, name)
-                slots[k] = found.to(self._casts[name]) if name in self._casts else found
-            else:
-                slots[k] = made if name == "output" else emission_made(node.label, call.emitted, name)
+            found = gradient_made(node.label, made, name)
+            slots[k] = found.to(self._casts[name]) if name in self._casts else found
+
+    def _store_forward(self, slots: Slots, call: OpCall, made: Any) -> None:
+        label = self._node.label
+        given = values_made(label, self._node.op, made)
+        for name, k in self._outputs:
+            slots[k] = given[name] if name in given else emission_made(label, call.emitted, name)
 
 
 def _named_slots(
@@ -158,6 +162,25 @@ def _named_slots(
     found = {name: slots[r] for name, r in refs}
     given = {name: found.pop(name, -1) for name in apart}
     return tuple(found.items()), given
+
+
+def values_made(label: str, op: FusableOperation, made: Any) -> Mapping[str, torch.Tensor]:
+    """What an op's forward gave, by name; a tensor that it gave twice is another one the second time, over its memory.
+
+    Raises:
+        TypeError: when that is no tensor, or these are not the op's values.
+    """
+    given = op.given_by(made, f"{label}: its forward") if op.values else {"output": made}
+    found: dict[str, torch.Tensor] = {}
+    for name, t in given.items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{label}: its forward must return a tensor, got {type(t).__name__}{_for(name)}")
+        found[name] = t.detach() if any(t is other for other in found.values()) else t
+    return found
+
+
+def _for(name: str) -> str:
+    return "" if name == "output" else f" for {name!r}"
 
 
 def emission_made(label: str, made: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -39,8 +39,7 @@ class Check:
         parameters: Sequence[torch.Tensor],
     ) -> None:
         self.default, self.x, self.inputs, self.parameters = default, x, inputs, parameters
-        dtypes = [v.spec.dtype for v in default.plan.graph.values if v.spec.dtype.is_floating_point]
-        self.coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
+        self.coarsest = default.plan.graph.coarsest
         self.wanted = self.results(default)
 
     def reason(self, other: Prepared, within: AbstractContextManager[None] = _AS_IT_IS) -> str:

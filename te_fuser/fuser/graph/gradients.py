@@ -1,0 +1,86 @@
+"""What is known of the gradients of a graph's values: whether one can come, and in which dtype it arrives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fuser.dtypes import FLOATING
+from te_fuser.fuser.graph.checks import check_dtype
+from te_fuser.ops.base import FusableOperation, Spec, UnfusedOperation
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Node, Value
+
+
+def is_differentiable(op: FusableOperation, name: str, spec: Spec) -> bool:
+    """Whether an output of an op can have a gradient."""
+    declared = isinstance(op, UnfusedOperation) and name in op.non_differentiable
+    return spec.dtype.is_floating_point and not declared
+
+
+def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[int]) -> list[Value]:
+    """The values with what their readers say of their gradients; those in `leaving` go to the caller.
+
+    A gradient that nobody gives is none. It arrives in the dtype in which its reader gives it, of several the widest,
+    where the op that makes the value takes it so; what the caller gets has its gradient in its own dtype.
+    """
+    given = {node.index: list(_given(node)) for node in nodes}
+    reached = _reached(nodes, values, given, leaving)
+    found = [replace(v, needs_grad=v.needs_grad and v.index in reached) for v in values]
+    taken = {v: _taken(node) for node in nodes for v in (node.output, *node.named_out) if v not in leaving}
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for value in given[node.index]:
+            readers.setdefault(value, []).append(node)
+    for value in readers.keys() & taken.keys():
+        dtype = _arriving(values[value].spec.dtype, readers[value])
+        wanted = taken[value]
+        if dtype != values[value].spec.dtype and (wanted is None or dtype in wanted):
+            found[value] = replace(found[value], gradient=dtype)
+    return found
+
+
+def _given(node: Node) -> Iterable[int]:
+    """The values of which an op gives the gradient, each once."""
+    names: Mapping[str, int] = {"input": node.input, **node.named_in}
+    named = node.op.named_inputs()
+    able = {n: v for n, v in names.items() if n == "input" or named[n].gradient}
+    if isinstance(node.op, UnfusedOperation):
+        gradients = node.op.gradients((*node.parameters, *node.named_in))
+        produced = {name for gradient in gradients for name in gradient.produces}
+        able = {n: v for n, v in able.items() if n in produced}
+    return dict.fromkeys(able.values())
+
+
+def _reached(
+    nodes: Sequence[Node], values: Sequence[Value], given: Mapping[int, list[int]], leaving: set[int]
+) -> set[int]:
+    """The values to which a gradient comes, from the caller or from an op behind them."""
+    found = set(leaving)
+    for node in reversed(nodes):
+        if any(v in found and values[v].needs_grad for v in (node.output, *node.named_out)):
+            found |= set(given[node.index])
+    return found
+
+
+def _taken(node: Node) -> tuple[torch.dtype, ...] | None:
+    """The dtypes in which an op takes gradients beside those of its outputs; None: in any, as formulas do."""
+    return node.op.takes_gradients_in if isinstance(node.op, UnfusedOperation) else None
+
+
+def _arriving(own: torch.dtype, readers: Iterable[Node]) -> torch.dtype:
+    """The dtype in which the gradient of a value comes from its readers."""
+    found: dict[torch.dtype, None] = {}
+    for node in readers:
+        dtype = node.op.gradient_dtype(own)
+        if dtype != own:
+            check_dtype(f"{node.label}: gradient_dtype()", dtype)
+        found[dtype] = None
+    # A narrow dtype that is none of these, as those of 8 bits, promotes to nothing.
+    known = [dtype for dtype in found if dtype in FLOATING.values()]
+    return functools.reduce(torch.promote_types, known) if known else own

@@ -1,0 +1,121 @@
+"""Which values have a gradient: what nobody gives is none, what several give is their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser import Sequential, ops
+from te_fuser.ops.base import NamedInput, OpCall, UnfusedOperation
+from tests.fuser.pairs import WIDTH, Exported, Pair
+
+
+class Blind(UnfusedOperation):
+    """y = x + mask.mean(), which gives no gradient of the mask."""
+
+    reads = ()
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        return {"mask": NamedInput("other", None, gradient=False)}
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return x + call["mask"].detach().mean()
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> Any:
+        return dy
+
+
+@pytest.mark.parametrize("asked", [(), ("other",)])
+def test_a_value_that_nobody_reads_has_no_gradient(asked: tuple[str, ...]) -> None:
+    ours = Sequential(ops.GELU(), Exported(), ops.GELU(), kernels="reference").double()
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    made = ours(x, outputs=asked) if asked else (ours(x),)
+    made[0].sum().backward()
+    assert Exported.seen == (True, bool(asked))  # of what the caller had and did not use there are zeros
+    (want,) = torch.autograd.grad(ours.reference(x).sum(), x)
+    torch.testing.assert_close(x.grad, want)
+
+
+def test_only_the_other_value_has_a_gradient() -> None:
+    ours = Sequential(ops.GELU(), Exported(), ops.GELU(), kernels="reference").double()
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    _, other = ours(x, outputs=("other",))
+    (dx,) = torch.autograd.grad(other.sum(), x)
+    _, other = ours.reference(x, outputs=("other",))
+    torch.testing.assert_close(dx, torch.autograd.grad(other.sum(), x)[0])
+
+
+@pytest.mark.parametrize("first", [Pair(), ops.Fork("other")])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_reader_that_gives_no_gradient(first: ops.FusableOperation, kernels: str) -> None:
+    ours = Sequential(ops.Bias(WIDTH), first, ops.MatMul(WIDTH, WIDTH), Blind(), kernels=kernels)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    leaves = [x, *ours.parameters()]
+    got, want = (torch.autograd.grad(run(x).square().sum(), leaves) for run in (ours, ours.reference))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", [Pair(), ops.Fork("other")])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_value_that_a_later_op_and_the_caller_read(first: ops.FusableOperation, kernels: str) -> None:
+    ours = Sequential(ops.Bias(WIDTH), first, ops.MatMul(WIDTH, WIDTH), ops.Add("other"), kernels=kernels)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    leaves = [x, *ours.parameters()]
+    made = [run(x, outputs=("other",)) for run in (ours, ours.reference)]
+    for ends in ((0, 1), (0,), (1,)):
+        got, want = (
+            torch.autograd.grad([ys[k].square().sum() for k in ends], leaves, retain_graph=True, allow_unused=True)
+            for ys in made
+        )
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-4, atol=1e-4)
+
+
+class Dead(Pair):
+    """Its main output has no gradient."""
+
+    non_differentiable = ("output",)
+
+
+def test_an_output_without_gradient_between_ops_with_parameters() -> None:
+    ours = Sequential(ops.Bias(WIDTH), Dead(), ops.MatMul(WIDTH, WIDTH), ops.Add("other"), kernels="reference").double()
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *ours.parameters()]
+    got, want = (torch.autograd.grad(run(x).square().sum(), leaves) for run in (ours, ours.reference))
+    assert Dead.seen == (False, True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_no_gradient_reaches_has_none() -> None:
+    """As autograd has it, the parameters before an op that gives none stay without."""
+    ours = Sequential(ops.Bias(WIDTH), Stopped(), ops.MatMul(WIDTH, WIDTH), kernels="reference")
+    torch.nn.init.ones_(ours[2].weight)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    ours(x).sum().backward()
+    assert x.grad is None and ours[0].bias.grad is None and ours[2].weight.grad is not None
+
+
+class Stopped(UnfusedOperation):
+    """y = 2 x without a gradient."""
+
+    non_differentiable = ("output",)
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_readers_of_a_value_in_either_order(order: tuple[int, int]) -> None:
+    """One gives a gradient of it, the other none; two that give one would be an error."""
+    readers = [Blind(), ops.Add("other")]
+    ours = Sequential(ops.Bias(WIDTH), Pair(), ops.GELU(), *(readers[k] for k in order)).double()
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
+    got, want = (torch.autograd.grad(run(x).square().sum(), x) for run in (ours, ours.reference))
+    torch.testing.assert_close(got, want)
+    with pytest.raises(ValueError, match="'other' was already closed by"):
+        Sequential(Pair(), ops.Add("other"), ops.Add("other"))(x)

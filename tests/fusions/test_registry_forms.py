@@ -1,0 +1,287 @@
+"""Fusions that take gradients in another dtype than their values', read forms of their choice, or gradients by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser import Sequential, fusions, ops
+from te_fuser.formula import tanh
+from te_fuser.fuser.plan import finish
+from te_fuser.fusions import Cost, Details, Fusion, fusion, only
+from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
+from tests.fusions.products import reasons
+from tests.needs import needs_compiler
+
+WIDTH = 16
+CHEAP = Cost(seconds=1e-12)
+
+
+def run(model: Any, x: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The output, and the gradients of the leaves."""
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.double().square().sum(), leaves)]
+
+
+def assert_near(got: list[torch.Tensor], want: list[torch.Tensor], tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------ gradients in another dtype
+
+
+class HalfProduct(UnfusedOperation):
+    """y = x W^T, whose gradient of x is in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float16 if dtype == torch.bfloat16 else dtype
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return x @ call["weight"].mT
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return Gradient(("input",), ("weight",), "dx"), Gradient(("weight",), ("input",), "dw")
+
+    def dx(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"input": (dy @ call["weight"]).to(self.gradient_dtype(dy.dtype))}
+
+    def dw(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"weight": dy.flatten(0, -2).mT @ call["input"].flatten(0, -2)}
+
+
+def slope(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of SiLU."""
+    s = torch.sigmoid(x)
+    return s + x * s * (1 - s)
+
+
+def silu_backward(seen: list[Any], **details: Any) -> Fusion:
+    """The backward of SiLU, which notes the dtypes of what it gets."""
+
+    @fusion(
+        backward=[ops.SiLU],
+        reads=["input"],
+        cost=lambda m: CHEAP,
+        when=lambda m: seen.append(m.dy and m.dy.dtype) or True,
+        details=Details(registered=False, **details),
+    )
+    def own(m: Any, dy: torch.Tensor) -> torch.Tensor:
+        seen.append(("ran", dy.dtype))
+        return (dy.float() * slope(m["input"].float())).to(m["input"].dtype)
+
+    return own
+
+
+@pytest.mark.parametrize("taken", [(), (torch.float32,), (torch.float32, torch.float16)])
+def test_a_gradient_in_another_dtype_is_taken_where_the_fusion_says_so(taken: tuple[torch.dtype, ...]) -> None:
+    model = Sequential(ops.MatMul(WIDTH, WIDTH), ops.SiLU(), HalfProduct()).bfloat16()
+    x = torch.randn(7, WIDTH).bfloat16().requires_grad_()
+    leaves, seen = [x, *model.parameters()], list[Any]()
+    with only(silu_backward(seen, takes_gradients_in=taken)):
+        got, plan = run(model, x, leaves), model.plan(x)
+    if torch.float16 in taken:
+        assert torch.float16 in seen and ("ran", torch.float16) in seen
+    else:
+        assert reasons(plan, "own") == {"the gradient of silu.output arrives in float16, not in its own dtype"}
+    double = [t.detach().double().requires_grad_() for t in leaves]
+    y = torch.nn.functional.silu(double[0] @ double[1].mT) @ double[2].mT
+    assert_near(got, [y.detach(), *torch.autograd.grad(y.square().sum(), double)], 0.1)
+
+
+def test_the_dtypes_of_gradients_are_of_backward() -> None:
+    with pytest.raises(ValueError, match="a forward fusion has no takes_gradients_in; that is for backward, joint"):
+        fusion(forward=[ops.SiLU], details=Details(takes_gradients_in=(torch.float16,)))(lambda m, x: x)
+    with pytest.raises(TypeError, match="takes_gradients_in are dtypes, got 'float16'"):
+        fusion(backward=[ops.SiLU], details=Details(takes_gradients_in=("float16",)))(lambda m, dy: dy)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------- forms
+
+
+class TwoForms(ops.RowOp):
+    """y = tanh(x) in bfloat16, and in float32 under another name."""
+
+    exports = True
+
+    def named_outputs(self) -> tuple[str, ...]:
+        return ("wide",)
+
+    def named_output(self, name: str, out: Spec) -> Spec:
+        return replace(out, dtype=torch.float32)
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+    def compute(self, x: Any) -> Any:
+        return tanh(x)
+
+
+def two_forms(behind: ops.FusableOperation, **options: Any) -> Sequential:
+    model = Sequential(ops.LayerNorm(WIDTH), TwoForms(), behind, ops.Bias(WIDTH), **options)
+    model[2].bfloat16(), model[3].bfloat16()
+    return model
+
+
+class _Products:
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == weight.dtype == torch.float32
+        return (x @ weight.mT).bfloat16()
+
+    @staticmethod
+    def dx(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert weight.dtype == torch.float32
+        return (dy.float() @ weight).bfloat16()
+
+    @staticmethod
+    def dw(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return (dy.float().flatten(0, -2).mT @ x.flatten(0, -2)).bfloat16()
+
+
+def wide_backward(**options: Any) -> Fusion:
+    nodes = (
+        Gradient(("input",), ("0.weight.float32",), "dx"),
+        Gradient(("0.weight",), ("input.float32",), "dw"),
+    )
+    details = Details(gradients=nodes, registered=False)
+    return fusion(backward=[ops.MatMul], cost=lambda m: (CHEAP, CHEAP), details=details, name="wide", **options)(
+        _Products
+    )
+
+
+def wide_forward() -> Fusion:
+    details = Details(takes=("input.float32", "0.weight.float32"), registered=False)
+    return fusion(forward=[ops.MatMul], cost=lambda m: CHEAP, details=details, name="wide")(_Products.forward)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_backward_that_reads_the_wide_form(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value in the form that forward stores for it, a parameter in one that a step makes."""
+    model = two_forms(ops.MatMul(WIDTH, WIDTH), memory="fast")
+    x = torch.randn(7, 3, WIDTH, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    want = run(model, x, leaves)
+    if cut:
+        monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    with only(wide_backward(), fusions.registry.STRETCH):
+        plan = model.plan(x)
+        assert len(plan.segments) == 1 + cut
+        kept = {k.name: k.bytes for k in plan.kept}
+        assert kept["two_forms.output in float32"] == x.numel() * 4 and "two_forms.output" not in kept
+        assert [s.name for s in plan.backward].count("wide") == 2
+        assert "cast_parameter" in [s.name for s in plan.backward]
+        assert_near(run(model, x, leaves), want, 0.05)
+
+
+@needs_compiler
+def test_a_forward_takes_a_form_that_somebody_else_reads() -> None:
+    model = two_forms(ops.MatMul(WIDTH, WIDTH))
+    x = torch.randn(7, WIDTH)
+    with only(wide_forward(), fusions.registry.STRETCH), torch.no_grad():
+        why = "it reads input.float32, which nobody else reads, so that it is not stored"
+        assert reasons(model.plan(x), "wide") == {why}
+        assert [s.name for s in model.plan(x, outputs=("wide",)).forward][1:3] == ["cast_parameter", "wide"]
+        y, wide = model(x, outputs=("wide",))
+    right = wide.double() @ model[2].weight.double().mT + model[3].bias.double()
+    torch.testing.assert_close(y.double(), right, rtol=0.02, atol=0.02)
+
+
+def test_a_form_that_there_is_not() -> None:
+    model = Sequential(ops.SiLU(), ops.MatMul(WIDTH, WIDTH)).bfloat16()
+    x = torch.randn(7, WIDTH).bfloat16().requires_grad_()
+    for entry in (wide_backward(), wide_forward()):
+        with only(entry):
+            assert reasons(model.plan(x), "wide") == {"it reads input.float32, and silu.output is in other forms alone"}
+            run(model, x, [x])
+
+
+def test_the_form_that_a_value_has_anyway() -> None:
+    model = Sequential(ops.SiLU(), ops.MatMul(WIDTH, WIDTH))
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    nodes = (Gradient(("input",), ("0.weight.float32",), "dx"), Gradient(("0.weight",), ("input.float32",), "dw"))
+    details = Details(gradients=nodes, registered=False, choose=lambda m, method: PLAIN[method])
+    leaves = [x, *model.parameters()]
+    want = run(model, x, leaves)
+    with only(fusion(backward=[ops.MatMul], cost=lambda m: CHEAP, details=details, name="plain")(_Products)):
+        assert [s.name for s in model.plan(x).backward].count("plain") == 2
+        assert_near(run(model, x, leaves), want, 1e-5)
+
+
+PLAIN = {"dx": lambda dy, w: dy @ w, "dw": lambda dy, x: dy.mT @ x}
+
+
+def test_a_form_of_what_has_none() -> None:
+    entry = fusion(
+        backward=[ops.SiLU], reads=["dy.float32"], name="odd", details=Details(registered=False), cost=lambda m: CHEAP
+    )(lambda m, dy: dy)
+    with only(entry), pytest.raises(ValueError, match="'dy.float32' names nothing in its match"):
+        Sequential(ops.SiLU()).plan(torch.randn(7, WIDTH, requires_grad=True))
+
+
+# ------------------------------------------------------------------------------- gradients of named values
+
+
+class Pair(UnfusedOperation):
+    """y = 2 x, and 3 x as a value of its own."""
+
+    values = ("other",)
+    reads = ()
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
+        return {"output": 2 * x, "other": 3 * x}
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+        return 2 * dy + 3 * call["d_other"]
+
+
+def pair_backward(*reads: str) -> Fusion:
+    @fusion(backward=[ops.SiLU, Pair], reads=["input", *reads], cost=lambda m: CHEAP, details=Details(registered=False))
+    def pair(m: Any, dy: torch.Tensor) -> torch.Tensor:
+        return (2 * dy + 3 * m["1.d_other"]) * slope(m["input"])
+
+    return pair
+
+
+@pytest.fixture
+def pair_model() -> Iterator[tuple[Sequential, torch.Tensor]]:
+    model = Sequential(ops.Bias(WIDTH), ops.SiLU(), Pair(), ops.MatMul(WIDTH, WIDTH), ops.Add("other")).double()
+    yield model, torch.randn(7, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+def test_a_backward_takes_the_gradient_of_a_named_value(pair_model: tuple[Sequential, torch.Tensor]) -> None:
+    model, x = pair_model
+    leaves = [x, *model.parameters()]
+    want = run(model.reference, x, leaves)
+    with only(pair_backward()):
+        assert reasons(model.plan(x), "pair") == {"pair.other is also read outside the pattern"}
+    with only(pair_backward("1.d_other")):
+        assert "pair" in [s.name for s in model.plan(x).backward]
+        assert_near(run(model, x, leaves), want, 1e-9)
+
+
+def test_a_gradient_of_a_named_value_that_does_not_come() -> None:
+    class Given(Pair):
+        exports = True
+
+        def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+            return 2 * dy
+
+    entry = fusion(backward=[ops.SiLU, Given], reads=["1.d_other"], name="pair", details=Details(registered=False))(
+        lambda m, dy: dy
+    )
+    model = Sequential(ops.SiLU(), Given(), kernels="reference")
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    with only(entry):
+        assert reasons(model.plan(x), "pair") == {"it reads 1.d_other, and no gradient of given.other comes"}
+        run(model, x, [x])

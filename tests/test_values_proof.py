@@ -1,0 +1,322 @@
+"""Opaque ops of a user's that give several values: in dtypes of their own, with gradients and without."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser
+from te_fuser import Sequential, ops
+from te_fuser.formula.expr import Axes
+from te_fuser.fuser.plan import finish
+from te_fuser.fusions import Cost, fusion, only
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.rows import rounds
+from tests.needs import needs_compiler
+
+WIDTH = 24
+NARROW = torch.float8_e4m3fn
+
+
+class _Narrow(torch.autograd.Function):
+    """x / scale in 8 bits, whose gradient is that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (x.double() / scale.double()).to(NARROW).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return dy, None, None
+
+
+def narrowed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in 8 bits, and the scale of each row."""
+    scale = _wide(x.detach()).abs().amax(-1, keepdim=True).clamp_min(1e-6) / 448
+    return (x.double() / scale.double()).to(NARROW), scale
+
+
+class Quantize(UnfusedOperation):
+    """x / scale in 8 bits, the scale of each row, and 2 x; the gradient of the first is that of x."""
+
+    values = ("scale", "twice")
+    non_differentiable = ("scale",)
+    takes_gradients_in = (torch.float32, torch.float64)
+    reads = ()
+    seen: tuple[torch.dtype | None, ...] = ()
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)
+
+    def infer(self, x: Spec) -> Mapping[str, Spec]:
+        scale = Spec((*x.shape[:-1], 1), self.gradient_dtype(x.dtype), x.device)
+        return {"output": replace(x, dtype=NARROW), "scale": scale, "twice": x}
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
+        data, scale = narrowed(x)
+        return {"output": data, "scale": scale, "twice": 2 * x}
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor | None) -> torch.Tensor:
+        twice = call.get("d_twice")
+        type(self).seen = tuple(None if g is None else g.dtype for g in (dy, twice))
+        parts = [g for g in (dy, None if twice is None else 2 * twice) if g is not None]
+        return _sum(parts)
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
+        _, scale = narrowed(x)
+        exact = x.dtype == torch.float64 and not rounds()
+        data = _Narrow.apply(x, scale, torch.float64 if exact else NARROW)
+        return {"output": data, "scale": scale, "twice": 2 * x}
+
+
+class NarrowProduct(UnfusedOperation):
+    """y = (data scale) W^T; gives the gradient of data scale, in float32."""
+
+    input_dtypes = (NARROW,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) * WIDTH**-0.5)
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        return {"scale": NamedInput("scale", None, gradient=False)}
+
+    def infer(self, x: Spec) -> Spec:
+        return replace(x, dtype=self.weight.dtype)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.weight.dtype != torch.float64 else torch.float64
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        weight = Gradient(("weight",), ("input", "scale"), "weight_gradient")
+        return Gradient(("input",), ("weight",), "input_gradient"), weight
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return (_wide(x) * _wide(call["scale"])).to(self.weight.dtype) @ call["weight"].mT
+
+    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return {"input": (_wide(dy) @ _wide(call["weight"]))}
+
+    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        x = _wide(call["input"]) * _wide(call["scale"])
+        return {"weight": (_wide(dy).flatten(0, -2).mT @ x.flatten(0, -2)).to(dy.dtype)}
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return (_of_whole(x, call["scale"])).to(call["weight"].dtype) @ call["weight"].mT
+
+
+class _OfWhole(torch.autograd.Function):
+    """data scale, whose gradient goes to data as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return _wide(data) * _wide(scale)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return dy, None
+
+
+_of_whole = _OfWhole.apply
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    return t if t.dtype == torch.float64 else t.float()
+
+
+class RowScale(ops.RowOp):
+    """y = x * (1 + scale), with one number for each row."""
+
+    inputs = {"scale": NamedInput("scale", Axes.ROWS, gradient=False)}
+
+    def compute(self, x: Any, scale: Any) -> Any:
+        return x * (1.0 + scale)
+
+
+def model(kernels: str = "reference", dtype: torch.dtype = torch.float32, **options: Any) -> Sequential:
+    """Row ops before and behind, a product that reads the narrow value and its scale, and an op that reads another."""
+    torch.manual_seed(0)
+    parts = (ops.LayerNorm(WIDTH), Quantize(), NarrowProduct(), ops.Bias(WIDTH), RowScale(), ops.Add("twice"))
+    made = Sequential(*parts, ops.GELU(), ops.Linear(WIDTH, WIDTH), kernels=kernels, **options)
+    for p in made.parameters():
+        torch.nn.init.normal_(p, 0.2, 0.3)
+    return made.to(dtype)
+
+
+def exact(ours: Sequential, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(output, scale, twice) of the model in float64, and the leaves: x and all parameters."""
+    leaves = [t.detach().double().requires_grad_() for t in (x, *ours.parameters())]
+    x, g, b, w, bias, w2, bias2 = leaves
+    y = torch.nn.functional.layer_norm(x, (WIDTH,), g, b, ours[0].eps)
+    data, scale = narrowed(y)
+    product = (y + (data.double() * scale - y).detach()) @ w.mT + bias
+    hidden = torch.nn.functional.gelu(product * (1 + scale.double()) + 2 * y, approximate="tanh")
+    return [hidden @ w2.mT + bias2, scale.double(), 2 * y], leaves
+
+
+def arriving(made: Any) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randn(y.shape, generator=rng, dtype=torch.float64).to(y.dtype) for y in made]
+
+
+SIZES = [(7, 3), (1,), (0,), (33,)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernels", ["generated", "reference"])
+@pytest.mark.parametrize("leading", SIZES)
+@pytest.mark.parametrize("asked", [(), ("twice",), ("scale", "twice")])
+def test_values_and_gradients(kernels: str, leading: tuple[int, ...], asked: tuple[str, ...]) -> None:
+    """As in float64: the output, named values that the user gets too, and the gradients of all."""
+    ours = model(kernels)
+    x = torch.randn(*leading, WIDTH, requires_grad=True)
+    made = ours(x, outputs=asked) if asked else (ours(x),)
+    (main, scale, twice), leaves = exact(ours, x)
+    want = [main, *({"scale": scale, "twice": twice}[name] for name in asked)]
+    for a, b in zip(made, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+        assert a.requires_grad == b.requires_grad
+    pairs = [(y, w, dy) for y, w, dy in zip(made, want, arriving(made), strict=True) if y.requires_grad]
+    got = torch.autograd.grad([y for y, _, _ in pairs], [x, *ours.parameters()], [dy for _, _, dy in pairs])
+    right = torch.autograd.grad([w for _, w, _ in pairs], leaves, [dy.double() for _, _, dy in pairs])
+    for a, b in zip(got, right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    assert Quantize.seen == (torch.float32, torch.float32)
+
+
+@needs_compiler
+def test_neighbours_are_fused_and_a_plan_says_what_it_does() -> None:
+    ours = model("generated", torch.bfloat16)
+    x = torch.randn(7, WIDTH).bfloat16().requires_grad_()
+    plan = ours.plan(x)
+    assert [s.name for s in plan.forward][:4] == [
+        "layer_norm_fwd",
+        "quantize",
+        "narrow_product",
+        "bias_row_scale_add_gelu_fwd",
+    ]
+    step = next(s for s in plan.forward if s.name == "quantize")
+    made = {name: (ref.label(plan.graph), str(ref.spec(plan.graph).dtype)) for name, ref in step.outputs}
+    assert made == {
+        "output": ("quantize.output", "torch.float8_e4m3fn"),
+        "scale": ("quantize.scale", "torch.float32"),
+        "twice": ("quantize.twice", "torch.bfloat16"),
+    }
+    back = next(s for s in plan.backward if s.name == "quantize.input_gradient")
+    dtypes = {name: ref.spec(plan.graph).dtype for name, ref in back.inputs}
+    assert dtypes == {"dy": torch.float32, "d_twice": torch.bfloat16}
+    kept = {k.name for k in plan.kept}
+    assert {"quantize.output", "quantize.scale"} <= kept and "quantize.twice" in str(ours.explain(x))
+    (dx,) = torch.autograd.grad(ours(x).float().sum(), x)
+    assert Quantize.seen == (torch.float32, torch.bfloat16) and dx.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_step_is_verified(dtype: torch.dtype) -> None:
+    ours = model(dtype=dtype, verify=True)
+    x = torch.randn(7, WIDTH).to(dtype).requires_grad_()
+    sum(y.double().sum() for y in ours(x, outputs=("twice",))).backward()
+    assert x.grad is not None and all(p.grad is not None for p in ours.parameters())
+
+
+@needs_compiler
+def test_the_whole_model_is_verified() -> None:
+    te_fuser.verify(model("generated"), torch.randn(7, 3, WIDTH))
+
+
+def test_everyday_uses() -> None:
+    """No gradients, checkpoints, copies, a second backward, threads."""
+    ours, x = model(), torch.randn(7, WIDTH, requires_grad=True)
+    y = ours(x)
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], dx, rtol=0, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), y, rtol=0, atol=0)
+    for reentrant in (True, False):
+        z = checkpoint(ours, x, use_reentrant=reentrant)
+        torch.testing.assert_close(torch.autograd.grad(z.sum(), x)[0] if not reentrant else _backward(z, x), dx)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        torch.testing.assert_close(torch.autograd.grad(other(x).sum(), x)[0], dx, rtol=0, atol=0)
+    found: list[torch.Tensor] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(_backward(ours(x.detach().requires_grad_()), None)))
+        for _ in range(4)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == 4
+
+
+def _backward(y: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
+    y.sum().backward()
+    if x is None:
+        return y
+    found, x.grad = x.grad, None
+    assert found is not None
+    return found
+
+
+def test_values_cross_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, x = model(), torch.randn(7, WIDTH, requires_grad=True)
+    leaves = [x, *ours.parameters()]
+    want = torch.autograd.grad(ours(x).square().sum(), leaves)
+    monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    cut = copy.deepcopy(ours)
+    plan = cut.plan(x)
+    assert len(plan.segments) > 2 and any(len(s.values_out) > 1 for s in plan.segments)
+    for a, b in zip(torch.autograd.grad(cut(x).square().sum(), [x, *cut.parameters()]), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("behind", [ops.GELU(), ops.MatMul(WIDTH, WIDTH)])
+def test_row_ops_and_products_take_no_narrow_values(behind: ops.FusableOperation) -> None:
+    ours = Sequential(ops.GELU(), type("Exporting", (Quantize,), {"exports": True})(), behind)
+    with pytest.raises(TypeError, match=r"op 2 .*: takes float32, bfloat16, float16, float64, got float8_e4m3fn"):
+        ours(torch.randn(5, WIDTH))
+
+
+# ----------------------------------------------------------------------------------------------------- fusions
+
+
+def test_a_forward_fusion_gives_values_by_name() -> None:
+    @fusion(
+        forward=[Quantize, NarrowProduct], emits=["0.output", "0.scale", "0.twice"], cost=lambda m: Cost(seconds=1e-12)
+    )
+    def quantized_product(m: Any, x: torch.Tensor) -> torch.Tensor:
+        data, scale = narrowed(x)
+        for name, t in (("output", data), ("scale", scale), ("twice", 2 * x)):
+            m.emit(f"0.{name}", t)
+        return (data.float() * scale) @ m[1].weight.mT
+
+    ours = model()
+    x = torch.randn(7, WIDTH, requires_grad=True)
+    leaves = [x, *ours.parameters()]
+    want = torch.autograd.grad(ours(x).square().sum(), leaves)
+    try:
+        assert "quantized_product" in [s.name for s in ours.plan(x).forward]
+        for a, b in zip(torch.autograd.grad(ours(x).square().sum(), leaves), want, strict=True):
+            torch.testing.assert_close(a, b)
+    finally:
+        te_fuser.fusions.unregister("quantized_product")
+
+
+def test_without_any_fusion() -> None:
+    ours, x = model(), torch.randn(7, WIDTH, requires_grad=True)
+    want = torch.autograd.grad(ours(x).square().sum(), x)[0]
+    with only():
+        torch.testing.assert_close(torch.autograd.grad(ours(x).square().sum(), x)[0], want)
