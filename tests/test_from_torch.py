@@ -150,7 +150,9 @@ def test_encoder_layer(norm_first: bool, batch_first: bool, mask: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "activation", [F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, "gelu", nn.GELU("tanh")], ids=str
+    "activation",
+    [F.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, "gelu", nn.GELU("tanh")],
+    ids=lambda a: getattr(a, "__name__", str(a)),
 )
 def test_activations_of_an_encoder_layer(activation: Any) -> None:
     layer = nn.TransformerEncoderLayer(E, 3, 20, dropout=0.0, activation=activation, bias=False)
