@@ -30,17 +30,16 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     where the op that makes the value takes it so; what the caller gets has its gradient in its own dtype.
     """
     given = {node.index: list(_given(node)) for node in nodes}
-    reached = _reached(nodes, values, given, leaving)
-    found = [replace(v, needs_grad=v.needs_grad and v.index in reached) for v in values]
-    taken = {v: _taken(node) for node in nodes for v in (node.output, *node.named_out) if v not in leaving}
     readers: dict[int, list[Node]] = {}
     for node in nodes:
         for value in given[node.index]:
             readers.setdefault(value, []).append(node)
-    for value in readers.keys() & taken.keys():
-        dtype = _arriving(values[value].spec.dtype, readers[value])
-        wanted = taken[value]
-        if dtype != values[value].spec.dtype and (wanted is None or dtype in wanted):
+    reached = _reached(nodes, values, given, leaving)
+    found = [v if v.index in reached else replace(v, needs_grad=False) for v in values]
+    makers = {v: node for node in nodes for v in (node.output, *node.named_out) if v not in leaving}
+    for value in readers.keys() & makers.keys():
+        dtype, taken = _arriving(values[value].spec.dtype, readers[value]), _taken(makers[value])
+        if dtype != values[value].spec.dtype and (taken is None or dtype in taken):
             found[value] = replace(found[value], gradient=dtype)
     return found
 

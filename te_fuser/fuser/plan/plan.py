@@ -80,7 +80,8 @@ class SegmentPlan:
         values_in, values_out: values of the graph that enter and leave it.
         parameters: the graph's parameters that it reads, or gives a gradient of.
         takes, gives: what enters it (values, parameters, the seed) and what leaves it.
-        arriving: the gradient of each of `gives`; None for one that takes none.
+        arriving: the gradient of each of `gives`, or the term of it that comes from outside where steps give another;
+            None for one that takes none.
         returned: the gradient of each of `takes`; None for one that needs none, or that nothing reaches.
         kept: what its backward reads and does not make.
         marked: (place among the kept, among `takes`) of parameters whose attributes say where their gradients go.

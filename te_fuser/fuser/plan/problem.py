@@ -32,7 +32,7 @@ from te_fuser.ops.binding import standing_in
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from te_fuser.fuser.graph.graph import Graph, Node, Value
+    from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.registry import Fusion
 
@@ -222,17 +222,15 @@ class Problem:
         """
         for name in (n for n in names if n not in ("dy", *fusion.saves)):
             ref = self.in_match(fusion, nodes, name)
-            standing = [v for v in self.graph.values if self.graph.ref(v.index) == ref]
-            if ref.kind is VALUE and not standing:
-                return f"it reads {name}, and {self.graph.values[ref.index].name} is in other forms alone"
-            if ref.kind is VALUE and form_named(name)[1] and stored and not any(map(self._is_read, standing)):
-                return f"it reads {name}, which nobody else reads, so that it is not stored"
             if ref.kind is GRADIENT and not self.graph.needs_grad(ref.index):
                 return f"it reads {name}, and no gradient of {self.graph.values[ref.index].name} comes"
+            if ref.kind is VALUE and form_named(name)[1] is not None:
+                standing = [v.index for v in self.graph.values if self.graph.ref(v.index) == ref]
+                if not standing:
+                    return f"it reads {name}, and {self.graph.values[ref.index].name} is in other forms alone"
+                if stored and not any(self.graph.consumers(v) or self.graph.leaves(v) for v in standing):
+                    return f"it reads {name}, which nobody else reads, so that it is not stored"
         return None
-
-    def _is_read(self, value: Value) -> bool:
-        return bool(self.graph.consumers(value.index)) or self.graph.leaves(value.index)
 
     def emitted(self, fusion: Fusion, nodes: tuple[Node, ...]) -> dict[str, Ref]:
         """What a fusion can give beside its output, as far as the ops that its forward covers have it."""
