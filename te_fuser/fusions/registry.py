@@ -262,8 +262,7 @@ class Details:
         sums: gradients ("0.bias") that such a kernel adds up over all rows. Where no step of the program reads them,
             `m.later` is something: the body launches by `kernel.leave_sums(m.later, ...)`, gives the tensors as they
             are, and one launch at the program's end adds up those of all kernels. Where it is None, nothing waits.
-        takes_gradients_in: dtypes in which backward takes the gradient of its output, beside the output's own;
-            `match.dy` says in which it comes.
+        takes_gradients_in: dtypes that backward takes for its output's gradient (`match.dy`) beside the output's own.
         registered: whether to register it at once; `fusions.only(fusion)` takes one that is not.
     """
 

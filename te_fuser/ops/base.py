@@ -97,9 +97,7 @@ class OpCall:
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self.tensors.get(name)
         if found is None:
-            there = ", ".join(sorted(self.tensors))
-            hint = f"get({name!r}) is None then" if name in self.tensors else "declare it in `reads`"
-            raise KeyError(f"{name!r} is not there for this op, which has {there}; {hint}")
+            raise KeyError(f"{name!r} is not among what this op reads ({sorted(self.tensors)}); declare it in `reads`")
         return found
 
     def get(self, name: str) -> torch.Tensor | None:
@@ -155,8 +153,7 @@ class FusableOperation(torch.nn.Module):
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
-    # Those of its named outputs that are values of their own: it then gives {"output": y, name: z, ...}.
-    values: ClassVar[tuple[str, ...]] = ()
+    values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
     prototype_arguments: ClassVar[Mapping[str, Any]] = {}  # argument -> what verify gives where it gives nothing else
 
@@ -228,8 +225,7 @@ class FusableOperation(torch.nn.Module):
         given = {**said} if isinstance(said, Mapping) else {"output": said}
         if "output" not in given:
             raise TypeError(f'infer() gives {", ".join(given)} and no output: it is named "output"')
-        unsaid = [name for name in self.named_outputs() if name not in given]
-        return given | {name: self.named_output(name, given["output"]) for name in unsaid}
+        return given | {n: self.named_output(n, given["output"]) for n in self.named_outputs() if n not in given}
 
     def named_output(self, name: str, out: Spec) -> Spec:
         """What a named output is, where the main one is `out`: by default the same, under another name.
