@@ -71,10 +71,16 @@ class Look:
 
     def computed(self, owner: torch.nn.Module, name: str) -> torch.Tensor:
         """What stands for a tensor of a module that is computed."""
-        lists = owner._modules.get("parametrizations")
-        if isinstance(lists, torch.nn.ModuleDict) and name in lists:
-            return self.run(self.copied(lists[name]))  # type: ignore[no-any-return]
+        maker = maker_of(owner, name)
+        if maker is not owner:
+            return self.run(self.copied(maker))  # type: ignore[no-any-return]
         return self.run(getattr, self.copied(owner), name)  # type: ignore[no-any-return]
+
+
+def maker_of(owner: torch.nn.Module, name: str) -> torch.nn.Module:
+    """What computes a tensor of a module: its parametrization, or itself."""
+    lists = owner._modules.get("parametrizations")
+    return lists[name] if isinstance(lists, torch.nn.ModuleDict) and name in lists else owner
 
 
 class _CopiesWithoutValues(TorchFunctionMode):
@@ -153,8 +159,7 @@ def _form(t: torch.Tensor) -> Form:
 
 
 def _like(given: Sequence[torch.Tensor], asked: Sequence[str]) -> Any:
-    kind = given[0].device.type
-    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")]
     return [_form(t) for t in given], list(asked), torch.is_grad_enabled(), autocast
 
 
