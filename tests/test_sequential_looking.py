@@ -103,7 +103,7 @@ LOOKS: dict[str, Callable[[te_fuser.Sequential, torch.Tensor], Any]] = {
     "explain": lambda model, x: str(model.explain(x)),
     "source": lambda model, x: str(model.explain(x, source=True)),
     "measure": lambda model, x: str(model.explain(x, measure=True)),
-    "tune": lambda model, x: model.tune(x, rounds=1, seconds=0.0),
+    "tune": lambda model, x: model.tune(x, rounds=1, seconds=0.001),
 }
 
 
