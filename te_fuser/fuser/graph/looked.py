@@ -19,14 +19,14 @@ class Parameters:
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
         self.bindings = tuple(bindings)
-        self._last = {b.key: LastCall() for b in bindings if b.computed}
+        self._last = {number: LastCall() for number, b in enumerate(bindings) if b.computed}
 
     def get(self) -> list[torch.Tensor]:
         """The parameters as they are now; those that are computed are computed anew."""
         found = [b.get() for b in self.bindings]
-        for b, t in zip(self.bindings, found, strict=True):
-            if b.key in self._last:
-                self._last[b.key].note(maker_of(b.owner, b.name), (), (), (t,))
+        for number, last in self._last.items():
+            binding = self.bindings[number]
+            last.note(maker_of(binding.owner, binding.name), (), (), (found[number],))
         return found
 
     def looked_at(self) -> list[torch.Tensor]:
@@ -35,11 +35,12 @@ class Parameters:
         Raises:
             NotSeenError: where that takes a real call.
         """
-        return [self._look_at(b) if b.computed else b.get() for b in self.bindings]
+        return [self._look_at(b, k) if b.computed else b.get() for k, b in enumerate(self.bindings)]
 
-    def _look_at(self, binding: Binding) -> torch.Tensor:
+    def _look_at(self, binding: Binding, number: int) -> torch.Tensor:
         owner, name = binding.owner, binding.name
-        gave = self._last[binding.key].gave(maker_of(owner, name), (), ()) if binding.key in self._last else None
+        last = self._last.get(number)
+        gave = None if last is None else last.gave(maker_of(owner, name), (), ())
         with looking() as look:
             if gave is not None:
                 return look.made(*gave[0])
