@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.utils.parametrize
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -62,7 +63,8 @@ class Look:
         """What a function gives for stand-ins."""
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a later call would take a stand-in for the cast of a weight
-        with self._mode:
+        # Whoever has hooks for saved tensors, as checkpointing has, must not see what is saved here.
+        with saved_tensors_hooks(_as_it_is, _as_it_is), self._mode:
             try:
                 return function(*arguments)
             finally:
@@ -94,6 +96,10 @@ class _CopiesWithoutValues(TorchFunctionMode):
         if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
             return self._look.of(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 def _forget_cached() -> None:
