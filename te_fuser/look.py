@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.utils.parametrize
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -62,7 +63,8 @@ class Look:
         """What a function gives for stand-ins."""
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a later call would take a stand-in for the cast of a weight
-        with self._mode:
+        # Whoever has hooks for saved tensors, as checkpointing has, must not see what is saved here.
+        with saved_tensors_hooks(_as_it_is, _as_it_is), self._mode:
             try:
                 return function(*arguments)
             finally:
@@ -71,10 +73,16 @@ class Look:
 
     def computed(self, owner: torch.nn.Module, name: str) -> torch.Tensor:
         """What stands for a tensor of a module that is computed."""
-        lists = owner._modules.get("parametrizations")
-        if isinstance(lists, torch.nn.ModuleDict) and name in lists:
-            return self.run(self.copied(lists[name]))  # type: ignore[no-any-return]
+        maker = maker_of(owner, name)
+        if maker is not owner:
+            return self.run(self.copied(maker))  # type: ignore[no-any-return]
         return self.run(getattr, self.copied(owner), name)  # type: ignore[no-any-return]
+
+
+def maker_of(owner: torch.nn.Module, name: str) -> torch.nn.Module:
+    """What computes a tensor of a module: its parametrization, or itself."""
+    lists = owner._modules.get("parametrizations")
+    return lists[name] if isinstance(lists, torch.nn.ModuleDict) and name in lists else owner
 
 
 class _CopiesWithoutValues(TorchFunctionMode):
@@ -88,6 +96,10 @@ class _CopiesWithoutValues(TorchFunctionMode):
         if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
             return self._look.of(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 def _forget_cached() -> None:
@@ -153,8 +165,7 @@ def _form(t: torch.Tensor) -> Form:
 
 
 def _like(given: Sequence[torch.Tensor], asked: Sequence[str]) -> Any:
-    kind = given[0].device.type
-    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    autocast = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")]
     return [_form(t) for t in given], list(asked), torch.is_grad_enabled(), autocast
 
 

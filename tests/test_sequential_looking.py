@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import te_fuser
@@ -103,7 +105,7 @@ LOOKS: dict[str, Callable[[te_fuser.Sequential, torch.Tensor], Any]] = {
     "explain": lambda model, x: str(model.explain(x)),
     "source": lambda model, x: str(model.explain(x, source=True)),
     "measure": lambda model, x: str(model.explain(x, measure=True)),
-    "tune": lambda model, x: model.tune(x, rounds=1, seconds=0.0),
+    "tune": lambda model, x: model.tune(x, rounds=1, seconds=0.001),
 }
 
 
@@ -185,6 +187,22 @@ def test_no_hook_fires() -> None:
     assert fired == [] and len(plans) == 2
     assert [p.graph.values[0].spec.shape for p in plans] == [(5, 8), (5, 8)]
     assert all(p.backward for p in plans)
+
+
+def test_looking_within_a_checkpoint() -> None:
+    """What stands in for tensors is not among those that are saved and computed again."""
+    model = split().eval()
+    twin = copy.deepcopy(model)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        model.explain(x)
+        return model(x)
+
+    for rows in (5, 6):
+        x, other = x_of(rows, 8), x_of(rows, 8)
+        torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum().backward()
+        twin(other).sum().backward()
+        torch.testing.assert_close(x.grad, other.grad)
 
 
 def test_after_a_call_nothing_of_a_plain_module_runs() -> None:

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.look import NotSeenError, looking
+from te_fuser.look import LastCall, NotSeenError, looking, maker_of
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.ops.binding import Binding
 
 
-def looked_at(bindings: Iterable[Binding], last: Graph | None) -> list[torch.Tensor]:
-    """Parameters as they are now, and what stands for those that are computed.
+class Parameters:
+    """The parameters of a list: those that are there, and those that each call computes."""
 
-    Args:
-        last: the graph of the last call, which knows what cannot be told without computing it.
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        self.bindings = tuple(bindings)
+        self._last = {number: LastCall() for number, b in enumerate(bindings) if b.computed}
 
-    Raises:
-        NotSeenError: where there was no call yet.
-    """
-    return [_look_at(b, k, last) if b.computed else b.get() for k, b in enumerate(bindings)]
+    def get(self) -> list[torch.Tensor]:
+        """The parameters as they are now; those that are computed are computed anew."""
+        found = [b.get() for b in self.bindings]
+        for number, last in self._last.items():
+            binding = self.bindings[number]
+            last.note(maker_of(binding.owner, binding.name), (), (), (found[number],))
+        return found
 
+    def looked_at(self) -> list[torch.Tensor]:
+        """The parameters as they are now, and what stands for those that are computed.
 
-def _look_at(binding: Binding, number: int, last: Graph | None) -> torch.Tensor:
-    owner = binding.owner
-    with looking() as look:
-        try:
-            return look.computed(owner, binding.name)
-        except Exception as error:  # of a user's module, which takes no tensors without values
-            if last is None:
+        Raises:
+            NotSeenError: where that takes a real call.
+        """
+        return [self._look_at(b, k) if b.computed else b.get() for k, b in enumerate(self.bindings)]
+
+    def _look_at(self, binding: Binding, number: int) -> torch.Tensor:
+        owner, name = binding.owner, binding.name
+        last = self._last.get(number)
+        gave = None if last is None else last.gave(maker_of(owner, name), (), ())
+        with looking() as look:
+            if gave is not None:
+                return look.made(*gave[0])
+            try:
+                return look.computed(owner, name)
+            except Exception as error:  # whatever a user's module raises that looks at values
                 raise NotSeenError(
-                    f"{binding.name} of {type(owner).__name__} is computed in each call, and what it will be cannot be "
-                    f"told without values ({type(error).__name__}: {error}); call the model once, then look again"
+                    f"{name} of {type(owner).__name__} is computed in each call, and what it will be cannot be told "
+                    f"without values ({type(error).__name__}: {error}); call the model once, then look"
                 ) from error
-        spec = last.parameter_specs[number]
-        needs = torch.is_grad_enabled() and any(p.requires_grad for p in owner.parameters())
-        return look.made(spec.shape, spec.dtype, spec.device, needs)
 
 
 def results_like(graph: Graph, outputs: Sequence[str], device: torch.device) -> Any:

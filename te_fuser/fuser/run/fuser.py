@@ -13,7 +13,7 @@ import torch
 from te_fuser import dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops
-from te_fuser.fuser.graph.looked import looked_at, results_like
+from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_plan
@@ -85,8 +85,8 @@ class Fuser:
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
         self._listed = listed
         self._ops = tuple(o.lowered.op for o in listed)
-        self._bindings = tuple(bindings_of(listed))
-        self._slots = tuple((b.owner._parameters, b.name) for b in self._bindings)
+        self._bound = Parameters(bindings_of(listed))
+        self._slots = tuple((b.owner._parameters, b.name) for b in self._bound.bindings)
         self._computed = any(name not in parameters for parameters, name in self._slots)
         kinds = [type(op) for op in self._ops]
         self._states = tuple(dict.fromkeys(k.global_state for k in kinds if k.global_state is not None))
@@ -130,7 +130,7 @@ class Fuser:
         if self._watched and self._revision() != self._revisions:
             self._relist()
         if self._computed:
-            return [b.get() for b in self._bindings]
+            return self._bound.get()
         return [parameters[name] for parameters, name in self._slots]  # type: ignore[misc]
 
     def prepare_call(
@@ -220,9 +220,8 @@ class Fuser:
         """
         if self._revision() != self._revisions:
             self._relist()
-        _, last = self._last
         with looking():
-            parameters = looked_at(self._bindings, None if last is None else last.plan.graph)
+            parameters = self._bound.looked_at()
             return make_plan(*self.asked(x, named_tensors(inputs or {}), outputs, parameters, device))
 
     def asked(
@@ -254,7 +253,7 @@ class Fuser:
         parameters: Sequence[torch.Tensor],
         absent: torch.device | None = None,
     ) -> Graph:
-        known = dict(zip(self._bindings, parameters, strict=True))
+        known = dict(zip(self._bound.bindings, parameters, strict=True))
         return GraphBuilder(self._listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:

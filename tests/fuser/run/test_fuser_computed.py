@@ -201,6 +201,23 @@ def test_planning_never_computes_one() -> None:
     assert set(seen) == {((8, 4), torch.float64, torch.device("cpu"), True, 2, 32)}
 
 
+def test_looking_after_a_call_computes_nothing_at_all() -> None:
+    runs = []
+
+    class Noted(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            runs.append(weight)
+            return 2.0 * weight
+
+    model = our_mlp()
+    parametrize.register_parametrization(model[1], "weight", Noted())
+    model(tensor(6, 8))
+    runs.clear()
+    assert model.plan(tensor(7, 8)).backward and runs == []
+    model.requires_grad_(False)
+    assert not model.plan(tensor(7, 8, grad=False)).backward and len(runs) == 1  # seen on a copy, without values
+
+
 def test_a_fusion_cannot_read_values_while_planning() -> None:
     @fusion(forward=[ops.Scale], when=lambda m: bool(m[0].weight.sum() > 0), details=Details(registered=False))
     def peeps(m: Any, x: torch.Tensor) -> torch.Tensor:
