@@ -43,10 +43,12 @@ def from_torch(
         check: compare output and gradient with the module's, in eval mode, on that input.
 
     Raises:
-        TypeError: when the module cannot be converted, or attention in it cannot and a mask is wanted; says why.
+        TypeError: when it is no module or cannot be converted, or attention in it cannot and a mask is wanted.
         ValueError: for another mask, one where nothing attends, or when there is no input to check with.
         RuntimeError: when the check finds another output or gradient.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"from_torch takes a torch.nn.Module, got {module!r}")
     conversion = _Conversion(one_of("mask", mask, MASKS) != "none", mask)
     attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if conversion.masked and attention is None:
@@ -338,9 +340,9 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
     given = x is not None
     x = _random_input(module) if x is None else x.detach()
     causal, asked = MASKS[mask]
-    hidden = _random_mask(x.shape[1 if batch_first else 0], x.device, causal, asked)
+    hidden = _random_mask(x.shape[1 if batch_first else 0], causal, asked, x.device) if mask != "none" else None
     named = {"attention_mask": hidden} if asked and hidden is not None else {}
-    with _in_eval_mode(module, made):
+    with _in_eval_mode(module, made), torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
         try:
             wanted = _with_gradient(lambda x: _call(module, x, hidden), x)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -383,30 +385,31 @@ def _with_gradient(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
         y = run(x)
         if not x.requires_grad:
             return {"output": y.detach()}
-        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        dy = _normal(*y.shape, seed=1).to(y)
         return {"output": y.detach(), "input's gradient": torch.autograd.grad(y, x, dy)[0]}
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
 def _random_input(module: nn.Module) -> torch.Tensor:
     """[4, 4, features], as the first module that says how many wants it."""
-    rng = torch.Generator().manual_seed(0)
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     for m in module.modules():
         if isinstance(m, nn.Embedding):
-            return torch.randint(m.num_embeddings, (4, 4), generator=rng).to(like.device)
+            return torch.arange(16, device=like.device).view(4, 4) % m.num_embeddings
     sizes = [size for m in module.modules() for name in _SIZES if (size := getattr(m, name, None)) is not None]
     row = (8,) if not sizes else (sizes[0],) if isinstance(sizes[0], int) else sizes[0]
-    return torch.randn(4, 4, *row, generator=rng).to(like)
+    return _normal(4, 4, *row, seed=0).to(like)
 
 
-def _random_mask(positions: int, device: torch.device, causal: bool, given: bool) -> torch.Tensor | None:
+def _random_mask(positions: int, causal: bool, given: bool, device: torch.device) -> torch.Tensor:
     """[positions, positions], True = hidden; every position sees itself."""
-    hidden = torch.zeros(positions, positions, dtype=torch.bool)
+    hidden = _normal(positions, positions, seed=2) > (0.3 if given else torch.inf)
     if causal:
         hidden |= torch.ones_like(hidden).triu(1)
-    if given:
-        hidden |= torch.rand(positions, positions, generator=torch.Generator().manual_seed(2)) < 0.4
-    return hidden.fill_diagonal_(False).to(device) if causal or given else None
+    return hidden.fill_diagonal_(False).to(device)
 
 
 @contextmanager

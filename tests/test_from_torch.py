@@ -376,3 +376,20 @@ def test_ops_are_taken_as_they_are() -> None:
     assert from_torch(norm) is norm
     made: Any = from_torch(nn.Sequential(nn.Linear(E, E), norm))
     assert made[1] is norm and not norm.training and made.training
+
+
+def test_it_is_converted_wherever_that_happens() -> None:
+    layer, x = nn.TransformerEncoderLayer(E, 3, 20, dropout=0.0), normal(S, B, E).float()
+    for scope in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.device("meta"),
+    ):
+        with scope:
+            made = from_torch(layer)
+        torch.testing.assert_close(made(x), layer(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got <class 'torch\.nn.*Linear'>"):
+        from_torch(nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cannot turn ModuleList into ops: no op means what it does"):
+        from_torch(nn.ModuleList([nn.Linear(E, E)]))

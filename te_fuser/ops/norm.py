@@ -70,7 +70,7 @@ class Norm(RowOp):
         row = alike(self, self.features)
         whole = Bound(row, self, **{name: f"flat_{name}" for name in row.parameter_names()})
         ops = (Flatten(-len(self.normalized_shape)), whole, Unflatten(-1, self.normalized_shape))
-        return [replace(low, suffix=f".{op.role}") for op in ops for low in op.lower()]
+        return [replace(low, suffix=f".{low.op.kind.__name__.lower()}") for op in ops for low in op.lower()]
 
     def infer(self, x: Spec) -> Spec:
         sizes = self.normalized_shape

@@ -179,6 +179,14 @@ def softmax(kit: Kit, width: int) -> Pair:
     return kit.forward("softmax_fwd", out), kit.backward("softmax_bwd", out, [x])
 
 
+def log_softmax(kit: Kit, width: int) -> Pair:
+    """By a shift that has no gradient."""
+    x = kit.full("x", width)
+    z = x - f.detach(f.row_max(x))
+    out = {"y": (z - f.log(f.row_sum(f.exp(z))), width)}
+    return kit.forward("log_softmax_fwd", out), kit.backward("log_softmax_bwd", out, [x])
+
+
 def scale_shift(kit: Kit, width: int) -> Pair:
     x = kit.full("x", width)
     scale, shift = (kit.leaf(n, Axes.SAMPLE_FEATURES, width) for n in ("scale", "shift"))
@@ -295,6 +303,8 @@ CASES: tuple[tuple[Family, int, tuple[str, str]], ...] = (
     (dropout_swiglu, 40, _F16),
     (softmax, 40, _F32),
     (softmax, 1024, _BF16),
+    (log_softmax, 257, _F32),
+    (log_softmax, 1024, _BF16),
     (scale_shift, 17, _F32),
     (scale_shift, 1024, _MIXED),
     (drop_path, 40, _BF16),
