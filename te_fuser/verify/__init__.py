@@ -128,7 +128,7 @@ def _model_rows(
     skipped: list[tuple[str, str]] = []
     for dtype in dtypes or _DTYPES:
         subject = Subject(model, dtype, where)
-        for case in example_cases((dtype,), parameters, draws):
+        for case in example_cases((dtype,), parameters, draws, features):
             assert case.leading is not None
             try:
                 rng = torch.Generator().manual_seed(3)

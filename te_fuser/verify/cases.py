@@ -10,7 +10,9 @@ import torch
 from te_fuser.dtypes import text_of
 
 # Rows around the multiples that kernels work in, and an outer and a batch dimension.
-LEADING = ((1,), (7,), (16,), (33,), (515,), (3, 11), (1, 16))
+LEADING = ((1,), (7,), (16,), (33,), (128,), (515,), (3, 11), (1, 16))
+# More rows than any schedule begins at to share them out or to sum otherwise, where features leave room for so many.
+_MANY_ROWS, _LONG, _MANY_ELEMENTS = 20_011, 613, 1 << 20
 VARIANT_LEADING = (17,)
 LAYOUT_LEADING = (5, 4)  # strides mean more with one dimension more
 
@@ -25,6 +27,7 @@ class Case:
         frozen: which gradients are not needed: "none", "input", "parameters", "all", "all but NAME", or a set of
             names ("input", "input NAME", parameters by their path).
         calls: how often the model is called before one backward.
+        negated: whether the parameters were others in the calls before, and changed in place.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Case:
     frozen: str | frozenset[str] = "none"
     calls: int = 1
     other_mode: bool = False
+    negated: bool = False
 
 
 def _transposed(t: torch.Tensor) -> torch.Tensor:
@@ -92,13 +96,17 @@ VARIANTS: dict[str, dict[str, object]] = {
     "no gradients": {"frozen": "all"},
     "two calls, one backward": {"calls": 2},
     "train and eval swapped": {"other_mode": True},
+    "parameters changed in place": {"negated": True},
 }
 
 
-def example_cases(dtypes: Sequence[torch.dtype], parameters: Sequence[str], draws: bool) -> Iterator[Case]:
+def example_cases(
+    dtypes: Sequence[torch.dtype], parameters: Sequence[str], draws: bool, features: int
+) -> Iterator[Case]:
     """Every shape and every variant in every dtype."""
+    many = max(_LONG, min(_MANY_ROWS, _MANY_ELEMENTS // max(features, 1)))
     for dtype in dtypes:
-        for leading in LEADING:
+        for leading in (*LEADING, (1, _LONG), *([(many,)] if dtype != torch.float64 else [])):
             yield _case(dtype, leading)
         yield from variants(_case(dtype, VARIANT_LEADING), parameters, draws)
         for case in variants(_case(dtype, LAYOUT_LEADING), (), False):
@@ -109,7 +117,7 @@ def example_cases(dtypes: Sequence[torch.dtype], parameters: Sequence[str], draw
 def variants(case: Case, parameters: Sequence[str], draws: bool) -> Iterator[Case]:
     """The variants of a case; each of up to 8 parameters is also the only one to need a gradient."""
     for name, changes in VARIANTS.items():
-        if changes.get("other_mode") and not draws:
+        if (changes.get("other_mode") and not draws) or (changes.get("negated") and not parameters):
             continue
         yield replace(case, name=f"{case.name}, {name}", **changes)  # type: ignore[arg-type]
     for name in parameters[:8]:

@@ -88,7 +88,7 @@ class FusionCheck:
         draws = any(op.draws() for op in model.operations())
         for dtype in self.dtypes:
             subject = Subject(model, dtype, self.device)
-            cases = example_cases((dtype,), parameters, draws)
+            cases = example_cases((dtype,), parameters, draws, features)
             for case in cases if whole else filter(_telling, cases):
                 named = dataclasses.replace(case, name=f"{label}: {case.name.replace('features', str(features))}")
                 self._check_case(named, subject, features)

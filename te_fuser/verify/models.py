@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
-from te_fuser.flatten import Group, exported
+from te_fuser.flatten import Group, exported, walk_parts
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
@@ -20,6 +20,7 @@ from te_fuser.ops.base import NamedInput, RowOp, Spec
 from te_fuser.ops.rows import unrounded
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import LAYOUTS, Case
+from te_fuser.verify.promises import memory_of, run_watched
 
 _INPUT, _PARAMETER, _BUFFER, _GRADIENT = "input", "parameter ", "buffer ", "gradient of "
 
@@ -71,7 +72,18 @@ class Subject:
 
     def check(self, case: Case, call: Call) -> list[Row]:
         """One row for each result of the case, and for each promise that is not about accuracy."""
-        return _Run(self, case, call).rows()
+        if not case.negated:
+            return _Run(self, case, call).rows()
+        self._negate()
+        try:
+            return _Run(self, case, call).rows()
+        finally:
+            self._negate()
+
+    def _negate(self) -> None:
+        """Change all parameters in place, as some optimizers do: no version counter sees it."""
+        for p in self.owned.parameters():
+            p.data.neg_()
 
     def plan(self, case: Case, call: Call) -> Plan:
         """The plan that the case runs by, of a model without plain modules.
@@ -90,6 +102,7 @@ class _Run:
         self.wanted = self._wanted()
         self.data = self._data()
         self.upstream: dict[str, torch.Tensor] = {}
+        self.drawn: dict[str, torch.Tensor] = {}  # the same, where nobody writes
 
     def _wanted(self) -> list[str]:
         """The data whose gradients are compared."""
@@ -130,13 +143,18 @@ class _Run:
         self._set_modes()
         before = {name: t.clone() for name, t in self.data.items()}
         found, again = self._fused()
+        broken = self._watched()
         changed = [n for n, t in before.items() if not n.startswith(_BUFFER) and not same_bits(t, self._now(n))]
+        changed += [f"gradient that came for {n}" for n, t in self.drawn.items() if not same_bits(t, self.upstream[n])]
         differing = [n for n, t in again if not same_bits(t, found[n])]
         if not gradients_repeat(self.subject.fused, self.call.x.device):
             differing = [n for n in differing if not n.startswith(_GRADIENT)]
-        rows = [Row(self.case.name, name, note="was changed by the run") for name in changed]
-        rows += [Row(self.case.name, name, note="is not repeated bit for bit") for name in dict.fromkeys(differing)]
-        data = {**before, **self.upstream}
+        notes = [(name, "was changed by the run") for name in changed]
+        notes += [(name, "is not repeated bit for bit") for name in differing]
+        notes += [(name, "lies in the memory of an earlier call's") for name in self._reused(found, again)]
+        notes += [("a step", what) for what in broken]
+        rows = [Row(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
+        data = {**before, **self.drawn}
         return rows + judge(self.case.name, found, data, self._reference, coarsest=self._coarsest())
 
     def _coarsest(self) -> float:
@@ -167,6 +185,25 @@ class _Run:
         again = list(backward().items())
         repeated, _ = self._results(self.subject.fused, leaves)
         return results, [*again, *repeated.items()]
+
+    def _watched(self) -> list[str]:
+        """What the steps do not keep of their promises, in a run of its own."""
+        model, said = self.subject.fused, list[str]()
+
+        def run(group: Group, x: torch.Tensor, given: Tensors, wanted: tuple[str, ...]) -> Any:
+            return run_watched(group.fuser, x, given, wanted, said)
+
+        def watched(x: torch.Tensor, outputs: tuple[str, ...], **named: torch.Tensor) -> Any:
+            return walk_parts(model._prepared(), x, named, model._wanted(outputs), run)
+
+        self._results(watched, self._fused_leaves())
+        return said
+
+    def _reused(self, found: Tensors, again: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """The results whose memory a later call, or a second backward, gave out again."""
+        given = {memory_of(t) for t in (*self.data.values(), *self.upstream.values())}
+        given |= {memory_of(p) for p in self.subject.owned.parameters()}
+        return [n for n, t in again if memory_of(t) == memory_of(found[n]) not in (None, *given)]
 
     def _fused_leaves(self) -> dict[str, torch.Tensor]:
         model = self.subject.owned
@@ -237,6 +274,7 @@ class _Run:
             rng = torch.Generator().manual_seed(len(self.upstream) + 7)
             drawn = torch.randn(y.shape, generator=rng, device=rng.device).to(y)
             self.upstream[key] = LAYOUTS[self.case.upstream](drawn)
+            self.drawn[key] = self.upstream[key].clone()
         return self.upstream[key].to(y.dtype)
 
 

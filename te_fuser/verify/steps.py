@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser import _native
-from te_fuser.compare import UPSTREAM, Tensors, doubled, judge, same_bits
+from te_fuser.compare import UPSTREAM, Tensors, doubled, judge
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.reference import run_nodes
 from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
@@ -19,6 +19,7 @@ from te_fuser.fuser.run.loading import execute, load, load_column_sums
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
 from te_fuser.ops.main_grad import caught
 from te_fuser.ops.rows import unrounded
+from te_fuser.verify.promises import Promises
 from te_fuser.verify.report import VerificationError
 
 _VALUE, _PARAMETER = "value ", "parameter "
@@ -51,7 +52,7 @@ class _Watch:
         parameters: Sequence[torch.Tensor],
         sums: _native.ColumnSums | None,
     ) -> None:
-        self.graph, self.sums = plan.graph, sums
+        self.plan, self.graph, self.sums = plan, plan.graph, sums
         self.read = {ref for step in (*plan.forward, *plan.backward) for ref in step.reads()}
         self.values = {value: t.detach() for value, t in entering.items()}
         self.given = parameters
@@ -120,19 +121,18 @@ class _CheckedRunner:
 
     def __init__(self, watch: _Watch, step: Step, direction: str, runner: Runner, slots: SlotMap) -> None:
         self.watch, self.step, self.direction, self.runner = watch, step, direction, runner
+        self.promises = Promises(watch.plan, step, slots)
         self.nodes = watch.graph.nodes[step.start : step.stop]
         self.inputs = [(name, ref, slots[ref]) for name, ref in step.inputs]
         self.outputs = [(ref, slots[ref]) for ref in step.writes()]
         self.into_main_grad = self._into_main_grad()
-        covered = ", ".join(node.label for node in self.nodes)
-        self.label = f"{direction} step {step.name!r} over {covered}"
+        self.label = self.promises.label
 
     def __call__(self, slots: Slots) -> None:
-        before = {name: slots[k].clone() for name, _, k in self.inputs if isinstance(slots[k], torch.Tensor)}
+        before = self.promises.before(slots)
         main_grads = self._run(slots)
-        for name, _, k in self.inputs:
-            if name in before and not same_bits(before[name], slots[k]):
-                raise VerificationError(f"{self.label}: it changed its input {name!r}")
+        for what in self.promises.broken(slots, before):
+            raise VerificationError(f"{self.label}: {what}")
         given = {ref: slots[k].detach() for _, ref, k in self.inputs if isinstance(slots[k], torch.Tensor)}
         self.watch.seed = given.get(SEED, self.watch.seed)
         device = next(slots[k].device.type for _, k in self.outputs)

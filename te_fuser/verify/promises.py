@@ -1,0 +1,98 @@
+"""What a step promises besides its numbers: it leaves what it reads as it is, and makes what the plan says, in memory.
+
+A promise is looked at where it is made: at each step, on the very tensors that it reads and makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.compare import same_bits
+from te_fuser.dtypes import text_of
+from te_fuser.fuser.graph.graph import Graph
+from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, VALUE, Ref
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.run.fuser import Fuser
+from te_fuser.fuser.run.loading import execute, load
+from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
+
+_SPECIFIED = (VALUE, RECOMPUTED, GRADIENT)
+
+
+class Promises:
+    """The promises of one step of a plan."""
+
+    def __init__(self, plan: Plan, step: Step, slots: SlotMap) -> None:
+        self._graph, self._task = plan.graph, step.task
+        self._inputs = tuple((name, slots[ref]) for name, ref in step.inputs)
+        self._outputs = tuple((ref, slots[ref]) for ref in step.writes())
+        covered = [plan.graph.nodes[k] for k in range(step.start, step.stop)]
+        self._views = any(node.op.views for node in covered) or not step.task.compares
+        direction = "forward" if any(step is s for s in plan.forward) else "backward"
+        self._forward = direction == "forward"
+        self.label = f"{direction} step {step.name!r} over {', '.join(node.label for node in covered)}"
+
+    def before(self, slots: Slots) -> dict[str, torch.Tensor]:
+        """What the step reads, to be compared with what is there when it has run."""
+        return {name: slots[k].clone() for name, k in self._inputs if isinstance(slots[k], torch.Tensor)}
+
+    def broken(self, slots: Slots, before: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        """Which of its promises the step did not keep, in words."""
+        for name, k in self._inputs:
+            if name in before and not same_bits(before[name], slots[k]):
+                yield f"it changed its input {name!r}"
+        for ref, k in self._outputs:
+            if isinstance(slots[k], torch.Tensor):
+                yield from _misshapen(self._graph, ref, slots[k])
+        yield from self._shared(slots)
+
+    def _shared(self, slots: Slots) -> Iterator[str]:
+        """What it makes in memory that is another tensor's: of an opaque op the output alone, of a plain body all."""
+        if self._views or self._task.aliases or not (self._task.own_memory or self._forward):
+            return
+        taken = {memory_of(slots[k]): f"its input {name!r}" for name, k in self._inputs}
+        for ref, k in self._outputs:
+            memory, what = memory_of(slots[k]), ref.label(self._graph)
+            if memory is not None and memory in taken:
+                yield f"{what} lies in the memory of {taken[memory]}; clone it, or say `views` of an op that only views"
+            if self._task.own_memory:
+                taken[memory] = what
+
+
+def _misshapen(graph: Graph, ref: Ref, found: torch.Tensor) -> Iterator[str]:
+    """Where a tensor is not what was planned: in shape, device, or dtype."""
+    spec = ref.spec(graph) if ref.kind in (*_SPECIFIED, PARAMETER_GRADIENT) else None
+    if spec is None:
+        return
+    # Of a parameter's gradient autograd makes the parameter's dtype, and what is expanded it adds up.
+    same = found.device == spec.device and (ref.kind is PARAMETER_GRADIENT or found.dtype == spec.dtype)
+    if tuple(found.shape) != spec.shape or not same:
+        made, wanted = ((text_of(t.dtype), list(t.shape), str(t.device)) for t in (found, spec))
+        yield f"{ref.label(graph)} is {' '.join(map(str, made))}, the plan says {' '.join(map(str, wanted))}"
+
+
+def memory_of(t: Any) -> int | None:
+    """Where a tensor's memory begins; None for what has none."""
+    return t.untyped_storage().data_ptr() or None if isinstance(t, torch.Tensor) else None
+
+
+def run_watched(
+    fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...], said: list[str]
+) -> Any:
+    """Run the plan for x as `fuser.run` does; promises that are broken, here or in backward, go to `said`."""
+    plan = fuser.prepare(x, inputs, outputs).plan
+
+    def wrap(step: Step, runner: Runner, slots: SlotMap) -> Runner:
+        promises = Promises(plan, step, slots)
+
+        def run(slots: Slots) -> None:
+            before = promises.before(slots)
+            runner(slots)
+            said.extend(f"{promises.label}: {what}" for what in promises.broken(slots, before))
+
+        return run
+
+    return execute(load(plan, outputs, wrap=wrap), x, inputs)
