@@ -47,8 +47,8 @@ def attention(mask="given"):
     return ops.DotProductAttention(2, 4, mask=mask, layout="batch_first")
 
 
-def without_weight(op):
-    op.weight = None
+def without(op, name):
+    setattr(op, name, None)
     return op
 
 
@@ -329,14 +329,14 @@ CALLS = {
     ),
     "sparse_by_name": (lambda: [ops.Add("c")], X, {"c": torch.eye(8).to_sparse()}, TypeError, [r"^input 'c': .*dense"]),
     "no_weight": (
-        lambda: [without_weight(ops.LayerNorm(8))],
+        lambda: [without(ops.Bias(8), "bias")],
         X,
         {},
         ValueError,
-        [r"^op 0 \(LayerNorm '0'\): parameter weight is None, and the op computes with it; give it a tensor"],
+        [r"^op 0 \(Bias '0'\): parameter bias is None, and the op computes with it; give it a tensor"],
     ),
     "no_weight_of_a_product": (
-        lambda: [ops.GELU(), without_weight(ops.MatMul(8, 8))],
+        lambda: [ops.GELU(), without(ops.MatMul(8, 8), "weight")],
         X,
         {},
         ValueError,

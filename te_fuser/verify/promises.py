@@ -83,7 +83,8 @@ def run_watched(
     fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...], said: list[str]
 ) -> Any:
     """Run the plan for x as `fuser.run` does; promises that are broken, here or in backward, go to `said`."""
-    plan = fuser.prepare(x, inputs, outputs).plan
+    known, parameters = fuser.prepare_call(x, inputs, outputs)
+    plan = known.plan
 
     def wrap(step: Step, runner: Runner, slots: SlotMap) -> Runner:
         promises = Promises(plan, step, slots)
@@ -95,4 +96,4 @@ def run_watched(
 
         return run
 
-    return execute(load(plan, outputs, wrap=wrap), x, inputs)
+    return execute(load(plan, outputs, wrap=wrap), x, inputs, parameters)
