@@ -30,9 +30,7 @@ class Promises:
         self._inputs = tuple((name, slots[ref]) for name, ref in step.inputs)
         self._outputs = tuple((ref, slots[ref]) for ref in step.writes())
         covered = [plan.graph.nodes[k] for k in range(step.start, step.stop)]
-        self._views = any(node.op.views for node in covered) or not step.task.compares
         direction = "forward" if any(step is s for s in plan.forward) else "backward"
-        self._forward = direction == "forward"
         self.label = f"{direction} step {step.name!r} over {', '.join(node.label for node in covered)}"
 
     def before(self, slots: Slots) -> dict[str, torch.Tensor]:
@@ -50,16 +48,15 @@ class Promises:
         yield from self._shared(slots)
 
     def _shared(self, slots: Slots) -> Iterator[str]:
-        """What it makes in memory that is another tensor's: of an opaque op the output alone, of a plain body all."""
-        if self._views or self._task.aliases or not (self._task.own_memory or self._forward):
+        """What lies in memory of another tensor, of a step that says that it makes its own."""
+        if not self._task.own_memory or self._task.aliases:
             return
         taken = {memory_of(slots[k]): f"its input {name!r}" for name, k in self._inputs}
         for ref, k in self._outputs:
             memory, what = memory_of(slots[k]), ref.label(self._graph)
             if memory is not None and memory in taken:
-                yield f"{what} lies in the memory of {taken[memory]}; clone it, or say `views` of an op that only views"
-            if self._task.own_memory:
-                taken[memory] = what
+                yield f"{what} lies in the memory of {taken[memory]}, and its body says that it is plain"
+            taken[memory] = what
 
 
 def _misshapen(graph: Graph, ref: Ref, found: torch.Tensor) -> Iterator[str]:

@@ -160,7 +160,13 @@ def _same(x: Tensor) -> Tensor:
 _PLAIN = Details(registered=False, takes=("input",), gives=("output",), choose=lambda m, d: Body(_same, plain=True))
 
 
-@forward("alias", "lies in the memory of its input", ops.Scale, details=_PLAIN, ops=[[ops.Scale(value=1.0)]])
+@forward(
+    "alias",
+    "lies in the memory of its input .*says that it is plain",
+    ops.Scale,
+    details=_PLAIN,
+    ops=[[ops.Scale(value=1.0)]],
+)
 def says_plain_of_a_view(x: Tensor) -> Tensor:
     raise NotImplementedError
 

@@ -59,18 +59,6 @@ class WritesIntoDy(Cube):
         return super().op_backward(call, dy)
 
 
-class GivesX(ops.UnfusedOperation):
-    """Its input, by another name."""
-
-    reads = ()
-
-    def op_forward(self, call: OpCall, x: Tensor) -> Tensor:
-        return x.view(x.shape)
-
-    def op_backward(self, call: OpCall, dy: Tensor) -> Any:
-        return dy.clone()
-
-
 class KeepsItsOutput(Cube):
     def op_forward(self, call: OpCall, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
@@ -132,7 +120,6 @@ WRONG: dict[type[ops.UnfusedOperation], str] = {
     WritesIntoX: "input: was changed|changed its input 'input'",
     WritesIntoSaved: "input: was changed|changed its input 'input'",
     WritesIntoDy: "gradient that came for .*was changed|changed its input 'dy'",
-    GivesX: "lies in the memory of its input 'input'; clone it, or say `views`",
     KeepsItsOutput: "lies in the memory of an earlier call's",
     SaysTwice: r"is float32 \[.*\] cpu, the plan says float32 \[",
     GivesTwice: r"is float32 \[.*\] cpu, the plan says float32 \[",
