@@ -122,7 +122,7 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
                 p = model.plan(x)
                 assert names(p.forward) == [AUX] and step_of(p, BACKWARD)
                 assert_as_meant(model, x, tolerance=1e-10)
-    assert {name for name, _ in package.calls} == {"gemm_act", "dgelu_with_sum"}
+    assert {name for name, _ in package.calls} == {"gelu_of_sum", "dgelu_with_sum"}
     fake_quack.forget()
 
 
