@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +34,10 @@ class ListedOp:
     scope: str = ""
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     stream: int = -1
+
+    def as_now(self, training: bool) -> ListedOp:
+        """The same with the op's attributes as they are now, in this mode."""
+        return replace(self, lowered=replace(self.lowered, op=self.lowered.op.as_now(training)))
 
 
 @dataclass(frozen=True)

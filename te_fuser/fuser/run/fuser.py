@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,7 +24,7 @@ from te_fuser.fuser.run.loading import Prepared, execute, load
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fusions import registry
 from te_fuser.look import looking, stands_in
-from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
@@ -138,12 +139,13 @@ class Fuser:
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
         parameters = self.parameters()
-        signature = self._signature(x, inputs, outputs, parameters)
+        training = self._training()  # once: another thread may call train() or eval()
+        signature = self._signature(x, inputs, outputs, parameters, training)
         last, found = self._last  # comparing takes half the time of a look-up
         if signature == last:
             return found, parameters
         known = self._by_shape.get(signature)
-        found = known or self._find(signature, x, inputs, outputs, parameters)
+        found = known or self._find(signature, x, inputs, outputs, parameters, training)
         self._last = signature, found
         return found, parameters
 
@@ -153,6 +155,7 @@ class Fuser:
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
+        training: tuple[bool, ...],
     ) -> Any:
         """The shapes of a call, and everything else that its plan depends on."""
         grad = torch.is_grad_enabled()
@@ -174,10 +177,14 @@ class Fuser:
             named,
             registry.state(),
             self._revisions,
-            tuple([op.training for op in self._ops]),
+            training,
             tuple([state() for state in self._states]),
             tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]),
         )
+
+    def _training(self) -> tuple[bool, ...]:
+        """Which ops are in training mode now."""
+        return tuple([op.training for op in self._ops])
 
     def _find(
         self,
@@ -186,9 +193,10 @@ class Fuser:
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
+        training: tuple[bool, ...],
     ) -> Prepared:
         """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
-        graph, options = self.asked(x, inputs, outputs, parameters)
+        graph, options = self.asked(x, inputs, outputs, parameters, training=training)
         shapes, rest = signature
         places = tuple(find_matches(graph, options)[0])
         key = (tuple(_shape_class(s) for s in shapes), rest, places)
@@ -231,30 +239,27 @@ class Fuser:
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
         device: Device | None = None,
+        training: tuple[bool, ...] | None = None,
     ) -> tuple[Graph, Options]:
-        """What is to be planned, with these parameters; every error in the list or in the input is raised here."""
+        """What is to be planned, with these parameters; every error in the list or in the input is raised here.
+
+        Args:
+            training: which ops are planned in training mode; by default those that are now.
+        """
         if torch.jit.is_tracing():
             raise TypeError("te_fuser does not run under torch.jit.trace; model.reference is plain PyTorch and does")
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        graph = self._graph(x, inputs, outputs, parameters, there)
+        known = dict(zip(self._bound.bindings, parameters, strict=True))
+        specs = CallSpecs.of(x, inputs, known, outputs, there)
+        modes = self._training() if training is None else training
+        graph = GraphBuilder([o.as_now(mode) for o, mode in zip(self._listed, modes, strict=True)], specs).build()
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, capability=device.capability)
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
         options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
-
-    def _graph(
-        self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        parameters: Sequence[torch.Tensor],
-        absent: torch.device | None = None,
-    ) -> Graph:
-        known = dict(zip(self._bound.bindings, parameters, strict=True))
-        return GraphBuilder(self._listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
@@ -338,19 +343,36 @@ def check_input(x: Any, planning: bool = False) -> None:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
 
 
+# Op -> what its fuser was made for, and the fuser, which must not hold the op: it would never be freed.
+_alone: WeakKeyDictionary[FusableOperation, tuple[Any, Fuser]] = WeakKeyDictionary()
+
+
 def run_alone(
     op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
 ) -> Any:
-    """Run a single op by a plan cached on it."""
+    """Run a single op by a plan that is kept as long as the op is."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.outside_tracing import outside_tracing
 
         return outside_tracing(run_alone, op, x, inputs, outputs)
-    fuser = op.__dict__.get("_alone")
-    if fuser is None:
-        fuser = Fuser([op])
-        object.__setattr__(op, "_alone", fuser)
+    made_for = type(op), op.revision  # parametrize and fully_shard change the class
+    known, fuser = _alone.get(op, (None, None))
+    if fuser is None or known != made_for:
+        fuser = Fuser(_listed_alone(op))
+        _alone[op] = made_for, fuser
     return fuser.run(x, inputs, outputs)
+
+
+def _listed_alone(op: FusableOperation) -> list[ListedOp]:
+    """The op as a list that does not keep it alive."""
+    twin = op.twin()
+    listed = list_ops([twin], "0")
+    return [replace(item, lowered=replace(item.lowered, bindings=_weak(item.lowered, twin))) for item in listed]
+
+
+def _weak(low: LoweredOp, twin: FusableOperation) -> dict[str, Binding]:
+    """The bindings, those of the twin's own parameters as they are."""
+    return {name: b if b.owner is twin else b.weak() for name, b in low.bindings.items()}
 
 
 FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]
