@@ -14,8 +14,9 @@ from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import check_input, check_options, named_tensors
+from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, named_tensors
 from te_fuser.fuser.run.loading import draw_seed, unhooked
+from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
@@ -110,6 +111,8 @@ class Sequential(OpList):
         return self._run(x, outputs, inputs)
 
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
+        if type(x) not in PLAIN:
+            refuse_proxy(x)
         parts = self._prepared()
         wanted = self._wanted(outputs) if outputs else ()
         if len(parts) == 1 and type(parts[0]) is Group:
