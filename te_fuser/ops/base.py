@@ -197,7 +197,7 @@ class FusableOperation(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
-        return type(self).run_alone(self, x, inputs, tuple(outputs))
+        return type(self).run_alone(self, x, inputs, outputs)
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""

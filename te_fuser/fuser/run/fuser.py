@@ -365,7 +365,7 @@ _alone: WeakKeyDictionary[FusableOperation, tuple[Any, Fuser]] = WeakKeyDictiona
 
 
 def run_alone(
-    op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
+    op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str] = ()
 ) -> Any:
     """Run a single op by a plan that is kept as long as the op is."""
     if torch.compiler.is_compiling():
@@ -379,7 +379,7 @@ def run_alone(
     if fuser is None or known != made_for:
         fuser = Fuser(_listed_alone(op))
         _alone[op] = made_for, fuser
-    return fuser.run(x, inputs, outputs)
+    return fuser.run(x, inputs, tuple(outputs))
 
 
 def _listed_alone(op: FusableOperation) -> list[ListedOp]:
