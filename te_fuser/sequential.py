@@ -20,7 +20,7 @@ from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.hooks import hooks_of
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Sequential(OpList):
         lists = [c._modules for c in containers]  # not the containers: this one would hold itself
         members = [m for modules in lists for m in modules.values()]
         watched = [m for m in members if m is not None]
-        kinds = [h for m in watched for h in hooks_of(m)]
+        kinds = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
         hooks, no_hooks = [h for h in kinds if h], [h for h in kinds if not h]
         ops = [m for m in watched if isinstance(m, FusableOperation)]
         revisions = [op.revision for op in ops]

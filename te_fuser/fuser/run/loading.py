@@ -78,7 +78,7 @@ def load(
     computed = any(graph.producer(v) is not None for v in (result, *extras))
     return Prepared(
         plan,
-        build_segments(plan, Loaded(kernels, wrap, sums)) if computed else (),
+        build_segments(plan, Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])) if computed else (),
         bool(plan.backward),
         # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
         any(n.draws for n in plan.graph.nodes),
