@@ -9,7 +9,6 @@ import torch
 
 from te_fuser.ops.base import FusableOperation
 
-
 _module = torch.nn.modules.module
 # Those that run for all modules: while there is one, every op runs by its own __call__.
 GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
