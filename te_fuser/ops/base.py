@@ -187,14 +187,6 @@ class FusableOperation(torch.nn.Module):
                 return planned
         return super().__getattr__(name)
 
-    def twin(self) -> FusableOperation:
-        """The same op as another object, which does not keep this one alive; all attributes are those of both."""
-        return _with_attributes(type(self), self.__dict__)
-
-    def as_now(self, training: bool) -> FusableOperation:
-        """A copy with the same tensors and submodules, which keeps the attributes of now; plans are made of these."""
-        return _with_attributes(type(self), {**self.__dict__, "training": training})
-
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
         return type(self).run_alone(self, x, inputs, outputs)
@@ -320,12 +312,6 @@ class FusableOperation(torch.nn.Module):
         hidden = ("training", "revision")
         plain = {k: v for k, v in vars(self).items() if isinstance(v, (int, float, str, bool)) and k not in hidden}
         return ", ".join(f"{k}={v}" for k, v in plain.items() if not k.startswith("_"))
-
-
-def _with_attributes(kind: type[FusableOperation], attributes: dict[str, Any]) -> FusableOperation:
-    made = object.__new__(kind)
-    object.__setattr__(made, "__dict__", attributes)
-    return made
 
 
 class RowOp(FusableOperation):

@@ -13,7 +13,7 @@ import torch
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
@@ -383,8 +383,8 @@ def run_alone(
 
 
 def _listed_alone(op: FusableOperation) -> list[ListedOp]:
-    """The op as a list that does not keep it alive."""
-    twin = op.twin()
+    """The op as a list that does not keep it alive: of another object, whose attributes are those of both."""
+    twin = with_attributes(op, op.__dict__)
     listed = list_ops([twin], "0")
     return [replace(item, lowered=replace(item.lowered, bindings=_weak(item.lowered, twin))) for item in listed]
 

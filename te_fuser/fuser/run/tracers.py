@@ -12,8 +12,8 @@ from torch.fx import _symbolic_trace as _fx
 _C = torch._C
 _MODES = _C._TorchDispatchModeKey
 _INSTEAD = (
-    "trace a module whose forward is model.reference(x), which is plain PyTorch: docs/how-to/trace.md shows it "
-    "with make_fx, torch.jit.trace, torch.export and torch.compile"
+    "trace a module whose forward is model.reference(x), which is plain PyTorch: docs/works-with.md shows one, for "
+    "make_fx, torch.jit.trace, torch.export and torch.compile"
 )
 
 

@@ -141,3 +141,13 @@ def test_the_reference_has_forward_mode_derivatives() -> None:
     _, tangent = torch.func.jvp(model.reference, (x,), (dx,))
     eps = 1e-6
     torch.testing.assert_close(tangent, (model(x + eps * dx) - model(x - eps * dx)) / (2 * eps), rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_may_be_a_leaf() -> None:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
+            return isinstance(module, Sequential) or super().is_leaf_module(module, name)
+
+    whole = torch.nn.Sequential(made(), torch.nn.Tanh())
+    graphed = torch.fx.GraphModule(whole, Tracer().trace(whole))
+    assert torch.equal(graphed(X), whole(X))
