@@ -111,8 +111,8 @@ void load_sums(ColumnSums& sums, int32_t device) {
   }
 }
 
-void run_program(Program& program, const py::list& slots, bool may_overwrite) {
-  if (!program.run(slots.ptr(), may_overwrite)) throw py::error_already_set();
+void run_program(Program& program, const py::list& slots, bool may_overwrite, const py::object& watch) {
+  if (!program.run(slots.ptr(), may_overwrite, watch.is_none() ? nullptr : watch.ptr())) throw py::error_already_set();
 }
 
 void run_step(Step& step, const py::list& slots) {
@@ -163,7 +163,7 @@ void bind_steps(py::module_& module) {
                       py::custom_type_setup(collect_programs))
       .def(py::init(&make_program), py::arg("steps"), py::arg("sums") = py::none(),
            py::arg("sums_may_wait") = std::vector<size_t>{})
-      .def("run", &run_program, py::arg("slots"), py::arg("may_overwrite") = true);
+      .def("run", &run_program, py::arg("slots"), py::arg("may_overwrite") = true, py::arg("watch") = py::none());
 }
 
 }  // namespace te

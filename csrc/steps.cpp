@@ -240,16 +240,28 @@ bool Program::run(const Entry& entry, PyObject* slots, Shared& shared) const {
   return call_step(entry.callable.get(), slots, shared.sums_of(entry.sums_may_wait));
 }
 
-bool Program::run(PyObject* slots, bool may_overwrite) {
+namespace {
+
+bool tell(PyObject* watch, Py_ssize_t number) {
+  if (watch == nullptr) return true;
+  const Reference step = Reference::steal(PyLong_FromSsize_t(number));
+  return step && static_cast<bool>(Reference::steal(PyObject_CallOneArg(watch, step.get())));
+}
+
+}  // namespace
+
+bool Program::run(PyObject* slots, bool may_overwrite, PyObject* watch) {
   Shared shared;
   shared.may_overwrite = may_overwrite;
   if (column_sums != nullptr) shared.sums.emplace(*column_sums);
+  Py_ssize_t number = 0;
   for (const Entry& entry : entries) {
-    if (!run(entry, slots, shared)) return false;
+    if (!tell(watch, number++) || !run(entry, slots, shared)) return false;
     for (const Py_ssize_t slot : entry.dead) {
       if (!fill_slot(slots, slot, Py_NewRef(Py_None))) return false;
     }
   }
+  if (!tell(watch, number)) return false;
   if (!shared.sums || shared.sums->empty()) return true;
   return without_gil("column_sums", [&](Failure& failure) { return shared.sums->add_up(failure); });
 }

@@ -123,7 +123,8 @@ class Program {
   Reference sums;                      // what holds `column_sums`
   ColumnSums* column_sums = nullptr;   // adds up all that may wait at the end; nullptr: every step adds up its own
 
-  bool run(PyObject* slots, bool may_overwrite);
+  // `watch(number)` is called before each step and, with the number of steps, after the last; nullptr: nobody watches.
+  bool run(PyObject* slots, bool may_overwrite, PyObject* watch = nullptr);
 
   // For the garbage collector: steps may hold the ops whose plan this is.
   int visit(visitproc visit, void* argument) const;

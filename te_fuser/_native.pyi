@@ -311,5 +311,10 @@ class Program:
                 Python one among them is called with (slots, later): `CudaKernel.leave_sums` takes that `later`.
         """
 
-    def run(self, slots: list[Any], may_overwrite: bool = True) -> None:
-        """Run every step on these slots; `may_overwrite`: outputs may be stored over what dies at their step."""
+    def run(self, slots: list[Any], may_overwrite: bool = True, watch: Callable[[int], object] | None = None) -> None:
+        """Run every step on these slots.
+
+        Args:
+            may_overwrite: whether outputs may be stored over what dies at their step.
+            watch: called with its number before each step, and with the number of steps after the last.
+        """

@@ -17,7 +17,7 @@ from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.fork import Fork
-from te_fuser.ops.hooks import hooks_of
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 
 
 class Option:
@@ -328,7 +328,12 @@ class _Flattener:
 
 def runs_itself(m: torch.nn.Module) -> bool:
     """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
-    if any(hooks_of(m)) or "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__:
+    if (
+        any(GLOBAL_HOOKS)
+        or any(hooks_of(m))
+        or "forward" in m.__dict__
+        or type(m).__call__ is not torch.nn.Module.__call__
+    ):
         return True
     if isinstance(m, OpList):
         saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})

@@ -14,12 +14,13 @@ from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import check_input, check_options, named_tensors
+from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, named_tensors
 from te_fuser.fuser.run.loading import draw_seed, unhooked
+from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.hooks import hooks_of
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class Sequential(OpList):
         return self._run(x, outputs, inputs)
 
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
+        if type(x) not in PLAIN:
+            refuse_proxy(x)
         parts = self._prepared()
         wanted = self._wanted(outputs) if outputs else ()
         if len(parts) == 1 and type(parts[0]) is Group:
@@ -144,7 +147,7 @@ class Sequential(OpList):
         lists = [c._modules for c in containers]  # not the containers: this one would hold itself
         members = [m for modules in lists for m in modules.values()]
         watched = [m for m in members if m is not None]
-        kinds = [h for m in watched for h in hooks_of(m)]
+        kinds = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
         hooks, no_hooks = [h for h in kinds if h], [h for h in kinds if not h]
         ops = [m for m in watched if isinstance(m, FusableOperation)]
         revisions = [op.revision for op in ops]

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from te_fuser.codegen.description import KernelDescription, Store, Sum
 from te_fuser.codegen.schedule import instructions
+from te_fuser.codegen.text import COMPARISONS
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr
 
@@ -38,7 +39,7 @@ def is_precise(description: KernelDescription) -> bool:
 
 def is_boolean(e: Expr) -> bool:
     """Whether a node is a condition rather than a number."""
-    return e.op in ("lt", "le", "gt", "ge", "keep")
+    return e.op in (*COMPARISONS, "keep")
 
 
 def _everywhere(description: KernelDescription, rules: Sequence[Rule]) -> KernelDescription:
@@ -107,9 +108,14 @@ def _masked(e: Expr) -> Expr | None:
     return expr.pointwise("masked", rest, mask, attrs=e.args[0].attrs) if is_boolean(mask) else None
 
 
+def _is_multiple(e: Expr) -> bool:
+    """Whether a node is a number times something, and the number may be joined with other factors."""
+    return e.op == "mul" and e.args[0].op == "const" and not expr.is_scaled(e)
+
+
 def _row_scale(e: Expr) -> Expr | None:
     """c (r x) = (c r) x where r is one number a row: that product is not one for each element."""
-    if e.op != "mul" or e.args[0].op != "const" or e.args[1].op != "mul":
+    if not _is_multiple(e) or e.args[1].op != "mul" or expr.is_scaled(e.args[1]):
         return None
     a, b = e.args[1].args
     row, rest = (a, b) if not a.axes & Axes.FEATURE else (b, a)
@@ -179,7 +185,7 @@ def _factored(e: Expr, once: set[int]) -> Expr | None:
 
 def _scaled_inside(e: Expr, once: set[int]) -> Expr | None:
     """c f (1 + k g) = f (c + c k g): a constant that the sum takes in for nothing."""
-    if e.op != "mul" or e.args[0].op != "const":
+    if not _is_multiple(e):
         return None
     factors = list(_factors(e.args[1]))
     for at, f in enumerate(factors):
@@ -196,7 +202,7 @@ def _terms(e: Expr, scale: Expr, once: set[int]) -> Iterator[Term]:
     elif e.op in ("add", "sub") and id(e) in once:
         yield from _terms(e.args[0], scale, once)
         yield from _terms(e.args[1], scale if e.op == "add" else -scale, once)
-    elif e.op == "mul" and e.args[0].op == "const" and e.args[1].op in ("add", "sub") and id(e) in once:
+    elif _is_multiple(e) and e.args[1].op in ("add", "sub") and id(e) in once:
         yield from _terms(e.args[1], scale * e.args[0], once)
     else:
         rows = [f for f in _factors(e) if not f.axes & Axes.FEATURE]
@@ -206,7 +212,7 @@ def _terms(e: Expr, scale: Expr, once: set[int]) -> Iterator[Term]:
 
 
 def _factors(e: Expr) -> Iterator[Expr]:
-    if e.op == "mul":
+    if e.op == "mul" and not expr.is_scaled(e):
         for a in e.args:
             yield from _factors(a)
     else:
@@ -218,8 +224,8 @@ def _merged(terms: Iterable[Term]) -> list[Term]:
     found: dict[tuple[str, ...], Term] = {}
     for t in terms:
         key = tuple(sorted(f.digest for f in t.factors))
-        found[key] = Term(found[key].scale + t.scale, found[key].factors) if key in found else t
-    return [t for t in found.values() if not expr.is_const(t.scale, 0)]
+        found[key] = Term(expr.add(found[key].scale, t.scale), found[key].factors) if key in found else t
+    return [t for t in found.values() if t.scale is not expr.ZERO]
 
 
 def _joined(terms: Sequence[Term]) -> Expr:

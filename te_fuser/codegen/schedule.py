@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import networkx
 
 from te_fuser.codegen.description import KernelDescription, Load, Store
+from te_fuser.codegen.text import COMPARISONS
 from te_fuser.formula.expr import Axes, Expr, leaf, topological
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
@@ -178,7 +179,7 @@ def above(roots: Iterable[Expr], known: Iterable[int]) -> list[Expr]:
     return topological(roots, lambda e: id(e) in have)
 
 
-_NEVER_WAIT = {"keep", "lt", "le", "gt", "ge"}
+_NEVER_WAIT = {"keep", *COMPARISONS}
 
 
 def _waiting_cost(e: Expr, kind: Kind, early: set[int]) -> float:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import ClassVar
 
-COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 
 _LANGUAGE = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char class compl concept const constexpr

@@ -135,10 +135,13 @@ def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, wi
 
 
 def const(value: float | int | Fraction) -> Expr:
-    """A number; whole and rational numbers are exact."""
+    """A number; whole and rational numbers are exact.
+
+    An exact zero is nothing, and nothing times x is nothing; 0.0 is a number that a formula writes, and 0.0 * NaN NaN.
+    """
     if isinstance(value, bool):
         value = int(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+    if isinstance(value, float) and value.is_integer() and 0 < abs(value) < 2**53:
         value = int(value)
     if isinstance(value, int):
         value = Fraction(value)
@@ -154,7 +157,7 @@ def lift(value: Any) -> Expr:
     if isinstance(value, Expr):
         return value
     if isinstance(value, (int, float, Fraction)):
-        return const(value)
+        return const(value or 0.0)
     tensor = "; name the tensor as an argument, compute(self, x, weight), and it is there" * hasattr(value, "dtype")
     raise TypeError(f"a formula combines expressions and numbers, not {type(value).__name__}{tensor}")
 
@@ -179,6 +182,23 @@ def value(name: str, inner: Expr) -> Expr:
 def is_const(e: Expr, number: float | None = None) -> bool:
     """Whether `e` is a constant (equal to `number`, when one is given)."""
     return e.op == "const" and (number is None or e.attrs[0] == number)
+
+
+_SMALLEST, _LARGEST = 2.0**-64, 2.0**64
+
+
+def may_move(number: float | Fraction) -> bool:
+    """Whether a factor may be joined with others, as if a float32 had any exponent.
+
+    One that is 0.0, infinite or of an extreme size stays where it is: x * 1e20 * 1e20 is 0 where x is, x * 1e40 is NaN.
+    """
+    return _SMALLEST <= abs(float(number)) <= _LARGEST
+
+
+def is_scaled(e: Expr) -> bool:
+    """Whether `e` is a multiple or a quotient by a number that may not be joined with other factors."""
+    number = e.args[0 if e.op == "mul" else 1] if e.op in ("mul", "div") else ONE
+    return number.op == "const" and not may_move(number.attrs[0])
 
 
 # ------------------------------------------------------------------------------------------- pointwise
@@ -214,7 +234,7 @@ def coefficient(e: Expr) -> tuple[Any, Expr]:
     """`e` as number * rest."""
     if e.op == "const":
         return e.attrs[0], ONE
-    if e.op == "mul" and e.args[0].op == "const":
+    if e.op == "mul" and e.args[0].op == "const" and not is_scaled(e):
         return e.args[0].attrs[0], e.args[1]
     return Fraction(1), e
 
@@ -227,7 +247,7 @@ def add(a: Expr, b: Expr) -> Expr:
     ca, ra = coefficient(a)
     cb, rb = coefficient(b)
     if ra is rb:
-        return mul(const(ca + cb), ra)
+        return mul(const(ca + cb or 0), ra)
     if cb < 0 and rb is not ONE:
         return sub(a, mul(const(-cb), rb))
     if ca < 0 and ra is not ONE:
@@ -243,7 +263,7 @@ def sub(a: Expr, b: Expr) -> Expr:
     ca, ra = coefficient(a)
     cb, rb = coefficient(b)
     if ra is rb:
-        return mul(const(ca - cb), ra)
+        return mul(const(ca - cb or 0), ra)
     if cb < 0:
         return add(a, mul(const(-cb), rb))
     return pointwise("sub", a, b)
@@ -253,8 +273,10 @@ def mul(a: Expr, b: Expr) -> Expr:
     ca, ra = coefficient(a)
     cb, rb = coefficient(b)
     c = ca * cb
-    if c == 0:
+    if a is ZERO or b is ZERO:
         return ZERO
+    if not all(map(may_move, (ca, cb, c))) and not ra is rb is ONE:
+        return pointwise("mul", *_sorted(a, b))
     if ra is ONE:
         rest = rb
     elif rb is ONE:
@@ -268,8 +290,8 @@ def mul(a: Expr, b: Expr) -> Expr:
 
 def div(a: Expr, b: Expr) -> Expr:
     if b.op == "const":
-        return mul(const(1 / b.attrs[0]), a) if b.attrs[0] != 0 else pointwise("div", a, b)
-    if is_const(a, 0):
+        return mul(const(1 / b.attrs[0]), a) if may_move(b.attrs[0]) else pointwise("div", a, b)
+    if a is ZERO:
         return ZERO
     ca, ra = coefficient(a)
     if ca != 1 and ra is not ONE:
@@ -330,9 +352,11 @@ def broadcast(e: Expr, axes: Axes, width: int = 1) -> Expr:
 def written(build: Callable[..., Expr], *args: Expr) -> Expr:
     """What a formula has written: simplified, but over the features of all its arguments, as it is on tensors.
 
-    x - x is 0 for each feature, so that a row sum of x - x + m counts m once for each.
+    x - x is 0 for each feature, so that a row sum of x - x + m counts m once for each; and NaN where x is not finite.
     """
     found = build(*args)
+    if found is ZERO:
+        found = mul(const(0.0), args[0])
     if found.axes & Axes.FEATURE:
         return found
     axes, width = _join(args)
@@ -439,7 +463,7 @@ def rebuild(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...]) -> Expr:
 
 # ------------------------------------------------------------------------------------------------ text
 
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 
 
 def render(e: Expr) -> str:

@@ -36,7 +36,7 @@ class Function:
         joins, start: for a row reduction, the function that adds a feature to what was found so far, and its beginning.
         picks: whether backward takes it anew from the features that it reads, which may be rounded: its gradient asks
             which of them was taken, or is right only where it and they are of one row.
-        tells_sign: whether it is positive where its argument is and nowhere else.
+        tells_sign: whether it is zero or less where its argument is and nowhere else.
     """
 
     name: str
@@ -58,12 +58,10 @@ class Function:
 _HALF = const(Fraction(1, 2))
 
 
-def _tie(g: Expr, a: Expr, b: Expr, winner: str) -> Contributions:
-    loser = "lt" if winner == "gt" else "gt"
-    half = mul(_HALF, g)
-    ga = expr.where(pointwise(winner, a, b), g, expr.where(pointwise(loser, a, b), ZERO, half))
-    gb = expr.where(pointwise(loser, a, b), g, expr.where(pointwise(winner, a, b), ZERO, half))
-    return ga, gb
+def _tie(g: Expr, a: Expr, b: Expr, loses: str, wins: str) -> Contributions:
+    """Half to each of two that are equal, nothing to one that `loses`; a NaN is neither, and both get all."""
+    shared = expr.where(pointwise("eq", a, b), mul(_HALF, g), g)
+    return expr.where(pointwise(loses, a, b), ZERO, shared), expr.where(pointwise(wins, a, b), ZERO, shared)
 
 
 def _shared(e: Expr, g: Expr, reaches: str) -> Contributions:
@@ -83,7 +81,8 @@ def _clamp(e: Expr, g: Expr) -> Contributions:
 
 def _abs(e: Expr, g: Expr) -> Contributions:
     x = e.args[0]
-    return (expr.where(pointwise("gt", x, ZERO), g, expr.where(pointwise("lt", x, ZERO), mul(const(-1), g), ZERO)),)
+    sign = expr.where(pointwise("gt", x, ZERO), ONE, expr.where(pointwise("lt", x, ZERO), const(-1), ZERO))
+    return (mul(sign, g),)
 
 
 def _erf(e: Expr, g: Expr) -> Contributions:
@@ -124,6 +123,7 @@ _ROWS = (
     Function("le", operator.le, _nothing),
     Function("gt", operator.gt, _nothing),
     Function("ge", operator.ge, _nothing),
+    Function("eq", operator.eq, _nothing),
     Function(
         "where",
         lambda condition, a, b: torch.where(condition != 0, a, b),
@@ -133,13 +133,13 @@ _ROWS = (
     Function(
         "maximum",
         lambda a, b: torch.maximum(*_pair(a, b)),
-        lambda e, g: _tie(g, e.args[0], e.args[1], "gt"),
+        lambda e, g: _tie(g, e.args[0], e.args[1], "lt", "gt"),
         cuda="te::maximum", cpu=3,
     ),
     Function(
         "minimum",
         lambda a, b: torch.minimum(*_pair(a, b)),
-        lambda e, g: _tie(g, e.args[0], e.args[1], "lt"),
+        lambda e, g: _tie(g, e.args[0], e.args[1], "gt", "lt"),
         cuda="te::minimum", cpu=3,
     ),
     Function("clamp", torch.clamp, _clamp, cuda="te::clamp", gpu=2, cpu=2),
@@ -147,7 +147,7 @@ _ROWS = (
     Function(
         "relu",
         torch.relu,
-        lambda e, g: (expr.where(pointwise("gt", e.args[0], ZERO), g, ZERO),),
+        lambda e, g: (expr.where(pointwise("le", e.args[0], ZERO), ZERO, g),),  # a NaN hands on its gradient
         lambda x: max(x, 0.0),
         cuda="te::relu", tells_sign=True,
     ),
@@ -262,14 +262,14 @@ relu = _lifted("relu")
 
 
 def maximum(a: Operand, b: Operand) -> Any:
-    """The larger of a and b; where they tie, each gets half the gradient, as in torch."""
+    """The larger of a and b; where they tie, each gets half the gradient, as in torch; NaN where either is."""
     if isinstance(a, Expr) or isinstance(b, Expr):
         return expr.binary("maximum", expr.lift(a), expr.lift(b))
     return torch.maximum(*_pair(a, b))
 
 
 def minimum(a: Operand, b: Operand) -> Any:
-    """The smaller of a and b; where they tie, each gets half the gradient, as in torch."""
+    """The smaller of a and b; where they tie, each gets half the gradient, as in torch; NaN where either is."""
     if isinstance(a, Expr) or isinstance(b, Expr):
         return expr.binary("minimum", expr.lift(a), expr.lift(b))
     return torch.minimum(*_pair(a, b))

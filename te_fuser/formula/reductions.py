@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from te_fuser.formula.expr import ONE, ZERO, Axes, Deep, Expr, add, const, deep, div, make, mul, sub, topological
+from te_fuser.formula.expr import (
+    ONE,
+    ZERO,
+    Axes,
+    Deep,
+    Expr,
+    add,
+    const,
+    deep,
+    div,
+    is_scaled,
+    make,
+    mul,
+    sub,
+    topological,
+)
 
 
 def row_sum(e: Expr) -> Expr:
@@ -58,6 +73,8 @@ def _separate(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr, E
 def _factor_out(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr, Expr]]:
     if not e.axes & Axes.FEATURE:
         return e, ONE
+    if is_scaled(e):
+        return ONE, e
     if e.op == "mul":
         (oa, ia), (ob, ib) = (yield _separate(e.args[0], done)), (yield _separate(e.args[1], done))
         if oa is ONE and ob is ONE:

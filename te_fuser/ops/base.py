@@ -6,6 +6,7 @@ Row operations give a formula (`RowOp.compute`); opaque ones give a forward and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -186,13 +187,9 @@ class FusableOperation(torch.nn.Module):
                 return planned
         return super().__getattr__(name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Plans hold locks and kernels: a copy and a pickle of the op make their own.
-        return {name: item for name, item in self.__dict__.items() if name != "_alone"}
-
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
-        return type(self).run_alone(self, x, inputs, tuple(outputs))
+        return type(self).run_alone(self, x, inputs, outputs)
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
@@ -410,7 +407,8 @@ class RowOp(FusableOperation):
         stream = call.random or random.RandomStream(0, 0, 0, *batch_layout(x.shape, self.batch_dim()))
         tensors = {name: call.get(name) for name in self.arguments()}
         arguments = [t if t is None else as_rows(t.to(wide), axes.get(n), rows, stream) for n, t in tensors.items()]
-        with random.using(stream):
+        # Where nothing is drawn, a compiler that traces this sees plain operations alone.
+        with random.using(stream) if self.draws() else contextlib.nullcontext():
             made = self.given_by(self.compute(rows, *arguments), "compute()")
         named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
         main = whole(made["output"], rows)

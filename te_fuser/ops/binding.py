@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,8 +22,8 @@ class Binding:
 
     @property
     def key(self) -> Key:
-        """The same for all bindings of one parameter."""
-        return id(self.owner), self.name
+        """The same for all bindings of one parameter, whichever copy that shares it is the owner."""
+        return id(self.owner._parameters), self.name
 
     @property
     def computed(self) -> bool:
@@ -34,6 +35,30 @@ class Binding:
         owner = self.owner
         found = owner._parameters.get(self.name)
         return getattr(owner, self.name) if found is None else found
+
+    def weak(self) -> Binding:
+        """The same, but it does not keep the owner alive."""
+        return WeakBinding(self.owner, self.name)
+
+
+class WeakBinding(Binding):
+    """A binding that does not keep the parameter's owner alive, which may hold the plans that have the binding."""
+
+    def __init__(self, owner: torch.nn.Module, name: str) -> None:
+        object.__setattr__(self, "_owner", weakref.ref(owner))
+        object.__setattr__(self, "name", name)
+
+    @property
+    def owner(self) -> torch.nn.Module:  # type: ignore[override]
+        """The module that has the parameter.
+
+        Raises:
+            ReferenceError: when it is gone.
+        """
+        found: torch.nn.Module | None = self.__dict__["_owner"]()
+        if found is None:
+            raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")
+        return found
 
 
 def has_tensor(owner: torch.nn.Module, name: str) -> bool:
@@ -77,10 +102,10 @@ class PlannedParametrizations:
     def of(cls, owner: torch.nn.Module) -> PlannedParametrizations | None:
         """Those of an op; None where nothing stands in for its parameters."""
         known = _standing.get()
-        return None if known is None or not any(k == id(owner) for k, _ in known) else cls(owner, known)
+        return None if known is None or not any(k == id(owner._parameters) for k, _ in known) else cls(owner, known)
 
     def __contains__(self, name: str) -> bool:
-        return (id(self._owner), name) in self._known
+        return (id(self._owner._parameters), name) in self._known
 
     def __getitem__(self, name: str) -> Callable[[], torch.Tensor]:
-        return self._known[id(self._owner), name]
+        return self._known[id(self._owner._parameters), name]

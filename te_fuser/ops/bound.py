@@ -10,28 +10,8 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
-from te_fuser.ops.binding import Binding, has_tensor
+from te_fuser.ops.binding import Binding, WeakBinding, has_tensor
 from te_fuser.ops.hooks import refuse_hooks, revision_of
-
-
-class WeakBinding(Binding):
-    """A binding that does not keep the parameter's owner alive, which may hold the plans that have the binding."""
-
-    def __init__(self, owner: torch.nn.Module, name: str) -> None:
-        object.__setattr__(self, "_owner", weakref.ref(owner))
-        object.__setattr__(self, "name", name)
-
-    @property
-    def owner(self) -> torch.nn.Module:  # type: ignore[override]
-        """The module that has the parameter.
-
-        Raises:
-            ReferenceError: when it is gone.
-        """
-        found: torch.nn.Module | None = self.__dict__["_owner"]()
-        if found is None:
-            raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")
-        return found
 
 
 class Bound(FusableOperation):
@@ -73,7 +53,7 @@ class Bound(FusableOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         # An ordinary reference, which copy and pickle lead to the owner's copy.
-        return {**super().__getstate__(), "_owner": self._owner()}
+        return {**self.__dict__, "_owner": self._owner()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         owner = state["_owner"]
@@ -119,7 +99,7 @@ class Bound(FusableOperation):
                 f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                 "of that name"
             )
-        # Ops hold no plans but their own; those of an op may outlive it.
+        # Plans that an op is part of may outlive it; of those that it runs by alone `run_alone` takes care.
         return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 
     def named_inputs(self) -> Mapping[str, Any]:

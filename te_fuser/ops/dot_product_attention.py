@@ -235,14 +235,17 @@ KERNEL_SWITCHES: dict[str, Callable[[], bool]] = {
 }
 
 
+_PLAIN_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
 def refuse_context_parallel() -> None:
     """Refuse to run where PyTorch's context_parallel is on: it replaces torch's attention alone.
 
     Raises:
         RuntimeError: inside of it.
     """
-    module = torch.nn.functional.scaled_dot_product_attention.__module__ or ""
-    if module.startswith("torch.distributed.tensor.experimental"):
+    found = torch.nn.functional.scaled_dot_product_attention
+    if found is not _PLAIN_ATTENTION and found.__module__.startswith("torch.distributed.tensor.experimental"):
         raise RuntimeError(
             "DotProductAttention: inside torch's context_parallel each process holds a part of the sequence, and this "
             "op would attend to that part alone; call it outside of context_parallel, or use "

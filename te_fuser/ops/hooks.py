@@ -9,6 +9,15 @@ import torch
 
 from te_fuser.ops.base import FusableOperation
 
+_module = torch.nn.modules.module
+# Those that run for all modules: while there is one, every op runs by its own __call__.
+GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+    _module._global_forward_hooks,
+    _module._global_forward_pre_hooks,
+    _module._global_backward_hooks,
+    _module._global_backward_pre_hooks,
+)
+
 
 def hooks_of(m: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hooks that a module's own __call__ would run, by kind."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -262,9 +263,35 @@ def two_operands(kit: Kit, width: int) -> Pair:
         "quotient": x / other, "largest": f.maximum(x, other), "smallest": f.minimum(x, other),
         "below": x < other, "at_most": x <= other, "above": x > other, "at_least": x >= other,
         "clamped": f.clamp(x, -1.0, 2.0), "low": f.clamp(x, low=0.25), "picked": f.where(x < other, x, other),
-        "row_largest": f.row_max(x) + 0 * x, "row_smallest": f.row_min(x) + 0 * x, "difference": x - other,
+        "row_largest": f.row_max(x) + (x > x), "row_smallest": f.row_min(x) + (x > x), "difference": x - other,
     }  # fmt: skip
     return (kit.forward("two_operands", {n: (e, width) for n, e in values.items()}),)
+
+
+# By name a function of one number that kinks, or multiplies by what is extreme; as torch computes it.
+KINKS: dict[str, Callable[[Any], Any]] = {
+    "relu": f.relu,
+    "srelu": lambda x: f.relu(x) * f.relu(x),
+    "magnitude": f.absolute,
+    "limited": lambda x: f.clamp(x, -1.0, 2.0),
+    "enlarged": lambda x: x * 1e20 * 1e20,
+    "enlarged_sum": lambda x: 3.0 * (x * 1e20) * 1e20 + x,
+    "lessened": lambda x: x * 1e-30 * 1e-15,
+    "divided": lambda x: x / 1e30 / 1e15,
+    "nothing": lambda x: x * 0,
+    "itself": lambda x: x - x,
+}
+
+
+def kinks(kit: Kit, width: int) -> Pair:
+    """Values and slopes where functions kink, tie or meet extreme numbers."""
+    x, other, limit = kit.full("x", width), kit.full("other", width), kit.feature("limit", width)
+    values = {name: fn(x) for name, fn in KINKS.items()}
+    slopes = {f"d_{name}": differentiate({y: other}, [x])[x] for name, y in values.items()}
+    for name, y in {"largest": f.maximum(x, other), "smallest": f.minimum(x, other)}.items():
+        slopes |= {f"d_{name}_{leaf.attrs[0]}": g for leaf, g in differentiate({y: limit}, [x, other]).items()}
+    slopes["d_floor"] = differentiate({f.maximum(x, 0.0): other}, [x])[x]
+    return (kit.forward("kinks", {n: (e, width) for n, e in (values | slopes).items()}),)
 
 
 def geglu_chain(kit: Kit, width: int) -> Pair:
@@ -317,6 +344,7 @@ CASES: tuple[tuple[Family, int, tuple[str, str]], ...] = (
     (waves, 257, _F32),
     (waves, 40, _BF16),
     (two_operands, 16, _F32),
+    (kinks, 16, _F32),
     (geglu_chain, 257, _F32),
 )
 

@@ -231,7 +231,7 @@ def test_functions_are_accurate(cache: Path, flags: tuple[str, ...] | None) -> N
         torch.testing.assert_close(value[~finite], rounded[~finite], equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "choices_fwd-40-f32"])
+@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "kinks-16-f32", "choices_fwd-40-f32"])
 def test_rare_values_are_as_in_torch(kernels: dict[str, LoadedKernel], name: str) -> None:
     d = CORPUS[name]
     tensors = rare_inputs(d)

@@ -138,7 +138,7 @@ def test_values_are_the_interpreters(name: str, emulated: dict[str, Emulated]) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "choices_fwd-40-f32"])
+@pytest.mark.parametrize("name", ["every_function-40-f32", "two_operands-16-f32", "kinks-16-f32", "choices_fwd-40-f32"])
 def test_rare_values_are_as_in_torch(name: str, emulated: dict[str, Emulated]) -> None:
     d = CORPUS[name]
     tensors, rows = rare_inputs(d), len(RARE)

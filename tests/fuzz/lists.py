@@ -14,10 +14,11 @@ import torch
 import te_fuser
 from te_fuser import compare, ops
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
-from te_fuser.verify import Row
+from te_fuser.verify import Row, models
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
 from tests.fuzz.covers import GENERATED_PLANS, PLANS
+from tests.fuzz.numbers import EXTREME_OPS, NUMBERS, Enlarged, Tied, judge_kinds  # noqa: F401 - by name in a list
 
 # ---------------------------------------------------------------------------------- ops that only the fuzzer has
 
@@ -87,6 +88,7 @@ GATED = (
 )  # fmt: skip
 RANDOM = ("ops.Dropout(0.3)", "ops.Dropout(0.0)", "ops.Dropout(1.0)", "ops.DropPath(0.4, 0)")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+JUDGES = {"extreme": judge_kinds}  # what holds results against the reference, where it is not as verify does
 _BAD_LUCK = 1.5
 
 
@@ -111,6 +113,7 @@ class FuzzCase:
     autocast: bool = False
     steps: bool = False  # also check every step on the data it sees
     kernels: str = "reference"
+    numbers: str = "plain"  # what the input holds, a key of NUMBERS
 
     def __repr__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
@@ -151,7 +154,7 @@ class FuzzCase:
             model = self.build()
             rng = torch.Generator().manual_seed(self.seed + 1)
             dtype = getattr(torch, self.dtype)
-            x = torch.randn(self.shape, generator=rng, dtype=torch.float64).to(dtype)
+            x = NUMBERS[self.numbers](torch.randn(self.shape, generator=rng, dtype=torch.float64), rng).to(dtype)
             inputs = {
                 name: torch.randn(shape, generator=rng, dtype=torch.float64).to(getattr(torch, own))
                 for name, shape, own in self.inputs
@@ -160,7 +163,8 @@ class FuzzCase:
             leaves = ["input", *(f"input {n}" for n in inputs), *(n for n, _ in model.named_parameters())]
             frozen = frozenset(n for k, n in enumerate(leaves) if self.frozen >> k & 1)
             case = Case("fuzz", None, None, self.layout, self.upstream, frozen, self.calls)
-            rows = Subject(model, None).check(case, call)
+            with mock.patch.object(models, "judge", JUDGES.get(self.numbers, models.judge)):
+                rows = Subject(model, None).check(case, call)
             if self.steps:
                 rows += _wrong_steps(model, call)
             return [row for row in rows if row.share > _BAD_LUCK]
@@ -192,8 +196,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class _Writer:
     """Writes a list op by op; knows shape and dtype at the point it has come to."""
 
-    def __init__(self, draw: st.DrawFn, shape: tuple[int, ...], dtype: str) -> None:
-        self.draw, self.shape, self.dtype, self.now = draw, shape, dtype, dtype
+    def __init__(self, draw: st.DrawFn, shape: tuple[int, ...], dtype: str, numbers: str = "plain") -> None:
+        self.draw, self.shape, self.dtype, self.now, self.numbers = draw, shape, dtype, dtype, numbers
         self.setup: list[str] = []
         self.inputs: dict[str, tuple[tuple[int, ...], str]] = {}
         self.outputs: list[str] = []
@@ -314,6 +318,7 @@ def _same_dtype(w: _Writer) -> bool:
 Rule = tuple[Callable[[_Writer, int], bool], Callable[[_Writer, int], list[str]]]
 KINDS: dict[str, Rule] = {
     "row": (lambda w, d: True, lambda w, d: [w.pick(PLAIN)]),
+    "extreme": (lambda w, d: w.numbers == "extreme", lambda w, d: [w.pick(EXTREME_OPS)]),
     "parameters": (lambda w, d: _same_dtype(w), lambda w, d: [w.pick(WITH_PARAMETERS)]),
     "norm": (lambda w, d: _same_dtype(w) and w.features > 1, lambda w, d: [w.pick(NORMS)]),
     "float32 norm": (lambda w, d: w.now == "bfloat16" and w.features > 1, lambda w, d: [w.pick(FLOAT32_NORMS)]),
@@ -344,7 +349,8 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
         st.one_of(st.tuples(rows), st.tuples(st.integers(0, 6), side), st.just(()), st.tuples(side, side, side))
     )
     shape = (*leading, features)
-    writer = _Writer(draw, shape, dtype)
+    numbers = draw(st.sampled_from(("plain", "plain", *NUMBERS)))
+    writer = _Writer(draw, shape, dtype, numbers)
     items = writer.list(8, 0)
     return FuzzCase(
         f"te_fuser.Sequential({', '.join([*items, 'memory=memory', 'kernels=kernels'])})",
@@ -362,6 +368,7 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
         draw(st.sampled_from([*PLANS] if kernels == "reference" else GENERATED_PLANS)),
         draw(st.integers(0, 2**16)),
         dtype == "float32" and not draw(st.integers(0, 5)),
-        not draw(st.integers(0, 3)),
+        numbers != "extreme" and not draw(st.integers(0, 3)),
         kernels,
+        numbers,
     )

@@ -78,12 +78,16 @@ TE_INLINE int64_t sample_of(int64_t row, const te_launch* launch) {
   return row / launch->batch_inner % launch->batch_size;
 }
 
+// What was lost in adding; nothing is lost of a sum that is infinite.
+TE_INLINE vec finite(vec lost) { return where(abs(lost) < infinity, lost, vec{}); }
+TE_INLINE float finite(float lost) { return where(abs(lost) < infinity, lost, 0.0f); }
+
 // A worker's partial sums lie side by side: `padded` sums, then what was lost in adding them. Per-sample sums follow
 // the others, sample after sample.
 template <class Number>
 TE_INLINE void add_compensated(Number& sum, Number& lost, Number x) {
   const Number corrected = x - lost, next = sum + corrected;
-  lost = (next - sum) - corrected;
+  lost = finite((next - sum) - corrected);
   sum = next;
 }
 
@@ -106,7 +110,7 @@ TE_INLINE void flush_block(float* block, float* partial) {
 // The same for one number: added up in double precision, of which the partial sum keeps the float that was lost, too.
 TE_INLINE void store_partial(float* partial, double total) {
   partial[0] = static_cast<float>(total);
-  partial[partial_padding] = static_cast<float>(partial[0] - total);
+  partial[partial_padding] = finite(static_cast<float>(partial[0] - total));
 }
 TE_INLINE void add_to_partial(float* partial, double total) {
   add_compensated(partial[0], partial[partial_padding], static_cast<float>(total));

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,18 @@ class ListedOp:
     scope: str = ""
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     stream: int = -1
+
+    def as_now(self, training: bool) -> ListedOp:
+        """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these."""
+        op = with_attributes(self.lowered.op, {**self.lowered.op.__dict__, "training": training})
+        return replace(self, lowered=replace(self.lowered, op=op))
+
+
+def with_attributes(op: FusableOperation, attributes: dict[str, Any]) -> FusableOperation:
+    """Another object of the op's class with these attributes; it does not keep the op alive."""
+    made = object.__new__(type(op))
+    object.__setattr__(made, "__dict__", attributes)
+    return made
 
 
 @dataclass(frozen=True)

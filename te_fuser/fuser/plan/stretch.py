@@ -406,8 +406,8 @@ def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list
     given = {e.args[0].args[0]: e for e in told}
 
     def replace(e: Expr) -> Expr | None:
-        slope = e.op == "gt" and e.args[0] in given and e.args[1] is expr.ZERO
-        return expr.pointwise("gt", given[e.args[0]], expr.ZERO) if slope else None
+        slope = e.op == "le" and e.args[0] in given and e.args[1] is expr.ZERO
+        return expr.pointwise("le", given[e.args[0]], expr.ZERO) if slope else None
 
     return substitute(roots, replace) if given else []
 

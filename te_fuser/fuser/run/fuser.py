@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
@@ -21,9 +22,10 @@ from te_fuser.fuser.plan.problem import Options, find_matches
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.loading import Prepared, execute, load
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
+from te_fuser.fuser.run.tracers import in_dual_level, may_be_traced, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.fusions import registry
 from te_fuser.look import looking, stands_in
-from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
@@ -32,7 +34,8 @@ _PLANS_KEPT = 16
 _SHAPES_KEPT = 64
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_caching = threading.Lock()  # one for all, as a model whose reference is being compiled may make fusers, but no locks
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of tensors that run
 _DENSE = "te_fuser takes dense, materialized tensors; call .to_dense(), .resolve_conj() or .to_padded_tensor() first"
 
 
@@ -69,7 +72,6 @@ class Fuser:
         self._by_shape: OrderedDict[Any, Prepared] = OrderedDict()
         self._plans: OrderedDict[Any, Prepared] = OrderedDict()
         self._last: tuple[Any, Any] = (None, None)
-        self._lock = threading.Lock()
         self._relist()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,18 +107,10 @@ class Fuser:
         Raises:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
-        # What else check_input looks at is in the signature, and checked when there is no plan for it yet.
-        if (
-            type(x) not in _PLAIN
-            or x.is_meta
-            or x.is_neg()
-            or x.is_nested
-            or torch._C._are_functorch_transforms_active()
-        ):
+        if type(x) not in PLAIN and stands_in(x):
             check_input(x)
-            if stands_in(x):
-                graph = self._graph(x, named_tensors(inputs), outputs, self.parameters())
-                return results_like(graph, outputs, x.device)
+            graph = self._graph(x, named_tensors(inputs), outputs, self.parameters(), self._training())
+            return results_like(graph, outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
         prepared, parameters = self.prepare_call(x, inputs, outputs)
         return execute(prepared, x, inputs, parameters)
@@ -137,13 +131,26 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
+        # What else check_input looks at is in the signature, and checked when there is no plan for it yet.
+        if (
+            type(x) not in PLAIN
+            or x.is_meta
+            or x.is_neg()
+            or x.is_nested
+            or torch._C._are_functorch_transforms_active()
+            or may_be_traced()
+        ):
+            check_input(x)
         parameters = self.parameters()
-        signature = self._signature(x, inputs, outputs, parameters)
+        if in_dual_level():
+            refuse_tangents((x, *inputs.values(), *parameters))
+        training = self._training()  # once: another thread may call train() or eval()
+        signature = self._signature(x, inputs, outputs, parameters, training)
         last, found = self._last  # comparing takes half the time of a look-up
         if signature == last:
             return found, parameters
         known = self._by_shape.get(signature)
-        found = known or self._find(signature, x, inputs, outputs, parameters)
+        found = known or self._find(signature, x, inputs, outputs, parameters, training)
         self._last = signature, found
         return found, parameters
 
@@ -153,6 +160,7 @@ class Fuser:
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
+        training: tuple[bool, ...],
     ) -> Any:
         """The shapes of a call, and everything else that its plan depends on."""
         grad = torch.is_grad_enabled()
@@ -174,10 +182,14 @@ class Fuser:
             named,
             registry.state(),
             self._revisions,
-            tuple([op.training for op in self._ops]),
+            training,
             tuple([state() for state in self._states]),
             tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]),
         )
+
+    def _training(self) -> tuple[bool, ...]:
+        """Which ops are in training mode now."""
+        return tuple([op.training for op in self._ops])
 
     def _find(
         self,
@@ -186,21 +198,22 @@ class Fuser:
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
+        training: tuple[bool, ...],
     ) -> Prepared:
         """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
-        graph, options = self.asked(x, inputs, outputs, parameters)
+        graph, options = self.asked(x, inputs, outputs, parameters, training=training)
         shapes, rest = signature
         places = tuple(find_matches(graph, options)[0])
         key = (tuple(_shape_class(s) for s in shapes), rest, places)
         prepared = self._plans.get(key) or load(make_plan(graph, options), outputs)
-        with self._lock:
+        with _caching:
             _remember(self._plans, key, prepared, _PLANS_KEPT)
             _remember(self._by_shape, signature, prepared, _SHAPES_KEPT)
         return prepared
 
     def forget_plans(self) -> None:
         """Plan anew at the next call."""
-        with self._lock:
+        with _caching:
             self._plans.clear()
             self._by_shape.clear()
             self._last = (None, None)
@@ -231,13 +244,16 @@ class Fuser:
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
         device: Device | None = None,
+        training: tuple[bool, ...] | None = None,
     ) -> tuple[Graph, Options]:
-        """What is to be planned, with these parameters; every error in the list or in the input is raised here."""
-        if torch.jit.is_tracing():
-            raise TypeError("te_fuser does not run under torch.jit.trace; model.reference is plain PyTorch and does")
+        """What is to be planned, with these parameters; every error in the list or in the input is raised here.
+
+        Args:
+            training: which ops are planned in training mode; by default those that are now.
+        """
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        graph = self._graph(x, inputs, outputs, parameters, there)
+        graph = self._graph(x, inputs, outputs, parameters, self._training() if training is None else training, there)
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, capability=device.capability)
@@ -251,10 +267,13 @@ class Fuser:
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
+        training: tuple[bool, ...],
         absent: torch.device | None = None,
     ) -> Graph:
+        """The graph of a call with these parameters, in these modes."""
         known = dict(zip(self._bound.bindings, parameters, strict=True))
-        return GraphBuilder(self._listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
+        listed = [o.as_now(mode) for o, mode in zip(self._listed, training, strict=True)]
+        return GraphBuilder(listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
@@ -287,7 +306,7 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     found = {name: t for name, t in inputs.items() if t is not None}
     for name, t in found.items():
-        if type(t) not in _PLAIN and not stands_in(t):
+        if type(t) not in PLAIN and not stands_in(t):
             raise TypeError(f"input {name!r} is a {type(t).__name__}; te_fuser takes plain tensors by name")
         if t.layout != torch.strided or t.is_nested:
             raise TypeError(f"input {name!r}: {_DENSE}")
@@ -315,13 +334,16 @@ def check_input(x: Any, planning: bool = False) -> None:
         TypeError: when x is not a plain tensor.
         ValueError: when x has no feature dimension.
     """
+    refuse_proxy(x)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
-    if type(x) not in _PLAIN and not stands_in(x):
+    if type(x) not in PLAIN and not stands_in(x):
         raise TypeError(
             f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
-            "or keep this model out of tracing (torch.compiler.disable)"
+            "keep this model out of tracing (torch.compiler.disable), or trace model.reference, which is plain PyTorch"
         )
+    if not stands_in(x):
+        refuse_tracers()
     if x.device.type == "meta" and not planning:
         raise TypeError(
             "te_fuser got a meta tensor, which has no values; move the model and input to a real device, "
@@ -338,19 +360,38 @@ def check_input(x: Any, planning: bool = False) -> None:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
 
 
+# Op -> what its fuser was made for, and the fuser, which must not hold the op: it would never be freed.
+_alone: WeakKeyDictionary[FusableOperation, tuple[Any, Fuser]] = WeakKeyDictionary()
+
+
 def run_alone(
-    op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
+    op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str] = ()
 ) -> Any:
-    """Run a single op by a plan cached on it."""
+    """Run a single op by a plan that is kept as long as the op is."""
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.outside_tracing import outside_tracing
 
         return outside_tracing(run_alone, op, x, inputs, outputs)
-    fuser = op.__dict__.get("_alone")
-    if fuser is None:
-        fuser = Fuser([op])
-        object.__setattr__(op, "_alone", fuser)
-    return fuser.run(x, inputs, outputs)
+    if type(x) not in PLAIN:
+        refuse_proxy(x)
+    made_for = type(op), op.revision  # parametrize and fully_shard change the class
+    known, fuser = _alone.get(op, (None, None))
+    if fuser is None or known != made_for:
+        fuser = Fuser(_listed_alone(op))
+        _alone[op] = made_for, fuser
+    return fuser.run(x, inputs, tuple(outputs))
+
+
+def _listed_alone(op: FusableOperation) -> list[ListedOp]:
+    """The op as a list that does not keep it alive: of another object, whose attributes are those of both."""
+    twin = with_attributes(op, op.__dict__)
+    listed = list_ops([twin], "0")
+    return [replace(item, lowered=replace(item.lowered, bindings=_weak(item.lowered, twin))) for item in listed]
+
+
+def _weak(low: LoweredOp, twin: FusableOperation) -> dict[str, Binding]:
+    """The bindings, those of the twin's own parameters as they are."""
+    return {name: b if b.owner is twin else b.weak() for name, b in low.bindings.items()}
 
 
 FusableOperation.run_alone = staticmethod(run_alone)  # type: ignore[assignment]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from te_fuser import _native
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.steps.step import KernelFunction
 
@@ -72,17 +73,32 @@ def load(
     with_sums = plan.has_sums and wrap is None
     kernels = load_kernels(wanted, plan.target, plan.x.device, rows, plan.written) | dict(instead or {})
     sums = load_column_sums(plan.target, plan.x.device) if with_sums else None
+    graph = plan.graph
+    result, *extras = _tensors(plan, [graph.output, *(graph.named_outputs[name] for name in outputs)])
+    computed = any(graph.producer(v) is not None for v in (result, *extras))
     return Prepared(
         plan,
-        build_segments(plan, Loaded(kernels, wrap, sums)),
+        build_segments(plan, Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])) if computed else (),
         bool(plan.backward),
         # Whatever the plan: which random numbers a call takes from PyTorch's generator depends on the ops alone.
         any(n.draws for n in plan.graph.nodes),
         torch.is_autocast_enabled(plan.x.device.type),
-        tuple(plan.graph.named_inputs.items()),
-        plan.graph.output,
-        tuple(plan.graph.named_outputs[name] for name in outputs),
+        tuple(graph.named_inputs.items()),
+        result,
+        tuple(extras),
     )
+
+
+def _tensors(plan: Plan, values: Sequence[int]) -> list[int]:
+    """For each value the first that is the same tensor, an input or one of these: for autograd, too, it is that one."""
+    graph = plan.graph
+    known = {graph.ref(v): v for v in (*graph.named_inputs.values(), 0)}
+    same: dict[Ref, Ref] = {}
+    for step in plan.forward:
+        for new, old in step.task.aliases:
+            same[new] = same.get(old, old)
+    refs = [same.get(ref, ref) for ref in map(graph.ref, values)]
+    return [known.setdefault(ref, v) for ref, v in zip(refs, values, strict=True)]
 
 
 def load_kernels(

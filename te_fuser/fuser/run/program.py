@@ -20,7 +20,11 @@ class Program:
     """Steps in order, and after each the slots nobody reads any more.
 
     Slots are the inputs in their order, then what the steps make, and a last one that stays empty. `run` takes
-    them, and whether outputs may be stored over what dies (by default they may).
+    them, whether outputs may be stored over what dies (by default they may), and who watches.
+
+    Attributes:
+        names: each step with the ops that it covers.
+        made: the names and slots of what each step makes.
     """
 
     run: Callable[..., None]
@@ -28,6 +32,8 @@ class Program:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     blank: tuple[None, ...]
+    names: tuple[str, ...] = ()
+    made: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     def slots(self, tensors: Iterable[torch.Tensor | None]) -> Slots:
         """Slots that hold the inputs."""
@@ -42,11 +48,13 @@ class Loaded:
         kernels: description key -> the kernel.
         wrap: what runs in each step's place.
         sums: adds up all column sums at the end that no step reads; without it each kernel adds up its own.
+        labels: what the ops of the plan are called.
     """
 
     kernels: Mapping[str, KernelFunction]
     wrap: Wrapper | None = None
     sums: _native.ColumnSums | None = None
+    labels: Sequence[str] = ()
 
 
 def build_program(
@@ -76,7 +84,9 @@ def build_program(
         [(r, dead.get(k, [])) for k, r in enumerate(runners)], loaded.sums if may_wait else None, may_wait
     )
     blank = (None,) * (len(slots) - len(numbers_in) + 1)
-    return Program(native.run, len(slots), numbers_in, numbers_out, blank), slots
+    names = tuple(f"{s.name}: {', '.join(loaded.labels[s.start : s.stop])}" for s in steps)
+    made = tuple(tuple((name, slots[r]) for name, r in s.outputs) for s in steps)
+    return Program(native.run, len(slots), numbers_in, numbers_out, blank, names, made), slots
 
 
 def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, int], held: Container[int]) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.fuser.graph.refs import SEED, Ref
+from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Segment:
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
         slots = self.forward.slots(tensors)
-        self.forward.run(slots)
+        watched.run(self.forward, slots)
         return slots
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
@@ -119,9 +120,9 @@ class SegmentFunction(torch.autograd.Function):
         kind = segment.device
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
-                program.run(slots, may_overwrite)
+                watched.run(program, slots, may_overwrite, backward=True)
         else:
-            program.run(slots, may_overwrite)
+            watched.run(program, slots, may_overwrite, backward=True)
         return (None, *segment.take_gradients(slots))
 
 

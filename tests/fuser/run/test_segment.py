@@ -175,7 +175,7 @@ def test_double_backward_is_refused():
 def test_forward_mode_is_refused():
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(X.detach(), torch.ones(6, 8, dtype=X.dtype))
-        with pytest.raises(NotImplementedError, match="jvp"):
+        with pytest.raises(TypeError, match="forward-mode"):
             block()(dual, **EXTRA)
 
 
@@ -200,7 +200,7 @@ def test_transforms_are_refused_and_the_reference_takes_them(make, transform):
 
 def test_jit_tracing_is_refused_and_the_reference_takes_it():
     model = sequential(ops.Linear(8, 8), ops.GELU())
-    with pytest.raises(TypeError, match=r"does not run under torch\.jit\.trace; model\.reference"):
+    with pytest.raises(TypeError, match=r"does not run under torch\.jit\.trace.*model\.reference"):
         torch.jit.trace(model, X.detach(), check_trace=False)
     model.requires_grad_(False)
     traced = torch.jit.trace(lambda x: model.reference(x), X.detach(), check_trace=False)

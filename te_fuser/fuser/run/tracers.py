@@ -1,0 +1,69 @@
+"""Who would record a call, or differentiate it forward: they see operations of PyTorch, and a kernel is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace as _fx
+
+_C = torch._C
+_MODES = _C._TorchDispatchModeKey
+_INSTEAD = (
+    "trace a module whose forward is model.reference(x), which is plain PyTorch: docs/works-with.md shows one, for "
+    "make_fx, torch.jit.trace, torch.export and torch.compile"
+)
+
+
+def may_be_traced() -> bool:
+    """Whether to look closer; costs next to nothing, since each call asks."""
+    fx = getattr(_fx, "_is_fx_tracing_flag", True)
+    return fx or _C._len_torch_dispatch_stack() > 0 or _C._get_tracing_state() is not None  # type: ignore[attr-defined, no-any-return]
+
+
+def refuse_tracers() -> None:
+    """Refuse a call that this thread traces.
+
+    Raises:
+        TypeError: naming the tracer, and what to trace instead.
+    """
+    if _C._get_tracing_state() is not None:  # type: ignore[attr-defined]
+        raise TypeError(f"te_fuser does not run under torch.jit.trace, which would record no kernel; {_INSTEAD}")
+    before = _C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch)  # make_fx(pre_dispatch=True)
+    if before or _C._get_dispatch_mode(_MODES.PROXY) is not None:
+        raise TypeError(f"te_fuser does not run under make_fx, which would record no kernel; {_INSTEAD}")
+    if _C._get_dispatch_mode(_MODES.FAKE) is not None:
+        raise TypeError(f"te_fuser does not run under FakeTensorMode, whose tensors have no memory; {_INSTEAD}")
+
+
+def refuse_proxy(x: Any) -> None:
+    """Refuse what torch.fx.symbolic_trace hands in, before anything of the model is looked at.
+
+    Raises:
+        TypeError: saying what to do.
+    """
+    if isinstance(x, torch.fx.Proxy):
+        raise TypeError(
+            "te_fuser does not run under torch.fx.symbolic_trace, whose proxies have no shape to plan for; make the "
+            "model a leaf (Tracer.is_leaf_module), or trace it with a tensor: make_fx(lambda x: model.reference(x))(x)"
+        )
+
+
+def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse a call one of whose tensors has a tangent; asked within a dual level alone.
+
+    Raises:
+        TypeError: saying what to differentiate instead.
+    """
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise TypeError(
+            "te_fuser has no forward-mode derivatives, and the result would have no tangent; differentiate "
+            "model.reference(x), which is plain PyTorch, in the forward_ad.dual_level() or by torch.func.jvp"
+        )
+
+
+def in_dual_level() -> bool:
+    """Whether tensors may have tangents now."""
+    return forward_ad._current_level >= 0

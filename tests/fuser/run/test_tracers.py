@@ -1,0 +1,153 @@
+"""Tracers and forward-mode derivatives are refused at every call; what is advised instead works."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from te_fuser import Residual, Sequential, ops
+from te_fuser.fuser.run import fuser
+
+
+class Reference(torch.nn.Module):
+    """A model's reference as a module."""
+
+    def __init__(self, model: Sequential) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model.reference(x)
+
+
+def made(**options: Any) -> Sequential:
+    """A model of row ops, products, attention and a branch; nothing is drawn in eval mode."""
+    return Sequential(
+        ops.LayerNorm(8),
+        ops.Linear(8, 24),
+        ops.DotProductAttention(2, 4, dropout=0.1),
+        Residual(ops.Linear(8, 16), ops.SwiGLU(), ops.Dropout(0.1)),
+        **options,
+    ).eval()
+
+
+X = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+
+
+def with_tangent(model: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(X, torch.ones_like(X)))).tangent
+
+
+def with_parameter_tangent(model: Sequential) -> Any:
+    with forward_ad.dual_level():
+        weight = model[0].weight
+        model[0]._parameters["weight"] = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        try:
+            return model(X)
+        finally:
+            model[0]._parameters["weight"] = weight
+
+
+def under_fake_tensors(model: Sequential) -> Any:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        return model(X)
+
+
+REFUSED: dict[str, tuple[Callable[[Sequential], Any], str]] = {
+    "make_fx": (lambda m: make_fx(m)(X), "under make_fx.*model.reference"),
+    "make_fx before dispatch": (lambda m: make_fx(m, pre_dispatch=True)(X), "under make_fx.*model.reference"),
+    "make_fx of fake tensors": (lambda m: make_fx(m, tracing_mode="fake")(X), "got FakeTensor.*model.reference"),
+    "fake tensors": (under_fake_tensors, "FakeTensorMode.*model.reference"),
+    "jit": (lambda m: torch.jit.trace(m, X), "torch.jit.trace.*model.reference"),
+    "symbolic_trace": (torch.fx.symbolic_trace, "symbolic_trace.*is_leaf_module"),
+    "tangent": (with_tangent, "forward-mode.*model.reference"),
+    "parameter's tangent": (with_parameter_tangent, "forward-mode.*model.reference"),
+    "jvp": (lambda m: torch.func.jvp(m, (X,), (X,)), "torch.func.*model.reference"),
+}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_every_call(
+    name: str, called: bool, frozen: bool, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, text = REFUSED[name]
+    model = made(verify=verify).requires_grad_(not frozen)
+    want = model(X) if called else made_alike(model)(X)
+    with monkeypatch.context() as patch:
+        patch.setattr(fuser, "execute", lambda *_: pytest.fail("something runs"))
+        with pytest.raises(TypeError, match=text):
+            trace(model)
+    assert torch.equal(model(X), want)
+
+
+def made_alike(model: Sequential) -> Sequential:
+    return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("op", [ops.LayerNorm(8), ops.Linear(8, 8)])
+def test_ops_alone_refuse_and_stay_as_they_were(op: ops.FusableOperation, called: bool) -> None:
+    op = copy.deepcopy(op)
+    want = op(X) if called else copy.deepcopy(op)(X)
+    for trace, _ in REFUSED.values():
+        if trace is not with_parameter_tangent:
+            with pytest.raises(TypeError, match=r"model\.reference"):
+                trace(op)  # type: ignore[arg-type]
+    assert torch.equal(op(X), want)
+
+
+def test_other_modes_see_the_call() -> None:
+    with FlopCounterMode(display=False):
+        assert torch.equal(made_alike(model := made())(X), model(X))
+
+
+def test_a_dual_level_without_tangents_runs() -> None:
+    model = made()
+    with forward_ad.dual_level():
+        assert torch.equal(model(X), model(X))
+
+
+TRACED: dict[str, Callable[[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "make_fx": lambda m: make_fx(m)(X),
+    "jit": lambda m: torch.jit.trace(m, X),
+    "export": lambda m: torch.export.export(m, (X,)).module(),
+    "strict export": lambda m: torch.export.export(m, (X,), strict=True).module(),
+    "compile": lambda m: torch.compile(m, fullgraph=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_the_reference_can_be_traced(name: str) -> None:
+    model = made()
+    traced = TRACED[name](Reference(model))
+    torch.testing.assert_close(traced(X), model(X))
+    torch.testing.assert_close(traced(2 * X), model(2 * X))
+
+
+def test_the_reference_has_forward_mode_derivatives() -> None:
+    model = made().double()
+    x, dx = X.double(), torch.randn_like(X).double()
+    _, tangent = torch.func.jvp(model.reference, (x,), (dx,))
+    eps = 1e-6
+    torch.testing.assert_close(tangent, (model(x + eps * dx) - model(x - eps * dx)) / (2 * eps), rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_may_be_a_leaf() -> None:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: torch.nn.Module, name: str) -> bool:
+            return isinstance(module, Sequential) or super().is_leaf_module(module, name)
+
+    whole = torch.nn.Sequential(made(), torch.nn.Tanh())
+    graphed = torch.fx.GraphModule(whole, Tracer().trace(whole))
+    assert torch.equal(graphed(X), whole(X))
