@@ -9,6 +9,7 @@ from torch import nn
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER
+from te_fuser.ops.rows import unrounded
 from tests.fuser.models import our_mlp, torch_mlp
 from tests.fusions.products import autocast_on_cuda
 from tests.twins import randomize, sequential, tensor
@@ -182,3 +183,14 @@ def test_norms_in_half_precision_under_cuda_autocast(kind):
 def test_what_autocast_cannot_mend_is_not_blamed_on_its_absence():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"convert one with \.to\(\)$"):
         ops.LayerNorm(8).double()(tensor(4, 8, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_exactly_is_cast_nowhere(dtype: torch.dtype) -> None:
+    """In float64 without rounding a Cast gives float64 still, so nothing behind it may be taken for another dtype."""
+    model = sequential(ops.Cast(torch.bfloat16), ops.Cast(dtype), ops.Linear(4, 3), dtype=torch.float64)
+    x = tensor(5, 4, dtype=torch.float64)
+    with unrounded(), torch.autocast("cpu", torch.bfloat16):
+        y = model.reference(x)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, x @ model[2].weight.T + model[2].bias)
