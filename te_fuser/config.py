@@ -16,15 +16,23 @@ class Config:
         cache_dir: folder of compiled kernels and of what tune finds; None: the user's cache folder.
         compiler: path or name of the C++ compiler; None: the one that CXX names, else the first found of c++, g++ and
             clang++.
+        plans_kept: how many plans each group of ops keeps, those that were used last.
+        shapes_kept: how many shapes it knows the plans of without looking for them, those that were used last.
     """
 
     cache_dir: Path | None = None
     compiler: str | None = None
+    plans_kept: int = 64
+    shapes_kept: int = 256
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = [f.name for f in fields(self)]
         if name not in known:
             raise AttributeError(f"te_fuser.config has no {name!r}; it has {', '.join(known)}")
+        if name.endswith("_kept"):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"te_fuser.config.{name} is a whole number from 1 on, got {value!r}")
+            return super().__setattr__(name, value)
         if not (value is None or isinstance(value, (str, os.PathLike))):
             raise TypeError(f"te_fuser.config.{name} is a path or None, got {value!r}")
         if value is not None:

@@ -24,6 +24,7 @@ from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.run.kept import KeptPlan
     from te_fuser.fuser.tune.tune import TuneReport
 
 
@@ -213,6 +214,15 @@ class Sequential(OpList):
         except NotSeenError as error:
             return found, error
         return found, None
+
+    def plans_kept(self) -> list[KeptPlan]:
+        """The plans that calls have made so far and later ones may run by, the one that was used last first.
+
+        A shape runs by a plan that is kept where it answers all questions about sizes alike, and is of the same powers
+        of two; `te_fuser.config.plans_kept` says how many there may be of each group of ops. Modules that run by
+        themselves have their own.
+        """
+        return [kept for part in self._prepared() if isinstance(part, Group) for kept in part.fuser.plans_kept()]
 
     def explain(
         self,

@@ -71,6 +71,7 @@ ABSTRACT = {
     "te_fuser.ops.binding",
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.rows",
+    "te_fuser.ops.sizes",
     "te_fuser.ops.tensor_function",
     "te_fuser.fusions.library",
     "te_fuser.fusions.match",
@@ -89,6 +90,7 @@ OP_HELPERS = {
     "parameters",
     "products",
     "rows",
+    "sizes",
     "tensor_function",
 }
 ASPECTS = {

@@ -70,7 +70,7 @@ def load(
         ValueError: for a description that generated kernels do not cover, such as one with float64.
     """
     index = _index(device)
-    wanted = {d.key: (d, _measured(d, index, (rows or {}).get(d.key), cache_dir)) for d in descriptions}
+    wanted = {d.key: (d, measured(d, device, (rows or {}).get(d.key), cache_dir)) for d in descriptions}
     made = dict(zip(wanted, _load(list(wanted.values()), index, cache_dir, written), strict=True))
     return [made[d.key] for d in descriptions]
 
@@ -126,10 +126,11 @@ _written: dict[tuple[WrittenKernel, str], Loadable] = {}  # by architecture
 _written_ready: set[tuple[WrittenKernel, int]] = set()
 
 
-def _measured(
-    description: KernelDescription, index: int, rows: int | None, cache_dir: Path | None
+def measured(
+    description: KernelDescription, device: torch.device, rows: int | None, cache_dir: Path | None = None
 ) -> tuple[Schedule, ...]:
     """The schedules that were measured to be the best; none where none were, or where they do not fit any more."""
+    index = _index(device)
     found = store_for(torch.cuda.get_device_name(index), cache_dir).find(description.key, rows)
     return () if found and _misfit(description, found, index) else found
 

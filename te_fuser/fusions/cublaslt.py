@@ -27,6 +27,7 @@ from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import linear
+from te_fuser.ops.sizes import asked, exact
 
 register_library(
     Library(
@@ -57,7 +58,7 @@ def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
         return f"input and weight differ in dtype, {text_of(m.dtype)} and {text_of(m[at].dtype_of('weight'))}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return None
-    return products.refusal(kind, m.dtype, *_sizes(m, kind, at), m.device)
+    return asked(products.refusal, kind, m.dtype, *_sizes(m, kind, at), m.device)
 
 
 def why_no_backward(m: Match) -> str | None:
@@ -154,7 +155,7 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
 
 def body_of(m: Match, kind: str, at: int = 0) -> Body:
     """MatMul number `at` of a match as the product of that kind, in the match's dtype."""
-    form, sizes = ProductForm(kind, m.dtype, m.dtype), _sizes(m, kind, at)
+    form, sizes = ProductForm(kind, m.dtype, m.dtype), tuple(map(exact, _sizes(m, kind, at)))
     describe = functools.partial(products.algorithms_of, form, sizes)
     return Body(products.configured(*form).make, plain=True, describe=describe)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -116,7 +116,9 @@ class Match:
 
     Attributes:
         ops: the matched ops; `match[k].weight`, `match[k].eps` reach their parameters and attributes.
-        x: shape, dtype and device of the input; `y` of the output, `dy` of its gradient, where one comes.
+        x: shape, dtype and device of the input; `y` of the output, `dy` of its gradient, where one comes. A condition is
+            asked once for all shapes that give its questions about sizes the same answers; prices see sizes rounded up
+            to powers of two.
         target: how row ops run: "cpp", "cuda" (generated) or "torch" (PyTorch operations).
         capability: the compute capability of a GPU that is planned for and not at hand, else None.
     """
@@ -134,6 +136,14 @@ class Match:
 
     def __len__(self) -> int:
         return len(self.ops)
+
+    def exact(self) -> Match:
+        """The same with plain sizes."""
+        return replace(self, x=self.x.exact(), y=self.y.exact(), dy=self.dy and self.dy.exact())
+
+    def rounded(self) -> Match:
+        """The same as prices see it."""
+        return replace(self, x=self.x.rounded(), y=self.y.rounded(), dy=self.dy and self.dy.rounded())
 
     @property
     def kernels(self) -> str:

@@ -24,6 +24,7 @@ from te_fuser.ops.binding import Binding, PlannedParametrizations, has_tensor
 from te_fuser.ops.checks import check_features, check_floating
 from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.rows import as_rows, batch_layout, parameter_axes, rounds, whole
+from te_fuser.ops.sizes import exact, rounded_up
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,10 @@ class NamedInput:
 
 @dataclass(frozen=True)
 class Spec:
-    """What is known of a tensor while planning: shape, dtype, device."""
+    """What is known of a tensor while planning: shape, dtype, device.
+
+    Sizes that depend on a call may note what is asked of them (`ops.sizes`).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,6 +66,14 @@ class Spec:
     def with_features(self, features: int) -> Spec:
         """The same rows with another feature size."""
         return Spec((*self.shape[:-1], features), self.dtype, self.device)
+
+    def exact(self) -> Spec:
+        """The same in plain numbers."""
+        return Spec(tuple(map(exact, self.shape)), self.dtype, self.device)
+
+    def rounded(self) -> Spec:
+        """The same as prices see it: in plain numbers, those of a call rounded up to the grid."""
+        return Spec(tuple(map(rounded_up, self.shape)), self.dtype, self.device)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def run_watched(
 ) -> Any:
     """Run the plan for x as `fuser.run` does; promises that are broken, here or in backward, go to `said`."""
     known, parameters = fuser.prepare_call(x, inputs, outputs)
-    plan = known.plan
+    plan = fuser.sized(known.plan, x, inputs, outputs, parameters)
 
     def wrap(step: Step, runner: Runner, slots: SlotMap) -> Runner:
         promises = Promises(plan, step, slots)
@@ -93,4 +93,4 @@ def run_watched(
 
         return run
 
-    return execute(load(plan, outputs, wrap=wrap), x, inputs, parameters)
+    return execute(load(known.plan, outputs, wrap=wrap), x, inputs, parameters)

@@ -34,12 +34,12 @@ def run_verified(
         VerificationError: naming the step that erred, from this call or from the backward of its result.
     """
     known, parameters = fuser.prepare_call(x, inputs, outputs)
-    plan = known.plan
+    plan = fuser.sized(known.plan, x, inputs, outputs, parameters)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
     sums = load_column_sums(plan.target, x.device) if plan.has_sums else None
     watch = _Watch(plan, entering, parameters, sums)
     # Segments of this call's own: what backward is checked against is what this forward saw.
-    return execute(load(plan, outputs, wrap=watch.wrap), x, inputs, parameters)
+    return execute(load(known.plan, outputs, wrap=watch.wrap), x, inputs, parameters)
 
 
 class _Watch:

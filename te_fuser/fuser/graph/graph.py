@@ -137,6 +137,17 @@ class Graph:
                 found[value] = n.index
         return found
 
+    def exact(self) -> Graph:
+        """The same with plain sizes."""
+        return self._seen(Spec.exact)
+
+    def rounded(self) -> Graph:
+        """The same as prices see it: with plain sizes, those of the call rounded up to the grid."""
+        return self._seen(Spec.rounded)
+
+    def _seen(self, view: Callable[[Spec], Spec]) -> Graph:
+        return dataclasses.replace(self, values=tuple([dataclasses.replace(v, spec=view(v.spec)) for v in self.values]))
+
     @property
     def widest(self) -> torch.dtype:
         """float64 where any value or gradient is, else that of the first value which row ops could take."""
@@ -274,11 +285,15 @@ class GraphBuilder:
         check_some_features(label, op, self.values[current].spec)
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
         named = op.named_inputs()
+        if isinstance(op, RowOp):
+            self._tie_features(current)
         named_in = self._named(label, listed, named, self.values[current].spec)
         x = self.values[current].spec
         check_parameters(label, x, listed, self.call)
         specs = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         check_outputs(label, op, specs)
+        if isinstance(op, RowOp):
+            specs = {name: _with_tied_features(spec) for name, spec in specs.items()}
         out = specs["output"]
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
@@ -323,6 +338,11 @@ class GraphBuilder:
             self._bind(label, name, op, found[-1])
         return tuple(found)
 
+    def _tie_features(self, value: int) -> None:
+        """What a formula reads has so many features in every call of a plan."""
+        v = self.values[value]
+        self.values[value] = dataclasses.replace(v, spec=_with_tied_features(v.spec))
+
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
 
@@ -349,6 +369,8 @@ class GraphBuilder:
                 continue
             else:
                 raise ValueError(self._missing(label, name, listed.lowered.op))
+            if given.axes is not None and given.axes & Axes.FEATURE:
+                self._tie_features(value)
             check_named(label, name, given, x, self.values[value].spec, listed.lowered.op.batch_dim())
             if self.values[value].axes is None:
                 self.values[value] = dataclasses.replace(self.values[value], axes=given.axes)
@@ -418,6 +440,10 @@ class GraphBuilder:
 
     def _readable(self) -> set[str]:
         return {name for o in self.ops for name in o.names_in.values() if "/" not in name}
+
+
+def _with_tied_features(spec: Spec) -> Spec:
+    return dataclasses.replace(spec, shape=(*spec.shape[:-1], *map(int, spec.shape[-1:])))
 
 
 def _is_identity(op: RowOp, given: Spec) -> bool:

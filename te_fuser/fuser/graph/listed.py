@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from te_fuser.ops.base import FusableOperation, LoweredOp, RowOp, Spec
 
 if TYPE_CHECKING:
     from te_fuser.ops.binding import Binding, Key, StandIns
+    from te_fuser.ops.sizes import Questions
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,20 @@ class CallSpecs:
         parameters: Mapping[Binding, torch.Tensor],
         outputs: tuple[str, ...] = (),
         absent: torch.device | None = None,
+        questions: Questions | None = None,
     ) -> CallSpecs:
-        """The specs of a call made now, with these parameters."""
+        """The specs of a call made now, with these parameters.
+
+        Args:
+            questions: what is to note what is asked of its sizes: all but the features of x.
+        """
         known = {b.key: ParameterSpecs.of(b, t, absent) for b, t in parameters.items()}
-        named = {name: (spec_of(t, absent), t.requires_grad) for name, t in inputs.items()}
+        specs = {name: spec_of(t, absent) for name, t in inputs.items()}
         spec = spec_of(x, absent)
+        if questions is not None:
+            spec = replace(spec, shape=(*questions.sizes(spec.shape[:-1]), *spec.shape[-1:]))
+            specs = {name: replace(s, shape=questions.sizes(s.shape)) for name, s in sorted(specs.items())}
+        named = {name: (s, inputs[name].requires_grad) for name, s in specs.items()}
         autocast = autocast_of(spec.device.type)
         return cls(spec, x.requires_grad, named, known, outputs, torch.is_grad_enabled(), autocast, absent)
 
@@ -134,7 +143,7 @@ def outputs_of(op: FusableOperation, x: Spec, named: Iterable[Spec]) -> dict[str
     found = op.specs(x)
     if isinstance(op, RowOp) and op.promotes:
         dtype = op.result_dtype(x.dtype, [s.dtype for s in named])
-        out = dataclasses.replace(found["output"], dtype=dtype)
+        out = replace(found["output"], dtype=dtype)
         return {"output": out, **{name: op.named_output(name, out) for name in op.named_outputs()}}
     return found
 

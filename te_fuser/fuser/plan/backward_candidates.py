@@ -24,7 +24,7 @@ from te_fuser.fuser.plan.candidates import (
 )
 from te_fuser.fuser.plan.plan import Choice
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.step import Step
+from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class BackwardCandidates:
         inputs = [*self._arriving(node), *reads, *([("seed", SEED)] if node.draws else [])]
         outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
         work = len(outputs) if gradient.work is None else gradient.work
-        c = self.prices.of_opaque(node, inputs, outputs, work, _BACKWARD_SCRATCH)
+        price = Price("of_opaque", (node, inputs, outputs, work, _BACKWARD_SCRATCH))
         whole = len(gradient.produces) > 2
         name = f"{node.role}.{'whole' if whole else '_'.join(gradient.produces)}_gradient"
         return Step(
@@ -118,9 +118,9 @@ class BackwardCandidates:
             tuple(inputs),
             tuple(outputs),
             OpTask(node, gradient, needed, self._casts(node, outputs)),
-            c,
-            self.prices.seconds(c, node),
-            chain=not self.problem.is_hanging(node, gradient),
+            *self.prices.told(price, node),
+            not self.problem.is_hanging(node, gradient),
+            price,
         )
 
     def _arriving(self, node: Node) -> Named:
@@ -221,10 +221,10 @@ class BackwardCandidates:
         inputs = self._fusion_inputs(fit)
         if any(self._is_withheld(r) for _, r in inputs):
             return _WITHHELD
-        c = self.prices.of_fusion(fusion, fit.match, nodes, "backward", inputs, outputs)
-        seconds = self.prices.seconds(c, nodes[0])
+        price = Price("of_fusion", (fusion, fit.match, nodes, "backward", inputs, outputs))
+        c, seconds = self.prices.told(price, nodes[0])
         task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, frozenset(needed))
-        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds, price=price)
         kept = [*step.reads(), *self._left_for_hanging(nodes)]
         return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(kept), fusion)
 
@@ -274,11 +274,12 @@ class BackwardCandidates:
         if any(self._is_withheld(r) for _, r in inputs):
             return None
         outputs = tuple((name, targets[name]) for name in gradient.produces)
-        c = self.prices.of_node(fusion, fit.match, nodes, k, inputs, outputs)
+        price = Price("of_node", (fusion, fit.match, nodes, k, inputs, outputs))
         produces = frozenset(gradient.produces)
         task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, produces, gradient)
-        seconds, chain = self.prices.seconds(c, nodes[0]), "input" in gradient.produces
-        return Step(fusion.name, fit.start, fit.stop, tuple(inputs), outputs, task, c, seconds, chain=chain)
+        c, seconds = self.prices.told(price, nodes[0])
+        chain = "input" in gradient.produces
+        return Step(fusion.name, fit.start, fit.stop, tuple(inputs), outputs, task, c, seconds, chain, price)
 
     def _why_no_fusion(self, fusion: Fusion, start: int, stop: int) -> str | None:
         nodes = self.nodes[start:stop]

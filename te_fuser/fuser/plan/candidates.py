@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Choice, Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
-from te_fuser.fuser.steps.step import Step
+from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
-from te_fuser.fusions.match import Body, Cost, Match
-from te_fuser.ops.rows import batch_layout
+from te_fuser.fusions.match import Body, Match
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -127,8 +126,6 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int
     """A row kernel as the step for the ops start..stop-1."""
     description = kernel.description
     first = problem.nodes[start]
-    spec = problem.graph.values[first.input].spec
-    c = prices.of_kernel(description, spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1])
     names = [load.name for load in description.loads]
     outs = [t.name for t in description.stores] + [t.name for t in description.sums]
     inputs = list(zip(names, kernel.inputs, strict=True))
@@ -141,8 +138,8 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int
     if kernel.lead not in {r for _, r in inputs}:
         inputs.append(("shape", kernel.lead))
     name = description.name if kernel.computes else "alias"
-    c = c if kernel.computes else Cost(launches=0)
-    return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, prices.seconds(c, first))
+    price = Price("of_kernel", (kernel, first))
+    return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, *prices.told(price, first), price=price)
 
 
 def fusion_task(
@@ -170,6 +167,6 @@ def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Price
     """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
     start, _ = fusion.covers("forward", *whole)
     found = [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]
-    sizes = fusion.asked("saved_bytes", match) if fusion.saved_bytes else {}
-    prices.learn({ref: sizes.get(name, 0) for name, ref in found})
+    if found:
+        prices.learn(fusion, match, found)
     return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from te_fuser.codegen.description import NotOneKernel
+from te_fuser.formula.expr import Axes
 from te_fuser.fuser.plan.stretch import Stretch
 
 if TYPE_CHECKING:
@@ -69,10 +70,9 @@ class DerivedStretch:
         leaves = len(inside) < len(readers) or self._graph.leaves(value)
         producer = self._graph.producer(value)
         made = producer - self.start if producer is not None and self.start <= producer < self.stop else None
-        # Only what is given for each sample has its whole shape in a kernel's plan.
-        shape = v.spec.shape if made is None and v.axes is not None and not v.axes & 1 else v.spec.features
+        features = v.spec.features if v.axes is None or v.axes & Axes.FEATURE else 1
         root = self._inward["values"][self._graph.root(value)]
-        return shape, v.spec.dtype, v.gradient_dtype, v.axes, v.needs_grad, inside, leaves, made, root
+        return features, v.spec.dtype, v.gradient_dtype, v.axes, v.needs_grad, inside, leaves, made, root
 
     # -------------------------------------------------------------------------------------- the kernels
 

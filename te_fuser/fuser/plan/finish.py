@@ -21,9 +21,8 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.covers import Covers, in_running_order
 from te_fuser.fuser.plan.plan import Kept, Plan, SegmentPlan
-from te_fuser.fuser.steps.step import Step
+from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
-from te_fuser.fusions.match import Cost
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -160,9 +159,9 @@ def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
     dtype = ref.form.dtype
     assert dtype is not None
     inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
-    c = prices.of_launch(inputs, outputs, 0.0)
-    seconds = prices.seconds(c, problem.nodes[step.start])
-    return Step("cast_parameter", step.start, step.stop, inputs, outputs, CastTask(dtype), c, seconds)
+    price = Price("of_launch", (inputs, outputs, 0.0))
+    c, seconds = prices.told(price, problem.nodes[step.start])
+    return Step("cast_parameter", step.start, step.stop, inputs, outputs, CastTask(dtype), c, seconds, price=price)
 
 
 # ---------------------------------------------------------------------------------------------- summed gradients
@@ -192,10 +191,9 @@ def _with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: li
 
 def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Step) -> Step:
     inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
-    size, sums = prices.size(ref), len(terms) - 1
-    c = Cost(2 * size * sums, size * sums, 0.0, sums)
-    seconds = prices.seconds(c, problem.nodes[step.start])
-    return Step("add_gradients", step.start, step.stop, inputs, (("sum", ref),), AddTask(), c, seconds)
+    price = Price("of_sum", (ref, len(terms) - 1))
+    c, seconds = prices.told(price, problem.nodes[step.start])
+    return Step("add_gradients", step.start, step.stop, inputs, (("sum", ref),), AddTask(), c, seconds, price=price)
 
 
 def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:

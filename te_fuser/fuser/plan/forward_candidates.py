@@ -18,7 +18,7 @@ from te_fuser.fuser.plan.candidates import (
 )
 from te_fuser.fuser.plan.problem import form_named
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.step import Step
+from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions import registry
 from te_fuser.ops.base import UnfusedOperation
 
@@ -98,9 +98,10 @@ class ForwardCandidates:
         outputs = [("output", self.graph.ref(node.output))]
         outputs += [(n, self.graph.ref(v)) for n, v in zip(node.op.named_outputs(), node.named_out, strict=True)]
         outputs += [(n, emitted_ref(node.index, n)) for n in node.op.emits]
-        c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
-        start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
-        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds)
+        price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
+        c, seconds = self.prices.told(price, node)
+        start, stop = node.index, node.index + 1
+        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds, price=price)
         return Edge(start, stop, node.role, step.task.phases(step), seconds)
 
     # --------------------------------------------------------------------------------------- fusions
@@ -122,10 +123,10 @@ class ForwardCandidates:
         match = self.problem.match(*whole)
         if joint:
             outputs += saved_by(fusion, match, whole, self.prices)
-        c = self.prices.of_fusion(fusion, match, nodes, "forward", inputs, outputs)
-        seconds = self.prices.seconds(c, nodes[0])
+        price = Price("of_fusion", (fusion, match, nodes, "forward", inputs, outputs))
+        c, seconds = self.prices.told(price, nodes[0])
         task = fusion_task(self.problem, fusion, "forward", nodes, match)
-        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
+        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds, price=price)
         return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
 
     def _why_impossible(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:

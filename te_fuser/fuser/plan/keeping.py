@@ -48,7 +48,8 @@ def _within(budget: int, make: MakePlan) -> Plan:
         if room >= 0:
             more = _giving_back(plan, Keeping(weight), room, False, make)
             return more if more.kept_bytes() <= budget else plan
-    note = f"no plan keeps within {budget} bytes; this one keeps the least, {plan.kept_bytes()} bytes"
+    least = f"this one keeps the least, {plan.kept_bytes()} bytes with sizes rounded up to powers of two"
+    note = f"no plan keeps within {budget} bytes; {least}"
     return replace(plan, notes=(*plan.notes, note))
 
 

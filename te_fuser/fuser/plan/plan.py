@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.device import Device
+    from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.base import Spec
 
@@ -69,6 +70,14 @@ def size_text(count: float) -> str:
     """Bytes for people: 64.00 MiB, 12 B."""
     name, unit = next((u for u in _UNITS if count >= u[1]), _UNITS[-1])
     return f"{count / unit:.0f} B" if unit == 1.0 else f"{count / unit:.2f} {name}"
+
+
+def priced_by(prices: Prices, step: Step) -> Step:
+    """The step with what these prices say that it takes."""
+    if step.price is None:
+        return step
+    cost, seconds = prices.told(step.price, prices.graph.nodes[step.start])
+    return replace(step, cost=cost, seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,20 @@ class Plan:
     def seconds(self) -> float:
         """Predicted time of both directions."""
         return sum(s.seconds for s in self.steps)
+
+    def seen_by(self, prices: Prices) -> Plan:
+        """The same plan with the bytes and times that these prices say."""
+        segments = tuple(
+            replace(
+                segment,
+                forward=tuple(priced_by(prices, s) for s in segment.forward),
+                backward=tuple(priced_by(prices, s) for s in segment.backward),
+                kept=tuple(replace(k, bytes=prices.size(k.ref)) for k in segment.kept),
+            )
+            for segment in self.segments
+        )
+        choices = tuple(replace(c, bytes=prices.size(prices.graph.ref(c.root))) for c in self.choices)
+        return replace(self, graph=prices.graph, segments=segments, choices=choices)
 
     def noted(self, *notes: str) -> Plan:
         """The same with more to say of it."""

@@ -23,16 +23,14 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
 
 
-def covered(graph: Graph, options: Options) -> Plan:
+def covered(problem: Problem, prices: Prices) -> Plan:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for."""
-    problem = Problem(graph, options)
-    prices = Prices(problem)
     both = BothWays(problem, prices)
 
     def weighed(keeping: Keeping) -> Plan:
         return finish(problem, prices, cover(problem, prices, both, keeping))
 
-    return plan_for_memory(options.memory, weighed)
+    return plan_for_memory(problem.options.memory, weighed)
 
 
 def _with_notes(plan: Plan, options: Options) -> Plan:
@@ -50,9 +48,26 @@ PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overwriting, _with_n
 
 
 def make_plan(graph: Graph, options: Options) -> Plan:
-    """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again."""
+    """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again.
+
+    It is chosen for the sizes of the call rounded up to the grid, and what it shows is of these.
+    """
+    return _made(graph, options)[0]
+
+
+def make_exact_plan(graph: Graph, options: Options) -> Plan:
+    """The same plan, and what it shows is of the sizes of the call."""
+    plan, prices = _made(graph, options)
     with standing_in(graph.stand_ins()):
-        plan = covered(graph, options)
+        return plan.seen_by(prices.at_exact_sizes())
+
+
+def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
+    with standing_in(graph.stand_ins()):
+        problem = Problem(graph, options)
+        prices = Prices(problem)
+        plan = covered(problem, prices)
         for change in PASSES:
             plan = change(plan, options)
-    return plan
+        _ = plan.written  # what it asks of sizes is asked now
+    return plan, prices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,14 @@ from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.fuser.graph.refs import Ref
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.base import UnfusedOperation
+from te_fuser.ops.rows import batch_layout
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fuser.steps.step import Price
     from te_fuser.fusions.registry import Fusion
 
 _SCRATCH_LAUNCHES = 10
@@ -29,18 +32,33 @@ Named = Iterable[tuple[str, Ref]]
 
 
 class Prices:
-    """Costs within one problem."""
+    """Costs within one problem.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.graph = problem, problem.graph
+    Args:
+        exact: whether they see the sizes of the call, and not those of the grid; no plan depends on such prices.
+    """
+
+    def __init__(self, problem: Problem, exact: bool = False) -> None:
+        self.problem, self.graph = problem, problem.asked.exact() if exact else problem.graph
+        self._seen = Match.exact if exact else Match.rounded
+        self._saving: dict[Ref, tuple[Fusion, Match, list[tuple[str, Ref]]]] = {}
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
 
     # ----------------------------------------------------------------------------------------- bytes
 
-    def learn(self, sizes: Mapping[Ref, int]) -> None:
+    def learn(self, fusion: Fusion, match: Match, saved: list[tuple[str, Ref]]) -> None:
         """Note the bytes of what a joint fusion saves."""
-        self._sizes |= sizes
+        self._saving[saved[0][1]] = fusion, match, saved
+        sizes = fusion.asked("saved_bytes", self._seen(match)) if fusion.saved_bytes else {}
+        self._sizes |= {ref: sizes.get(name, 0) for name, ref in saved}
+
+    def at_exact_sizes(self) -> Prices:
+        """The same for the sizes of the call."""
+        found = Prices(self.problem, exact=True)
+        for saving in self._saving.values():
+            found.learn(*saving)
+        return found
 
     def size(self, ref: Ref) -> int:
         """The bytes of a tensor."""
@@ -68,8 +86,22 @@ class Prices:
         read = sum(self.size(r) for r in {r for _, r in inputs})
         return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
 
-    def of_kernel(self, description: KernelDescription, rows: int, samples: int) -> Cost:
-        """A row kernel."""
+    def told(self, price: Price, node: Node) -> tuple[Cost, float]:
+        """What is asked for, and the predicted time in the dtype that an op gets."""
+        cost = getattr(self, price.method)(*price.arguments)
+        return cost, self.seconds(cost, node)
+
+    def of_sum(self, ref: Ref, additions: int) -> Cost:
+        """So many additions of tensors like this one."""
+        size = self.size(ref)
+        return Cost(2 * size * additions, size * additions, 0.0, additions)
+
+    def of_kernel(self, kernel: KernelTask, node: Node) -> Cost:
+        """A row kernel for what an op gets."""
+        if not kernel.computes:
+            return Cost(launches=0)
+        spec, description = self.graph.values[node.input].spec, kernel.description
+        rows, samples = spec.rows, batch_layout(spec.shape, kernel.batch_dim)[1]
         key = (id(description), rows, samples)
         if key not in self._kernels:
             generated = self.problem.options.target != "torch"
@@ -94,7 +126,7 @@ class Prices:
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named
     ) -> Cost:
         """What a fusion says that it takes, else one launch with the products' operations."""
-        stated = _stated(fusion, match, direction)
+        stated = _stated(fusion, self._seen(match), direction)
         if direction == "backward":
             products = sum(len(self.problem.gradients(n)) for n in nodes if not n.is_row)
             return stated or self.of_launch(inputs, outputs, flops_of(self.graph, nodes) * products)
@@ -107,7 +139,7 @@ class Prices:
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], k: int, inputs: Named, outputs: Named
     ) -> Cost:
         """Node k of a backward fusion whose nodes run apart: what the fusion says, else a launch with one product."""
-        c = _stated(fusion, match, "backward")
+        c = _stated(fusion, self._seen(match), "backward")
         stated = c[k] if isinstance(c, tuple) else c
         work = fusion.gradients[k].work
         products = flops_of(self.graph, nodes) * (1.0 if work is None else work)

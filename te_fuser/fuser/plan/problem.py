@@ -81,7 +81,7 @@ def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, in
             for stop in fusion.stops(ops, start, places):
                 match = match_at(graph, options, start, stop)
                 why = fusion.refusal(match)
-                if why is None and options.tuned.get(place_of(fusion, match)) == OFF:
+                if why is None and options.tuned and options.tuned.get(place_of(fusion, match)) == OFF:
                     why = "measured slower in its place by tune()"
                 if why is None:
                     found.append((fusion, start, stop))
@@ -97,10 +97,15 @@ def form_named(name: str) -> tuple[str, torch.dtype | None]:
 
 
 class Problem:
-    """One graph with what does not change while it is planned."""
+    """One graph with what does not change while it is planned.
+
+    Attributes:
+        graph: the graph with the sizes that everything but conditions sees: rounded up to the grid.
+        asked: the graph as it was given, whose sizes may note what is asked of them.
+    """
 
     def __init__(self, graph: Graph, options: Options) -> None:
-        self.graph, self.options = graph, options
+        self.graph, self.asked, self.options = graph.rounded(), graph, options
         self.nodes = graph.nodes
         self.matches, self.conditions = find_matches(graph, options)
         self.preferred = {
@@ -108,7 +113,7 @@ class Problem:
             for fusion, start, stop in (self.matches if options.tuned else ())
             if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
         }
-        self.stretches = [DerivedStretch(graph, a, b) for a, b in self._runs()]
+        self.stretches = [DerivedStretch(self.graph, a, b) for a, b in self._runs()]
         self.hanging_reads = self._hanging_reads()
 
     def _runs(self) -> list[tuple[int, int]]:
@@ -117,7 +122,7 @@ class Problem:
 
     def match(self, start: int, stop: int) -> Match:
         """What a fusion's condition and cost see of the ops start..stop-1."""
-        return match_at(self.graph, self.options, start, stop)
+        return match_at(self.asked, self.options, start, stop)
 
     # ------------------------------------------------------------------------------------ gradients
 

@@ -144,10 +144,9 @@ class Stretch:
     def _enter(self, name: str, value: int) -> None:
         v = self.graph.values[value]
         axes = v.axes if v.axes is not None else Axes.FULL
-        self.leaves[name] = _Leaf(
-            self.graph.ref(value), axes, v.spec.features, dtypes.name_of(v.spec.dtype), value=value
-        )
-        self.env[value] = expr.leaf(name, axes, v.spec.features)
+        width = v.spec.features if axes & Axes.FEATURE else 1
+        self.leaves[name] = _Leaf(self.graph.ref(value), axes, width, dtypes.name_of(v.spec.dtype), value=value)
+        self.env[value] = expr.leaf(name, axes, width)
 
     # ------------------------------------------------------------------------------------ ranges
 
@@ -322,7 +321,7 @@ class Stretch:
             leaf = cut.of(self.env[value])
             axes = leaf.axes
             dtype = dtypes.name_of(v.gradient_dtype)
-            shape = None if axes & Axes.OUTER else v.spec.shape
+            shape = None if axes & (Axes.OUTER | Axes.BATCH) else v.spec.shape
             output = KernelOutput(gradient_ref(value), axes, leaf.width, dtype, shape)
             name = leaf.attrs[0]
             wanted[name if name not in wanted else f"{name}_{value}"] = (leaf if name not in wanted else None, output)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.codegen.entry_file import EntryFile, Stores
+from te_fuser.ops.sizes import on_grid
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -28,13 +30,15 @@ _FORMAT = 1
 
 def place_of(fusion: Fusion, match: Match) -> str:
     """The place where a fusion fits: "matmul_bias 4096>12288"."""
-    return f"{fusion.name} {match.x.features}>{match.y.features}"
+    seen = match.rounded()
+    return f"{fusion.name} {seen.x.features}>{seen.y.features}"
 
 
 def list_key(graph: Graph, memory: str | int, kernels: str) -> str:
-    """A digest of what measured choices depend on: ops, sizes, dtypes, rows by power of two, needed gradients."""
-    x = graph.values[0].spec
-    described: list[Any] = [_FORMAT, memory, kernels, x.rows.bit_length()]
+    """A digest of what measured choices depend on: ops, sizes, dtypes, rows on the grid, needed gradients."""
+    graph = graph.rounded()
+    rows = math.prod(map(on_grid, graph.values[0].spec.shape[:-1]))
+    described: list[Any] = [_FORMAT, memory, kernels, rows.bit_length()]
     for node in graph.nodes:
         spec = graph.values[node.output].spec
         parameters = [(graph.parameter_specs[p].shape, graph.parameter_needs[p]) for p in node.parameters.values()]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,24 +15,23 @@ from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindin
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
-from te_fuser.fuser.plan.planner import make_plan
-from te_fuser.fuser.plan.problem import Options, find_matches
+from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
+from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
-from te_fuser.fuser.run.loading import Prepared, execute, load
+from te_fuser.fuser.run.kept import KeptPlan, PlanCache
+from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import in_dual_level, may_be_traced, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.fusions import registry
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
+from te_fuser.ops.sizes import Questions
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
 
-_PLANS_KEPT = 16
-_SHAPES_KEPT = 64
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
-_caching = threading.Lock()  # one for all, as a model whose reference is being compiled may make fusers, but no locks
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of tensors that run
 _DENSE = "te_fuser takes dense, materialized tensors; call .to_dense(), .resolve_conj() or .to_padded_tensor() first"
 
@@ -69,9 +66,7 @@ class Fuser:
         self._given = tuple(ops)
         # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
-        self._by_shape: OrderedDict[Any, Prepared] = OrderedDict()
-        self._plans: OrderedDict[Any, Prepared] = OrderedDict()
-        self._last: tuple[Any, Any] = (None, None)
+        self._kept = PlanCache()
         self._relist()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,13 +140,12 @@ class Fuser:
         if in_dual_level():
             refuse_tangents((x, *inputs.values(), *parameters))
         training = self._training()  # once: another thread may call train() or eval()
-        signature = self._signature(x, inputs, outputs, parameters, training)
-        last, found = self._last  # comparing takes half the time of a look-up
-        if signature == last:
-            return found, parameters
-        known = self._by_shape.get(signature)
-        found = known or self._find(signature, x, inputs, outputs, parameters, training)
-        self._last = signature, found
+        shapes, form = self._signature(x, inputs, outputs, parameters, training)
+        found = self._kept.find(shapes, form)
+        if found is None:
+            questions = Questions()
+            plan = self._planned(make_plan, questions, x, inputs, outputs, parameters, training)
+            found = self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs))
         return found, parameters
 
     def _signature(
@@ -191,32 +185,49 @@ class Fuser:
         """Which ops are in training mode now."""
         return tuple([op.training for op in self._ops])
 
-    def _find(
+    def _prepared(self, form: Any, plan: Plan, outputs: tuple[str, ...]) -> Prepared:
+        """A plan that is kept and runs what this one runs, or this one made ready to run."""
+        alike = (p for p in self._kept.prepared(form) if runs_alike(p.plan, plan))
+        return next(alike, None) or load(plan, outputs)
+
+    def _planned(
         self,
-        signature: Any,
+        make: Callable[[Graph, Options], Plan],
+        questions: Questions,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
         training: tuple[bool, ...],
-    ) -> Prepared:
-        """A plan of the same shape class if the ops take these shapes and the same fusions fit, else a new one."""
-        graph, options = self.asked(x, inputs, outputs, parameters, training=training)
-        shapes, rest = signature
-        places = tuple(find_matches(graph, options)[0])
-        key = (tuple(_shape_class(s) for s in shapes), rest, places)
-        prepared = self._plans.get(key) or load(make_plan(graph, options), outputs)
-        with _caching:
-            _remember(self._plans, key, prepared, _PLANS_KEPT)
-            _remember(self._by_shape, signature, prepared, _SHAPES_KEPT)
-        return prepared
+        device: Device | None = None,
+    ) -> Plan:
+        """A plan of a call, with what is asked of its sizes."""
+        graph, options = self.asked(x, inputs, outputs, parameters, device, training, questions)
+        try:
+            return make(graph, options)
+        except Exception:  # maybe it takes none but plain numbers; what else is wrong is raised again
+            plan = make(graph.exact(), options)
+            questions.tie()
+            return plan
 
     def forget_plans(self) -> None:
         """Plan anew at the next call."""
-        with _caching:
-            self._plans.clear()
-            self._by_shape.clear()
-            self._last = (None, None)
+        self._kept.clear()
+
+    def plans_kept(self) -> list[KeptPlan]:
+        """The plans that later calls may run by, the one that was used last first."""
+        return self._kept.kept()
+
+    def sized(
+        self,
+        plan: Plan,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+        parameters: Sequence[torch.Tensor],
+    ) -> Plan:
+        """The plan that a call runs by with the sizes of that call, whatever it was made for."""
+        return replace(plan, graph=self._graph(x, inputs, outputs, parameters, self._training()))
 
     def plan(
         self,
@@ -235,7 +246,9 @@ class Fuser:
             self._relist()
         with looking():
             parameters = self._bound.looked_at()
-            return make_plan(*self.asked(x, named_tensors(inputs or {}), outputs, parameters, device))
+            given = named_tensors(inputs or {})
+            modes = self._training()
+            return self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)
 
     def asked(
         self,
@@ -245,15 +258,18 @@ class Fuser:
         parameters: Sequence[torch.Tensor],
         device: Device | None = None,
         training: tuple[bool, ...] | None = None,
+        questions: Questions | None = None,
     ) -> tuple[Graph, Options]:
         """What is to be planned, with these parameters; every error in the list or in the input is raised here.
 
         Args:
             training: which ops are planned in training mode; by default those that are now.
+            questions: what notes what is asked of the sizes of the call.
         """
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        graph = self._graph(x, inputs, outputs, parameters, self._training() if training is None else training, there)
+        modes = self._training() if training is None else training
+        graph = self._graph(x, inputs, outputs, parameters, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, capability=device.capability)
@@ -269,11 +285,19 @@ class Fuser:
         parameters: Sequence[torch.Tensor],
         training: tuple[bool, ...],
         absent: torch.device | None = None,
+        questions: Questions | None = None,
     ) -> Graph:
         """The graph of a call with these parameters, in these modes."""
         known = dict(zip(self._bound.bindings, parameters, strict=True))
         listed = [o.as_now(mode) for o, mode in zip(self._listed, training, strict=True)]
-        return GraphBuilder(listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
+        try:
+            return GraphBuilder(listed, CallSpecs.of(x, inputs, known, outputs, absent, questions)).build()
+        except Exception:  # maybe an op takes none but plain numbers; what else is wrong is raised again
+            if questions is None:
+                raise
+            graph = GraphBuilder(listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
+            questions.tie()
+            return graph
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
@@ -284,18 +308,6 @@ class Fuser:
         if self.kernels == "reference" or x.dtype not in dtypes.GENERATED:
             return ()
         return tuple(missing_notes(target, x.device, graph.widest))
-
-
-def _shape_class(shape: torch.Size) -> tuple[Any, ...]:
-    """What plans depend on of a shape: features, dimensions, rows modulo 16, rows by power of two (0: empty)."""
-    rows = shape[:-1].numel()
-    return shape[-1:], len(shape), rows & 15, rows.bit_length()
-
-
-def _remember(cache: OrderedDict[Any, Prepared], key: Any, prepared: Prepared, most: int) -> None:
-    cache[key] = prepared
-    while len(cache) > most:
-        cache.popitem(last=False)
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -101,6 +101,29 @@ def _tensors(plan: Plan, values: Sequence[int]) -> list[int]:
     return [known.setdefault(ref, v) for ref, v in zip(refs, values, strict=True)]
 
 
+def runs_alike(first: Plan, second: Plan) -> bool:
+    """Whether two plans of one list in the same modes run the same calls on the same tensors, whatever their sizes."""
+    return _as_run(first) == _as_run(second)
+
+
+def _as_run(plan: Plan) -> tuple[Any, ...]:
+    steps = [(s.name, s.start, s.stop, s.inputs, s.outputs, s.task.identity) for s in plan.steps]
+    nodes = [(n.op.kind, n.path, n.stream, n.casts) for n in plan.graph.nodes]
+    values = [(v.spec.dtype, v.gradient_dtype, v.alias_of, v.needs_grad) for v in plan.graph.values]
+    parts = [(s.start, s.stop) for s in plan.segments]
+    return steps, nodes, values, parts, measured_schedules(plan)
+
+
+def measured_schedules(plan: Plan) -> tuple[Any, ...]:
+    """The measured schedules that the kernels of a plan run by: of all that a plan runs, they alone go by rows."""
+    if plan.target != "cuda":
+        return ()
+    from te_fuser.codegen import cuda_loader
+
+    device, folder = plan.x.device, config.cache_dir
+    return tuple(cuda_loader.measured(g.description, device, g.sizes[0], folder) for g in plan.generated.values())
+
+
 def load_kernels(
     wanted: Sequence[KernelDescription],
     target: str,

@@ -43,6 +43,10 @@ class FusionTask(Task):
     body: Body | None = None
     covered: Match | None = None
 
+    @property
+    def identity(self) -> Any:
+        return self.fusion, self.direction, self.needed, self.gradient, self.body, self.written
+
     @functools.cached_property
     def written(self) -> tuple[WrittenKernel, ...]:  # type: ignore[override]
         if self.fusion.compiles is None or self.covered is None:

@@ -56,6 +56,10 @@ class KernelTask(Task):
     lead: Ref
 
     @property
+    def identity(self) -> Any:
+        return replace(self, description=self.description.key)  # type: ignore[arg-type]
+
+    @property
     def computes(self) -> bool:
         """Whether there is a kernel at all; else outputs are other names of inputs."""
         return bool(self.description.stores or self.description.sums)

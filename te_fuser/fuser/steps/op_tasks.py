@@ -44,6 +44,10 @@ class OpTask(Task):
     phase: str = "whole"
 
     @property
+    def identity(self) -> Any:
+        return self.gradient, self.needed, self.casts, self.phase
+
+    @property
     def compares(self) -> bool:  # type: ignore[override]
         return self.phase != "start"
 
@@ -93,6 +97,7 @@ class OpTask(Task):
             task=replace(self, phase="wait"),
             cost=Cost(launches=0),
             seconds=0.0,
+            price=None,
         )
         return first, second
 

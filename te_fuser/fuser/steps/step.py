@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -19,6 +19,14 @@ Slots = list[Any]
 Runner = Callable[[Slots], None]
 # kernel(tensors: loads, seed if it draws, stores, sums; rows; batch_inner; batch_size; stream numbers)
 KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int, ...]], None]
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a step takes, as a question to prices of some sizes or others: a method of theirs, and what it takes."""
+
+    method: str
+    arguments: tuple[Any, ...]
 
 
 class SlotMap:
@@ -77,6 +85,11 @@ class Task:
     notes: Ref | None = None
     waits: bool = False
 
+    @property
+    def identity(self) -> Any:
+        """What two tasks of equal steps must share to run alike, whatever the sizes that they were planned for."""
+        return self
+
     def runner(self, step: Step, bench: Bench) -> Runner:
         """The step made ready to run."""
         raise NotImplementedError
@@ -119,6 +132,7 @@ class Step:
         start, stop: the ops it covers.
         inputs, outputs: (name, ref) of what it reads and makes.
         cost, seconds: what it moves and computes, and the predicted time.
+        price: where these come from.
         chain: in backward, whether the next step's gradient depends on it.
     """
 
@@ -131,6 +145,7 @@ class Step:
     cost: Cost
     seconds: float
     chain: bool = True
+    price: Price | None = field(default=None, compare=False, repr=False)
 
     def reads(self) -> list[Ref]:
         """The refs it reads."""

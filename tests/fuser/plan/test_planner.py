@@ -184,7 +184,7 @@ def test_a_joint_fusion_may_pay_in_forward_alone():
                 return torch.autograd.grad(m[0].op.reference(x), x, dy)[0]
 
     model = sequential(ops.DotProductAttention(2, 4))
-    x = tensor(3, 5, 24)
+    x = tensor(4, 8, 24)  # sizes that prices see as they are
     alone = model.plan(x)
     ahead, back = (sum(s.seconds for s in steps) for steps in (alone.forward, alone.backward))
     for gained, lost, taken in ((0.5, 0.4, True), (0.4, 0.5, False)):
@@ -355,14 +355,24 @@ def test_what_is_computed_again_is_not_kept():
 
 
 def test_budgets():
-    fast, least = (mlp(memory=m).plan(X).kept_bytes() for m in ("fast", 0))
+    x = tensor(8, 8)
+    fast, least = (mlp(memory=m).plan(x).kept_bytes() for m in ("fast", 0))
     assert least < fast
     for budget in (least, (least + fast) // 2, fast):
-        plan = mlp(memory=budget).plan(X)
+        plan = mlp(memory=budget).plan(x)
         assert plan.kept_bytes() <= budget and not plan.notes
-    assert mlp(memory=fast).plan(X).kept_bytes() == fast
-    (note,) = mlp(memory=least - 1).plan(X).notes
-    assert note == f"no plan keeps within {least - 1} bytes; this one keeps the least, {least} bytes"
+    assert mlp(memory=fast).plan(x).kept_bytes() == fast
+    (note,) = mlp(memory=least - 1).plan(x).notes
+    assert note == (
+        f"no plan keeps within {least - 1} bytes; this one keeps the least, {least} bytes with sizes rounded up to "
+        "powers of two"
+    )
+
+
+def test_budgets_see_sizes_on_the_grid():
+    """What 5 to 8 rows keep is what fits with 8; what is shown is of the rows that there are."""
+    plans = {rows: mlp(memory=2100).plan(tensor(rows, 8)) for rows in (4, 5, 7, 8)}
+    assert {rows: plan.kept_bytes() for rows, plan in plans.items()} == {4: 4 * 320, 5: 5 * 256, 7: 7 * 256, 8: 8 * 256}
 
 
 def test_a_backward_fusion_decides_what_is_kept():

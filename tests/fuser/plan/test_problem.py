@@ -70,7 +70,7 @@ def places(pattern, *listed: ops.FusableOperation) -> list[tuple[int, int]]:
     """Where a pattern fits in a list of elementary ops."""
     entry = te_fuser.fusion(forward=pattern, name="probe", details=Details(registered=False))(lambda m, x: x)
     with fusions.only(entry):
-        model, whole = sequential(*listed), te_fuser.fuser.run.fuser.find_matches
+        model, whole = sequential(*listed), te_fuser.fuser.plan.problem.find_matches
         graph = model.plan(X).graph
         options = te_fuser.fuser.plan.problem.Options(te_fuser.fuser.plan.device.DEVICES["cpu"])
         return [(start, stop) for _, start, stop in whole(graph, options)[0]]

@@ -11,7 +11,6 @@ from torch import nn
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fuser.run import fuser as fuser_module
 from te_fuser.fusions import Details
 from te_fuser.kernels.attention import problem
 from te_fuser.ops.dot_product_attention import KERNEL_SWITCHES
@@ -90,23 +89,24 @@ def test_what_takes_another_plan(name, planned):
     assert_as_meant(model, X)
 
 
+# Two shapes -> whether the second is planned anew, and whether it then runs what the first does.
 SHAPES = {
-    "more_rows_of_the_class": ((48, 8), (32, 8), False),
-    "as_many_rows_otherwise": ((4, 8, 8), (8, 4, 8), False),
-    "rows_modulo_16": ((48, 8), (49, 8), True),
-    "rows_by_power_of_two": ((48, 8), (64, 8), True),
-    "dimensions": ((32, 8), (4, 8, 8), True),
-    "empty": ((16, 8), (0, 8), True),
+    "rows_of_the_same_power_of_two": ((48, 8), (33, 8), False, True),
+    "rows_of_another_power_of_two": ((48, 8), (32, 8), True, True),
+    "as_many_rows_otherwise": ((4, 8, 8), (8, 4, 8), True, True),
+    "lengths_of_the_same_powers_of_two": ((3, 7, 8), (4, 5, 8), False, True),
+    "dimensions": ((32, 8), (4, 8, 8), True, True),
+    "empty": ((16, 8), (0, 8), True, True),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shape_classes(name, planned):
-    first, second, again = SHAPES[name]
+def test_which_shapes_share_a_plan(name, planned):
+    first, second, again, alike = SHAPES[name]
     model = mlp()
     assert_as_meant(model, tensor(*first))
     assert_as_meant(model, tensor(*second))
-    assert len(planned) == 1 + again
+    assert len(planned) == 1 + again and len(model.plans_kept()) == 2 - alike
     assert_as_meant(model, tensor(*first))
     assert len(planned) == 1 + again
 
@@ -134,7 +134,7 @@ def test_a_plan_is_not_reused_where_a_condition_changes_its_mind(planned):
         model = sequential(ops.SiLU())
         for rows in (32, 48, 33, 32, 48):
             model(tensor(rows, 8, grad=False))
-        assert seen == [48, 48] and len(planned) == 3
+        assert seen == [48, 48] and len(planned) == 3  # of 33 and 48, which are of one power of two, too
     finally:
         fusions.unregister("many_rows")
 
@@ -211,13 +211,58 @@ def test_input_that_needs_no_gradient(planned):
     assert len(planned) == 2
 
 
-def test_old_plans_are_forgotten():
+def test_what_was_used_longest_ago_is_forgotten(monkeypatch, planned):
+    monkeypatch.setattr(te_fuser.config, "plans_kept", 2)
+    monkeypatch.setattr(te_fuser.config, "shapes_kept", 3)
     model = our_mlp()
-    for rows in range(1, 200):
+    made = []
+    for rows in (4, 8, 7, 4, 16, 3, 5):  # 16 rows take the place of 8, not of 4
+        model(tensor(rows, 8, grad=False))
+        made.append(len(planned))
+    assert made == [1, 2, 2, 2, 3, 3, 4]
+    (kept,) = model.plans_kept()  # both plans run the same
+    assert [tuple(shape) for (shape,) in kept.shapes] == [(5, 8), (3, 8)]
+    for rows in range(1, 20):
         model(tensor(rows, 8, grad=False))
     fuser = model._prepared()[0].fuser
-    assert len(fuser._plans) == fuser_module._PLANS_KEPT and len(fuser._by_shape) == fuser_module._SHAPES_KEPT
+    assert len(fuser._kept._plans.items()) == 2 and len(fuser._kept._shapes.items()) == 3
     assert_as_meant(model, tensor(3, 8))
+
+
+def test_sixty_five_lengths_in_turn_are_planned_once(planned):
+    model = our_mlp()
+    for _ in range(2):
+        for rows in range(1, 300):
+            model(tensor(rows, 8, grad=False))
+    assert len(planned) == 10  # 1, 2, 4, ... 512 rows
+
+
+def test_a_plan_in_the_making_holds_up_no_known_shape():
+    begun, going_on = threading.Event(), threading.Event()
+
+    def when(m):
+        if m.x.rows > 40:
+            begun.set()
+            assert going_on.wait(60)
+        return "never"
+
+    te_fuser.fusion(forward=[ops.SiLU], name="slowly_planned", when=when)(lambda m, x: x)
+    try:
+        model, made = sequential(ops.SiLU()), []
+        model(tensor(8, 8, grad=False))
+        planning = threading.Thread(target=lambda: made.append(model(tensor(48, 8, grad=False))))
+        planning.start()
+        assert begun.wait(60)
+        known = threading.Thread(target=lambda: made.append(model(tensor(8, 8, grad=False))))
+        known.start()
+        known.join(60)
+        assert [y.shape[0] for y in made] == [8]
+        going_on.set()
+        planning.join(60)
+        assert [y.shape[0] for y in made] == [8, 48]
+    finally:
+        going_on.set()
+        fusions.unregister("slowly_planned")
 
 
 # ---------------------------------------------------------------------------------------------- ops alone

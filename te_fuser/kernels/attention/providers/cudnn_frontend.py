@@ -15,6 +15,7 @@ from te_fuser.kernels.attention.views import output_form, packed_forms
 from te_fuser.kernels.packages import cudnn_frontend
 from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph
 from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.ops.sizes import asked
 
 _GRAPHS_KEPT = 512
 
@@ -43,8 +44,8 @@ class CudaCudnnFrontend(CudnnProvider):
         reason = cudnn_frontend.unusable(problem.cudnn)
         if reason is not None:
             return reason
-        graph = _graph(problem.settings, problem.samples, problem.positions, problem.dtype, problem.backward_on)
-        return graph if isinstance(graph, str) else None
+        p = problem
+        return asked(_why_no_graph, p.settings, p.samples, p.positions, p.dtype, p.backward_on)
 
     def backward(
         self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
@@ -73,6 +74,14 @@ def _graph(
     forms = *packed_forms(settings, samples, positions), output_form(settings, samples, positions)
     choices = settings.causal, settings.dropout, settings.scale
     return cudnn_frontend.graph_for(AttentionBackward(*forms, dtype, *choices, device))
+
+
+def _why_no_graph(
+    settings: AttentionSettings, samples: int, positions: int, dtype: torch.dtype, device: int
+) -> str | None:
+    """Why cuDNN takes no such problem; None if it does."""
+    graph = _graph(settings, samples, positions, dtype, device)
+    return graph if isinstance(graph, str) else None
 
 
 atexit.register(_graph.cache_clear)  # the front end's bindings print what outlives the interpreter, line by line
