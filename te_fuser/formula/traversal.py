@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def topological(
-    roots: Iterable[Expr], stop: Callable[[Expr], bool] = lambda e: False, *, stops: bool = False
+    roots: Iterable[Expr], stop: Callable[[Expr], bool] | None = None, *, stops: bool = False
 ) -> list[Expr]:
     """Every node below `roots`, arguments first, in an order that depends on structure alone.
 
@@ -19,19 +19,20 @@ def topological(
         stops: whether these nodes are in the order nevertheless, without what they lead to.
     """
     order: list[Expr] = []
-    seen: set[int] = set()
-    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(list(roots))]
+    seen: set[Expr] = set()
+    stack: list[Expr | None] = [*roots][::-1]
     while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            if stop(node):
+        node = stack.pop()
+        if node is None:  # what is below the next one is in the order
+            order.append(stack.pop())  # type: ignore[arg-type]
+        elif node not in seen:
+            seen.add(node)
+            if stop is not None and stop(node):
                 order += [node] if stops else []
-                continue
-            stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args) if id(a) not in seen)
+            elif node.args:
+                stack += (node, None, *node.args[::-1])
+            else:
+                order.append(node)
     return order
 
 

@@ -43,9 +43,14 @@ class BothWays:
         return before[forward.start] + forward.length + after[forward.stop] - before[self.end]
 
     @functools.cached_property
+    def free(self) -> list[Edge]:
+        """The candidates of a forward of which backward demands nothing."""
+        return self.candidates.edges()
+
+    @functools.cached_property
     def _distances(self) -> tuple[dict[int, int], dict[int, int]]:
         """Ticks of the shortest way from the first op to each place, and from there to the end."""
-        edges = self.candidates.edges()
+        edges = self.free
         turned = [(self.end - e.stop, self.end - e.start, e.length) for e in edges]
         after = _distances(turned)
         return _distances((e.start, e.stop, e.length) for e in edges), {self.end - k: d for k, d in after.items()}

@@ -124,6 +124,10 @@ def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edg
 
 def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
     """A row kernel as the step for the ops start..stop-1."""
+    return prices.once(kernel, lambda: _kernel_step(problem, prices, kernel, start, stop))
+
+
+def _kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
     description = kernel.description
     first = problem.nodes[start]
     names = [load.name for load in description.loads]

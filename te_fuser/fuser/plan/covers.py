@@ -103,9 +103,7 @@ def _why_impossible(edge: Edge, joint: list[Edge]) -> str:
 
 def _second_round(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers | None:
     """Forward as if nobody demanded anything, then a round within what it gives."""
-    unheard = Ledger()
-    edges = ForwardCandidates(problem, prices, set(), [], unheard).edges()
-    free = shortest(problem, "forward", edges, keeping, unheard)
+    free = shortest(problem, "forward", both.free, keeping, Ledger())
     return None if free is None else _round(problem, prices, both, keeping, _limits_of(problem, free), Ledger())
 
 

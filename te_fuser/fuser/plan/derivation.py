@@ -38,6 +38,8 @@ class DerivedStretch:
         self._outward = {"values": self._values, "parameters": self._parameters, "stretches": (start,)}
         self._inward = {kind: {g: k for k, g in enumerate(numbers)} for kind, numbers in self._outward.items()}
         self._form = self._describe(nodes)
+        self._made: dict[Any, KernelTask | None | NotOneKernel] = {}  # what was asked of this one before
+        self._leaving: dict[tuple[int, int], list[int]] = {}
 
     def _describe(self, nodes: Sequence[Node]) -> Any:
         """Everything that the kernels depend on."""
@@ -101,7 +103,9 @@ class DerivedStretch:
 
     def values_leaving(self, start: int, stop: int) -> list[int]:
         """See `Stretch.values_leaving`."""
-        return self.exact.values_leaving(start, stop)
+        if (start, stop) not in self._leaving:
+            self._leaving[start, stop] = self.exact.values_leaving(start, stop)
+        return self._leaving[start, stop]
 
     def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
         """See `Stretch.statistics_of`."""
@@ -116,6 +120,15 @@ class DerivedStretch:
         return tuple(self._inward["values"][v] for v in values)
 
     def _once(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None:
+        if key not in self._made:
+            self._made[key] = self._derived(key, derive)
+        found = self._made[key]
+        if isinstance(found, NotOneKernel):
+            raise NotOneKernel(str(found))
+        return found
+
+    def _derived(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None | NotOneKernel:
+        """A kernel of this stretch, or why there is none."""
         whole = (self._form, key)
         found: Any = _derived.get(whole, _MISSING)
         if found is _MISSING:
@@ -127,9 +140,7 @@ class DerivedStretch:
             if len(_derived) >= _KEPT:
                 _derived.clear()
             _derived[whole] = found
-        if isinstance(found, NotOneKernel):
-            raise NotOneKernel(str(found))
-        return found and found.moved(self._placed, self._first_stream)
+        return found if isinstance(found, NotOneKernel) else found and found.moved(self._placed, self._first_stream)
 
     def _numbered(self, ref: Ref) -> Ref:
         return ref._replace(index=self._inward[ref.kind.counts][ref.index])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
-    from te_fuser.fuser.steps.step import Price
+    from te_fuser.fuser.steps.step import Price, Step
     from te_fuser.fusions.registry import Fusion
 
 _SCRATCH_LAUNCHES = 10
@@ -44,6 +44,13 @@ class Prices:
         self._saving: dict[Ref, tuple[Fusion, Match, list[tuple[str, Ref]]]] = {}
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
+        self._steps: dict[int, tuple[Step, KernelTask]] = {}
+
+    def once(self, kernel: KernelTask, make: Callable[[], Step]) -> Step:
+        """The step of a kernel in its place, made when it is first asked for."""
+        if id(kernel) not in self._steps:
+            self._steps[id(kernel)] = make(), kernel  # which is kept, so that its id is not given to another one
+        return self._steps[id(kernel)][0]
 
     # ----------------------------------------------------------------------------------------- bytes
 
