@@ -20,7 +20,7 @@ def topological(
     """
     order: list[Expr] = []
     seen: set[Expr] = set()
-    stack: list[Expr | None] = [*roots][::-1]
+    stack: list[Expr | None] = [*reversed(list(roots))]
     while stack:
         node = stack.pop()
         if node is None:  # what is below the next one is in the order

@@ -167,7 +167,15 @@ def matches(
     Args:
         places: of each op, where it stands in fused operations; by default in none.
     """
-    yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)
+    if _may_begin(pattern[0], ops[start]) if pattern and start < len(ops) else True:
+        yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)
+
+
+def _may_begin(part: PatternPart, op: FusableOperation) -> bool:
+    """Whether an op may be the first of a match, as far as the pattern's first part tells."""
+    if not isinstance(part, type) or issubclass(part, FusedOperation):
+        return True
+    return _fits(part, op)
 
 
 def _stops(pattern: tuple[PatternPart, ...], listed: _List, at: int) -> Iterator[int]:

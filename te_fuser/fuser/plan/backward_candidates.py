@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +31,6 @@ from te_fuser.fusions import registry
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.derivation import DerivedStretch
-    from te_fuser.fuser.plan.keeping import Keeping
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fusions.match import Match
@@ -66,22 +66,39 @@ class _Fit:
 
 
 class BackwardCandidates:
-    """Every candidate for the backward of one problem, under the limits that a forward cover sets."""
+    """Every candidate for the backward of one problem, under the limits that a forward cover sets.
 
-    def __init__(self, problem: Problem, prices: Prices, keeping: Keeping, limits: Withheld, ledger: Ledger) -> None:
-        self.problem, self.prices, self.keeping, self.limits, self.ledger = problem, prices, keeping, limits, ledger
-        self.graph, self.nodes = problem.graph, problem.nodes
+    Args:
+        weight: what a kept byte is worth, in passes over it.
+    """
+
+    def __init__(self, problem: Problem, prices: Prices, weight: float, limits: Withheld) -> None:
+        self.problem, self.prices, self.weight, self.limits = problem, prices, weight, limits
+        self.graph, self.nodes, self.ledger = problem.graph, problem.nodes, Ledger()
         self.withheld = frozenset(limits.forbidden - limits.given)
+        self._made: dict[Any, dict[frozenset[int], Edge]] = {}
 
-    def edges(self) -> list[Edge]:
-        """All of them; an op may be left without any under these limits."""
-        rows = row_edges(self.problem, self._row)
+    def edges(self, held: frozenset[int], ledger: Ledger) -> list[Edge]:
+        """All of them; an op may be left without any under these limits.
+
+        Args:
+            held: values that are kept in any case.
+            ledger: takes what is no candidate.
+        """
+        rows = row_edges(self.problem, functools.partial(self._row, held))
+        found = [*rows, *self._others]
+        ledger.add(self.ledger)
+        return found
+
+    @functools.cached_property
+    def _others(self) -> list[Edge]:
+        """Those of opaque ops and fusions, whatever is kept."""
         opaque = [self._opaque(n) for n in self.nodes if not n.is_row]
         fused = [self._fusion(f, (start, stop)) for f, start, stop in self.problem.matches if f.has_backward]
-        return [*rows, *(e for e in (*opaque, *fused) if e is not None)]
+        return [e for e in (*opaque, *fused) if e is not None]
 
     def _price_of_keeping(self, refs: list[Ref]) -> float:
-        return self.prices.of_keeping(refs, self.keeping.weight)
+        return self.prices.of_keeping(refs, self.weight)
 
     def _is_withheld(self, ref: Ref) -> bool:
         return ref.kind is VALUE and ref.index in self.withheld
@@ -138,13 +155,15 @@ class BackwardCandidates:
 
     # --------------------------------------------------------------------------------------- row ops
 
-    def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
+    def _row(self, held: frozenset[int], stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
         """A range's backward kernel, at its cheapest: what only hanging nodes read is kept, or computed again."""
         wanted = self._recomputable(stretch, start, stop)
-        subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
-        variants = {frozenset(again): self._variant(stretch, start, stop, wanted, again) for again in subsets}
-        made = {again: edge for again, edge in variants.items() if edge is not None}
-        allowed = [edge for again, edge in made.items() if not again & self.keeping.held]
+        if (start, stop) not in self._made:
+            subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
+            variants = {frozenset(again): self._variant(stretch, start, stop, wanted, again) for again in subsets}
+            self._made[start, stop] = {again: edge for again, edge in variants.items() if edge is not None}
+        made = self._made[start, stop]
+        allowed = [edge for again, edge in made.items() if not again & held]
         if not allowed:
             return None
         best = min(allowed, key=lambda edge: edge.weight)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from te_fuser.fuser.plan.candidates import Edge, Ledger
+from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
+from te_fuser.fuser.plan.candidates import Edge, Ledger, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 
 if TYPE_CHECKING:
@@ -23,8 +24,17 @@ class BothWays:
     """
 
     def __init__(self, problem: Problem, prices: Prices) -> None:
+        self.problem, self.prices = problem, prices
         self.candidates = ForwardCandidates(problem, prices, set(), [], Ledger())
         self.end = len(problem.nodes)
+        self._backward: dict[Any, BackwardCandidates] = {}
+
+    def backward(self, weight: float, limits: Withheld) -> BackwardCandidates:
+        """Backward's candidates, made once for all plans that differ in nothing but the values that they keep."""
+        key = weight, *map(frozenset, (limits.forbidden, limits.given, limits.silent))
+        if key not in self._backward:
+            self._backward[key] = BackwardCandidates(self.problem, self.prices, weight, limits)
+        return self._backward[key]
 
     def counted(self, backward: list[Edge]) -> list[Edge]:
         """The candidates with forward's share; without joint fusions among them forward is the same for all covers."""

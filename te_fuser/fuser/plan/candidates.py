@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,13 +106,14 @@ class Ledger:
 def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
     """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
     parts = [f.covers(d, start, stop) for f, start, stop in problem.matches for d in ("forward", "backward")]
-    points = {p for part in parts for p in part}
+    points = sorted({p for part in parts for p in part})
     found = []
     for stretch in problem.stretches:
         lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
         ranges = set(lone)
         if registry.enabled(registry.STRETCH):
-            ends = sorted({stretch.start, stretch.stop} | {p for p in points if stretch.start < p < stretch.stop})
+            first, last = bisect.bisect_right(points, stretch.start), bisect.bisect_left(points, stretch.stop)
+            ends = [stretch.start, *points[first:last], stretch.stop]
             ranges |= set(itertools.combinations(ends, 2))
             # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
             ranges -= lone - set(itertools.pairwise(ends)) if problem.options.target != "torch" else set()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import networkx as nx
 
 from te_fuser.fuser.graph.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VALUE, Ref
-from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 
@@ -60,7 +59,7 @@ def _round(
     problem: Problem, prices: Prices, both: BothWays, keeping: Keeping, limits: Withheld, ledger: Ledger
 ) -> Covers | None:
     """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
-    edges = both.counted(BackwardCandidates(problem, prices, keeping, limits, ledger).edges())
+    edges = both.counted(both.backward(keeping.weight, limits).edges(keeping.held, ledger))
     while True:
         tried = Ledger()
         backward = shortest(problem, "backward", edges, keeping, tried)

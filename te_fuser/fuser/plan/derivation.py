@@ -111,6 +111,10 @@ class DerivedStretch:
         """See `Stretch.statistics_of`."""
         return self.exact.statistics_of(start, stop, digests)
 
+    def first_made(self, digest: str) -> int:
+        """See `Stretch.first_made`."""
+        return self.exact.first_made(digest)
+
     # ------------------------------------------------------------------------------------------ sharing
 
     def _place(self, start: int, stop: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,11 @@ class ForwardCandidates:
             if fusion.has_forward and (fusion.direction != "joint" or forced or silent):
                 edge = self._fusion(fusion, start, stop, whole, forced)
                 found += [edge] if edge is not None else []
-        return [e for e in found if not any(_breaks(e, j) for j in self.joint)]
+        joint: dict[int, list[Edge]] = {}
+        for edge in self.joint:
+            for k in range(edge.start, edge.stop):
+                joint.setdefault(k, []).append(edge)
+        return [e for e in found if not any(_breaks(e, j) for k in range(e.start, e.stop) for j in joint.get(k, ()))]
 
     def forward_of(self, backward: Edge) -> Edge | None:
         """The forward of a joint fusion that would run backward so; None where it cannot run."""
@@ -77,7 +82,7 @@ class ForwardCandidates:
                 if self.graph.ref(value) in self.demands:
                     stores[self.graph.first(value)] = None
         made = [v for v in stores if (p := self.graph.producer(v)) is not None and start <= p < stop]
-        digests = sorted(r.name for r in self.demands if r.kind is STATISTIC and r.index == stretch.start)
+        digests = self._statistics.get(stretch.start, ())
         try:
             kernel = stretch.forward(start, stop, made, stretch.statistics_of(start, stop, digests))
         except NotOneKernel as why:
@@ -86,6 +91,14 @@ class ForwardCandidates:
         steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
         name = steps[0].name if steps else "none"
         return Edge(start, stop, name, steps, sum(s.seconds for s in steps))
+
+    @functools.cached_property
+    def _statistics(self) -> dict[int, list[str]]:
+        """By stretch the statistics that backward reads."""
+        found: dict[int, list[str]] = {}
+        for name, stretch in sorted((r.name, r.index) for r in self.demands if r.kind is STATISTIC):
+            found.setdefault(stretch, []).append(name)
+        return found
 
     # ------------------------------------------------------------------------------------ opaque ops
 
@@ -172,15 +185,14 @@ class ForwardCandidates:
         return [("output", last), *((name, ref) for name, ref in emitted if ref in owed and ref != last)]
 
     def _statistics_owed(self, start: int, stop: int) -> bool:
-        for r in self.demands:
-            if r.kind is EMITTED and start <= r.index < stop:
-                return True
-            if r.kind is STATISTIC:
-                stretch = next(s for s in self.problem.stretches if s.start == r.index)
-                low, high = max(start, stretch.start), min(stop, stretch.stop)
-                if low < high and stretch.statistics_of(low, high, [r.name]):
-                    return True
-        return False
+        return any(k in self._owing for k in range(start, stop))
+
+    @functools.cached_property
+    def _owing(self) -> set[int]:
+        """The ops of whose own results, or per-row statistics, backward reads one."""
+        stretches = {s.start: s for s in self.problem.stretches}
+        found = {r.index for r in self.demands if r.kind is EMITTED}
+        return found | {stretches[r.index].first_made(r.name) for r in self.demands if r.kind is STATISTIC}
 
 
 def _forms(fusion: Fusion) -> list[str]:

@@ -216,7 +216,11 @@ class Stretch:
 
     def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
         """Those of `digests` that ops of the range compute."""
-        return [d for d in digests if start <= self._first_made.get(d, -1) < stop]
+        return [d for d in digests if start <= self.first_made(d) < stop]
+
+    def first_made(self, digest: str) -> int:
+        """The first op whose output has that expression in it; -1 for none."""
+        return self._first_made.get(digest, -1)
 
     @functools.cached_property
     def _first_made(self) -> dict[str, int]:
