@@ -2,6 +2,7 @@
 
 python -m benchmarks.cpu                      # everything, some ten minutes; writes a record into results/
 python -m benchmarks.cpu --case host --quick  # one family, fewer rounds, nothing is written
+python -m benchmarks.cpu --case lengths       # calls of ever new lengths, from the first on
 python -m benchmarks.cpu --write-docs         # everything, and the tables in docs/performance.md
 """
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import models
+from benchmarks import lengths, models
 from benchmarks.common import (
     RESULTS,
     ROOT,
@@ -69,6 +70,7 @@ FAMILIES = (
     Family("swiglu", models.swiglu, CHAINS, NEVER_SLOWER),
     Family("host", models.four_ops, ((16, 256),), 0.8, (torch.float32,)),
 )
+LENGTHS = "lengths"
 DIRECTIONS = ("forward", "forward+backward")  # forward: under no_grad
 
 
@@ -162,13 +164,26 @@ def rich_table(entries: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def lengths_table(entries: Sequence[dict[str, Any]]) -> Table:
+    """The results of calls of ever new lengths for a terminal."""
+    table = Table(title="all calls of a course together: seconds, and MiB", title_justify="left")
+    for k, head in enumerate(("case", "measured", "ratio", "goal", "met")):
+        table.add_column(head, justify="right" if k > 1 else "left", no_wrap=True)
+    for entry in entries:
+        numbers = ", ".join(f"{name} {value:.2f}" for name, value in entry["measured"].items())
+        met = "yes" if entry["met"] else "no"
+        row = (entry["case"], numbers, f"{entry['ratio']:.3f}", f"{entry['goal']:.2f}", met)
+        table.add_row(*row, style="" if entry["met"] else "red")
+    return table
+
+
 DOCUMENT_HEADER = ("case", "goal", *(f"{d}: {c}" for d in DIRECTIONS for c in ("eager ms", "te_fuser ms", "ratio")))
 
 
 def document_rows(entries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """The lines of a document's table: both directions of a case beside each other, ratios beyond the goal in bold."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
+    for entry in (e for e in entries if e["family"] != LENGTHS):
         name = entry["case"].removesuffix(f" {entry['direction']}")
         _, eager, ours, ratio, spread, goal, _ = table_row(entry)
         text = f"{ratio} ± {spread}"
@@ -213,7 +228,7 @@ def _memory(text: str) -> str | int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    names = [f.name for f in FAMILIES]
+    names = [*(f.name for f in FAMILIES), LENGTHS]
     parser = command_parser("benchmarks.cpu", __doc__)
     parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
     parser.add_argument("--size", nargs="+", type=_size, default=(), metavar="TxH", help="tokens x hidden instead")
@@ -249,12 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = [f for f in FAMILIES if not chosen.case or f.name in chosen.case]
     effort = Effort(rounds=3, turn=0.02) if chosen.quick else Effort()
     console = Console()
-    entries = list(measured(cases(families, chosen.size), effort, {"memory": chosen.memory}, console))
-    console.print(rich_table(entries))
-    _warn_of_noise(entries, console)
+    options = {"memory": chosen.memory}
+    entries = list(measured(cases(families, chosen.size), effort, options, console))
+    if entries:
+        console.print(rich_table(entries))
+        _warn_of_noise(entries, console)
+    of_lengths = []
+    if not chosen.case or LENGTHS in chosen.case:
+        of_lengths = list(lengths.measured(lengths.QUICK if chosen.quick else lengths.Sizes(), options))
+        console.print(lengths_table(of_lengths))
     path = chosen.record or (record_path() if chosen.is_full else None)
     if path is not None:
-        write_record(path, entries, {"memory": chosen.memory, "rounds": effort.rounds})
+        write_record(path, [*entries, *of_lengths], {**options, "rounds": effort.rounds})
         console.print(f"record: {path}")
     if chosen.write_docs:
         records = [json.loads(p.read_text()) for p in sorted(RESULTS.glob("cpu-*.json"))]
