@@ -93,6 +93,12 @@ class Size:
     def __float__(self) -> float:
         return float(int(self))
 
+    def __truediv__(self, other: Any) -> float:
+        return int(self) / other  # type: ignore[no-any-return]
+
+    def __rtruediv__(self, other: Any) -> float:
+        return other / int(self)  # type: ignore[no-any-return]
+
     def __hash__(self) -> int:
         return hash(int(self))
 
