@@ -32,10 +32,9 @@ class Config:
         if name.endswith("_kept"):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"te_fuser.config.{name} is a whole number from 1 on, got {value!r}")
-            return super().__setattr__(name, value)
-        if not (value is None or isinstance(value, (str, os.PathLike))):
+        elif not (value is None or isinstance(value, (str, os.PathLike))):
             raise TypeError(f"te_fuser.config.{name} is a path or None, got {value!r}")
-        if value is not None:
+        elif value is not None:
             value = Path(value).expanduser() if name == "cache_dir" else os.fspath(value)
         super().__setattr__(name, value)
 

@@ -24,7 +24,7 @@ ASKED = {
     "equal": lambda a, b: a == b,
     "unequal to a number": lambda a, b: a != 3,
     "less": lambda a, b: a < b,
-    "at least, turned": lambda a, b: 4 <= a,
+    "at least, turned": lambda a, b: operator.le(4, a),
     "more than a float": lambda a, b: a * b > 7.5,
     "a divisor": lambda a, b: a % 4 == 0,
     "a divisor of a product": lambda a, b: not (6 * a * b) % 4,
