@@ -116,9 +116,9 @@ class Match:
 
     Attributes:
         ops: the matched ops; `match[k].weight`, `match[k].eps` reach their parameters and attributes.
-        x: shape, dtype and device of the input; `y` of the output, `dy` of its gradient, where one comes. A condition is
-            asked once for all shapes that give its questions about sizes the same answers; prices see sizes rounded up
-            to powers of two.
+        x: shape, dtype and device of the input; `y` of the output, `dy` of its gradient, where one comes. A condition
+            is asked once for all shapes that give its questions about sizes the same answers; prices see sizes rounded
+            up to powers of two.
         target: how row ops run: "cpp", "cuda" (generated) or "torch" (PyTorch operations).
         capability: the compute capability of a GPU that is planned for and not at hand, else None.
     """
