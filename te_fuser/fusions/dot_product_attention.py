@@ -7,7 +7,8 @@ itself leaves nothing for such a pass, and those ops are planned by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from te_fuser.fusions.registry import Details, Fusion, fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
 from te_fuser.ops.bias import Bias
-from te_fuser.ops.dot_product_attention import DotProductAttention
+from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 
@@ -52,16 +53,21 @@ def _why_not_the_ops_before(m: Match) -> str | None:
 class _Attention:
     """Attention of a match by a provider: what no call changes is asked while planning.
 
-    A plan holds one for each direction; of the ops it keeps what they said then.
+    Of the ops it keeps what they said then, and no size.
+
+    Args:
+        settings: of the op, with the dropout of one that draws.
+        last: the place of attention in the match.
     """
 
-    def __init__(self, provider: Provider, m: Match) -> None:
-        op, self._provider, self._last = _op(m), provider, len(m) - 1
-        still = replace(op.settings(), dropout=0.0)
+    def __init__(
+        self, provider: Provider, settings: AttentionSettings, rotation: packed_heads.Rotation | None, last: int
+    ) -> None:
+        self._provider, self._last = provider, last
         # By whether it draws, which a call knows: the op may leave training at any time.
-        self._settings = {False: still, True: replace(still, dropout=op.dropout)}
-        self._packing = packed_heads.Packing(op.packed, _rotation(m))
-        mask = {"attention_mask": f"{self._last}.attention_mask"} if op.named_inputs() else {}
+        self._settings = {False: replace(settings, dropout=0.0), True: settings}
+        self._packing = packed_heads.Packing(settings.heads, rotation)
+        mask = {"attention_mask": f"{last}.attention_mask"} if settings.masked else {}
         self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
 
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +91,16 @@ class _Attention:
         parts, grouped = provider.gradients_apart(settings, tensors, dy)
         dx, dbias = self._packing(parts, grouped, sums=sums, later=m.later)
         return (dx, {"0.bias": dbias}) if wanted else dx
+
+
+# One for all matches that are alike, so that plans of several lengths that run the same are seen to.
+_attention = functools.lru_cache(maxsize=512)(_Attention)
+
+
+def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
+    op = _op(m)
+    made = _attention(provider, replace(op.settings(), dropout=op.dropout), _rotation(m), len(m) - 1)
+    return getattr(made, direction)  # type: ignore[no-any-return]
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
@@ -112,7 +128,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         reads=("-1.input", "output"),
         saves=provider.emits,
         details=Details(
-            choose=lambda m, direction: getattr(Both(provider, m), direction),
+            choose=functools.partial(_choose, provider),
             saved_bytes=saved_bytes,
             forward_ops=1,
             compiles=_compiles,
