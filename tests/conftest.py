@@ -19,7 +19,7 @@ from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 torch.set_num_threads(1)
 
 # The CPUs that tests plan for, whatever they run on.
-CPUS = {"avx512": cpu_device(2, "AVX512", 2.5), "avx2": cpu_device(2, "AVX2", 0.2)}
+CPUS = {"avx512": cpu_device(2, "AVX512", {"bfloat16": 2.5}), "avx2": cpu_device(2, "AVX2", {})}
 AVX2_FLAGS = ("-march=haswell",)
 
 

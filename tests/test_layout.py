@@ -70,6 +70,7 @@ ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
     "te_fuser.ops.main_grad",  # of tensors, not an op
+    "te_fuser.ops.products",  # the same
     "te_fuser.ops.rows",
     "te_fuser.ops.tensor_function",
     "te_fuser.fusions.library",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from te_fuser import dtypes
 from te_fuser.fuser.plan.both_ways import BothWays
 from te_fuser.fuser.plan.covers import cover
 from te_fuser.fuser.plan.finish import finish
@@ -43,6 +44,8 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
         found.append(f"measured choices of tune(): {listed}")
     if plan.device.estimate:
         found.append(plan.device.estimate_note())
+    multiplied = {plan.graph.values[plan.graph.nodes[s.start].input].spec.dtype for s in plan.steps if s.cost.flops}
+    found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
     return plan.noted(*found, *options.notes)
 
 
