@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
-    "capture": {"dtypes", "ops"},
+    "capture": {"dtypes", "ops", "fuser"},
     "compare": {"dtypes"},
     "config": set(),
     "dtypes": set(),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Choice, Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
-from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.ops.rows import batch_layout
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
 
@@ -52,11 +52,6 @@ class Edge:
     def is_joint(self) -> bool:
         """Whether it is one direction of a joint fusion."""
         return self.fusion is not None and self.fusion.direction == "joint"
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time without the price of memory."""
-        return sum(s.seconds for s in self.steps)
 
     @property
     def length(self) -> int:
@@ -142,7 +137,7 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int
         inputs.append(("shape", kernel.lead))
     name = description.name if kernel.computes else "alias"
     c = c if kernel.computes else Cost(launches=0)
-    return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, c, prices.seconds(c, first))
+    return prices.step(name, (start, stop), inputs, outputs, kernel, c)
 
 
 def fusion_task(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fuser import dtypes
+from te_fuser.fuser.plan.host import CPU_HOST, FREE_HOST, GPU_HOST, Host, capturing
 from te_fuser.ops.products import half_gains
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ class Device:
         bandwidth: bytes per second of a copy, read and written together.
         matrix_rate: floating-point operations per second of matrix products, by dtype name.
         vector_rate: float32 operations per second outside them.
-        launch: seconds that one kernel costs beyond its work.
+        launch: seconds that one kernel costs beyond its work and what its call costs the host.
         capability: a GPU's compute capability; None: the CPU.
         multiprocessors: how many a GPU has.
         estimate: what a GPU's rates were taken from that nobody measured; empty where they were measured.
+        replayed: whether calls are replayed as CUDA graphs, and cost the host nothing.
         converts: dtypes without products of their own: these are in float32, of copies, and rounded once.
     """
 
@@ -40,11 +42,19 @@ class Device:
     multiprocessors: int = 0
     estimate: str = ""
     converts: frozenset[str] = frozenset()
+    replayed: bool = False
 
     @property
     def kind(self) -> str:
         """PyTorch's name of the kind of device."""
         return "cpu" if self.capability is None else "cuda"
+
+    @property
+    def host(self) -> Host:
+        """What calls cost its host."""
+        if self.replayed:
+            return FREE_HOST
+        return CPU_HOST if self.capability is None else GPU_HOST
 
     def estimate_note(self) -> str:
         """What a plan for a device that was not measured says of it."""
@@ -114,7 +124,7 @@ def cpu_device(threads: int, capability: str, half: Mapping[str, float]) -> Devi
     bfloat16, float16 = (products * half.get(dtype, 1.0) for dtype in _HALF)
     rates = _rates(products, bfloat16, 0.35 * products, float16)
     converts = frozenset(_HALF) - half.keys()
-    return Device("cpu", threads * _CORE_BANDWIDTH, rates, others * 1e12, 4e-6, converts=converts)
+    return Device("cpu", threads * _CORE_BANDWIDTH, rates, others * 1e12, 0.0, converts=converts)
 
 
 def _cpu_at_hand() -> Device:
@@ -183,7 +193,8 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return DEVICES["cpu"]
     name = torch.cuda.get_device_name(device)
-    return _known(name) or _estimated(name, torch.cuda.get_device_properties(device))
+    found = _known(name) or _estimated(name, torch.cuda.get_device_properties(device))
+    return replace(found, replayed=True) if capturing.get() else found
 
 
 # ------------------------------------------------------------------------------------------------ GPUs at hand

@@ -21,7 +21,6 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.covers import Covers, in_running_order
 from te_fuser.fuser.plan.plan import Kept, Plan, SegmentPlan
-from te_fuser.fuser.steps.step import Step
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 from te_fuser.fusions.match import Cost
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.candidates import Edge
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
 
 SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
 _SHORT_END = 1 / 16  # of that: too little for a segment of its own
@@ -161,8 +161,7 @@ def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
     assert dtype is not None
     inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
     c = prices.of_launch(inputs, outputs, 0.0)
-    seconds = prices.seconds(c, problem.nodes[step.start])
-    return Step("cast_parameter", step.start, step.stop, inputs, outputs, CastTask(dtype), c, seconds)
+    return prices.step("cast_parameter", (step.start, step.stop), inputs, outputs, CastTask(dtype), c)
 
 
 # ---------------------------------------------------------------------------------------------- summed gradients
@@ -194,8 +193,7 @@ def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Ste
     inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
     size, sums = prices.size(ref), len(terms) - 1
     c = Cost(2 * size * sums, size * sums, 0.0, sums)
-    seconds = prices.seconds(c, problem.nodes[step.start])
-    return Step("add_gradients", step.start, step.stop, inputs, (("sum", ref),), AddTask(), c, seconds)
+    return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(), c)
 
 
 def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:

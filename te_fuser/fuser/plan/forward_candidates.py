@@ -18,7 +18,6 @@ from te_fuser.fuser.plan.candidates import (
 )
 from te_fuser.fuser.plan.problem import form_named
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import registry
 from te_fuser.ops.base import UnfusedOperation
 
@@ -85,7 +84,7 @@ class ForwardCandidates:
             return None
         steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
         name = steps[0].name if steps else "none"
-        return Edge(start, stop, name, steps, sum(s.seconds for s in steps))
+        return Edge(start, stop, name, steps, self.prices.weighed(steps))
 
     # ------------------------------------------------------------------------------------ opaque ops
 
@@ -99,9 +98,9 @@ class ForwardCandidates:
         outputs += [(n, self.graph.ref(v)) for n, v in zip(node.op.named_outputs(), node.named_out, strict=True)]
         outputs += [(n, emitted_ref(node.index, n)) for n in node.op.emits]
         c = self.prices.of_opaque(node, inputs, outputs, 1.0, 1.0)
-        start, stop, seconds = node.index, node.index + 1, self.prices.seconds(c, node)
-        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds)
-        return Edge(start, stop, node.role, step.task.phases(step), seconds)
+        start, stop = node.index, node.index + 1
+        step = self.prices.step(node.role, (start, stop), inputs, outputs, OpTask(node), c)
+        return Edge(start, stop, node.role, step.task.phases(step), self.prices.weighed([step]))
 
     # --------------------------------------------------------------------------------------- fusions
 
@@ -123,10 +122,9 @@ class ForwardCandidates:
         if joint:
             outputs += saved_by(fusion, match, whole, self.prices)
         c = self.prices.of_fusion(fusion, match, nodes, "forward", inputs, outputs)
-        seconds = self.prices.seconds(c, nodes[0])
         task = fusion_task(self.problem, fusion, "forward", nodes, match)
-        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds)
-        return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
+        step = self.prices.step(fusion.name, (start, stop), inputs, outputs, task, c)
+        return Edge(start, stop, fusion.name, (step,), self.prices.weighed([step]), fusion, whole)
 
     def _why_impossible(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
         """Why no backward plan could make room for the fusion."""

@@ -13,7 +13,7 @@ from te_fuser import dtypes
 from te_fuser.fuser.plan.both_ways import BothWays
 from te_fuser.fuser.plan.covers import cover
 from te_fuser.fuser.plan.finish import finish
-from te_fuser.fuser.plan.keeping import Keeping, plan_for_memory
+from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
@@ -24,16 +24,38 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
 
 
+# A direction takes the larger of what the device and the host take. No shortest path sees that: where a plan would wait
+# for the host, others are made for which so much of the host's time counts, and the best of all is taken.
+_SHARES = (0.5, 1.0, 4.0)
+
+
 def covered(graph: Graph, options: Options) -> Plan:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for."""
     problem = Problem(graph, options)
-    prices = Prices(problem)
+    found = [_covered(problem, 0.0)]
+    for share in _SHARES:
+        if not found[-1].waits_for_host:
+            break
+        found.append(_covered(problem, share))
+    return min(found, key=lambda plan: _price(plan, options))
+
+
+def _covered(problem: Problem, share: float) -> Plan:
+    """The same, where this share of the host's time counts beside the device's."""
+    prices = Prices(problem, share)
     both = BothWays(problem, prices)
 
     def weighed(keeping: Keeping) -> Plan:
         return finish(problem, prices, cover(problem, prices, both, keeping))
 
-    return plan_for_memory(options.memory, weighed)
+    return plan_for_memory(problem.options.memory, weighed)
+
+
+def _price(plan: Plan, options: Options) -> tuple[float, float]:
+    """What plans are compared by: bytes beyond a budget, then seconds, with what keeping is worth."""
+    if isinstance(options.memory, int):
+        return max(plan.kept_bytes() - options.memory, 0), plan.seconds()
+    return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
 def _with_notes(plan: Plan, options: Options) -> Plan:

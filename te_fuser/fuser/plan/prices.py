@@ -10,6 +10,7 @@ from te_fuser import dtypes
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.base import UnfusedOperation
 
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Task
     from te_fuser.fusions.registry import Fusion
 
 _SCRATCH_LAUNCHES = 10
+# What passes over scratch call of PyTorch, views included, and random numbers by PyTorch's operations.
+_SCRATCH_CALLS, _DRAW_CALLS = 32, 60
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
 
@@ -29,10 +33,15 @@ Named = Iterable[tuple[str, Ref]]
 
 
 class Prices:
-    """Costs within one problem."""
+    """Costs within one problem.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.graph = problem, problem.graph
+    Attributes:
+        share: of the host's seconds beside a device's, how many a second of the host weighs: what is to be the least is
+            the larger of two sums, and no shortest path sees that. On a CPU, which is its own host, they are added up.
+    """
+
+    def __init__(self, problem: Problem, share: float = 0.0) -> None:
+        self.problem, self.graph, self.share = problem, problem.graph, share
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
 
@@ -56,6 +65,40 @@ class Prices:
     def of_keeping(self, refs: Iterable[Ref], weight: float) -> float:
         """Seconds that keeping these is worth, where a kept byte is worth `weight` passes over it."""
         return self.kept_bytes(refs) * weight / self.problem.options.device.bandwidth
+
+    # ----------------------------------------------------------------------------------------- steps
+
+    def step(
+        self,
+        name: str,
+        covers: tuple[int, int],
+        inputs: Named,
+        outputs: Named,
+        task: Task,
+        cost: Cost,
+        *,
+        chain: bool = True,
+    ) -> Step:
+        """A step over the ops covers[0]..covers[1]-1, with what it takes the device and the host."""
+        device, host = self.problem.options.device, self._host(task, cost)
+        seconds = self.seconds(cost, self.graph.nodes[covers[0]])
+        if device.kind == "cpu":
+            seconds += host
+        return Step(name, *covers, tuple(inputs), tuple(outputs), task, cost, seconds, chain, host)
+
+    def _host(self, task: Task, cost: Cost) -> float:
+        """The seconds of the host for a call: as stated, else by the kind of call and what it starts."""
+        calls = self.problem.options.device.host.calls
+        if cost.calls is not None or cost.seconds is not None or not cost.launches:
+            return (cost.calls or 0.0) * calls["torch"]
+        if task.description is not None and self.problem.options.target == "torch":
+            return calls["torch"] * cost.launches
+        several = cost.launches - 1 if task.call in ("method", "recorded backward") else 0
+        return calls[task.call] + calls["torch"] * several
+
+    def weighed(self, steps: Iterable[Step]) -> float:
+        """Seconds of some steps, with the host's by its share."""
+        return sum(s.seconds + self.share * s.host for s in steps)
 
     # ----------------------------------------------------------------------------------------- costs
 
@@ -88,7 +131,9 @@ class Prices:
             return c
         # Operations of their own go over the scratch, after the products and not beside them.
         seconds = self.seconds(c, node) + self.seconds(Cost(extra, extra, launches=_SCRATCH_LAUNCHES), node)
-        return replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES, seconds=seconds)
+        calls = (_SCRATCH_CALLS + (_DRAW_CALLS if node.draws else 0)) * scratch
+        c = replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES)
+        return replace(c, seconds=seconds, calls=calls)
 
     def of_fusion(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named

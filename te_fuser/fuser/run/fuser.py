@@ -16,6 +16,7 @@ from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
+from te_fuser.fuser.plan.host import capturing
 from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches
@@ -181,6 +182,7 @@ class Fuser:
             outputs,
             named,
             registry.state(),
+            capturing.get(),
             self._revisions,
             training,
             tuple([state() for state in self._states]),

@@ -56,6 +56,7 @@ class Task:
 
     Attributes:
         what: the word that explain() has for it.
+        call: what its call costs the host, as `Host.calls` has it.
         compares: whether verify can hold what it makes against the reference; else it runs as it is.
         hangs: whether it may read what was computed again in backward, as a gradient of parameters alone may.
         own_memory: whether what it makes is memory of its own, and it keeps nothing of what it reads and runs on the
@@ -68,6 +69,7 @@ class Task:
     """
 
     what: ClassVar[str] = "op"
+    call: str = "method"
     compares: ClassVar[bool] = True
     hangs: bool = False
     own_memory: bool = False
@@ -119,6 +121,7 @@ class Step:
         start, stop: the ops it covers.
         inputs, outputs: (name, ref) of what it reads and makes.
         cost, seconds: what it moves and computes, and the predicted time.
+        host: the seconds that its call costs the host.
         chain: in backward, whether the next step's gradient depends on it.
     """
 
@@ -131,6 +134,7 @@ class Step:
     cost: Cost
     seconds: float
     chain: bool = True
+    host: float = 0.0
 
     def reads(self) -> list[Ref]:
         """The refs it reads."""

@@ -16,6 +16,7 @@ class AddTask(Task):
     """Adds up the contributions to one gradient."""
 
     what = "torch"
+    call = "torch"
     compares = False
     own_memory = True
 
@@ -34,6 +35,7 @@ class CastTask(Task):
     """A parameter in another dtype, for autocast."""
 
     what = "torch"
+    call = "torch"
     compares = False
 
     dtype: torch.dtype

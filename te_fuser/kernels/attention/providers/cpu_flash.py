@@ -26,6 +26,7 @@ class CpuFlash(Provider):
         "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     )
     emits = ("logsumexp",)
+    calls = (25.0, 40.0)
     speed = Speed.constant(0.6, 0.5)
     conditions = (
         runs_on("cpu"),
