@@ -30,6 +30,11 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a, b)
 
 
+def is_torchs(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of these sizes are PyTorch's own on every machine that has products in `dtype`."""
+    return device.type != "cpu" or dtype != torch.float32 or rows * inner * columns < _WORTH_ONEDNN
+
+
 def _suits_onednn(*factors: torch.Tensor) -> bool:
     if _onednn() is None or not torch._C._get_mkldnn_enabled() or torch.is_grad_enabled():
         return False  # autograd does not know this way

@@ -67,15 +67,15 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for r in s.writes()}
     arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
-    forward = waiting_late(_with_casts(problem, prices, steps[0], set()))
+    forward = waiting_late(with_casts(problem, prices, steps[0], set()))
     cast = {r for s in forward for r in s.writes()}
     summed = _with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
-    backward = waiting_late(_with_casts(problem, prices, summed, cast))
+    backward = waiting_late(with_casts(problem, prices, summed, cast))
     reads, made = _reads(forward, backward), {r for s in backward for r in s.writes()}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
-    kept = _kept(problem, prices, backward)
+    kept = kept_by(problem, prices, backward)
     return SegmentPlan(
         *part,
         tuple(forward),
@@ -144,7 +144,7 @@ def waiting_late(steps: list[Step]) -> list[Step]:
 # ------------------------------------------------------------------------------------------------------ casts
 
 
-def _with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
+def with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
     """Before the first step that reads a parameter in another dtype, the step that makes it; `made` are there."""
     result: list[Step] = []
     for step in steps:
@@ -213,7 +213,7 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
 # ----------------------------------------------------------------------------------------------- what is kept
 
 
-def _kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
+def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
     """Everything that backward steps read and none of them makes."""
     graph, found = problem.graph, dict[Ref, Kept]()
     made = {r for s in backward for r in s.writes()}

@@ -17,6 +17,7 @@ from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
+from te_fuser.fuser.plan.recording import with_recorded
 from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def _covered(problem: Problem, share: float) -> Plan:
     both = BothWays(problem, prices)
 
     def weighed(keeping: Keeping) -> Plan:
-        return finish(problem, prices, cover(problem, prices, both, keeping))
+        plan = finish(problem, prices, cover(problem, prices, both, keeping))
+        return with_recorded(problem, prices, plan, keeping.weight)
 
     return plan_for_memory(problem.options.memory, weighed)
 

@@ -258,9 +258,10 @@ class Fuser:
         graph = self._graph(x, inputs, outputs, parameters, self._training() if training is None else training, there)
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
-            return graph, Options(device, target, self.memory, capability=device.capability)
+            return graph, Options(device, target, self.memory, device.capability, records=self.kernels == "auto")
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
-        options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
+        notes, records = self._missing(target, graph), self.kernels == "auto"
+        options = Options(device or device_of(x.device), target, self.memory, records=records, notes=notes)
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
     def _graph(

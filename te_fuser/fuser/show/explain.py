@@ -421,9 +421,10 @@ def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
         cells += [size_text(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
         table.add_row(name, *cells)
     yield Padding(table, (0, 0, 0, 2))
-    text = (
-        f"{_count(len(plan.segments), 'segment')} (autograd nodes), {size_text(plan.kept_bytes())} of activations kept"
-    )
+    recorded = sum(s.recorded for s in plan.segments)
+    own = f"autograd: {_count(len(plan.segments) - recorded, 'node')} of its own, else PyTorch's"
+    nodes = own if recorded else "autograd nodes"
+    text = f"{_count(len(plan.segments), 'segment')} ({nodes}), {size_text(plan.kept_bytes())} of activations kept"
     sums = _segments_with_sums(plan)
     text += f"; column sums are added up by at most {_count(sums, 'launch', 'es')} more" if sums else ""
     yield Padding(Text(text), (0, 0, 0, 2))

@@ -62,7 +62,11 @@ def measured_run(
                 made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
                 torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
     times = clock.medians()
-    return plan, Measured(*(tuple(times[id(s)] for s in steps) for steps in (plan.forward, plan.backward))), result
+    return (
+        plan,
+        Measured(*(tuple(times.get(id(s), 0.0) for s in steps) for steps in (plan.forward, plan.backward))),
+        result,
+    )
 
 
 class _Clock:

@@ -1,8 +1,9 @@
-"""Steps that are one PyTorch operation: sums of gradients, parameters in another dtype."""
+"""Steps that are one PyTorch operation: sums of gradients, casts of parameters, functions that autograd records."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,29 @@ class AddTask(Task):
         reads = [bench.slots[r] for r in step.reads()]
         function = torch.add if len(reads) == 2 else _sum
         return _native.FunctionStep(step.name, function, reads, [bench.slots[step.outputs[0][1]]])
+
+
+@dataclass(frozen=True)
+class RecordedTask(Task):
+    """A function of PyTorch's that autograd records."""
+
+    what = "torch"
+    call = "recorded"
+
+    function: Callable[..., torch.Tensor]
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        reads = [bench.slots[r] for r in step.reads()]
+        return _native.FunctionStep(step.name, self.function, reads, [bench.slots[step.outputs[0][1]]])
+
+
+@dataclass(frozen=True)
+class RecordedBackwardTask(Task):
+    """The gradient of such a function: PyTorch's own business, which runs when autograd comes to its node."""
+
+    what = "autograd"
+    call = "recorded backward"
+    compares = False
 
 
 def _sum(*terms: torch.Tensor) -> torch.Tensor:
