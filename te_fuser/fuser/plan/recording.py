@@ -72,16 +72,14 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
     preferred = any(segment.start <= start < segment.stop for _, start, _ in problem.preferred)
     if not segment.backward or preferred or any(_needs_own_node(problem, n) for n in nodes):
         return None
-    calls = _calls(problem, nodes)
-    if calls is None:
+    calls = _calls(problem, nodes) or []
+    needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
+    if not needing:
         return None
     forward = with_casts(problem, prices, [_forward(problem, prices, call) for call in calls], set())
-    needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
     backward = [_backward(problem, prices, call) for call in needing]
     kept = kept_by(problem, prices, backward)
-    return replace(
-        segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=bool(backward)
-    )
+    return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=True)
 
 
 def _needs_own_node(problem: Problem, node: Node) -> bool:

@@ -101,6 +101,7 @@ OWN_NODES: dict[str, Callable[[], Sequential]] = {
     "another formula": lambda: Sequential(ops.Linear(8, 8), Halved()),
     "another norm": lambda: Sequential(ops.LayerNorm(8, zero_centered_gamma=True), ops.Linear(8, 8)),
     "another dtype": lambda: Sequential(ops.Cast(torch.bfloat16), ops.LayerNorm(8)),
+    "nothing to run": lambda: Sequential(ops.Output("a")),
     "generated": lambda: Sequential(ops.Linear(8, 8), kernels="generated"),
     "reference": lambda: Sequential(ops.Linear(8, 8), kernels="reference"),
 }
@@ -110,8 +111,12 @@ OWN_NODES: dict[str, Callable[[], Sequential]] = {
 @pytest.mark.parametrize("name", OWN_NODES)
 def test_what_needs_a_node_of_our_own_has_one(name: str) -> None:
     width = 24 if name == "emits" else 8
-    plan = OWN_NODES[name]().plan(numbers(2, 3, width))
-    assert plan.backward and not any(s.recorded for s in plan.segments)
+    model, x = OWN_NODES[name](), numbers(2, 3, width)
+    assert not any(s.recorded for s in model.plan(x).segments)
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    model(x).sum().backward()
+    assert x.grad is not None
 
 
 def test_only_where_it_is_cheaper_and_wanted() -> None:
