@@ -42,6 +42,8 @@ class Prices:
 
     def __init__(self, problem: Problem, share: float = 0.0) -> None:
         self.problem, self.graph, self.share = problem, problem.graph, share
+        device = problem.options.device
+        self._on_cpu, self._calls = device.kind == "cpu", device.host.calls
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
 
@@ -80,15 +82,15 @@ class Prices:
         chain: bool = True,
     ) -> Step:
         """A step over the ops covers[0]..covers[1]-1, with what it takes the device and the host."""
-        device, host = self.problem.options.device, self._host(task, cost)
+        host = self._host(task, cost)
         seconds = self.seconds(cost, self.graph.nodes[covers[0]])
-        if device.kind == "cpu":
+        if self._on_cpu:
             seconds += host
         return Step(name, *covers, tuple(inputs), tuple(outputs), task, cost, seconds, chain, host)
 
     def _host(self, task: Task, cost: Cost) -> float:
         """The seconds of the host for a call: as stated, else by the kind of call and what it starts."""
-        calls = self.problem.options.device.host.calls
+        calls = self._calls
         if cost.calls is not None or cost.seconds is not None or not cost.launches:
             return (cost.calls or 0.0) * calls["torch"]
         if task.description is not None and self.problem.options.target == "torch":

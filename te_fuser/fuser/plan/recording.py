@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
 from te_fuser.fuser.plan.finish import kept_by, with_casts
+from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
 from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
@@ -56,9 +57,18 @@ def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -
         segments = (*plan.segments[:k], recorded, *plan.segments[k + 1 :])
         other = replace(plan, segments=segments, choices=_choices_outside(plan, segment))
         fits = budget is None or other.kept_bytes() <= max(budget, plan.kept_bytes())
-        if fits and price(plan) - price(other) > _LEAST_GAIN * plan.seconds():
-            plan = other
+        gain = price(plan) - price(other)
+        if fits and gain > _LEAST_GAIN * plan.seconds():
+            plan = replace(other, refusals=(*plan.refusals, *_displaced(segment, gain)))
     return plan
+
+
+def _displaced(segment: SegmentPlan, gain: float) -> Iterator[Refusal]:
+    """The fusions that a segment would have run."""
+    reason = f"predicted {gain * 1e6:.1f} us more than PyTorch's functions for ops {segment.start}-{segment.stop - 1}"
+    for direction in DIRECTIONS:
+        names = {(s.name, s.start, s.stop) for s in segment.steps(direction) if s.task.what == "fusion"}
+        yield from (Refusal(direction, start, stop, name, reason) for name, start, stop in sorted(names))
 
 
 def _choices_outside(plan: Plan, segment: SegmentPlan) -> tuple[Choice, ...]:

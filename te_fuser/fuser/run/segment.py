@@ -68,7 +68,7 @@ class Segment:
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
         if self.recorded:
-            return [_refusing(slots[k], k_shared) for k, k_shared in zip(self.results_at, self.aliased, strict=True)]
+            return [_refusing(slots[k], shared) for k, shared in zip(self.results_at, self.aliased, strict=True)]
         if self.aliased == (False,):
             return [slots[self.results_at[0]]]
         return [
@@ -92,8 +92,9 @@ def refuse_create_graph(*_: object) -> None:
 def _refusing(result: torch.Tensor, shared: bool) -> torch.Tensor:
     """A result that autograd recorded, whose backward refuses as those of our own nodes do."""
     own = result.view_as(result) if shared else result
-    if own.grad_fn is not None:
-        own.grad_fn.register_prehook(refuse_create_graph)
+    node = own.grad_fn
+    if node is not None:
+        node.register_prehook(refuse_create_graph)
     return own
 
 

@@ -230,6 +230,8 @@ def test_it_is_shown() -> None:
     text = str(model.explain(x))
     for words in ("torch F.linear", "autograd F.linear backward", "torch F.layer_norm", "autograd: 0 nodes of its own"):
         assert words in " ".join(text.split()), text
+    (taken,) = {r.reason.partition(" us ")[2] for r in model.plan(x).refusals if r.name == "matmul_bias"}
+    assert taken == "more than PyTorch's functions for ops 0-5"
     measured = str(model.explain(x, measure=True))
     assert "torch F.linear" in measured
 
