@@ -166,7 +166,7 @@ def _forward(problem: Problem, prices: Prices, call: _Call) -> Step:
 def _backward(problem: Problem, prices: Prices, call: _Call) -> Step:
     """What PyTorch's node reads and gives, for the plan to show and to price."""
     function, first = call.function, call.nodes[0]
-    named = {k: n for n in call.nodes for k in problem.needed(n) if n is first or k != "input"}
+    named = {k: n for n in call.nodes for k in sorted(problem.needed(n)) if n is first or k != "input"}
     outputs = tuple((f"d_{name}", problem.gradient_target(node, name)) for name, node in named.items())
     kept = {name for k in named for name in function.keeps.get(k, ())}
     saved = [(name, ref) for name in sorted(kept) if (ref := problem.read_ref(first, name)) is not None]
