@@ -32,8 +32,9 @@ estimate() {
   case $1 in
     tests) echo 240 ;; memcheck) echo 260 ;; racecheck) echo 140 ;; layer) echo 185 ;; layer-fp16) echo 130 ;;
     mlp) echo 270 ;; llama) echo 70 ;;
-    glue) echo 130 ;; host) echo 60 ;; first-call) echo 100 ;; train) echo $((45 + TRAIN_STEPS / 7)) ;;
-    train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 130 ;; kernels) echo 60 ;; *) echo 60 ;;
+    glue) echo 130 ;; host) echo 60 ;; first-call) echo 100 ;; train) echo $((90 + TRAIN_STEPS / 5)) ;;
+    small) echo 240 ;; decoding) echo 200 ;; train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 130 ;;
+    kernels) echo 60 ;; *) echo 60 ;;
   esac
 }
 
@@ -139,7 +140,7 @@ side_by_side() { # parts of each GPU: the processors are shared out, so that one
 
 case ${1:-} in
   all)
-    queue=(tests memcheck racecheck first-call host layer mlp llama glue train layer-fp16 train-exact stack growth kernels) ;;
+    queue=(tests memcheck racecheck first-call host small decoding layer mlp llama glue train layer-fp16 train-exact stack growth kernels) ;;
   parts) shift; queue=("$@") ;;
   gpus) shift; side_by_side "$@"; exit ;;
   *) sed -n 2,14p "${BASH_SOURCE[0]}"; exit 2 ;;

@@ -82,6 +82,7 @@ class Arguments:
     resume: bool
     compare: bool
     nudge: bool
+    compile: bool
     explain: bool
     out: Path
     prompt: str
@@ -124,7 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         given["kernels"],
         given["resume"],
         given["compare"],
-        _nudge(given),
+        *(_of_twin(given, what) for what in ("nudge", "compile")),
         given["explain"],
         _folder(given),
         _prompt(given["prompt"]),
@@ -178,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --compare: train that twin once more on the same batches, each of its first weights moved by one "
         "unit in the last place, to see how far apart rounding alone carries two runs",
     )  # fmt: skip
+    what.add_argument("--compile", action="store_true", help="with --compare: train that twin by torch.compile, too")
     what.add_argument("--explain", action="store_true", help="print the plans of the whole model in full")
     what.add_argument("--prompt", default="import ", help="what the sample begins with (default: 'import ')")
     what.add_argument("--temperature", type=float, default=0.7, help="of the sample (default: 0.7)")
@@ -207,10 +209,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _nudge(given: dict[str, Any]) -> bool:
-    if given["nudge"] and not given["compare"]:
-        raise BadArguments("--nudge is about the twin that --compare trains: add --compare")
-    return bool(given["nudge"])
+def _of_twin(given: dict[str, Any], what: str) -> bool:
+    if given[what] and not given["compare"]:
+        raise BadArguments(f"--{what} is about the twin that --compare trains: add --compare")
+    return bool(given[what])
 
 
 def _prompt(text: str) -> str:

@@ -28,7 +28,7 @@ from text import Bigram, Text, read_text, spread_windows
 from trainer import Schedule, Trainer
 from twin import build_twin, nudge
 
-OURS, TWIN, NUDGED = "te_fuser", "torch.nn", "torch.nn, nudged"
+OURS, TWIN, NUDGED, COMPILED = "te_fuser", "torch.nn", "torch.nn, nudged", "torch.compile"
 VALIDATIONS = 8  # in a run
 VALIDATION_WINDOWS = 512
 STEPS_AT_ONCE = 10  # between two updates of the bar
@@ -90,6 +90,9 @@ class Run:
         if arguments.nudge:
             models[NUDGED] = self._twin()
             nudge(models[NUDGED], torch.Generator().manual_seed(settings.seed + 1))  # the weights are drawn from `seed`
+        if arguments.compile:
+            models[COMPILED] = self._twin()
+            models[COMPILED].compile()  # in place: its parameters keep their names
         self.trainers = {name: self._trainer(model) for name, model in models.items()}
         self.validations: dict[str, list[tuple[int, float]]] = {name: [] for name in models}
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from te_fuser.fuser.plan.host import capturing
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.main_grad import held_main_grad, restored
 
@@ -143,7 +145,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     x, named = sample_inputs if isinstance(sample_inputs, tuple) else (sample_inputs, {})
     samples = {"x": x, **named}
     _check_devices(model, samples)
-    with restored(model.parameters()):  # what the warm-up adds to main_grad is no gradient
+    with restored(model.parameters()), _planned_for_replay():  # what the warm-up adds to main_grad is no gradient
         replay = torch.cuda.make_graphed_callables(
             _Positional(model, tuple(named)),
             tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),
@@ -151,6 +153,16 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
             allow_unused_input=True,
         )
     return GraphedModel(model, replay, samples)
+
+
+@contextlib.contextmanager
+def _planned_for_replay() -> Iterator[None]:
+    """Plans in here are for calls that cost the host nothing."""
+    token = capturing.set(True)
+    try:
+        yield
+    finally:
+        capturing.reset(token)
 
 
 class _Positional(torch.nn.Module):

@@ -2,16 +2,19 @@
 
 import platform
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
 import torch
 
+from te_fuser import fusions
 from te_fuser.codegen.compiler import TARGET_FLAGS
 from te_fuser.config import config
 from te_fuser.fuser.plan import tuned
 from te_fuser.fuser.plan.device import DEVICES, cpu_device
 from te_fuser.fuser.run import fuser
+from te_fuser.fusions import registry
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
 from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 
@@ -19,7 +22,7 @@ from tests.fake_cuda import Emulation, FakeDriver, compile_driver, in_place
 torch.set_num_threads(1)
 
 # The CPUs that tests plan for, whatever they run on.
-CPUS = {"avx512": cpu_device(2, "AVX512", 2.5), "avx2": cpu_device(2, "AVX2", 0.2)}
+CPUS = {"avx512": cpu_device(2, "AVX512", {"bfloat16": 2.5}), "avx2": cpu_device(2, "AVX2", {})}
 AVX2_FLAGS = ("-march=haswell",)
 
 
@@ -40,6 +43,15 @@ def _the_same_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setitem(DEVICES, "cpu", CPUS[name])
         if name == "avx2":
             patch.setitem(TARGET_FLAGS, platform.machine(), AVX2_FLAGS)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_nodes() -> Iterator[None]:
+    """Small models run as PyTorch's functions; in tests they stand for large ones, but where `recorded()` is."""
+    nothing: ContextVar[frozenset[str]] = ContextVar("te_fuser_disabled", default=frozenset({fusions.RECORDED}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_disabled", nothing)
         yield
 
 

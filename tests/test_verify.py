@@ -84,7 +84,7 @@ def test_right_fusion_passes(entry: Fusion) -> None:
 
 def test_every_built_in_fusion_that_runs_here_passes() -> None:
     for name in te_fuser.fusions.names():
-        if name == te_fuser.fusions.STRETCH or name.startswith("attention"):
+        if name in (te_fuser.fusions.STRETCH, te_fuser.fusions.RECORDED) or name.startswith("attention"):
             continue  # attention has its own tests, with the errors its kernels are known for
         try:
             assert check(name).passed

@@ -155,11 +155,11 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
         # The mask then holds the later positions too, and the kernel goes over all of them.
         flops, settings = 2.0 * flops, replace(settings, causal=False)
     forward, backward = provider.speed.shares(settings, op.packed.lengths(m.x.shape)[1])
-    products, calls = 2.5 * flops, provider.launches
-    ahead = Cost(x, y, flops, calls, efficiency=forward)
+    products, (calls, calls_back) = 2.5 * flops, provider.calls
+    ahead = Cost(x, y, flops, efficiency=forward, calls=calls)
     if provider.packs:
-        return ahead, Cost(x + 2 * y, x, products, calls, efficiency=backward)
-    return ahead, Cost(2 * x + 2 * y, 2 * x, products, 1 + calls, efficiency=backward, apart=2.0 * x)
+        return ahead, Cost(x + 2 * y, x, products, efficiency=backward, calls=calls_back)
+    return ahead, Cost(2 * x + 2 * y, 2 * x, products, 2, efficiency=backward, apart=2.0 * x, calls=calls_back)
 
 
 FUSIONS = tuple(declare(p) for p in PROVIDERS)

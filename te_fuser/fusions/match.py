@@ -29,6 +29,7 @@ class Cost:
         seconds: the time, where it is known; then nothing else counts for it.
         efficiency: the share of the rate of large matrix products that its products reach.
         apart: those of the bytes that it moves before or after its products, and not beside them.
+        calls: what its call costs the host, in calls of PyTorch's operations, where it is not one like others.
     """
 
     read: float = 0.0
@@ -39,6 +40,7 @@ class Cost:
     seconds: float | None = None
     efficiency: float = 1.0
     apart: float = 0.0
+    calls: float | None = None
 
     def __add__(self, other: Cost) -> Cost:
         known = self.seconds is not None or other.seconds is not None
@@ -51,6 +53,7 @@ class Cost:
             (self.seconds or 0.0) + (other.seconds or 0.0) if known else None,
             min(self.efficiency, other.efficiency),
             self.apart + other.apart,
+            (self.calls or 0.0) + (other.calls or 0.0) if (self.calls, other.calls) != (None, None) else None,
         )
 
 
@@ -69,7 +72,7 @@ def why_no_cost(found: Any) -> str | None:
         return f"{type(found).__name__}, not a Cost; write {hint}"
     for f in fields(found):
         number = getattr(found, f.name)
-        if f.name == "seconds" and number is None:
+        if f.name in ("seconds", "calls") and number is None:
             continue
         if not isinstance(number, (int, float)) or not 0 <= number < math.inf or f.name == "efficiency" and not number:
             return f"a Cost of {f.name}={number!r}, which nothing takes; `when` refuses a match"

@@ -135,7 +135,7 @@ _version = 0
 _disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("te_fuser_disabled", default=frozenset())
 _only: contextvars.ContextVar[frozenset[str | Fusion] | None] = contextvars.ContextVar("te_fuser_only", default=None)
 
-STRETCH = "stretch"  # the generated kernel for several row ops; a name like the others, for disabled() and only()
+STRETCH, RECORDED = _OWN = "stretch", "torch_functions"  # names like others: kernels of several row ops; see by_torch
 
 
 def register(entry: Fusion) -> Fusion:
@@ -146,7 +146,7 @@ def register(entry: Fusion) -> Fusion:
     """
     global _version
     with _lock:
-        if entry.name in _registry or entry.name == STRETCH:
+        if entry.name in _registry or entry.name in _OWN:
             raise ValueError(f"a fusion named {entry.name!r} is registered; unregister({entry.name!r}) it first")
         _registry[entry.name] = entry
         _version += 1
@@ -178,8 +178,8 @@ def get(name: str) -> Fusion:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all fusions, the generated stretch included."""
-    return (STRETCH, *_registry)
+    """The names of all fusions, the generated stretch and PyTorch's functions included."""
+    return (*_OWN, *_registry)
 
 
 def enabled(name: str) -> bool:
@@ -207,7 +207,7 @@ def disabled(*off: str) -> Iterator[None]:
         KeyError: when a name is unknown.
     """
     for name in off:
-        if name != STRETCH:
+        if name not in _OWN:
             get(name)
     token = _disabled.set(_disabled.get() | frozenset(off))
     try:
@@ -226,7 +226,7 @@ def only(*on: str | Fusion) -> Iterator[None]:
         KeyError: when a name is unknown.
     """
     for name in on:
-        if isinstance(name, str) and name != STRETCH:
+        if isinstance(name, str) and name not in _OWN:
             get(name)
     token = _only.set(frozenset(on))
     try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from te_fuser.ops.base import NamedInput, RowOp
+import torch
+
+from te_fuser.ops.base import NamedInput, RowOp, Spec
 from te_fuser.ops.checks import check_name
+from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Add(RowOp):
@@ -29,3 +32,6 @@ class Add(RowOp):
 
     def compute(self, x: Any, other: Any) -> Any:
         return x + other
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("torch.add", torch.add, ("input", "other"))

@@ -149,8 +149,7 @@ class FusableOperation(torch.nn.Module):
     """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
 
     `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula
-    may be another; a wrapper class put in front of an op's class (as fully_shard does), and the one that
-    register_parametrization makes of it, leave the kind as it is.
+    may be another; a class put before an op's (by fully_shard, register_parametrization) leaves the kind as it is.
     A class that leaves part of its meaning to subclasses says `family = True`: in a pattern it stands for all of them.
     """
 
@@ -168,6 +167,7 @@ class FusableOperation(torch.nn.Module):
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
+    by_torch: ClassVar[Callable[..., Any] | None] = None  # f(self, x, names) -> `TorchFunction`; of this class alone
     prototype_arguments: ClassVar[Mapping[str, Any]] = {}  # argument -> what verify gives where it gives nothing else
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

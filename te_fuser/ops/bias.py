@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.base import RowOp, Spec
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.parameters import empty, fill
+from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Bias(RowOp):
@@ -43,3 +44,6 @@ class Bias(RowOp):
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("torch.add", torch.add, ("input", "bias"), addend="bias", at_once=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, RowOp
+from te_fuser.ops.base import FusableOperation, RowOp, Spec
+from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Cast(RowOp):
@@ -32,6 +34,9 @@ class Cast(RowOp):
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("Tensor.to", operator.methodcaller("to", self.dtype))
 
     def extra_repr(self) -> str:
         return str(self.dtype)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+from torch.nn import functional
+
 from te_fuser.formula import erf, sigmoid
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.tensor_function import TorchFunction
 
 # 0.5 * (1 + tanh(u)) = sigmoid(2 u): one exponential and no cancellation in the negative tail.
 _SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
@@ -47,3 +51,7 @@ class GELU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return _FORMS[self.approximate](x)
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        gelu = functools.partial(functional.gelu, approximate=self.approximate)
+        return TorchFunction("F.gelu", gelu, keeps={"input": ("input",)})

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from te_fuser.formula import row_mean, rsqrt
+from te_fuser.ops.base import Spec
 from te_fuser.ops.norm import Norm
+from te_fuser.ops.tensor_function import TorchFunction
 
 
 def normalize(x: Any, eps: float) -> Any:
@@ -53,3 +56,14 @@ class LayerNorm(Norm):
             return y
         y = y * (weight + 1.0 if self.zero_centered_gamma else weight)
         return y if bias is None else y + bias
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        if self.zero_centered_gamma:
+            return None
+        sizes, eps, there = (self.features,), self.eps, [name for name in ("weight", "bias") if name in names]
+
+        def layer_norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> Any:
+            return functional.layer_norm(x, sizes, weight, bias, eps)
+
+        keeps = {"input": ("input", *there[:1]), "weight": ("input",)}
+        return TorchFunction("F.layer_norm", layer_norm, ("input", *there), keeps, statistics=2)

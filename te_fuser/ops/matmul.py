@@ -12,8 +12,8 @@ from te_fuser.ops.base import Gradient, Spec, UnfusedOperation
 from te_fuser.ops.checks import check_features, check_floating, feature_size
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.parameters import alike, empty, randomized
-from te_fuser.ops.products import linear, product
-from te_fuser.ops.tensor_function import forward_of, gradient_of
+from te_fuser.ops.products import is_torchs, linear, product
+from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -104,6 +104,13 @@ class MatMul(UnfusedOperation):
         if self.accumulate_into_main_grad:
             weight = Gradient(("weight",), ("input", "weight"), "main_gradient", by_attributes=("weight",))
         return Gradient(("input",), ("weight",), "input_gradient"), weight
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        if not is_torchs(x.rows, self.in_features, self.out_features, x.dtype, x.device):
+            return None
+        keeps = {"input": ("weight",), "weight": ("input",)}
+        linear = torch.nn.functional.linear
+        return TorchFunction("F.linear", linear, ("input", "weight"), keeps, at_once=False, takes_addend=True)
 
     op_forward = forward_of(_forward, "input", "weight")
     input_gradient = gradient_of("input", _input_gradient, "dy", "weight")

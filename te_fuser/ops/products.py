@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ _WORTH_ONEDNN = 2**21
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """y = x W^T + b for x [rows, in], W [out, in], b [out]."""
+    if x.dtype.itemsize == 2 and x.shape[0] != 1 and _in_float32(x):  # one row is a product that waits for memory
+        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     if x.dtype == torch.float32 and x.numel() * weight.shape[0] >= _WORTH_ONEDNN and _suits_onednn(x, weight):
         return _onednn()(x, weight, bias, "none", [], "")  # type: ignore[misc]
     return torch.nn.functional.linear(x, weight, bias)
@@ -21,9 +23,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """y = a b for a [rows, inner], b [inner, columns]."""
+    if a.dtype.itemsize == 2 and _in_float32(a):
+        return product(a.float(), b.float()).to(a.dtype)
     if a.dtype == torch.float32 and a.numel() * b.shape[1] >= _WORTH_ONEDNN and _suits_onednn(a, b):
         return _onednn()(a, b.t(), None, "none", [], "")  # type: ignore[misc]
     return torch.mm(a, b)
+
+
+def is_torchs(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of these sizes are PyTorch's own on every machine that has products in `dtype`."""
+    return device.type != "cpu" or dtype != torch.float32 or rows * inner * columns < _WORTH_ONEDNN
 
 
 def _suits_onednn(*factors: torch.Tensor) -> bool:
@@ -56,3 +65,39 @@ def _is_amd() -> bool:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
+
+
+# ------------------------------------------------------------------------------------------------ half precision
+
+# dtype -> instruction -> how many times faster than in float32 products are by it. Without any of them PyTorch's own
+# loops take 5 to 150 times as long as float32's, so products are in float32, and rounded once.
+_INSTRUCTIONS: Mapping[torch.dtype, Mapping[str, float]] = {
+    torch.bfloat16: {"amx_bf16": 8.0, "avx512_bf16": 2.5, "sve_bf16": 2.0, "bf16": 2.0},
+    torch.float16: {"amx_fp16": 8.0, "avx512_fp16": 2.0, "fp16_arith": 2.0},
+}
+# A PyTorch that does not name all instructions: those that it can be asked for.
+_ASKED = {
+    "amx_bf16": "_is_amx_tile_supported",
+    "avx512_bf16": "_is_avx512_bf16_supported",
+    "amx_fp16": "_is_amx_fp16_supported",
+}
+
+
+@functools.cache
+def half_gains() -> Mapping[torch.dtype, float]:
+    """bfloat16 and float16, where the CPU at hand has products in them -> how many times faster than in float32."""
+    there = _instructions()
+    found = {dtype: [gain for name, gain in known.items() if name in there] for dtype, known in _INSTRUCTIONS.items()}
+    return {dtype: gains[0] for dtype, gains in found.items() if gains}
+
+
+def _instructions() -> set[str]:
+    named = getattr(torch.cpu, "get_capabilities", None)
+    if named is not None:
+        return {name for name, there in named().items() if there}
+    return {name for name, ask in _ASKED.items() if getattr(torch.cpu, ask, bool)()}
+
+
+def _in_float32(x: torch.Tensor) -> bool:
+    """Whether products of such a tensor of 16-bit numbers are computed in float32."""
+    return x.device.type == "cpu" and x.dtype not in half_gains()

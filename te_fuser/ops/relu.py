@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.nn import functional
+
 from te_fuser.formula import relu
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.tensor_function import TorchFunction
 
 
 class ReLU(RowOp):
@@ -18,3 +21,6 @@ class ReLU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return relu(x)
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("F.relu", functional.relu, keeps={"input": ("output",)})

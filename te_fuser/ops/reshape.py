@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from te_fuser.ops.base import OpCall, Spec, UnfusedOperation
 from te_fuser.ops.checks import check_floating, resolve_shape
+from te_fuser.ops.tensor_function import TorchFunction
 
 
 class Reshape(UnfusedOperation):
@@ -51,6 +53,9 @@ class Reshape(UnfusedOperation):
 
     def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
         return dy.reshape(call.notes["shape"])  # type: ignore[call-overload, no-any-return]
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("Tensor.reshape", operator.methodcaller("reshape", self.shape))
 
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> Reshape:

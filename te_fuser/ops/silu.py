@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.nn import functional
+
 from te_fuser.formula import sigmoid
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.tensor_function import TorchFunction
 
 
 class SiLU(RowOp):
@@ -18,3 +21,6 @@ class SiLU(RowOp):
 
     def compute(self, x: Any) -> Any:
         return x * sigmoid(x)
+
+    def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
+        return TorchFunction("F.silu", functional.silu, keeps={"input": ("input",)})

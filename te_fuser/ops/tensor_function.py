@@ -1,9 +1,9 @@
-"""What a method of an opaque op is where it is a plain function of tensors."""
+"""Functions of tensors that ops amount to: those that are a method of an opaque op, and PyTorch's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,33 @@ class TensorFunction:
 
     function: Callable[..., torch.Tensor]
     reads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TorchFunction:
+    """A function of PyTorch's that an op amounts to, which autograd records and differentiates.
+
+    An op's `by_torch(x, names)` gives it, or None, for x and the parameters and named inputs that are bound, all in the
+    dtype of x. It holds for the class that defines it, not for subclasses.
+
+    Attributes:
+        name: what plans call it.
+        reads: what it takes, by name: "input", parameters, named inputs.
+        keeps: gradient -> what autograd keeps for it, by name: one of these, or "output".
+        statistics: how many float32 numbers of each row it keeps as well.
+        at_once: whether one operation gives all gradients, and not one for each.
+        takes_addend: whether, as a last argument, it takes what the next op adds.
+        addend: what this op adds to its input, by name, where the function of the op before may take that.
+    """
+
+    name: str
+    function: Callable[..., torch.Tensor]
+    reads: tuple[str, ...] = ("input",)
+    keeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    statistics: int = 0
+    at_once: bool = True
+    takes_addend: bool = False
+    addend: str = ""
 
 
 def forward_of(function: Callable[..., torch.Tensor], *reads: str) -> Callable[..., torch.Tensor]:

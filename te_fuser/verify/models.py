@@ -15,6 +15,7 @@ from te_fuser.flatten import Group, exported, walk_parts
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fusions import registry
 from te_fuser.ops import Bound, DotProductAttention
 from te_fuser.ops.base import NamedInput, RowOp, Spec
 from te_fuser.ops.rows import unrounded
@@ -73,10 +74,10 @@ class Subject:
     def check(self, case: Case, call: Call) -> list[Row]:
         """One row for each result of the case, and for each promise that is not about accuracy."""
         if not case.negated:
-            return _Run(self, case, call).rows()
+            return self._both_ways(case, call)
         self._negate()
         try:
-            return _Run(self, case, call).rows()
+            return self._both_ways(case, call)
         finally:
             self._negate()
 
@@ -84,6 +85,20 @@ class Subject:
         """Change all parameters in place, as some optimizers do: no version counter sees it."""
         for p in self.owned.parameters():
             p.data.neg_()
+
+    def _both_ways(self, case: Case, call: Call) -> list[Row]:
+        """By nodes of our own, and, where so small a call would run as PyTorch's functions, by these, too."""
+        with registry.disabled(registry.RECORDED):
+            rows = _Run(self, case, call).rows()
+        return rows + (_Run(self, case, call).rows() if self._records(call) else [])
+
+    def _records(self, call: Call) -> bool:
+        """Whether a part of the model would run as PyTorch's functions."""
+        if not registry.enabled(registry.RECORDED):
+            return False
+        x = call.x.detach().requires_grad_(call.x.is_floating_point())
+        plans = self.fused.plans(x, outputs=call.outputs, **call.inputs)
+        return any(segment.recorded for plan in plans for segment in plan.segments)
 
     def plan(self, case: Case, call: Call) -> Plan:
         """The plan that the case runs by, of a model without plain modules.

@@ -33,7 +33,7 @@ def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
         (torch.cuda, "reset_peak_memory_stats", lambda device: None),
         (torch.cuda, "max_memory_allocated", lambda device: 7 << 20),
         (torch.profiler, "profile", PretendedProfile),
-        (torch, "compile", lambda model: model),
+        (torch, "compile", lambda model, **options: model),
         (te_fuser, "cuda_graph", lambda model, x: model),
         (products, "obstacle", lambda: None),
         (products, "multiply", lambda kind, a, b: by_kind[kind](a, b)),

@@ -62,6 +62,13 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: Bench, tmp_pa
         graphed = [e["case"] for e in entries if "te_fuser cuda_graph" in e["contenders"]]
         assert graphed == [f"{m}, forward+backward" for m in ("LayerNorm + Linear + GELU + Linear", "Linear alone")]
         assert all(e["contenders"]["floor"]["over_floor"] == 1.0 for e in entries)
+    if name == "small":
+        assert [e["goals"][0]["most"] for e in entries if e["goals"]] == [1.05, 0.8, 0.85, 0.8, 1.0, 0.9]
+        assert [e["case"].rpartition(", ")[2] for e in entries] == ["forward", "forward+backward"] * 5
+    if name == "decoding":
+        assert [e["case"] for e in entries] == [f"decoding, {rows} rows, 4 layers" for rows in (1, 3)]
+        more = {"torch.compile", "torch.compile reduce-overhead", "te_fuser cuda_graph"}
+        assert all(e["contenders"].keys() == {"eager", "te_fuser", *more} for e in entries)
     if name == "growth":
         assert {e["grows"] for e in entries} == {"tokens", "hidden"} and "floor" in entries[0]["contenders"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,18 @@ def test_the_difference_is_judged_over_what_a_nudge_makes(monkeypatch: pytest.Mo
     assert [(goal["most"], goal["met"]) for goal in entry["goals"]] == [(2, False)]
     assert entry["validation_steps"] == [30, 60, 90] and ours["validation_losses"] == [1.05] * 3
     assert ours["training_losses"] == [[step, 2.05] for step in range(1, 120, 3)]  # 50 points at most
+
+
+def test_the_compiled_twin_takes_part_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = {"te_fuser": 0.05, "torch.nn": 0.0, "torch.compile": 0.01}
+    monkeypatch.setattr(train, "output_of", pretended_training(offsets, 30, validated=10))
+    (entry,) = train.train(dataclasses.replace(TOY, with_compile=True))
+    assert entry["case"].endswith("--steps 3 --compile")
+    assert {name: d.get("speed_up") for name, d in entry["contenders"].items()} == {
+        "te_fuser": 1.5, "torch.nn": None, "torch.compile": 1.5,
+    }  # fmt: skip
+    (entry,) = train.train(TOY)
+    assert "torch.compile" not in entry["contenders"]
 
 
 def test_a_nudge_that_loses_its_way_in_the_digits_is_one_digit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,14 @@ def test_a_nudged_twin_trains_like_the_other_but_for_rounding(folder: Path, tmp_
     assert nudged == pytest.approx(theirs, abs=1e-4)
 
 
+def test_a_compiled_twin_trains_beside_the_other(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    assert run(folder, tmp_path / "three", "--steps", "4", "--compare", "--compile") == 0
+    theirs, other = (losses(tmp_path / "three", f"{name} training loss") for name in ("torch.nn", "torch.compile"))
+    assert len(compiled) == 1 and other == pytest.approx(theirs, abs=1e-4)
+
+
 def test_a_nudge_knows_the_dtype() -> None:
     model = torch.nn.Linear(3, 2).to(torch.bfloat16)
     before = model.weight.detach().clone()
@@ -302,6 +310,7 @@ def test_nothing_in_the_example_pickles() -> None:
         (["--resume"], "to resume from"),
         (["--resume", "--compare"], "cannot be combined with --resume"),
         (["--nudge"], "add --compare"),
+        (["--compile"], "--compile is about the twin that --compare trains: add --compare"),
     ],
 )
 def test_bad_arguments(

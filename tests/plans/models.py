@@ -189,6 +189,8 @@ CASES: dict[str, Case] = {
     "llama with packages": Case(lambda: llama(4096, 32, BF16), (2, 2048, 4096), BF16, within=packages),
     "mlp": Case(lambda: mlp(4096, BF16, ops.GELU), TOKENS, BF16),
     "mlp with packages": Case(lambda: mlp(4096, BF16, ops.GELU), TOKENS, BF16, within=packages),
+    "mlp tiny": Case(lambda: mlp(16, FP32, ops.GELU), (16, 16)),
+    "linear alone": Case(lambda: [ops.Linear(256, 256, dtype=BF16)], (16, 256), BF16),
     "mlp float32": Case(lambda: mlp(512, FP32, ops.GELU), (128, 3, 512)),
     "mlp float64": Case(lambda: mlp(96, torch.float64, ops.GELU), (33, 96), torch.float64),
     "mlp relu": Case(lambda: mlp(4096, BF16, ops.ReLU), TOKENS, BF16),

@@ -13,11 +13,12 @@ from te_fuser.fuser.show.explain import Explanation
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.step import Step
 from tests.plans.models import Case
+from tests.recorded import recorded
 
 RATES = {"float32": 0.26e12, "bfloat16": 0.65e12, "float16": 0.09e12, "float64": 0.05e12}
 # A CPU of no machine in particular, and two GPUs by name.
 DEVICES: tuple[Device, ...] = (
-    Device("cpu", 20e9, RATES, 0.06e12, 4e-6),
+    Device("cpu", 20e9, RATES, 0.06e12, 0.0),
     device_named("h200"),
     device_named("b200"),
 )
@@ -27,7 +28,7 @@ MEMORY = ("fast", "balanced", "lean")
 def plans_of(case: Case, device: Device, memory: str) -> list[Plan]:
     """The plans of a case."""
     x, inputs = case.call()
-    with case.within(device.kind):
+    with recorded(), case.within(device.kind):
         return case.model(memory).plans(x, device=device, outputs=case.outputs, **inputs)
 
 

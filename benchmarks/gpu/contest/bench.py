@@ -21,6 +21,8 @@ class Scale:
         tokens, hidden, positions: of a layer; the attention's heads have 128 features.
         norms: tokens of the norms and of bias + dropout + add alone; the other stretches have `tokens`.
         growing_tokens, growing_hidden: what the part `growth` goes through.
+        small_tokens, narrow: of the layers in the part `small`: few tokens, and many of few features.
+        decoding_rows: how many samples make a step in the part `decoding`.
         train: arguments of the training example; it takes `train_steps`, and `exact_steps` where no dropout draws.
     """
 
@@ -33,6 +35,9 @@ class Scale:
     train: tuple[str, ...] = ("--size", "large")
     train_steps: int = 1000
     exact_steps: int = 300
+    small_tokens: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+    narrow: int = 1024
+    decoding_rows: tuple[int, ...] = (1, 8, 64)
 
     def attention(self, dropout: float = 0.0, **options: Any) -> Attention:
         """A layer's."""
@@ -42,7 +47,7 @@ class Scale:
 TOY = Scale(
     32, 64, 16, 64, (16, 32), (32, 64),
     ("--layers", "1", "--hidden", "32", "--heads", "2", "--context", "16", "--batch", "64", "--text", "te_fuser/ops"),
-    3, 3,
+    3, 3, (4, 8), 32, (1, 3),
 )  # fmt: skip
 
 
@@ -71,10 +76,10 @@ class Bench:
         with self.device:
             return builder(tokens, hidden, **{**self.options, **options})
 
-    def compiled(self, model: torch.nn.Module) -> torch.nn.Module:
+    def compiled(self, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
         """By torch.compile, forgetting what was compiled before: its limit on recompilation is for one model."""
         torch._dynamo.reset()
-        return torch.compile(model)  # type: ignore[return-value]
+        return torch.compile(model, **options)  # type: ignore[return-value]
 
 
 def forget() -> None:

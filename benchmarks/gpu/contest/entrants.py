@@ -42,23 +42,23 @@ class Entrants:
         """te_fuser's, with the default plan."""
         return self.found[OURS]
 
-    def add(self, name: str, make: Callable[[], Rival]) -> None:
-        """Make a contender and let it run once."""
+    def add(self, name: str, make: Callable[[], Rival], direction: str = "forward+backward") -> None:
+        """Make a contender and let it run once, in a direction."""
         card = self.bench.card
         card.synchronize()  # what an earlier one did wrong is not this one's
         try:
             rival = make()
-            rival.forward_and_backward()
+            rival.runner(direction)()
             card.synchronize()
         except Exception as error:
             self.left_out[name] = why(error)
         else:
             self.found[name] = rival
 
-    def add_compiled(self) -> None:
+    def add_compiled(self, direction: str = "forward+backward", name: str = "torch.compile", **options: Any) -> None:
         """Eager's model by torch.compile, where it takes part."""
         if self.bench.with_compile:
-            self.add("torch.compile", lambda: self.eager.like(self.bench.compiled(self.eager.model)))
+            self.add(name, lambda: self.eager.like(self.bench.compiled(self.eager.model, **options)), direction)
 
     def add_libraries(self, case: str, hidden: int, dropout: float = 0.0) -> None:
         """On a GPU the libraries that are installed and know the case; one that cannot be imported is left out."""

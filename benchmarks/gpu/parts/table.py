@@ -11,6 +11,7 @@ from benchmarks.gpu.parts.first_call import first_call
 from benchmarks.gpu.parts.glue import glue
 from benchmarks.gpu.parts.host import HOST_HIDDEN, HOST_TOKENS, host
 from benchmarks.gpu.parts.models import STACKED, growth, layer, layer_fp16, llama, mlp, stack
+from benchmarks.gpu.parts.small import DECODING_LAYERS, decoding, small
 from benchmarks.gpu.parts.train import train, train_exact
 
 
@@ -26,6 +27,8 @@ class Part:
 # What the host costs comes first: once the profiler has run in a process, launches take longer.
 PARTS: dict[str, Part] = {
     "host": Part(f"what a call costs at {HOST_TOKENS} x {HOST_HIDDEN}", host, 60),
+    "small": Part("a Linear, four ops, layers of 128 to 2048 tokens, a narrow layer; forward too", small, 240),
+    "decoding": Part(f"a step of decoding: 1 to 64 rows through {DECODING_LAYERS} layers", decoding, 200),
     "layer": Part("the seed layer, bf16, dropout 0.1 and 0, and its plan", layer, 150),
     "layer-fp16": Part("the seed layer, fp16, dropout 0.1 and 0", layer_fp16, 130),
     "mlp": Part("LayerNorm-GELU and RMSNorm-SwiGLU MLPs, Linear + bias + residual", mlp, 260),
@@ -34,6 +37,6 @@ PARTS: dict[str, Part] = {
     "glue": Part("what stands between products, in GB/s and share of a copy", glue, 150),
     "growth": Part("time and memory with the tokens and with the hidden size", growth, 130),
     "first-call": Part("the first call in a new process, empty and warm kernel cache", first_call, 100),
-    "train": Part("a GPT of 100 M parameters beside its twin in eager PyTorch", train, 190),
+    "train": Part("a GPT of 100 M parameters beside its twin in eager PyTorch and by torch.compile", train, 290),
     "train-exact": Part("the same without dropout: both losses, and what nudged weights change", train_exact, 130),
 }

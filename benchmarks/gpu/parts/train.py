@@ -20,12 +20,14 @@ SMOOTHED = 20  # steps whose mean is compared
 EARLY = 10  # steps that are compared one by one
 RESOLUTION = 1e-5  # of the losses in loss.csv
 WITHIN_NOISE = 2.0  # of two runs of one kind, one lies further away than the other half of the time
-TWIN, NUDGED = "torch.nn", "torch.nn, nudged"
+TWIN, NUDGED, COMPILED = "torch.nn", "torch.nn, nudged", "torch.compile"
 
 
 def train(bench: Bench) -> Iterator[Entry]:
-    """The big GPT of examples/train_gpt.py, and its twin in eager PyTorch with the same seed and data."""
-    yield _trained(bench, (*bench.scale.train, "--steps", str(bench.scale.train_steps)), (OURS, TWIN))
+    """The big GPT of examples/train_gpt.py, and its twin in eager PyTorch and by torch.compile: same seed and data."""
+    compiled = (("--compile",), (COMPILED,)) if bench.with_compile else ((), ())
+    arguments = (*bench.scale.train, "--steps", str(bench.scale.train_steps), *compiled[0])
+    yield _trained(bench, arguments, (OURS, TWIN, *compiled[1]))
 
 
 def train_exact(bench: Bench) -> Iterator[Entry]:
@@ -46,7 +48,9 @@ def _trained(bench: Bench, arguments: Sequence[str], names: Sequence[str]) -> En
             rows = list(csv.DictReader(file))
     contenders = {name: _training(name, summary, rows) for name in names}
     ours = contenders[OURS]
-    ours["speed_up"] = ours["tokens_per_second"] / contenders[TWIN]["tokens_per_second"]
+    for name in {OURS, *names} - {TWIN, NUDGED}:
+        data = contenders[name]
+        data["speed_up"] = data["tokens_per_second"] / contenders[TWIN]["tokens_per_second"]
     entry = {
         "case": "train_gpt.py " + " ".join(arguments),
         "settings": {name: value for name, value in summary["settings"].items() if name != "text"},

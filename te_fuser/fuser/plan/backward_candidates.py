@@ -25,7 +25,7 @@ from te_fuser.fuser.plan.candidates import (
 )
 from te_fuser.fuser.plan.plan import Choice
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.step import Price, Step
+from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.match import Match
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
@@ -114,7 +115,7 @@ class BackwardCandidates:
             steps += step.task.phases(step)
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
-        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        weight = self.prices.weighed(steps) + self._price_of_keeping(kept)
         return Edge(node.index, node.index + 1, node.role, tuple(steps), weight)
 
     def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step | None:
@@ -128,17 +129,9 @@ class BackwardCandidates:
         price = Price("of_opaque", (node, inputs, outputs, work, _BACKWARD_SCRATCH))
         whole = len(gradient.produces) > 2
         name = f"{node.role}.{'whole' if whole else '_'.join(gradient.produces)}_gradient"
-        return Step(
-            name,
-            node.index,
-            node.index + 1,
-            tuple(inputs),
-            tuple(outputs),
-            OpTask(node, gradient, needed, self._casts(node, outputs)),
-            *self.prices.told(price, node),
-            not self.problem.is_hanging(node, gradient),
-            price,
-        )
+        task = OpTask(node, gradient, needed, self._casts(node, outputs))
+        hanging = self.problem.is_hanging(node, gradient)
+        return self.prices.step(name, (node.index, node.index + 1), inputs, outputs, task, price, chain=not hanging)
 
     def _arriving(self, node: Node) -> Named:
         """The gradients of an opaque op's outputs, as its methods call them."""
@@ -184,7 +177,7 @@ class BackwardCandidates:
             return None
         steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
         kept = [r for s in steps for r in s.reads()] + [self.graph.ref(v) for v in wanted if v not in again]
-        weight = sum(s.seconds for s in steps) + self._price_of_keeping(kept)
+        weight = self.prices.weighed(steps) + self._price_of_keeping(kept)
         return Edge(
             start, stop, steps[0].name if steps else "none", steps, weight, recomputes=tuple(map(self.graph.ref, again))
         )
@@ -196,7 +189,8 @@ class BackwardCandidates:
             other = variants.get(chosen_again ^ {value})
             if other is not None:
                 again = value in chosen_again
-                seconds = best.seconds - other.seconds if again else other.seconds - best.seconds
+                taken, others = self.prices.weighed(best.steps), self.prices.weighed(other.steps)
+                seconds = taken - others if again else others - taken
                 name, size = self.graph.values[value].name, self.prices.size(self.graph.ref(value))
                 found.append(Choice(name, again, size, seconds, value))
         return tuple(found)
@@ -241,11 +235,11 @@ class BackwardCandidates:
         if any(self._is_withheld(r) for _, r in inputs):
             return _WITHHELD
         price = Price("of_fusion", (fusion, fit.match, nodes, "backward", inputs, outputs))
-        c, seconds = self.prices.told(price, nodes[0])
         task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, frozenset(needed))
-        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds, price=price)
+        step = self.prices.step(fusion.name, (start, stop), inputs, outputs, task, price)
         kept = [*step.reads(), *self._left_for_hanging(nodes)]
-        return Edge(start, stop, fusion.name, (step,), seconds + self._price_of_keeping(kept), fusion)
+        weight = self.prices.weighed([step]) + self._price_of_keeping(kept)
+        return Edge(start, stop, fusion.name, (step,), weight, fusion)
 
     def _fusion_apart(self, fit: _Fit) -> Edge | str:
         """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
@@ -272,7 +266,7 @@ class BackwardCandidates:
             return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
-        weight = sum(s.seconds for s in steps) + self._price_of_keeping([*kept, *self._left_for_hanging(fit.nodes)])
+        weight = self.prices.weighed(steps) + self._price_of_keeping([*kept, *self._left_for_hanging(fit.nodes)])
         return Edge(fit.start, fit.stop, fusion.name, tuple(steps), weight, fusion)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
@@ -296,9 +290,8 @@ class BackwardCandidates:
         price = Price("of_node", (fusion, fit.match, nodes, k, inputs, outputs))
         produces = frozenset(gradient.produces)
         task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, produces, gradient)
-        c, seconds = self.prices.told(price, nodes[0])
         chain = "input" in gradient.produces
-        return Step(fusion.name, fit.start, fit.stop, tuple(inputs), outputs, task, c, seconds, chain, price)
+        return self.prices.step(fusion.name, (fit.start, fit.stop), inputs, outputs, task, price, chain=chain)
 
     def _why_no_fusion(self, fusion: Fusion, start: int, stop: int) -> str | None:
         nodes = self.nodes[start:stop]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Choice, Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
-from te_fuser.fuser.steps.step import Price, Step
+from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Body, Match
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
+    from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
 
@@ -52,11 +53,6 @@ class Edge:
     def is_joint(self) -> bool:
         """Whether it is one direction of a joint fusion."""
         return self.fusion is not None and self.fusion.direction == "joint"
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time without the price of memory."""
-        return sum(s.seconds for s in self.steps)
 
     @property
     def length(self) -> int:
@@ -145,7 +141,7 @@ def _kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: in
         inputs.append(("shape", kernel.lead))
     name = description.name if kernel.computes else "alias"
     price = Price("of_kernel", (kernel, first))
-    return Step(name, start, stop, tuple(inputs), tuple(outputs), kernel, *prices.told(price, first), price=price)
+    return prices.step(name, (start, stop), inputs, outputs, kernel, price)
 
 
 def fusion_task(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from te_fuser import dtypes
+from te_fuser.fuser.plan.host import CPU_HOST, FREE_HOST, GPU_HOST, Host, capturing
+from te_fuser.ops.products import half_gains
 
 if TYPE_CHECKING:
     from te_fuser.fusions.match import Cost
@@ -21,10 +25,12 @@ class Device:
         bandwidth: bytes per second of a copy, read and written together.
         matrix_rate: floating-point operations per second of matrix products, by dtype name.
         vector_rate: float32 operations per second outside them.
-        launch: seconds that one kernel costs beyond its work.
+        launch: seconds that one kernel costs beyond its work and what its call costs the host.
         capability: a GPU's compute capability; None: the CPU.
         multiprocessors: how many a GPU has.
         estimate: what a GPU's rates were taken from that nobody measured; empty where they were measured.
+        replayed: whether calls are replayed as CUDA graphs, and cost the host nothing.
+        converts: dtypes without products of their own: these are in float32, of copies, and rounded once.
     """
 
     name: str
@@ -35,11 +41,20 @@ class Device:
     capability: tuple[int, int] | None = None
     multiprocessors: int = 0
     estimate: str = ""
+    converts: frozenset[str] = frozenset()
+    replayed: bool = False
 
     @property
     def kind(self) -> str:
         """PyTorch's name of the kind of device."""
         return "cpu" if self.capability is None else "cuda"
+
+    @property
+    def host(self) -> Host:
+        """What calls cost its host."""
+        if self.replayed:
+            return FREE_HOST
+        return CPU_HOST if self.capability is None else GPU_HOST
 
     def estimate_note(self) -> str:
         """What a plan for a device that was not measured says of it."""
@@ -48,13 +63,19 @@ class Device:
             f"{self.estimate}; model.tune(x) on such a GPU measures the choices"
         )
 
+    def conversion_note(self, dtype: str) -> str:
+        """What a plan with products in `dtype` says of them; empty where there is nothing to say."""
+        if dtype not in self.converts:
+            return ""
+        return f"products in {dtype} are computed in float32 and rounded once: {self.name} has no instructions for them"
+
     def seconds(self, cost: Cost, dtype: str) -> float:
         """The predicted time: the larger of bytes and operations over their rates, plus launches and bytes apart."""
         if cost.seconds is not None:
             return cost.seconds
         limits = self.limits(cost, dtype)
         limits["products"] /= cost.efficiency
-        apart = cost.apart / self.bandwidth
+        apart = (cost.apart + self._converted(cost, dtype)) / self.bandwidth
         limits["memory"] -= apart
         return limits.pop("launch") + apart + max(limits.values())
 
@@ -68,11 +89,15 @@ class Device:
             known = ", ".join(self.matrix_rate)
             raise ValueError(f"{self.name}: the rate of matrix products in {dtype} is not known, those in {known} are")
         return {
-            "memory": (cost.read + cost.written) / self.bandwidth,
+            "memory": (cost.read + cost.written + self._converted(cost, dtype)) / self.bandwidth,
             "products": cost.flops / self.matrix_rate[dtype],
             "arithmetic": cost.vector_operations / self.vector_rate,
             "launch": cost.launches * self.launch,
         }
+
+    def _converted(self, cost: Cost, dtype: str) -> float:
+        """The bytes of copies in float32: twice as many as those of what is converted, written and read again."""
+        return 4.0 * (cost.read + cost.written) if cost.flops and dtype in self.converts else 0.0
 
 
 def _rates(float32: float, half: float, float64: float, float16: float | None = None) -> dict[str, float]:
@@ -84,30 +109,28 @@ def _rates(float32: float, half: float, float64: float, float16: float | None = 
 # What one core does, in 10**12 operations per second, by the vectors it has: float32 products, other operations.
 _CORES = {"AVX512": (0.13, 0.03), "AVX2": (0.06, 0.02)}
 _PLAIN_CORE = (0.025, 0.01)
+_HALF = ("bfloat16", "float16")
 _CORE_BANDWIDTH = 10e9
 
 
-def cpu_device(threads: int, capability: str, bfloat16_gain: float) -> Device:
+def cpu_device(threads: int, capability: str, half: Mapping[str, float]) -> Device:
     """The CPU that has so many threads.
 
     Args:
         capability: the vectors it has, as `torch.backends.cpu.get_cpu_capability` calls them.
-        bfloat16_gain: how much faster than in float32 products are in bfloat16.
+        half: "bfloat16" and "float16", where it has products in them -> how many times faster than in float32.
     """
     products, others = (threads * rate for rate in _CORES.get(capability, _PLAIN_CORE))
-    rates = _rates(products, products * bfloat16_gain, 0.35 * products, 0.2 * products)
-    return Device("cpu", threads * _CORE_BANDWIDTH, rates, others * 1e12, 4e-6)
+    bfloat16, float16 = (products * half.get(dtype, 1.0) for dtype in _HALF)
+    rates = _rates(products, bfloat16, 0.35 * products, float16)
+    converts = frozenset(_HALF) - half.keys()
+    return Device("cpu", threads * _CORE_BANDWIDTH, rates, others * 1e12, 0.0, converts=converts)
 
 
 def _cpu_at_hand() -> Device:
     """The CPU at hand, with as many cores as PyTorch has threads."""
-    return cpu_device(torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), _bfloat16_gain())
-
-
-def _bfloat16_gain() -> float:
-    """By the instructions that there are."""
-    gains = (("_is_amx_tile_supported", 8.0), ("_is_avx512_bf16_supported", 2.5))
-    return next((gain for name, gain in gains if getattr(torch.cpu, name, lambda: False)()), 0.2)
+    half = {dtypes.name_of(dtype): gain for dtype, gain in half_gains().items()}
+    return cpu_device(torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), half)
 
 
 # Bandwidth is that of a copy, matrix rates are those of large products on random data.
@@ -170,7 +193,8 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return DEVICES["cpu"]
     name = torch.cuda.get_device_name(device)
-    return _known(name) or _estimated(name, torch.cuda.get_device_properties(device))
+    found = _known(name) or _estimated(name, torch.cuda.get_device_properties(device))
+    return replace(found, replayed=True) if capturing.get() else found
 
 
 # ------------------------------------------------------------------------------------------------ GPUs at hand

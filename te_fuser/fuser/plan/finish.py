@@ -21,7 +21,7 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.covers import Covers, in_running_order
 from te_fuser.fuser.plan.plan import Kept, Plan, SegmentPlan
-from te_fuser.fuser.steps.step import Price, Step
+from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.candidates import Edge
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
 
 SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
 _SHORT_END = 1 / 16  # of that: too little for a segment of its own
@@ -66,15 +67,15 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     values_in, values_out = _crossing(graph, *part)
     given = {r for s in steps[1] for r in s.writes()}
     arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
-    forward = waiting_late(_with_casts(problem, prices, steps[0], set()))
+    forward = waiting_late(with_casts(problem, prices, steps[0], set()))
     cast = {r for s in forward for r in s.writes()}
     summed = _with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
-    backward = waiting_late(_with_casts(problem, prices, summed, cast))
+    backward = waiting_late(with_casts(problem, prices, summed, cast))
     reads, made = _reads(forward, backward), {r for s in backward for r in s.writes()}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
-    kept = _kept(problem, prices, backward)
+    kept = kept_by(problem, prices, backward)
     return SegmentPlan(
         *part,
         tuple(forward),
@@ -143,7 +144,7 @@ def waiting_late(steps: list[Step]) -> list[Step]:
 # ------------------------------------------------------------------------------------------------------ casts
 
 
-def _with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
+def with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
     """Before the first step that reads a parameter in another dtype, the step that makes it; `made` are there."""
     result: list[Step] = []
     for step in steps:
@@ -160,8 +161,7 @@ def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
     assert dtype is not None
     inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
     price = Price("of_launch", (inputs, outputs, 0.0))
-    c, seconds = prices.told(price, problem.nodes[step.start])
-    return Step("cast_parameter", step.start, step.stop, inputs, outputs, CastTask(dtype), c, seconds, price=price)
+    return prices.step("cast_parameter", (step.start, step.stop), inputs, outputs, CastTask(dtype), price)
 
 
 # ---------------------------------------------------------------------------------------------- summed gradients
@@ -192,8 +192,7 @@ def _with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: li
 def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Step) -> Step:
     inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
     price = Price("of_sum", (ref, len(terms) - 1))
-    c, seconds = prices.told(price, problem.nodes[step.start])
-    return Step("add_gradients", step.start, step.stop, inputs, (("sum", ref),), AddTask(), c, seconds, price=price)
+    return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(), price)
 
 
 def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
@@ -213,7 +212,7 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
 # ----------------------------------------------------------------------------------------------- what is kept
 
 
-def _kept(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
+def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
     """Everything that backward steps read and none of them makes."""
     graph, found = problem.graph, dict[Ref, Kept]()
     made = {r for s in backward for r in s.writes()}

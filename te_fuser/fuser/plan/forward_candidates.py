@@ -19,7 +19,7 @@ from te_fuser.fuser.plan.candidates import (
 )
 from te_fuser.fuser.plan.problem import form_named
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.step import Price, Step
+from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
 from te_fuser.ops.base import UnfusedOperation
 
@@ -90,7 +90,7 @@ class ForwardCandidates:
             return None
         steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
         name = steps[0].name if steps else "none"
-        return Edge(start, stop, name, steps, sum(s.seconds for s in steps))
+        return Edge(start, stop, name, steps, self.prices.weighed(steps))
 
     @functools.cached_property
     def _statistics(self) -> dict[int, list[str]]:
@@ -112,10 +112,9 @@ class ForwardCandidates:
         outputs += [(n, self.graph.ref(v)) for n, v in zip(node.op.named_outputs(), node.named_out, strict=True)]
         outputs += [(n, emitted_ref(node.index, n)) for n in node.op.emits]
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
-        c, seconds = self.prices.told(price, node)
         start, stop = node.index, node.index + 1
-        step = Step(node.role, start, stop, tuple(inputs), tuple(outputs), OpTask(node), c, seconds, price=price)
-        return Edge(start, stop, node.role, step.task.phases(step), seconds)
+        step = self.prices.step(node.role, (start, stop), inputs, outputs, OpTask(node), price)
+        return Edge(start, stop, node.role, step.task.phases(step), self.prices.weighed([step]))
 
     # --------------------------------------------------------------------------------------- fusions
 
@@ -137,10 +136,9 @@ class ForwardCandidates:
         if joint:
             outputs += saved_by(fusion, match, whole, self.prices)
         price = Price("of_fusion", (fusion, match, nodes, "forward", inputs, outputs))
-        c, seconds = self.prices.told(price, nodes[0])
         task = fusion_task(self.problem, fusion, "forward", nodes, match)
-        step = Step(fusion.name, start, stop, tuple(inputs), tuple(outputs), task, c, seconds, price=price)
-        return Edge(start, stop, fusion.name, (step,), seconds, fusion, whole)
+        step = self.prices.step(fusion.name, (start, stop), inputs, outputs, task, price)
+        return Edge(start, stop, fusion.name, (step,), self.prices.weighed([step]), fusion, whole)
 
     def _why_impossible(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
         """Why no backward plan could make room for the fusion."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.device import Device
+    from te_fuser.fuser.plan.host import Host
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.steps.step import Step
     from te_fuser.ops.base import Spec
@@ -63,6 +65,7 @@ class Choice:
         return f"{self.value}: kept, {size_text(self.bytes)}; computing it again would cost {self.seconds * 1e6:.1f} us"
 
 
+DIRECTIONS = ("forward", "backward")
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
 
 
@@ -72,17 +75,9 @@ def size_text(count: float) -> str:
     return f"{count / unit:.0f} B" if unit == 1.0 else f"{count / unit:.2f} {name}"
 
 
-def priced_by(prices: Prices, step: Step) -> Step:
-    """The step with what these prices say that it takes."""
-    if step.price is None:
-        return step
-    cost, seconds = prices.told(step.price, prices.graph.nodes[step.start])
-    return replace(step, cost=cost, seconds=seconds)
-
-
 @dataclass(frozen=True)
 class SegmentPlan:
-    """The ops start..stop-1: one autograd node.
+    """The ops start..stop-1: one autograd node, or several of PyTorch's own.
 
     Attributes:
         forward, backward: its steps in running order; no backward where nobody needs a gradient.
@@ -94,6 +89,8 @@ class SegmentPlan:
         returned: the gradient of each of `takes`; None for one that needs none, or that nothing reaches.
         kept: what its backward reads and does not make.
         marked: (place among the kept, among `takes`) of parameters whose attributes say where their gradients go.
+        recorded: whether its forward steps are PyTorch's functions, which autograd records: then `backward` and `kept`
+            are what PyTorch does and keeps.
     """
 
     start: int
@@ -109,6 +106,21 @@ class SegmentPlan:
     returned: tuple[Ref | None, ...]
     kept: tuple[Kept, ...]
     marked: tuple[tuple[int, int], ...]
+    recorded: bool = False
+
+    def steps(self, direction: str) -> tuple[Step, ...]:
+        """Those of "forward" or "backward"."""
+        return self.forward if direction == "forward" else self.backward
+
+    def node(self, direction: str, host: Host) -> float:
+        """Seconds that its autograd node costs the host beside its steps."""
+        if not self.backward:
+            return 0.0
+        if self.recorded:
+            return host.guard * len(self.gives) if direction == "forward" else 0.0
+        if direction == "forward":
+            return host.node[0]
+        return host.node[1] + host.gradient * sum(r is not None for r in self.returned)
 
 
 @dataclass(frozen=True)
@@ -191,17 +203,38 @@ class Plan:
         """Bytes kept for backward that this model allocated (parameters and the call's own inputs apart)."""
         return sum(k.bytes for k in self.kept if k.owner == owner)
 
-    def seconds(self) -> float:
-        """Predicted time of both directions."""
-        return sum(s.seconds for s in self.steps)
+    def seconds(self, *directions: str) -> float:
+        """Predicted time of some directions, both by default: a GPU works beside its host, a CPU is its own."""
+        return sum(map(self._seconds, directions or DIRECTIONS))
+
+    def _seconds(self, direction: str) -> float:
+        device, host = self.device_seconds(direction), self.host_seconds(direction)
+        return device + host if self.device.kind == "cpu" else max(device, host)
+
+    def device_seconds(self, *directions: str) -> float:
+        """Predicted time of the work in some directions, both by default; a CPU's steps have their calls beside it."""
+        calls = -1.0 if self.device.kind == "cpu" else 0.0
+        parts = itertools.product(self.segments, directions or DIRECTIONS)
+        return sum(s.seconds + calls * s.host for p, d in parts for s in p.steps(d))
+
+    def host_seconds(self, *directions: str) -> float:
+        """Predicted time of the host's calls in some directions, both by default."""
+        parts = itertools.product(self.segments, directions or DIRECTIONS)
+        return sum(p.node(d, self.device.host) + sum(s.host for s in p.steps(d)) for p, d in parts)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether a GPU would wait for its host in one of the directions."""
+        on_gpu = self.device.kind != "cpu"
+        return on_gpu and any(self.host_seconds(d) > self.device_seconds(d) for d in DIRECTIONS)
 
     def seen_by(self, prices: Prices) -> Plan:
         """The same plan with the bytes and times that these prices say."""
         segments = tuple(
             replace(
                 segment,
-                forward=tuple(priced_by(prices, s) for s in segment.forward),
-                backward=tuple(priced_by(prices, s) for s in segment.backward),
+                forward=tuple(prices.priced(s) for s in segment.forward),
+                backward=tuple(prices.priced(s) for s in segment.backward),
                 kept=tuple(replace(k, bytes=prices.size(k.ref)) for k in segment.kept),
             )
             for segment in self.segments

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from te_fuser import dtypes
 from te_fuser.fuser.plan.both_ways import BothWays
 from te_fuser.fuser.plan.covers import cover
 from te_fuser.fuser.plan.finish import finish
-from te_fuser.fuser.plan.keeping import Keeping, plan_for_memory
+from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
+from te_fuser.fuser.plan.recording import with_recorded
 from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
@@ -23,14 +25,36 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
 
 
-def covered(problem: Problem, prices: Prices) -> Plan:
-    """The plan whose steps cover the graph at the least price, for the memory that was asked for."""
+# A direction takes the larger of what the device and the host take. No shortest path sees that: where a plan would wait
+# for the host, others are made for which so much of the host's time counts, and the best of all is taken.
+_SHARES = (0.5, 1.0, 4.0)
+
+
+def covered(problem: Problem) -> tuple[Plan, Prices]:
+    """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
+    found = [_covered(problem, Prices(problem))]
+    for share in _SHARES:
+        if not found[-1][0].waits_for_host:
+            break
+        found.append(_covered(problem, Prices(problem, share)))
+    return min(found, key=lambda made: _price(made[0], problem.options))
+
+
+def _covered(problem: Problem, prices: Prices) -> tuple[Plan, Prices]:
     both = BothWays(problem, prices)
 
     def weighed(keeping: Keeping) -> Plan:
-        return finish(problem, prices, cover(problem, prices, both, keeping))
+        plan = finish(problem, prices, cover(problem, prices, both, keeping))
+        return with_recorded(problem, prices, plan, keeping.weight)
 
-    return plan_for_memory(problem.options.memory, weighed)
+    return plan_for_memory(problem.options.memory, weighed), prices
+
+
+def _price(plan: Plan, options: Options) -> tuple[float, float]:
+    """What plans are compared by: bytes beyond a budget, then seconds, with what keeping is worth."""
+    if isinstance(options.memory, int):
+        return max(plan.kept_bytes() - options.memory, 0), plan.seconds()
+    return 0.0, plan.seconds() + plan.kept_bytes() * LAMBDA[options.memory] / options.device.bandwidth
 
 
 def _with_notes(plan: Plan, options: Options) -> Plan:
@@ -41,6 +65,8 @@ def _with_notes(plan: Plan, options: Options) -> Plan:
         found.append(f"measured choices of tune(): {listed}")
     if plan.device.estimate:
         found.append(plan.device.estimate_note())
+    multiplied = {plan.graph.values[plan.graph.nodes[s.start].input].spec.dtype for s in plan.steps if s.cost.flops}
+    found += filter(None, (plan.device.conversion_note(name) for name in sorted(map(dtypes.name_of, multiplied))))
     return plan.noted(*found, *options.notes)
 
 
@@ -64,9 +90,7 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
     with standing_in(graph.stand_ins()):
-        problem = Problem(graph, options)
-        prices = Prices(problem)
-        plan = covered(problem, prices)
+        plan, prices = covered(Problem(graph, options))
         for change in PASSES:
             plan = change(plan, options)
         _ = plan.written  # what it asks of sizes is asked now

@@ -10,6 +10,7 @@ from te_fuser import dtypes
 from te_fuser.formula.expr import Axes
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.fuser.graph.refs import Ref
+from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
 from te_fuser.ops.base import UnfusedOperation
 from te_fuser.ops.rows import batch_layout
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.kernel_task import KernelTask
-    from te_fuser.fuser.steps.step import Price, Step
+    from te_fuser.fuser.steps.step import Price, Task
     from te_fuser.fusions.registry import Fusion
 
 _SCRATCH_LAUNCHES = 10
+# What passes over scratch call of PyTorch, views included, and random numbers by PyTorch's operations.
+_SCRATCH_CALLS, _DRAW_CALLS = 32, 60
 # The speed of a product with an epilogue, over one without: a row op that a kernel nearby does anyway is not worth one.
 _EPILOGUE = 0.99
 
@@ -34,14 +37,20 @@ Named = Iterable[tuple[str, Ref]]
 class Prices:
     """Costs within one problem.
 
-    Args:
+    Attributes:
+        share: of the host's seconds beside a device's, how many a second of the host weighs: what is to be the least is
+            the larger of two sums, and no shortest path sees that. On a CPU, which is its own host, they are added up.
         exact: whether they see the sizes of the call, and not those of the grid; no plan depends on such prices.
     """
 
-    def __init__(self, problem: Problem, exact: bool = False) -> None:
-        self.problem, self.graph = problem, problem.asked.exact() if exact else problem.graph
+    def __init__(self, problem: Problem, share: float = 0.0, exact: bool = False) -> None:
+        self.problem, self.share, self.exact = problem, share, exact
+        self.graph = problem.asked.exact() if exact else problem.graph
+        device = problem.options.device
+        self._on_cpu, self._calls = device.kind == "cpu", device.host.calls
         self._seen = Match.exact if exact else Match.rounded
         self._saving: dict[Ref, tuple[Fusion, Match, list[tuple[str, Ref]]]] = {}
+        self._by_rows: dict[Ref, tuple[int, int]] = {}
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
         self._steps: dict[int, tuple[Step, KernelTask]] = {}
@@ -60,11 +69,18 @@ class Prices:
         sizes = fusion.asked("saved_bytes", self._seen(match)) if fusion.saved_bytes else {}
         self._sizes |= {ref: sizes.get(name, 0) for name, ref in saved}
 
+    def learn_rows(self, ref: Ref, value: int, each: int) -> None:
+        """Note a tensor of `each` bytes for each row of a value."""
+        self._by_rows[ref] = value, each
+        self._sizes[ref] = each * self.graph.values[value].spec.rows
+
     def at_exact_sizes(self) -> Prices:
         """The same for the sizes of the call."""
-        found = Prices(self.problem, exact=True)
+        found = Prices(self.problem, self.share, exact=True)
         for saving in self._saving.values():
             found.learn(*saving)
+        for ref, (value, each) in self._by_rows.items():
+            found.learn_rows(ref, value, each)
         return found
 
     def size(self, ref: Ref) -> int:
@@ -82,6 +98,52 @@ class Prices:
         """Seconds that keeping these is worth, where a kept byte is worth `weight` passes over it."""
         return self.kept_bytes(refs) * weight / self.problem.options.device.bandwidth
 
+    # ----------------------------------------------------------------------------------------- steps
+
+    def step(
+        self,
+        name: str,
+        covers: tuple[int, int],
+        inputs: Named,
+        outputs: Named,
+        task: Task,
+        price: Price,
+        *,
+        chain: bool = True,
+    ) -> Step:
+        """A step over the ops covers[0]..covers[1]-1, with what it takes the device and the host."""
+        cost, seconds, host = self._told(price, task, covers[0])
+        return Step(name, *covers, tuple(inputs), tuple(outputs), task, cost, seconds, host, chain, price)
+
+    def priced(self, step: Step) -> Step:
+        """The step with what these prices say that it takes."""
+        if step.price is None:
+            return step
+        cost, seconds, host = self._told(step.price, step.task, step.start)
+        return replace(step, cost=cost, seconds=seconds, host=host)
+
+    def _told(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
+        """What is asked for, and the predicted times of the device and of the host."""
+        asked = price.method
+        cost = getattr(self, asked)(*price.arguments) if isinstance(asked, str) else asked(self, *price.arguments)
+        host = self._host(task, cost)
+        seconds = self.seconds(cost, self.graph.nodes[start])
+        return cost, seconds + host if self._on_cpu else seconds, host
+
+    def _host(self, task: Task, cost: Cost) -> float:
+        """The seconds of the host for a call: as stated, else by the kind of call and what it starts."""
+        calls = self._calls
+        if cost.calls is not None or cost.seconds is not None or not cost.launches:
+            return (cost.calls or 0.0) * calls["torch"]
+        if task.description is not None and self.problem.options.target == "torch":
+            return calls["torch"] * cost.launches
+        several = cost.launches - 1 if task.call in ("method", "recorded backward") else 0
+        return calls[task.call] + calls["torch"] * several
+
+    def weighed(self, steps: Iterable[Step]) -> float:
+        """Seconds of some steps, with the host's by its share."""
+        return sum(s.seconds + self.share * s.host for s in steps)
+
     # ----------------------------------------------------------------------------------------- costs
 
     def seconds(self, cost: Cost, node: Node) -> float:
@@ -92,11 +154,6 @@ class Prices:
         """One launch that reads and writes these tensors once."""
         read = sum(self.size(r) for r in {r for _, r in inputs})
         return Cost(read, sum(self.size(r) for r in {r for _, r in outputs}), flops)
-
-    def told(self, price: Price, node: Node) -> tuple[Cost, float]:
-        """What is asked for, and the predicted time in the dtype that an op gets."""
-        cost = getattr(self, price.method)(*price.arguments)
-        return cost, self.seconds(cost, node)
 
     def of_sum(self, ref: Ref, additions: int) -> Cost:
         """So many additions of tensors like this one."""
@@ -127,7 +184,9 @@ class Prices:
             return c
         # Operations of their own go over the scratch, after the products and not beside them.
         seconds = self.seconds(c, node) + self.seconds(Cost(extra, extra, launches=_SCRATCH_LAUNCHES), node)
-        return replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES, seconds=seconds)
+        calls = (_SCRATCH_CALLS + (_DRAW_CALLS if node.draws else 0)) * scratch
+        c = replace(c, read=c.read + extra, written=c.written + extra, launches=_SCRATCH_LAUNCHES)
+        return replace(c, seconds=seconds, calls=calls)
 
     def of_fusion(
         self, fusion: Fusion, match: Match, nodes: tuple[Node, ...], direction: str, inputs: Named, outputs: Named

@@ -46,6 +46,7 @@ class Options:
     memory: str | int = "balanced"  # a name in LAMBDA, or a budget in bytes
     capability: tuple[int, int] | None = None  # of a GPU that is not at hand
     tuned: Choices = field(default_factory=dict)  # measured choices, whatever the prices say
+    records: bool = False  # whether segments may be PyTorch's functions, which autograd records
     notes: tuple[str, ...] = ()  # what is to be said of every plan made with them
 
 

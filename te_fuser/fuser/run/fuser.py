@@ -14,6 +14,7 @@ from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
+from te_fuser.fuser.plan.host import capturing
 from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
@@ -175,6 +176,7 @@ class Fuser:
             outputs,
             named,
             registry.state(),
+            capturing.get(),
             self._revisions,
             training,
             tuple([state() for state in self._states]),
@@ -272,9 +274,10 @@ class Fuser:
         graph = self._graph(x, inputs, outputs, parameters, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
-            return graph, Options(device, target, self.memory, capability=device.capability)
+            return graph, Options(device, target, self.memory, device.capability, records=self.kernels == "auto")
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
-        options = Options(device or device_of(x.device), target, self.memory, notes=self._missing(target, graph))
+        notes, records = self._missing(target, graph), self.kernels == "auto"
+        options = Options(device or device_of(x.device), target, self.memory, records=records, notes=notes)
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
     def _graph(

@@ -35,6 +35,7 @@ class Segment:
         gradients_in: the slots of the results' gradients; None for a result that takes none.
         gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
         results_at: the slots of the outputs; `aliased` ones share an input's or an earlier output's storage.
+        recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
     """
@@ -53,6 +54,7 @@ class Segment:
     results_at: tuple[int, ...]
     aliased: tuple[bool, ...]
     device: str
+    recorded: bool
     overwrites: bool
     take_kept: Picker
     take_gradients: Picker
@@ -65,11 +67,35 @@ class Segment:
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
+        if self.recorded:
+            return [_refusing(slots[k], shared) for k, shared in zip(self.results_at, self.aliased, strict=True)]
         if self.aliased == (False,):
             return [slots[self.results_at[0]]]
         return [
             slots[k].detach() if shared else slots[k] for k, shared in zip(self.results_at, self.aliased, strict=True)
         ]
+
+
+def refuse_create_graph(*_: object) -> None:
+    """Refuse to run in a backward that is to be differentiated itself.
+
+    Raises:
+        RuntimeError: when grad mode is on.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "te_fuser does not differentiate its backward: call backward() without create_graph=True, "
+            "or use model.reference(x), which plain autograd differentiates any number of times"
+        )
+
+
+def _refusing(result: torch.Tensor, shared: bool) -> torch.Tensor:
+    """A result that autograd recorded, whose backward refuses as those of our own nodes do."""
+    own = result.view_as(result) if shared else result
+    node = own.grad_fn
+    if node is not None:
+        node.register_prehook(refuse_create_graph)
+    return own
 
 
 class SegmentFunction(torch.autograd.Function):
@@ -95,11 +121,7 @@ class SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "te_fuser does not differentiate its backward: call backward() without create_graph=True, "
-                "or use model.reference(x), which plain autograd differentiates any number of times"
-            )
+        refuse_create_graph()
         segment: Segment = ctx.segment
         program = segment.backward
         assert program is not None
@@ -165,7 +187,7 @@ class _Backward:
 
 
 def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: SlotMap, loaded: Loaded) -> _Backward:
-    if not segment.backward:
+    if not segment.backward or segment.recorded:
         return _Backward()
     kept = [k.ref for k in segment.kept]
     given = [*(r for r in segment.arriving if r is not None), *kept]
@@ -200,6 +222,7 @@ def _build(segment: SegmentPlan, device: str, loaded: Loaded) -> Segment:
         tuple(slots[r] for r in segment.gives),
         _aliased(segment.takes, segment.gives, steps),
         device,
+        segment.recorded,
         any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
         _picker(back.kept),
         _picker(back.gradients_out),

@@ -39,7 +39,8 @@ class StepRow:
             a sum of gradients), "no kernel:" (an alias).
         read, written: predicted bytes.
         seconds: predicted time; `measured` is None where nothing was measured.
-        limit: the resource that bounds it: "memory", "products", "arithmetic", "launch"; "stated" by a fusion.
+        limit: the resource that bounds it: "memory", "products", "arithmetic", "launch", on a CPU also the "host";
+            "stated" by a fusion.
         share: least time for that resource over the time it takes (measured, else predicted); None if stated.
         keeps: what it makes that is kept for backward.
         again: what it computes again in backward.
@@ -120,10 +121,12 @@ def _limit(plan: Plan, step: Step, first: Node) -> tuple[str, float]:
         return "stated", step.cost.seconds
     dtype = name_of(plan.graph.arithmetic(first))
     limits = plan.device.limits(step.cost, dtype)
-    bound = max(limits, key=lambda name: limits[name])
-    # A launch is a cost, not a limit to come near to: the share is that of the work.
-    del limits["launch"]
-    return bound, max(limits.values())
+    calls = {"launch": limits.pop("launch")}
+    if plan.device.kind == "cpu":
+        calls = {"host": step.host}
+    together = limits | calls
+    # A launch or a call is a cost, not a limit to come near to: the share is that of the work.
+    return max(together, key=lambda name: together[name]), max(limits.values())
 
 
 def _keeps(entries: Sequence[Kept]) -> tuple[str, ...]:
@@ -405,19 +408,23 @@ def _refusal_text(entries: Sequence[Refusal]) -> str:
 def _totals_page(plan: Plan, measured: Measured | None) -> Iterable[Any]:
     yield Text("\nTotals", style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    headings = ["", "predicted ms", *(["measured ms"] if measured else []), "predicted bytes", "steps", "launches"]
+    predicted = ["predicted ms", "device ms", "host ms"]
+    headings = ["", *predicted, *(["measured ms"] if measured else []), "predicted bytes", "steps", "launches"]
     for k, heading in enumerate(headings):
         table.add_column(heading, justify="right" if k else "left", no_wrap=True)
     found = {direction: step_rows(plan, direction, measured) for direction in ("forward", "backward")}
     for name, rows in {**found, "both": [*found["forward"], *found["backward"]]}.items():
-        cells = [f"{sum(r.seconds for r in rows) * 1e3:.3f}"]
+        directions = () if name == "both" else (name,)
+        predictions = (plan.seconds(*directions), plan.device_seconds(*directions), plan.host_seconds(*directions))
+        cells = [f"{seconds * 1e3:.3f}" for seconds in predictions]
         cells += [f"{sum(r.measured or 0.0 for r in rows) * 1e3:.3f}"] if measured else []
         cells += [size_text(sum(r.read + r.written for r in rows)), str(len(rows)), str(sum(r.launches for r in rows))]
         table.add_row(name, *cells)
     yield Padding(table, (0, 0, 0, 2))
-    text = (
-        f"{_count(len(plan.segments), 'segment')} (autograd nodes), {size_text(plan.kept_bytes())} of activations kept"
-    )
+    recorded = sum(s.recorded for s in plan.segments)
+    own = f"autograd: {_count(len(plan.segments) - recorded, 'node')} of its own, else PyTorch's"
+    nodes = own if recorded else "autograd nodes"
+    text = f"{_count(len(plan.segments), 'segment')} ({nodes}), {size_text(plan.kept_bytes())} of activations kept"
     sums = _segments_with_sums(plan)
     text += f"; column sums are added up by at most {_count(sums, 'launch', 'es')} more" if sums else ""
     yield Padding(Text(text), (0, 0, 0, 2))

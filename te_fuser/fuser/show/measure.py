@@ -62,7 +62,7 @@ def measured_run(
                 made = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
                 torch.autograd.grad(made, wanted, [torch.ones_like(t) for t in made], allow_unused=True)
     times = clock.medians()
-    measured = Measured(*(tuple(times[id(s)] for s in steps) for steps in (plan.forward, plan.backward)))
+    measured = Measured(*(tuple(times.get(id(s), 0.0) for s in steps) for steps in (plan.forward, plan.backward)))
     return fuser.plan(x, inputs, outputs), measured, result  # the same steps, priced for this shape
 
 

@@ -61,16 +61,19 @@ class FusionTask(Task):
     def hangs(self) -> bool:  # type: ignore[override]
         return self.gradient is not None
 
+    @property
+    def call(self) -> str:  # type: ignore[override]
+        if self.own_memory:
+            return "product"
+        return "function" if self._takes() else "method"
+
     def sums(self, step: Step) -> list[Ref]:
         return [r for name, r in step.outputs if name in self.fusion.sums]
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         """In a native step where its body is a plain function of tensors."""
-        fusion, slots = self.fusion, bench.slots
-        joint_backward = fusion.direction == "joint" and self.direction == "backward"
-        takes, gives = () if joint_backward else fusion.takes, fusion.gives
-        if self.gradient is not None:
-            takes, gives = ("dy", *self.gradient.reads), self.gradient.produces
+        fusion, slots, takes = self.fusion, bench.slots, self._takes()
+        gives = fusion.gives if self.gradient is None else self.gradient.produces
         if not takes:
             return FusionRunner(step, self, slots)
         read, made = dict(step.inputs), {made_name(name): slots[r] for name, r in step.outputs}
@@ -83,6 +86,13 @@ class FusionTask(Task):
         return _native.FunctionStep(
             f"fusion {fusion.name}", self.function(), inputs, [made.get(name, -1) for name in gives]
         )
+
+    def _takes(self) -> tuple[str, ...]:
+        """The tensors that its body is a plain function of; none: it is called with what it covers."""
+        if self.gradient is not None:
+            return ("dy", *self.gradient.reads)
+        joint_backward = self.fusion.direction == "joint" and self.direction == "backward"
+        return () if joint_backward else self.fusion.takes
 
     def runs_by(self) -> str:
         return self.body.describe() if self.body is not None and self.body.describe is not None else ""

@@ -45,6 +45,7 @@ class KernelTask(Task):
     """
 
     what = "kernel"
+    call = "kernel"
     own_memory = True
 
     description: KernelDescription = field()  # not the default of other tasks

@@ -81,6 +81,15 @@ class OpTask(Task):
         """The op's method: that which starts, where there are two."""
         return "op_forward" if self.gradient is None else self.gradient.method
 
+    @property
+    def call(self) -> str:  # type: ignore[override]
+        return "method" if self.plain is None else "function"
+
+    @property
+    def plain(self) -> TensorFunction | None:
+        """The plain function of tensors that the method amounts to."""
+        return getattr(getattr(self.node.op, self.method), "plain", None)
+
     def phases(self, step: Step) -> tuple[Step, ...]:
         """Its step, or the two of an op that starts something and waits for it later.
 
@@ -97,14 +106,14 @@ class OpTask(Task):
             task=replace(self, phase="wait"),
             cost=Cost(launches=0),
             seconds=0.0,
+            host=0.0,
             price=None,
         )
         return first, second
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         """The method's plain function in a native step where it has one."""
-        op = self.node.op
-        plain: TensorFunction | None = getattr(getattr(op, self.method), "plain", None)
+        plain = self.plain
         read, made = dict(step.inputs), list(step.outputs)
         simple = self.phase == "whole" and len(made) == 1 and not self.casts
         if plain is None or not simple or any(name not in read for name in plain.reads):

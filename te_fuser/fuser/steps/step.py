@@ -23,9 +23,13 @@ KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int,
 
 @dataclass(frozen=True)
 class Price:
-    """What a step takes, as a question to prices of some sizes or others: a method of theirs, and what it takes."""
+    """What a step takes, as a question to prices of some sizes or others.
 
-    method: str
+    Attributes:
+        method: a method of theirs, or a function of them, and what else it takes.
+    """
+
+    method: str | Callable[..., Cost]
     arguments: tuple[Any, ...]
 
 
@@ -64,6 +68,7 @@ class Task:
 
     Attributes:
         what: the word that explain() has for it.
+        call: what its call costs the host, as `Host.calls` has it.
         compares: whether verify can hold what it makes against the reference; else it runs as it is.
         hangs: whether it may read what was computed again in backward, as a gradient of parameters alone may.
         own_memory: whether what it makes is memory of its own, and it keeps nothing of what it reads and runs on the
@@ -76,6 +81,7 @@ class Task:
     """
 
     what: ClassVar[str] = "op"
+    call: str = "method"
     compares: ClassVar[bool] = True
     hangs: bool = False
     own_memory: bool = False
@@ -132,6 +138,7 @@ class Step:
         start, stop: the ops it covers.
         inputs, outputs: (name, ref) of what it reads and makes.
         cost, seconds: what it moves and computes, and the predicted time.
+        host: the seconds that its call costs the host.
         price: where these come from.
         chain: in backward, whether the next step's gradient depends on it.
     """
@@ -144,6 +151,7 @@ class Step:
     task: Task
     cost: Cost
     seconds: float
+    host: float = 0.0
     chain: bool = True
     price: Price | None = field(default=None, compare=False, repr=False)
 

@@ -1,8 +1,9 @@
-"""Steps that are one PyTorch operation: sums of gradients, parameters in another dtype."""
+"""Steps that are one PyTorch operation: sums of gradients, casts of parameters, functions that autograd records."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ class AddTask(Task):
     """Adds up the contributions to one gradient."""
 
     what = "torch"
+    call = "torch"
     compares = False
     own_memory = True
 
@@ -23,6 +25,29 @@ class AddTask(Task):
         reads = [bench.slots[r] for r in step.reads()]
         function = torch.add if len(reads) == 2 else _sum
         return _native.FunctionStep(step.name, function, reads, [bench.slots[step.outputs[0][1]]])
+
+
+@dataclass(frozen=True)
+class RecordedTask(Task):
+    """A function of PyTorch's that autograd records."""
+
+    what = "torch"
+    call = "recorded"
+
+    function: Callable[..., torch.Tensor]
+
+    def runner(self, step: Step, bench: Bench) -> Runner:
+        reads = [bench.slots[r] for r in step.reads()]
+        return _native.FunctionStep(step.name, self.function, reads, [bench.slots[step.outputs[0][1]]])
+
+
+@dataclass(frozen=True)
+class RecordedBackwardTask(Task):
+    """The gradient of such a function: PyTorch's own business, which runs when autograd comes to its node."""
+
+    what = "autograd"
+    call = "recorded backward"
+    compares = False
 
 
 def _sum(*terms: torch.Tensor) -> torch.Tensor:
@@ -34,6 +59,7 @@ class CastTask(Task):
     """A parameter in another dtype, for autocast."""
 
     what = "torch"
+    call = "torch"
     compares = False
 
     dtype: torch.dtype

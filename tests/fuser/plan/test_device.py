@@ -123,11 +123,30 @@ def test_generated_code_is_that_of_the_gpus_capability(monkeypatch: pytest.Monke
 
 
 def test_a_cpu_follows_from_its_threads_and_vectors() -> None:
-    wide, narrow = cpu_device(4, "AVX512", 2.5), cpu_device(2, "AVX2", 0.2)
+    wide, narrow = cpu_device(4, "AVX512", {"bfloat16": 2.5}), cpu_device(2, "AVX2", {})
     assert wide.bandwidth == 2 * narrow.bandwidth and wide.vector_rate == 3 * narrow.vector_rate
     assert wide.matrix_rate["bfloat16"] == 2.5 * wide.matrix_rate["float32"]
-    assert narrow.matrix_rate["bfloat16"] == 0.2 * narrow.matrix_rate["float32"] == narrow.matrix_rate["float16"]
-    assert narrow.vector_rate > cpu_device(2, "NEON", 0.2).vector_rate
+    assert narrow.matrix_rate["bfloat16"] == narrow.matrix_rate["float32"] == narrow.matrix_rate["float16"]
+    assert narrow.vector_rate > cpu_device(2, "NEON", {}).vector_rate
+    assert (wide.converts, narrow.converts) == ({"float16"}, {"bfloat16", "float16"})
+
+
+def test_products_of_converted_numbers_cost_their_copies() -> None:
+    """Of 300 bytes as many again are written and read twice, each time as float32: 1200 more, before and after."""
+    native, converting = cpu_device(1, "AVX512", {"bfloat16": 1.0}), cpu_device(1, "AVX512", {})
+    product = Cost(200, 100, 1e9)
+    more = converting.seconds(product, "bfloat16") - native.seconds(product, "bfloat16")
+    assert more == pytest.approx(1200 / native.bandwidth, rel=1e-6)
+    for cost, dtype in ((product, "float32"), (Cost(200, 100), "bfloat16")):
+        assert converting.seconds(cost, dtype) == native.seconds(cost, dtype)
+
+
+def test_a_plan_says_that_its_products_are_in_float32() -> None:
+    model, x = Sequential(ops.Linear(8, 8), ops.GELU()).half(), torch.randn(3, 8).half()
+    (note,) = model.plan(x, device=cpu_device(2, "AVX2", {})).notes
+    assert note == "products in float16 are computed in float32 and rounded once: cpu has no instructions for them"
+    assert not model.plan(x, device=cpu_device(2, "AVX2", {"float16": 2.0})).notes
+    assert not Sequential(ops.GELU()).plan(x, device=cpu_device(2, "AVX2", {})).notes
 
 
 def test_a_dtype_without_a_rate_is_no_float32() -> None:

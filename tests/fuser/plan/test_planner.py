@@ -428,9 +428,12 @@ def test_steps_cover_the_list_once_in_order():
             available |= set(step.writes())
 
 
-def test_the_time_of_a_plan_is_the_sum_of_its_steps():
+def test_the_time_of_a_plan_is_the_sum_of_its_steps_and_of_its_node():
     plan = mlp().plan(X)
-    assert plan.seconds() == pytest.approx(sum(s.seconds for s in (*plan.forward, *plan.backward)))
+    (segment,), host = plan.segments, plan.device.host
+    node = sum(host.node) + host.gradient * sum(r is not None for r in segment.returned)
+    assert plan.seconds() == pytest.approx(sum(s.seconds for s in (*plan.forward, *plan.backward)) + node)
+    assert plan.seconds() == pytest.approx(plan.device_seconds() + plan.host_seconds())
     assert all(s.seconds > 0 for s in plan.forward if s.cost.launches)
 
 

@@ -178,7 +178,11 @@ class Chosen(ops.ReLU):
 
 def test_a_plan_follows_the_state_that_an_op_names():
     entry = fusions.fusion(
-        forward=[Chosen], name="chosen", when=lambda m: Chosen.on, details=Details(registered=False)
+        forward=[Chosen],
+        name="chosen",
+        when=lambda m: Chosen.on,
+        cost=lambda m: fusions.Cost(seconds=1e-9),
+        details=Details(registered=False),
     )(lambda m, x: x.relu())
     model = sequential(ops.Linear(8, 8), Chosen())
     fuser = te_fuser.Fuser(list(model), kernels="reference")

@@ -18,7 +18,7 @@ from te_fuser.codegen import compiler, nvrtc
 from te_fuser.fuser.run import fuser, targets
 from te_fuser.fuser.run.loading import draw_seed
 from te_fuser.fuser.run.targets import missing_notes, obstacle, target_for
-from te_fuser.fusions import Details, fusion
+from te_fuser.fusions import Cost, Details, fusion
 from te_fuser.fusions.match import Match
 from te_fuser.kernels.cublaslt import products
 
@@ -149,6 +149,7 @@ def test_a_fusion_is_asked_for_its_kernels_in_each_direction() -> None:
         joint=[ops.Bias, ops.SiLU],
         details=Details(forward_ops=1, registered=False, compiles=compiles),
         reads=("-1.input",),
+        cost=lambda m: (Cost(seconds=1e-9), Cost(seconds=1e-9)),
     )
     class both:
         @staticmethod

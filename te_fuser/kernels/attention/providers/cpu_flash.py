@@ -7,6 +7,7 @@ import torch
 from te_fuser.kernels.attention.conditions import NO_DROPOUT, SEVERAL_POSITIONS, runs_on, takes
 from te_fuser.kernels.attention.provider import Provider, Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
+from te_fuser.ops.products import half_gains
 
 
 class CpuFlash(Provider):
@@ -25,6 +26,7 @@ class CpuFlash(Provider):
         "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     )
     emits = ("logsumexp",)
+    calls = (25.0, 40.0)
     speed = Speed.constant(0.6, 0.5)
     conditions = (
         runs_on("cpu"),
@@ -51,6 +53,7 @@ class CpuFlash(Provider):
         return qkv.new_zeros(mask.shape).masked_fill_(mask, -torch.inf), views.settings.causal
 
     def _readable(self, x: torch.Tensor) -> torch.Tensor:
-        # In float16 the kernel is several times slower than in float32.
-        x = x.float() if x.dtype == torch.float16 else x
+        # In float16 the kernel is several times slower than in float32; in bfloat16 too, where products in it are.
+        slow = x.dtype == torch.float16 or x.dtype == torch.bfloat16 and torch.bfloat16 not in half_gains()
+        x = x.float() if slow else x
         return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,64 @@
+"""What calls cost the host: a table for a CPU, which is its own host, and for that of a GPU."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds that the host is busy with calls.
+
+    Attributes:
+        calls: of one call, by how a step is called (`Task.call`).
+        node: of an autograd node of ours beyond its steps, forward and backward.
+        gradient: of each gradient that such a node gives.
+        guard: of refusing that PyTorch's own nodes are differentiated once more, for each result.
+    """
+
+    calls: Mapping[str, float]
+    node: tuple[float, float] = (0.0, 0.0)
+    gradient: float = 0.0
+    guard: float = 0.0
+
+
+# By calls on tiny tensors, one thread of an AMD EPYC (9005), torch 2.13. "torch" is one of PyTorch's operations,
+# "function" one or a few of them as a native step, "method" Python code with a call object around it; "recorded" and
+# "recorded backward" are a function of PyTorch's that autograd records, and its node with one operation.
+CPU_HOST = Host(
+    {
+        "kernel": 1.6e-6,
+        "product": 2.5e-6,
+        "function": 2.5e-6,
+        "method": 6e-6,
+        "torch": 1.0e-6,
+        "recorded": 3.2e-6,
+        "recorded backward": 3.4e-6,
+    },
+    node=(3e-6, 4e-6),
+    gradient=0.3e-6,
+    guard=1.7e-6,
+)
+# The host of an H200: from what eager PyTorch, te_fuser and an idle node take at 16 x 256 (docs/performance.md,
+# by hand, commit 6ac7f2f). On another one, where eager took 1.3 times as long, a step of attention took 274 us
+# forward and 213 to 425 backward, one of quack's products 297: they state that as so many calls of PyTorch.
+GPU_HOST = Host(
+    {
+        "kernel": 9e-6,
+        "product": 9e-6,
+        "function": 12e-6,
+        "method": 25e-6,
+        "torch": 7e-6,
+        "recorded": 15e-6,
+        "recorded backward": 16e-6,
+    },
+    node=(9e-6, 14e-6),
+    gradient=0.5e-6,
+    guard=4e-6,
+)
+FREE_HOST = Host(dict.fromkeys(CPU_HOST.calls, 0.0))
+
+# Whether calls of this thread are to be captured: plans made now are for a device whose calls are replayed.
+capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_capturing", default=False)

@@ -1,0 +1,207 @@
+"""Segments as functions of PyTorch's that autograd records, where a node of our own costs more than it gains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from te_fuser import dtypes
+from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
+from te_fuser.fuser.plan.finish import kept_by, with_casts
+from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
+from te_fuser.fuser.steps.step import Price
+from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
+from te_fuser.fusions import registry
+from te_fuser.fusions.match import Cost
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.fuser.plan.plan import Choice, Plan, SegmentPlan
+    from te_fuser.fuser.plan.prices import Named, Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
+    from te_fuser.ops.tensor_function import TorchFunction
+
+_STATISTIC = 4  # bytes of a number for each row
+_LEAST_GAIN = 0.02  # of the plan's time: less than what prices know
+_VIEW = Cost(launches=0, calls=1.0)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function over one op, or over one and what the next one adds."""
+
+    function: TorchFunction
+    nodes: tuple[Node, ...]
+    reads: tuple[Ref, ...]
+
+    @property
+    def output(self) -> int:
+        """The value that it makes."""
+        return self.nodes[-1].output
+
+
+def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -> Plan:
+    """The plan with each segment recorded that is cheaper so; a kept byte is worth `weight` passes over it."""
+    if not problem.options.records or not registry.enabled(registry.RECORDED):
+        return plan
+
+    def price(p: Plan) -> float:
+        return p.seconds() + p.kept_bytes() * weight / problem.options.device.bandwidth
+
+    budget = problem.options.memory if isinstance(problem.options.memory, int) else None
+    for k, segment in enumerate(plan.segments):
+        recorded = _recorded(problem, prices, segment)
+        if recorded is None:
+            continue
+        segments = (*plan.segments[:k], recorded, *plan.segments[k + 1 :])
+        other = replace(plan, segments=segments, choices=_choices_outside(plan, segment))
+        fits = budget is None or other.kept_bytes() <= max(budget, plan.kept_bytes())
+        gain = price(plan) - price(other)
+        if fits and gain > _LEAST_GAIN * plan.seconds():
+            plan = replace(other, refusals=(*plan.refusals, *_displaced(segment, gain)))
+    return plan
+
+
+def _displaced(segment: SegmentPlan, gain: float) -> Iterator[Refusal]:
+    """The fusions that a segment would have run."""
+    reason = f"predicted {gain * 1e6:.1f} us more than PyTorch's functions for ops {segment.start}-{segment.stop - 1}"
+    for direction in DIRECTIONS:
+        names = {(s.name, s.start, s.stop) for s in segment.steps(direction) if s.task.what == "fusion"}
+        yield from (Refusal(direction, start, stop, name, reason) for name, start, stop in sorted(names))
+
+
+def _choices_outside(plan: Plan, segment: SegmentPlan) -> tuple[Choice, ...]:
+    made = {v for n in plan.graph.nodes[segment.start : segment.stop] for v in (n.output, *n.named_out)}
+    return tuple(c for c in plan.choices if c.root not in made)
+
+
+def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> SegmentPlan | None:
+    """The segment as PyTorch's functions; None where an op has none, or something needs a node of our own."""
+    nodes = problem.nodes[segment.start : segment.stop]
+    preferred = any(segment.start <= start < segment.stop for _, start, _ in problem.preferred)
+    if not segment.backward or preferred or any(_needs_own_node(problem, n) for n in nodes):
+        return None
+    calls = _calls(problem, nodes) or []
+    needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
+    if not needing:
+        return None
+    forward = with_casts(problem, prices, [_forward(problem, prices, call) for call in calls], set())
+    backward = [_backward(problem, prices, call) for call in needing]
+    kept = kept_by(problem, prices, backward)
+    return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=True)
+
+
+def _needs_own_node(problem: Problem, node: Node) -> bool:
+    """Whether an op draws, hands something to its backward, writes to main_grad, or gives values in several forms."""
+    graph, op = problem.graph, node.op
+    values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
+    several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
+    roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}
+    return bool(node.draws or op.emits or op.marked_parameters(tuple(node.parameters)) or several or roots)
+
+
+# --------------------------------------------------------------------------------------------- functions of a segment
+
+
+def _calls(problem: Problem, nodes: Iterable[Node]) -> list[_Call] | None:
+    """What runs for some ops, in their order; None where one of them has no function."""
+    graph, found = problem.graph, list[_Call]()
+    for node in nodes:
+        if graph.ref(node.output) == graph.ref(node.input):
+            continue  # another name
+        function = _function_of(problem, node)
+        if function is None:
+            return None
+        joined = _joined(problem, found[-1], function, node) if found else None
+        if joined is not None:
+            found[-1] = joined
+            continue
+        refs = [problem.read_ref(node, name) for name in function.reads]
+        assert all(r is not None for r in refs)
+        found.append(_Call(function, (node,), tuple(r for r in refs if r is not None)))
+    return found
+
+
+def _function_of(problem: Problem, node: Node) -> TorchFunction | None:
+    """The function that the op's own class names for what it reads here, which all has one dtype."""
+    x, line = problem.graph.values[node.input].spec, node.op.by_torch
+    if line is None or "by_torch" not in node.op.kind.__dict__:  # a subclass may mean something else
+        return None
+    specs = [problem.parameter_ref(node, name).spec(problem.graph) for name in node.parameters]
+    specs += [problem.graph.values[v].spec for v in node.named_in.values()]
+    if any(s is None or s.dtype != x.dtype for s in specs):
+        return None
+    if node.op.flops(x, {}) and dtypes.name_of(x.dtype) in problem.options.device.converts:
+        return None
+    found: TorchFunction | None = line(x, (*node.parameters, *node.named_in))
+    return found
+
+
+def _joined(problem: Problem, call: _Call, function: TorchFunction, node: Node) -> _Call | None:
+    """The call before with what this op adds to its output, where its function takes that and nobody else reads it."""
+    value = call.output
+    follows = node.input == value and len(call.nodes) == 1
+    if not (call.function.takes_addend and function.addend and follows):
+        return None
+    if problem.read_outside(value, call.nodes[0].index, node.index + 1):
+        return None
+    addend = problem.read_ref(node, function.addend)
+    assert addend is not None
+    return _Call(call.function, (*call.nodes, node), (*call.reads, addend))
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+
+def _forward(problem: Problem, prices: Prices, call: _Call) -> Step:
+    graph = problem.graph
+    inputs = tuple(zip((*call.function.reads, "addend"), call.reads, strict=False))
+    outputs = (("output", graph.ref(call.output)),)
+    covers, price = (call.nodes[0].index, call.nodes[-1].index + 1), Price(_forward_cost, (call, inputs, outputs))
+    return prices.step(call.function.name, covers, inputs, outputs, RecordedTask(call.function.function), price)
+
+
+def _forward_cost(prices: Prices, call: _Call, inputs: Named, outputs: Named) -> Cost:
+    """One operation."""
+    return _VIEW if call.nodes[0].op.views else prices.of_launch(inputs, outputs, _flops(prices.graph, call))
+
+
+def _backward(problem: Problem, prices: Prices, call: _Call) -> Step:
+    """What PyTorch's node reads and gives, for the plan to show and to price."""
+    function, first = call.function, call.nodes[0]
+    named = {k: n for n in call.nodes for k in sorted(problem.needed(n)) if n is first or k != "input"}
+    outputs = tuple((f"d_{name}", problem.gradient_target(node, name)) for name, node in named.items())
+    kept = {name for k in named for name in function.keeps.get(k, ())}
+    saved = [(name, ref) for name in sorted(kept) if (ref := problem.read_ref(first, name)) is not None]
+    inputs = (("dy", gradient_ref(call.output)), *saved)
+    if kept and function.statistics:
+        statistics = Ref(SAVED, first.index, name=f"{function.name}: statistics")
+        prices.learn_rows(statistics, first.input, _STATISTIC * function.statistics)
+        inputs = (*inputs, ("statistics", statistics))
+    covers, price = (first.index, call.nodes[-1].index + 1), Price(_backward_cost, (call, inputs, outputs))
+    return prices.step(f"{function.name} backward", covers, inputs, outputs, RecordedBackwardTask(), price)
+
+
+def _backward_cost(prices: Prices, call: _Call, inputs: Named, outputs: Sequence[tuple[str, Ref]]) -> Cost:
+    """Operations that give some gradients each, one after the other, and read what is kept for these."""
+    if call.nodes[0].op.views:
+        return _VIEW
+    operations = [outputs] if call.function.at_once else [(o,) for o in outputs]
+    first, total, seconds, count = call.nodes[0], Cost(launches=0), 0.0, 0
+    for given in operations:
+        names = {"dy", "statistics"} | {k for name, _ in given for k in call.function.keeps.get(name[2:], ())}
+        read = [(name, ref) for name, ref in inputs if name in names]
+        products = bool(call.function.keeps.get(given[0][0][2:])) if not call.function.at_once else 0
+        cost = prices.of_launch(read, given, _flops(prices.graph, call) * products)
+        total, seconds, count = total + cost, seconds + prices.seconds(cost, first), count + 1
+    host = prices.problem.options.device.host.calls
+    node = host["recorded backward"] / (host["torch"] or 1.0)
+    return replace(total, seconds=seconds, calls=node + count - 1)
+
+
+def _flops(graph: Graph, call: _Call) -> float:
+    node = call.nodes[0]
+    specs = {name: graph.parameter_specs[p] for name, p in node.parameters.items()}
+    return node.op.flops(graph.values[node.input].spec, specs)
