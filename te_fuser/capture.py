@@ -12,7 +12,7 @@ from te_fuser.fuser.plan.host import capturing
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.main_grad import held_main_grad, restored
 
-Samples = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 class GraphedModel:
@@ -131,8 +131,8 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 
     Args:
         model: a te_fuser.Sequential, or any module that a graph can hold, on a CUDA device.
-        sample_inputs: x, or (x, {name: tensor}) with the named inputs; shapes, dtypes and requires_grad as in the
-            calls to come.
+        sample_inputs: x or (x,), or (x, {name: tensor}) with the named inputs; shapes, dtypes and requires_grad as
+            in the calls to come.
         warmup: calls before the capture; they make the plans, compile and choose, which a capture cannot.
 
     Returns:
@@ -141,9 +141,10 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     Raises:
         RuntimeError: without a CUDA device.
         ValueError: for a model or sample inputs that are not on a CUDA device.
+        TypeError: for sample inputs in another form.
     """
-    x, named = sample_inputs if isinstance(sample_inputs, tuple) else (sample_inputs, {})
-    samples = {"x": x, **named}
+    samples = _by_name(sample_inputs)
+    named = list(samples)[1:]
     _check_devices(model, samples)
     with restored(model.parameters()), _planned_for_replay():  # what the warm-up adds to main_grad is no gradient
         replay = torch.cuda.make_graphed_callables(
@@ -181,6 +182,22 @@ def _main_grad_at(p: torch.Tensor) -> int:
     """Where a parameter's main_grad lies; 0 where it has none."""
     held = held_main_grad(p)
     return 0 if held is None else held.data_ptr()
+
+
+def _by_name(given: Any) -> dict[str, torch.Tensor]:
+    """Sample inputs by name, "x" before the named ones."""
+    x, *rest = given if isinstance(given, tuple) and given else (given,)
+    named = rest[0] if rest and isinstance(rest[0], Mapping) else {}
+    samples = {"x": x, **named}
+    tensors = all(isinstance(t, torch.Tensor) for t in samples.values())
+    if not tensors or len(rest) > 1 or (rest and rest[0] is not named):
+        raise TypeError(f"cuda_graph takes x, (x,) or (x, {{name: tensor}}) as sample inputs, got {_kinds(given)}")
+    return samples
+
+
+def _kinds(given: Any) -> str:
+    parts = [type(part).__name__ for part in given] if isinstance(given, tuple) else None
+    return type(given).__name__ if parts is None else f"({', '.join(parts)})"
 
 
 def _check_devices(model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) -> None:

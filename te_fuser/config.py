@@ -13,7 +13,7 @@ class Config:
     """Settings that every model shares; assign to `te_fuser.config`'s fields.
 
     Attributes:
-        cache_dir: folder of compiled kernels and of what tune finds; None: the user's cache folder.
+        cache_dir: folder of compiled kernels and of what tune finds, made absolute; None: the user's cache folder.
         compiler: path or name of the C++ compiler; None: the one that CXX names, else the first found of c++, g++ and
             clang++.
         plans_kept: how many plans each group of ops keeps, those that were used last.
@@ -35,7 +35,7 @@ class Config:
         elif not (value is None or isinstance(value, (str, os.PathLike))):
             raise TypeError(f"te_fuser.config.{name} is a path or None, got {value!r}")
         elif value is not None:
-            value = Path(value).expanduser() if name == "cache_dir" else os.fspath(value)
+            value = Path(value).expanduser().absolute() if name == "cache_dir" else os.fspath(value)
         super().__setattr__(name, value)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,8 @@ def from_torch(
 
     Args:
         module: what to convert.
-        x: an input to check with; by default random numbers [4, 4, features], or ids where an Embedding comes first.
+        x: an input to check with; by default random numbers, [4, 4, features] or else [4, features], or ids where an
+            Embedding comes first.
         mask: what attention hides, as `DotProductAttention` has it: "none", "causal", "given" or "causal_and_given";
             a given one is then called `attention_mask`, boolean, True = hidden, as in torch.nn.
         check: compare output and gradient with the module's, in eval mode, on that input.
@@ -49,6 +50,8 @@ def from_torch(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"from_torch takes a torch.nn.Module, got {module!r}")
+    if not (x is None or isinstance(x, torch.Tensor)):
+        raise TypeError(f"from_torch takes a tensor for x, got {type(x).__name__}: give an input of the module")
     conversion = _Conversion(one_of("mask", mask, MASKS) != "none", mask)
     attention = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
     if conversion.masked and attention is None:
@@ -309,6 +312,7 @@ _BLOCKS: dict[type[nn.Module], Callable[[_Conversion, Any, str], Any]] = {
     nn.TransformerDecoder: _decoder,
     nn.Transformer: _decoder,
 }
+_COMPUTING = ("forward", "_sa_block", "_ff_block")  # the methods that say what a module computes
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
@@ -319,9 +323,10 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     """
     for kind in (*_SINGLE, *_BLOCKS):
         if isinstance(module, kind):
-            if type(module).forward is kind.forward:
-                return kind
-            raise _Cannot(f"it is a {kind.__name__} with a forward of its own")
+            own = [name for name in _COMPUTING if getattr(type(module), name, None) is not getattr(kind, name, None)]
+            if own:
+                raise _Cannot(f"it is a {kind.__name__} with a {own[0]} of its own")
+            return kind
     raise _Cannot("no op means what it does")
 
 
@@ -337,20 +342,15 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
     """
     if any(t.is_meta for _, t in _tensors(module)):
         raise ValueError("from_torch cannot check a module on the meta device: give check=False")
-    given = x is not None
-    x = _random_input(module) if x is None else x.detach()
+    inputs = _random_inputs(module) if x is None else [x.detach()]
+    if inputs[0].is_meta:
+        raise ValueError("from_torch cannot check with an x on the meta device: give one with values, or check=False")
     causal, asked = MASKS[mask]
-    hidden = _random_mask(x.shape[1 if batch_first else 0], causal, asked, x.device) if mask != "none" else None
+    device, positions = inputs[0].device, inputs[0].shape[1 if batch_first else 0] if mask != "none" else 0
+    hidden = _random_mask(positions, causal, asked, device) if mask != "none" else None
     named = {"attention_mask": hidden} if asked and hidden is not None else {}
-    with _in_eval_mode(module, made), torch.autocast(x.device.type, enabled=False), torch.inference_mode(False):
-        try:
-            wanted = _with_gradient(lambda x: _call(module, x, hidden), x)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            what = "x" if given else f"random numbers {list(x.shape)}"
-            raise ValueError(
-                f"from_torch checks itself by a call, and the module does not take {what}: give x, an input that it "
-                f"takes, or check=False ({error})"
-            ) from error
+    with _in_eval_mode(module, made), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+        x, wanted = _by_module(module, inputs, hidden, "random numbers" if x is None else "x")
         found = _with_gradient(lambda x: Sequential(made).reference(x, outputs=(), **named), x)
     for what, want in wanted.items():
         scale, allowed = want.abs().max().item() if want.numel() else 0.0, torch.finfo(want.dtype).eps ** 0.5
@@ -363,8 +363,37 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
             )
 
 
+def _by_module(
+    module: nn.Module, inputs: Sequence[torch.Tensor], hidden: torch.Tensor | None, what: str
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The first input that the module takes, and its results for that.
+
+    Raises:
+        ValueError: when it takes none of them.
+        TypeError: when it gives no tensor.
+    """
+    failed: list[Exception] = []
+    for x in inputs:
+        try:
+            return x, _with_gradient(lambda x: _call(module, x, hidden), x)
+        except _NoTensorError as error:
+            raise TypeError(f"from_torch compares tensors, and the module gives a {error}: give check=False") from None
+        except Exception as error:
+            failed.append(error)
+    tried = " or ".join(str(list(x.shape)) for x in inputs)
+    raise ValueError(
+        f"from_torch checks itself by a call, and the module does not take {what} {tried}: give x, an input that it "
+        f"takes, or check=False ({failed[0]})"
+    ) from failed[0]
+
+
 def _call(module: nn.Module, x: torch.Tensor, hidden: torch.Tensor | None) -> Any:
     """The module of x, where it attends to x alone and does not see what is hidden."""
+    try:
+        _check_plain(module)
+        _kind(module)
+    except _Cannot:  # the list has the module itself
+        return module(x)
     if type(module).forward is nn.Sequential.forward:
         for child in module._modules.values():
             x = x if child is None else _call(child, x, hidden)
@@ -378,11 +407,17 @@ def _call(module: nn.Module, x: torch.Tensor, hidden: torch.Tensor | None) -> An
     return module(x)
 
 
+class _NoTensorError(Exception):
+    """A result that is no tensor, by the name of its class."""
+
+
 def _with_gradient(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """The output, and the input's gradient where it has one."""
     with torch.enable_grad():
         x = x.clone().requires_grad_(x.is_floating_point())
-        y = run(x)
+        y = run(x.clone())  # a module may write over its input
+        if not isinstance(y, torch.Tensor):
+            raise _NoTensorError(type(y).__name__)
         if not x.requires_grad:
             return {"output": y.detach()}
         dy = _normal(*y.shape, seed=1).to(y)
@@ -393,15 +428,16 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def _random_input(module: nn.Module) -> torch.Tensor:
-    """[4, 4, features], as the first module that says how many wants it."""
+def _random_inputs(module: nn.Module) -> list[torch.Tensor]:
+    """[4, 4, features], as the first module that says how many wants it, and [4, features] where nothing attends."""
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     for m in module.modules():
         if isinstance(m, nn.Embedding):
-            return torch.arange(16, device=like.device).view(4, 4) % m.num_embeddings
+            return [torch.arange(16, device=like.device).view(4, 4) % m.num_embeddings]
     sizes = [size for m in module.modules() for name in _SIZES if (size := getattr(m, name, None)) is not None]
     row = (8,) if not sizes else (sizes[0],) if isinstance(sizes[0], int) else sizes[0]
-    return _normal(4, 4, *row, seed=0).to(like)
+    leads = ((4, 4),) if any(isinstance(m, nn.MultiheadAttention) for m in module.modules()) else ((4, 4), (4,))
+    return [_normal(*lead, *row, seed=0).to(like) for lead in leads]
 
 
 def _random_mask(positions: int, causal: bool, given: bool, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from unittest import mock
 
@@ -28,6 +29,16 @@ def test_without_a_device_it_says_so() -> None:
 def test_what_is_on_the_cpu_is_named() -> None:
     with mock.patch("torch.cuda.is_available", lambda: True), pytest.raises(ValueError, match="x is on cpu"):
         te_fuser.cuda_graph(Sequential(ops.GELU()), torch.randn(2, 4))
+
+
+def test_the_forms_of_sample_inputs() -> None:
+    model, x = Sequential(ops.GELU()), torch.randn(2, 4)
+    for given in (x, (x,), (x, {"other": x})):
+        with mock.patch("torch.cuda.is_available", lambda: True), pytest.raises(ValueError, match="x is on cpu"):
+            te_fuser.cuda_graph(model, given)
+    for wrong, words in (((x, x), "(Tensor, Tensor)"), ((), "()"), ([x], "list"), ((x, {"a": 1}), "(Tensor, dict)")):
+        with pytest.raises(TypeError, match=re.escape(f"(x, {{name: tensor}}) as sample inputs, got {words}")):
+            te_fuser.cuda_graph(model, wrong)  # type: ignore[arg-type]
 
 
 def test_a_call_like_the_sample_runs() -> None:

@@ -14,6 +14,8 @@ def test_paths_may_be_texts() -> None:
     config = Config()
     config.cache_dir, config.compiler = "~/kernels", Path("/usr/bin/g++")  # type: ignore[assignment]
     assert (config.cache_dir, config.compiler) == (Path.home() / "kernels", "/usr/bin/g++")
+    config.cache_dir = "kernels"  # type: ignore[assignment]
+    assert config.cache_dir == Path.cwd() / "kernels"  # wherever the process goes
     config.cache_dir = config.compiler = None
     assert config == Config()
 

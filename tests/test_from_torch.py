@@ -283,6 +283,9 @@ CANNOT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(E, E)), "parametrize the op in its place"),
     "softmax": (lambda: nn.Softmax(dim=1), r"works over dim=1, the op over the features"),
     "eps": (lambda: nn.RMSNorm(E, elementwise_affine=False), "its eps follows the dtype of x"),
+    "own_block": (lambda: Louder(E, 3, 20, batch_first=True), "a TransformerEncoderLayer with a _ff_block of its own"),
+    "own_layer": (lambda: OwnLayer(E, 3, 20, batch_first=True), "a TransformerEncoderLayer with a forward of its own"),
+    "hooked_list": (lambda: hooked_list(), "it has hooks"),
     "activation": (
         lambda: nn.TransformerEncoderLayer(E, 3, 20, batch_first=True, activation=F.mish),
         "its activation is the function 'mish'",
@@ -300,6 +303,22 @@ def test_what_it_cannot_is_left_and_named(name: str) -> None:
     torch.testing.assert_close(made(normal(B, S, E)), module(normal(B, S, E)))
     with pytest.raises(TypeError, match=rf"cannot turn {type(module[0][1]).__name__} into ops: .*{why}"):
         from_torch(module[0][1])
+
+
+class Louder(nn.TransformerEncoderLayer):
+    def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super()._ff_block(x)
+
+
+class OwnLayer(nn.TransformerEncoderLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2.0 * super().forward(x)
+
+
+def hooked_list() -> nn.Module:
+    m = nn.Sequential(nn.Linear(E, E))
+    m.register_forward_hook(lambda m, args, y: 3.0 * y)
+    return m
 
 
 ATTENTION = {
@@ -353,12 +372,33 @@ def test_the_check_finds_what_a_class_does_not_say() -> None:
 
 
 def test_an_input_that_the_module_does_not_take() -> None:
-    module = nn.Sequential(nn.Flatten(), nn.Linear(S * E, 4))
-    with pytest.raises(ValueError, match=r"the module does not take random numbers \[4, 4, 60\]: give x"):
+    module = nn.Sequential(nn.Flatten(1, 2), nn.Linear(S * E, 4))
+    with pytest.raises(ValueError, match=r"does not take random numbers \[4, 4, 60\] or \[4, 60\]: give x"):
         from_torch(module)
     assert_alike(module, normal(B, S, E))
-    with pytest.raises(ValueError, match="the module does not take x"):
+    with pytest.raises(ValueError, match=r"the module does not take x \[3\]: give x"):
         from_torch(module, normal(3))
+    with pytest.raises(TypeError, match="takes a tensor for x, got str: give an input of the module"):
+        from_torch(module, "x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="with an x on the meta device: give one with values, or check=False"):
+        from_torch(module, torch.empty(B, S, E, device="meta"))
+    layer = nn.TransformerEncoderLayer(E, 4, 20, batch_first=True)
+    layer.norm1 = nn.RMSNorm(E, eps=1e-5)  # type: ignore[assignment]  # torch's own layer asks for its bias, in eval mode
+    with pytest.raises(ValueError, match=r"does not take random numbers \[4, 4, 12\]: .*has no attribute 'bias'"):
+        from_torch(layer)
+    with pytest.raises(TypeError, match="compares tensors, and the module gives a tuple: give check=False"):
+        from_torch(nn.Sequential(nn.LSTM(E, E)), normal(B, S, E).float())
+
+
+def test_rows_alone_where_the_module_takes_no_more() -> None:
+    assert from_torch(nn.Sequential(nn.Flatten(), nn.Linear(E, 4), nn.LogSoftmax(dim=-1)))
+    with pytest.warns(UserWarning, match=r"'1' \(BatchNorm1d\)"):
+        from_torch(nn.Sequential(nn.Linear(E, E), nn.BatchNorm1d(E)))
+
+
+def test_a_module_that_writes_over_its_input() -> None:
+    module, x = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(E, E)), normal(B, E).float()
+    torch.testing.assert_close(from_torch(module)(x), module(x.clone()))
 
 
 def test_on_the_meta_device_nothing_is_checked() -> None:

@@ -177,7 +177,7 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
     """Compile the kernels together, into one file with all these names.
 
     Raises:
-        KernelCompileError: when the compiler refuses one of them.
+        KernelCompileError: when the compiler refuses one of them, or is none.
     """
     folder = names[0].parent
     with tempfile.TemporaryDirectory(prefix="unit-", dir=folder) as work:
@@ -190,8 +190,8 @@ def _compile(kernels: Sequence[CppKernel], compiler: Compiler, names: Sequence[P
         answer = subprocess.run(
             command, capture_output=True, text=True, check=False, start_new_session=True, env=with_room
         )
-        if answer.returncode != 0:
-            raise KernelCompileError(_explain(kernels, compiler, answer.stderr))
+        if answer.returncode != 0 or not library.exists():
+            raise KernelCompileError(_explain(kernels, compiler, answer.stderr or "it wrote no library, and no words"))
         with library.open("r+b") as file:
             mark = _checksum(file.read())
             file.write(mark)

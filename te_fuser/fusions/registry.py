@@ -89,7 +89,7 @@ class Fusion:
             answer = self.when(match)
         except Exception as error:
             raise RuntimeError(f"fusion {self.name!r}: its condition `when` failed, {error!r}") from error
-        if isinstance(answer, str):
+        if isinstance(answer, str) and answer:
             return answer
         return None if answer is None or answer else "its condition `when` said no"
 

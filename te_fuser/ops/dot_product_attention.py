@@ -370,7 +370,7 @@ class DotProductAttention(UnfusedOperation):
             raise ValueError(f"{name!r} is on {mask.device}, the input on {x.device}: move it there")
         sizes = (1,) * (4 - len(mask.shape)) + mask.shape
         if len(sizes) > 4 or any(size not in (1, whole) for size, whole in zip(sizes, full, strict=True)):
-            hint = "; put the head dimension in: mask[:, None]" if len(mask.shape) == 3 else ""
+            hint = _mask_hint(mask.shape, full)
             raise ValueError(
                 f"{name!r} has shape {list(mask.shape)}, which does not broadcast to "
                 f"[batch, heads, queries, keys] = {list(full)}{hint}"
@@ -469,6 +469,16 @@ class DotProductAttention(UnfusedOperation):
             return None
         samples, heads, queries, keys = scores.shape
         return kept(call.random, (samples, heads, queries, keys), scores.detach(), self.dropout)
+
+
+def _mask_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """What to write for a mask of another shape that is meant as [batch, heads, queries, keys] = full."""
+    batch, heads, queries, keys = full
+    if shape == (batch, keys):
+        return "; of padding give mask[:, None, None, :]"
+    if shape == (batch * heads, queries, keys) and heads > 1:
+        return f"; of all heads give mask.view({batch}, {heads}, {queries}, {keys})"
+    return "; put the head dimension in: mask[:, None]" if len(shape) == 3 else ""
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:

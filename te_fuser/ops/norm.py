@@ -69,16 +69,13 @@ class Norm(RowOp):
             return super().lower()
         row = alike(self, self.features)
         whole = Bound(row, self, **{name: f"flat_{name}" for name in row.parameter_names()})
-        ops = (Flatten(-len(self.normalized_shape)), whole, Unflatten(-1, self.normalized_shape))
+        ops = (_AsRow(type(self).__name__, self.normalized_shape), whole, Unflatten(-1, self.normalized_shape))
         return [replace(low, suffix=f".{low.op.kind.__name__.lower()}") for op in ops for low in op.lower()]
 
     def infer(self, x: Spec) -> Spec:
-        sizes = self.normalized_shape
-        if len(sizes) == 1:
+        if len(self.normalized_shape) == 1:
             return super().infer(x)
-        if x.shape[-len(sizes) :] != sizes:
-            name = type(self).__name__
-            raise ValueError(f"{name} was made for [..., {', '.join(map(str, sizes))}], got {list(x.shape)}")
+        _check_sizes(type(self).__name__, x, self.normalized_shape)
         check_floating(x)
         return x
 
@@ -97,3 +94,28 @@ class Norm(RowOp):
 
     def example(self, features: int, rng: torch.Generator) -> Norm:
         return randomized(alike(self, features), rng, center=0.0 if self.zero_centered_gamma else 1.0)
+
+
+class _AsRow(Flatten):
+    """Make one dimension of those that a norm of that name was made for."""
+
+    kind = Flatten
+
+    def __init__(self, norm: str, sizes: tuple[int, ...]) -> None:
+        super().__init__(-len(sizes))
+        self.norm, self.sizes = norm, sizes
+
+    def infer(self, x: Spec) -> Spec:
+        _check_sizes(self.norm, x, self.sizes)
+        return super().infer(x)
+
+
+def _check_sizes(norm: str, x: Spec, sizes: tuple[int, ...]) -> None:
+    """Refuse an input with other trailing dimensions.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if x.shape[-len(sizes) :] != sizes:
+        wanted = f"[..., {', '.join(map(str, sizes))}]"
+        raise ValueError(f"{norm} was made for {wanted}, got {list(x.shape)}: give it {wanted}")

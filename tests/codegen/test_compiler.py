@@ -297,6 +297,14 @@ def test_where_no_disk_has_room_the_compilers_words_come_out(tmp_path: Path) -> 
         load([scaled(2.0)], cache_dir=tmp_path / "cache", compiler=find_compiler(str(fake)))
 
 
+def test_a_program_that_makes_no_library_is_named(tmp_path: Path) -> None:
+    idle = tmp_path / "c++"
+    idle.write_text("#!/bin/sh\necho idle 1.0\n")
+    idle.chmod(0o755)
+    with pytest.raises(KernelCompileError, match="idle 1.0. failed on kernels .*: it wrote no library"):
+        load([scaled(2.0)], cache_dir=tmp_path / "cache", compiler=find_compiler(str(idle)))
+
+
 def test_a_folder_where_a_library_should_be(tmp_path: Path) -> None:
     (library,) = (k.library for k in load([scaled(2.0)], cache_dir=tmp_path))
     library.unlink()

@@ -228,6 +228,7 @@ ANSWERS = {
     "a_bool_of_torch": (torch.tensor(True), None),
     "false": (False, "its condition `when` said no"),
     "zero": (0, "its condition `when` said no"),
+    "no_words": ("", "its condition `when` said no"),
     "a_reason": ("not today", "not today"),
 }
 

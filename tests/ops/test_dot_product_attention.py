@@ -325,6 +325,10 @@ def test_check_inputs():
         op.check_inputs(x, {"attention_mask": spec(7, 6, dtype=torch.bool)})
     with pytest.raises(ValueError, match=r"does not broadcast.*mask\[:, None\]"):
         op.check_inputs(x, {"attention_mask": spec(2, 7, 7, dtype=torch.bool)})
+    with pytest.raises(ValueError, match=r"\[2, 7\], which does not broadcast.*give mask\[:, None, None, :\]"):
+        op.check_inputs(x, {"attention_mask": spec(2, 7, dtype=torch.bool)})
+    with pytest.raises(ValueError, match=r"\[8, 7, 7\], which does not.*give mask\.view\(2, 4, 7, 7\)"):
+        op.check_inputs(x, {"attention_mask": spec(8, 7, 7, dtype=torch.bool)})
     with pytest.raises(ValueError, match="does not broadcast"):
         op.check_inputs(x, {"attention_mask": spec(1, 2, 4, 7, 7, dtype=torch.bool)})
     with pytest.raises(ValueError, match="on meta, the input on cpu"):

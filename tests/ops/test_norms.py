@@ -157,7 +157,9 @@ def test_several_dimensions_by_a_kernel(dtype: torch.dtype) -> None:
 def test_several_dimensions_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"LayerNorm was made for \[\.\.\., 4, 3, 5\], got \[2, 3, 5\]"):
         ops.LayerNorm(SIZES).infer(Spec((2, 3, 5), torch.float32, torch.device("cpu")))
-    with pytest.raises(ValueError, match="60 features, got 30"):
-        ops.LayerNorm(SIZES)(torch.randn(2, 5, 3, 2))
+    for other in ((2, 5, 3, 2), (2, *reversed(SIZES)), (60,), (2, 60), (2, 3, 4, 5)):  # also with as many elements
+        for norm in (ops.LayerNorm(SIZES), te_fuser.Sequential(ops.RMSNorm(SIZES, elementwise_affine=False))):
+            with pytest.raises(ValueError, match=r"op 0 .* was made for \[\.\.\., 4, 3, 5\], got .*: give it"):
+                norm(torch.randn(other))
     with pytest.raises(TypeError, match="whole number"):
         ops.RMSNorm((3, 2.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,16 @@ from te_fuser.ops.base import FusableOperation, NamedInput, RowOp, Spec, Unfused
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
     from te_fuser.ops.binding import Binding
+
+# What an op lists -> what each of it is.
+_SEQUENCES: dict[str, type] = {
+    "values": str,
+    "emits": str,
+    "reads": str,
+    "non_differentiable": str,
+    "input_dtypes": torch.dtype,
+    "takes_gradients_in": torch.dtype,
+}
 
 
 def plain(name: str) -> str:
@@ -129,6 +139,8 @@ def _is_double(spec: Spec) -> bool:
 
 def check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> None:
     """Refuse an op that says of itself what cannot be."""
+    for said, kind in _SEQUENCES.items():
+        _check_sequence(label, f"`{said}`", getattr(op, said, ()), kind)
     _check_names(label, op, bindings)
     if isinstance(op, RowOp):
         return
@@ -140,15 +152,40 @@ def check_kind(label: str, op: FusableOperation, bindings: Mapping[str, Binding]
     unknown = [name for name in op.non_differentiable if name not in ("output", *op.values)]
     if unknown:
         raise ValueError(f"{label}: non_differentiable names {unknown[0]!r}, which is none of its outputs")
+    _check_gradients(label, op, bindings)
+
+
+def _check_sequence(label: str, said: str, given: Any, kind: type) -> None:
+    """Refuse one name or dtype where several are listed; a text would be taken letter by letter.
+
+    Raises:
+        TypeError: naming it.
+    """
+    if isinstance(given, kind):
+        raise TypeError(f"{label}: {said} is a sequence, got {given!r}; write ({given!r},)")
+    wrong = [one for one in given if not isinstance(one, kind)]
+    if wrong:
+        raise TypeError(f"{label}: {said} holds {wrong[0]!r}, which is no {kind.__name__}")
+
+
+def _check_gradients(label: str, op: UnfusedOperation, bindings: Mapping[str, Binding]) -> None:
+    """Refuse nodes of a backward that name what there is not, or that give one gradient twice."""
     own = {"input", *op._parameters, *bindings, *op.named_inputs()}
+    known = {"reads": own | {"output", *op.emits, *op.values}, "produces": own}
+    produced: set[str] = set()
     for gradient in op.gradients((*bindings, *op.named_inputs())):
-        known = {"reads": own | {"output", *op.emits, *op.values}, "produces": own}
         for what, names in known.items():
+            _check_sequence(label, f"`{what}` of its Gradient", getattr(gradient, what), str)
             wrong = [name for name in getattr(gradient, what) if name not in names]
             if wrong:
+                hint = "; what its forward gives by call.emit it lists in `emits`" if what == "reads" else ""
                 raise ValueError(
-                    f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}"
+                    f"{label}: its backward {what} {wrong[0]!r}, which is none of {', '.join(sorted(names))}{hint}"
                 )
+        twice = produced.intersection(gradient.produces)
+        if twice:
+            raise ValueError(f"{label}: two nodes of its backward produce {min(twice)!r}; let one of them give it")
+        produced.update(gradient.produces)
 
 
 def check_some_features(label: str, op: FusableOperation, x: Spec) -> None:

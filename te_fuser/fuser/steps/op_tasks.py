@@ -212,11 +212,14 @@ def gradient_made(label: str, made: Mapping[str, torch.Tensor | None], name: str
     """The gradient that a backward gave by that name.
 
     Raises:
-        RuntimeError, TypeError: when it gave none, or no gradients by name.
+        RuntimeError, TypeError: when it gave none, or no tensor, or no gradients by name.
     """
     if not isinstance(made, Mapping):
         raise TypeError(f"{label}: its backward must return a dict of gradients by name, got {type(made).__name__}")
     found = made.get(name)
     if found is None:
         raise RuntimeError(f"{label}: its backward gave no gradient for {name!r}, which is needed")
+    if not isinstance(found, torch.Tensor):
+        kind = type(found).__name__
+        raise TypeError(f"{label}: its backward must give a tensor as the gradient of {name!r}, got {kind}")
     return found

@@ -281,6 +281,13 @@ def test_an_op_that_is_said_wrong(words: str, changed: dict[str, Any]) -> None:
         ours(torch.randn(7, WIDTH))
 
 
+def test_a_gradient_that_is_no_tensor() -> None:
+    own = {"op_forward": lambda self, call, x: 2 * x, "op_backward": lambda self, call, dy: {"input": dy}}
+    ours = Sequential(ops.GELU(), type("Wrong", (UnfusedOperation,), own)(), kernels="reference")
+    with pytest.raises(TypeError, match=r"op 1 \(Wrong '1'\): .* a tensor as the gradient of 'input', got dict"):
+        ours(torch.randn(7, WIDTH, requires_grad=True)).sum().backward()
+
+
 def test_reading_a_gradient_that_does_not_come() -> None:
     own = {"op_backward": lambda self, call, dy: 2 * dy + 3 * call["d_other"]}
     ours = Sequential(ops.GELU(), type("Careless", (Exported,), own)(), kernels="reference")
