@@ -166,6 +166,14 @@ def test_a_failed_measurement_puts_buffers_back() -> None:
     assert_unchanged(model, before)
 
 
+def test_measuring_with_a_scripted_module() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    model, x = sequential(ops.Linear(8, 8), scripted, ops.GELU(), dtype=torch.float32), x_of(5, 8)
+    before = state_of(model)
+    assert len(model.explain(x, measure=True).plans) == 2
+    assert_unchanged(model, before)
+
+
 def test_no_hook_fires() -> None:
     """Of plain modules, of modules in them, of ops and lists that have one, and of all modules."""
     fired: list[str] = []
@@ -185,8 +193,6 @@ def test_no_hook_fires() -> None:
     finally:
         handle.remove()
     assert len(model.plans(x_of(5, 8))) == 2 and fired == []
-    assert [p.graph.values[0].spec.shape for p in plans] == [(5, 8), (5, 8)]
-    assert all(p.backward for p in plans)
 
 
 def test_looking_within_a_checkpoint() -> None:
@@ -213,6 +219,16 @@ def test_after_a_call_nothing_of_a_plain_module_runs() -> None:
     assert len(plans) == 2 and Counted.runs == 0
     assert plans[1].backward and plans[1].graph.values[0].needs_grad
     assert text_of(plans) == text_of(model.plans(x_of(5, 8)))
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_modules_that_store_into_their_input(called: bool, ran: list[Plan]) -> None:
+    model, x = sequential(ops.Linear(8, 8), nn.ReLU(inplace=True), ops.LayerNorm(8), dtype=torch.float32), x_of(5, 8)
+    model(x) if called else None
+    plans = model.plans(x)
+    ran.clear()
+    model(x).sum().backward()
+    assert text_of(plans) == text_of(ran) and len(plans) == 2
 
 
 def test_what_needs_values_says_that_it_takes_a_call() -> None:
