@@ -55,13 +55,14 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "gradients": {name: None if t.grad is None else t.grad.clone() for name, t in tensors.items()},
         "modes": [m.training for m in model.modules()],
         "generator": torch.get_rng_state(),
+        "python": random.getstate(),
     }
 
 
 def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
     after = state_of(model)
     assert after["modes"] == before["modes"]
-    assert torch.equal(after["generator"], before["generator"])
+    assert torch.equal(after["generator"], before["generator"]) and after["python"] == before["python"]
     assert after["tensors"].keys() == before["tensors"].keys()
     for name, (number, version, t) in before["tensors"].items():
         assert after["tensors"][name][:2] == (number, version), name
@@ -163,6 +164,15 @@ def test_a_failed_measurement_puts_buffers_back() -> None:
     before = state_of(model)
     with pytest.raises(RuntimeError, match="not today"):
         model.explain(x_of(5, 8, dtype=torch.float64), measure=True)
+    assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_looks_leave_pythons_generator(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    model = sequential(ops.GELU(), Apply(lambda x: x * random.random()), ops.ReLU(), dtype=torch.float32)
+    before = state_of(model)
+    LOOKS[name](model, x_of(5, 8))
     assert_unchanged(model, before)
 
 

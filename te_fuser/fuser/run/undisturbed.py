@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
     states = [(g, g.get_state()) for g in generators]
     copies = {id(b): b.detach().clone().requires_grad_(b.requires_grad) for b in model.buffers()}
     before = [(m, dict(m._buffers)) for m in modules]
-    with torch.random.fork_rng(sorted({d.index for d in devices if d.type == "cuda"})):
+    with pythons_draws_undone(), torch.random.fork_rng(sorted({d.index for d in devices if d.type == "cuda"})):
         try:
             for m, held in before:
                 _hold(m, {name: b if b is None else copies[id(b)] for name, b in held.items()})
@@ -39,3 +40,13 @@ def _hold(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -
             setattr(module, name, buffer)
     else:
         module._buffers.update(buffers)
+
+
+@contextmanager
+def pythons_draws_undone() -> Iterator[None]:
+    """After this Python's random generator is what it was."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
