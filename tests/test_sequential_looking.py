@@ -202,7 +202,10 @@ def test_no_hook_fires() -> None:
         assert model.float().plans(x_of(5, 8)) == []  # all ops would run by themselves, for the hook
     finally:
         handle.remove()
-    assert len(model.plans(x_of(5, 8))) == 2 and fired == []
+    plans = model.plans(x_of(5, 8))
+    assert len(plans) == 2 and fired == []
+    assert [p.graph.values[0].spec.shape for p in plans] == [(5, 8), (5, 8)]
+    assert all(p.backward for p in plans)
 
 
 def test_looking_within_a_checkpoint() -> None:
@@ -233,7 +236,7 @@ def test_after_a_call_nothing_of_a_plain_module_runs() -> None:
 
 @pytest.mark.parametrize("called", [False, True])
 def test_modules_that_store_into_their_input(called: bool, ran: list[Plan]) -> None:
-    model, x = sequential(ops.Linear(8, 8), nn.ReLU(inplace=True), ops.LayerNorm(8), dtype=torch.float32), x_of(5, 8)
+    model, x = sequential(ops.Linear(8, 8), nn.ReLU(inplace=True), ops.LayerNorm(8), dtype=torch.float32), x_of(8, 8)
     model(x) if called else None
     plans = model.plans(x)
     ran.clear()
