@@ -44,9 +44,9 @@ class Look:
         return t if isinstance(t, FakeTensor) else self._mode.from_tensor(t)
 
     def made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
-        """What stands for a tensor that is not there."""
-        with self._mode:
-            return torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad)
+        """What stands for a tensor that was made, which in-place operations may store into: it is no leaf."""
+        with self._mode, torch.set_grad_enabled(needs_grad):
+            return torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad).clone()
 
     def copied(self, module: torch.nn.Module) -> torch.nn.Module:
         """A copy on stand-ins that runs no hooks."""

@@ -17,7 +17,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, named_tensors
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
-from te_fuser.fuser.run.undisturbed import undisturbed
+from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
@@ -209,7 +209,7 @@ class Sequential(OpList):
             if len(parts) == 1 and isinstance(parts[0], Group):
                 run(parts[0], x, values, wanted)
             else:
-                with looking() as look:
+                with looking() as look, pythons_draws_undone():
                     walk_parts(parts, look.of(x), look.of(values), wanted, run, Border.looked_at)
         except NotSeenError as error:
             return found, error

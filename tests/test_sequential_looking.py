@@ -55,13 +55,14 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "gradients": {name: None if t.grad is None else t.grad.clone() for name, t in tensors.items()},
         "modes": [m.training for m in model.modules()],
         "generator": torch.get_rng_state(),
+        "python": random.getstate(),
     }
 
 
 def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
     after = state_of(model)
     assert after["modes"] == before["modes"]
-    assert torch.equal(after["generator"], before["generator"])
+    assert torch.equal(after["generator"], before["generator"]) and after["python"] == before["python"]
     assert after["tensors"].keys() == before["tensors"].keys()
     for name, (number, version, t) in before["tensors"].items():
         assert after["tensors"][name][:2] == (number, version), name
@@ -166,6 +167,23 @@ def test_a_failed_measurement_puts_buffers_back() -> None:
     assert_unchanged(model, before)
 
 
+@pytest.mark.parametrize("name", LOOKS)
+def test_looks_leave_pythons_generator(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    model = sequential(ops.GELU(), Apply(lambda x: x * random.random()), ops.ReLU(), dtype=torch.float32)
+    before = state_of(model)
+    LOOKS[name](model, x_of(5, 8))
+    assert_unchanged(model, before)
+
+
+def test_measuring_with_a_scripted_module() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    model, x = sequential(ops.Linear(8, 8), scripted, ops.GELU(), dtype=torch.float32), x_of(5, 8)
+    before = state_of(model)
+    assert len(model.explain(x, measure=True).plans) == 2
+    assert_unchanged(model, before)
+
+
 def test_no_hook_fires() -> None:
     """Of plain modules, of modules in them, of ops and lists that have one, and of all modules."""
     fired: list[str] = []
@@ -214,6 +232,16 @@ def test_after_a_call_nothing_of_a_plain_module_runs() -> None:
     assert len(plans) == 2 and Counted.runs == 0
     assert plans[1].backward and plans[1].graph.values[0].needs_grad
     assert text_of(plans) == text_of(model.plans(x_of(5, 8)))
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_modules_that_store_into_their_input(called: bool, ran: list[Plan]) -> None:
+    model, x = sequential(ops.Linear(8, 8), nn.ReLU(inplace=True), ops.LayerNorm(8), dtype=torch.float32), x_of(8, 8)
+    model(x) if called else None
+    plans = model.plans(x)
+    ran.clear()
+    model(x).sum().backward()
+    assert text_of(plans) == text_of(ran) and len(plans) == 2
 
 
 def test_what_needs_values_says_that_it_takes_a_call() -> None:

@@ -16,7 +16,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """y = x W^T + b for x [rows, in], W [out, in], b [out]."""
     if x.dtype.itemsize == 2 and x.shape[0] != 1 and _in_float32(x):  # one row is a product that waits for memory
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    if x.dtype == torch.float32 and x.numel() * weight.shape[0] >= _WORTH_ONEDNN and _suits_onednn(x, weight):
+    if _may_choose(x) and x.numel() * weight.shape[0] >= _WORTH_ONEDNN and _suits_onednn(x, weight):
         return _onednn()(x, weight, bias, "none", [], "")  # type: ignore[misc]
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -25,7 +25,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """y = a b for a [rows, inner], b [inner, columns]."""
     if a.dtype.itemsize == 2 and _in_float32(a):
         return product(a.float(), b.float()).to(a.dtype)
-    if a.dtype == torch.float32 and a.numel() * b.shape[1] >= _WORTH_ONEDNN and _suits_onednn(a, b):
+    if _may_choose(a) and a.numel() * b.shape[1] >= _WORTH_ONEDNN and _suits_onednn(a, b):
         return _onednn()(a, b.t(), None, "none", [], "")  # type: ignore[misc]
     return torch.mm(a, b)
 
@@ -35,9 +35,14 @@ def is_torchs(rows: int, inner: int, columns: int, dtype: torch.dtype, device: t
     return device.type != "cpu" or dtype != torch.float32 or rows * inner * columns < _WORTH_ONEDNN
 
 
+def _may_choose(x: torch.Tensor) -> bool:
+    """Whether there may be a choice, asked before sizes are: autograd and compilers know one way, for every size."""
+    return x.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def _suits_onednn(*factors: torch.Tensor) -> bool:
-    if _onednn() is None or not torch._C._get_mkldnn_enabled() or torch.is_grad_enabled():
-        return False  # autograd does not know this way
+    if _onednn() is None or not torch._C._get_mkldnn_enabled():
+        return False
     return all(f.device.type == "cpu" and (f.is_contiguous() or f.t().is_contiguous()) for f in factors)
 
 

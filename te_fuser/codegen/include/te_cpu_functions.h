@@ -202,6 +202,8 @@ TE_INLINE doubles exp2_near_zero(doubles r) {
 // |x|**p = 2**(p log2 |x|) in double precision, as p may be large; the rest is what C's pow says of signs and of ends.
 TE_INLINE vec pow(vec x, float p) {
   constexpr double shift = 0x1.8p52;  // adding it rounds to a whole number
+  constexpr float largest = 0x1.fffffep127f;
+  p = p > largest ? largest : p < -largest ? -largest : p;  // not infinite: 1**p is 1
   const bool whole = __builtin_floorf(p) == p, odd = whole && __builtin_floorf(p * 0.5f) != p * 0.5f;
   const vec size = abs(x);
   const mask tiny = size < 0x1p-126f;

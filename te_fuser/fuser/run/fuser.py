@@ -386,7 +386,13 @@ def run_alone(
     if torch.compiler.is_compiling():
         from te_fuser.fuser.run.outside_tracing import outside_tracing
 
-        return outside_tracing(run_alone, op, x, inputs, outputs)
+        return outside_tracing(_run_alone, op, x, inputs, outputs)
+    return _run_alone(op, x, inputs, outputs)
+
+
+def _run_alone(
+    op: FusableOperation, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: Sequence[str]
+) -> Any:
     if type(x) not in PLAIN:
         refuse_proxy(x)
     made_for = type(op), op.revision  # parametrize and fully_shard change the class

@@ -112,11 +112,12 @@ class SegmentFunction(torch.autograd.Function):
             ctx.marked = [tensors[k] for _, k in segment.marked]
         if segment.overwrites:  # hooks may keep memory that no count of references shows
             ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        outs = segment.results(slots)
+        kept = segment.take_kept(slots)
+        outs = _unlinked(segment.results(slots), (*kept, *tensors))
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
             ctx.mark_non_differentiable(*[t for t, k in zip(outs, segment.gradients_in, strict=True) if k is None])
-        ctx.save_for_backward(*segment.take_kept(slots))
+        ctx.save_for_backward(*kept)
         return tuple(outs)
 
     @staticmethod
@@ -146,6 +147,15 @@ class SegmentFunction(torch.autograd.Function):
         else:
             watched.run(program, slots, may_overwrite, backward=True)
         return (None, *segment.take_gradients(slots))
+
+
+def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tensor]:
+    """The outputs, none a view of memory that no tensor but this one has: autograd forbids to write into views."""
+    if not any(t._is_view() for t in outs):
+        return outs
+    bases = [t if t._base is None else t._base for t in (*outs, *held) if isinstance(t, torch.Tensor)]
+    alone = [sum(t._base is base for base in bases) == 1 for t in outs]
+    return [t.data if only else t for t, only in zip(outs, alone, strict=True)]
 
 
 def _with_marked(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +21,32 @@ def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
     generators = {g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)}
     states = [(g, g.get_state()) for g in generators]
     copies = {id(b): b.detach().clone().requires_grad_(b.requires_grad) for b in model.buffers()}
-    before = [(m._buffers, dict(m._buffers)) for m in modules]
-    with torch.random.fork_rng(sorted({d.index for d in devices if d.type == "cuda"})):
+    before = [(m, dict(m._buffers)) for m in modules]
+    with pythons_draws_undone(), torch.random.fork_rng(sorted({d.index for d in devices if d.type == "cuda"})):
         try:
-            for buffers, held in before:
-                buffers.update({name: b if b is None else copies[id(b)] for name, b in held.items()})
+            for m, held in before:
+                _hold(m, {name: b if b is None else copies[id(b)] for name, b in held.items()})
             yield
         finally:
-            for buffers, held in before:
-                buffers.update(held)
+            for m, held in before:
+                _hold(m, held)
             for generator, state in states:
                 generator.set_state(state)
+
+
+def _hold(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor | None]) -> None:
+    if isinstance(module, torch.jit.ScriptModule):  # its dict of buffers only shows them
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer)
+    else:
+        module._buffers.update(buffers)
+
+
+@contextmanager
+def pythons_draws_undone() -> Iterator[None]:
+    """After this Python's random generator is what it was."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -96,3 +96,20 @@ def test_a_parameter_that_is_not_named() -> None:
     for turned in (False, True):
         with pytest.raises(TypeError, match=words):
             te_fuser.Sequential(Hidden(turned))(torch.randn(3, 4))
+
+
+class ToThe(ops.RowOp):
+    """x to a power."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.power = power
+
+    def compute(self, x: Any) -> Any:
+        return x**self.power
+
+
+@pytest.mark.parametrize("power", [1e300, -1e300, 3e38, -(2.0**64)])
+def test_powers_that_float32_does_not_hold(power: float) -> None:
+    x = torch.tensor([[1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]])
+    torch.testing.assert_close(te_fuser.Sequential(ToThe(power))(x), x.double().pow(power).float(), equal_nan=True)

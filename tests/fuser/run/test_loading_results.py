@@ -65,3 +65,34 @@ def test_nothing_runs_for_a_list_that_does_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SegmentFunction, "forward", lambda *_: pytest.fail("a segment runs"))
     x = torch.randn(0, 4, requires_grad=True)
     assert Sequential(ops.Dropout(0.1)).eval()(x) is x
+
+
+WRITTEN_TO: dict[str, Callable[[], list[FusableOperation]]] = {
+    "product": lambda: [ops.Linear(4, 6)],
+    "product alone": lambda: [ops.MatMul(4, 6)],
+    "reshape": lambda: [ops.LayerNorm(4), ops.Flatten(0, 1), ops.Identity()],
+    "named": lambda: [ops.Linear(4, 6), ops.Output("given"), ops.GELU(), ops.Unflatten(-1, (2, 3))],
+}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("name", WRITTEN_TO)
+def test_a_result_may_be_written_to(name: str, kernels: str) -> None:
+    """Also where what was computed is a view of other memory, as torch.nn.functional.linear's result is."""
+    model = Sequential(*WRITTEN_TO[name](), torch.nn.SiLU(inplace=True), kernels=kernels).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *model.parameters()]
+    alone, want = model[:-1], torch.nn.functional.silu(model[:-1].reference(x))
+    assert torch.equal(model(x), torch.nn.functional.silu(alone(x)))
+    y = torch.nn.functional.silu(alone(x).mul_(3.0).div_(3.0))
+    torch.testing.assert_close(y, want)
+    dy = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(want, leaves, dy))
+
+
+def test_what_backward_reads_is_not_written_to_unseen() -> None:
+    model = Sequential(ops.Linear(4, 6), ops.Output("kept"), ops.Flatten(0, 1), ops.Linear(6, 2))
+    y, kept = model(torch.randn(2, 3, 4, requires_grad=True), outputs=("kept",))
+    with pytest.raises(RuntimeError, match="modified inplace|modified by an inplace operation"):
+        kept.add_(1.0)
+        y.sum().backward()

@@ -67,6 +67,7 @@ REFUSED: dict[str, tuple[Callable[[Sequential], Any], str]] = {
     "make_fx of fake tensors": (lambda m: make_fx(m, tracing_mode="fake")(X), "got FakeTensor.*model.reference"),
     "fake tensors": (under_fake_tensors, "FakeTensorMode.*model.reference"),
     "jit": (lambda m: torch.jit.trace(m, X), "torch.jit.trace.*model.reference"),
+    "export": (lambda m: torch.export.export(m, (X,)), "got FakeTensor.*model.reference"),
     "symbolic_trace": (torch.fx.symbolic_trace, "symbolic_trace.*is_leaf_module"),
     "tangent": (with_tangent, "forward-mode.*model.reference"),
     "parameter's tangent": (with_parameter_tangent, "forward-mode.*model.reference"),
@@ -133,6 +134,17 @@ def test_the_reference_can_be_traced(name: str) -> None:
     traced = TRACED[name](Reference(model))
     torch.testing.assert_close(traced(X), model(X))
     torch.testing.assert_close(traced(2 * X), model(2 * X))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_reference_is_exported_for_any_number_of_rows(gradients: bool, strict: bool) -> None:
+    model = Sequential(ops.LayerNorm(8), ops.Linear(8, 24), ops.GELU(), ops.Linear(24, 8))
+    rows = {0: torch.export.Dim("rows")}
+    with torch.set_grad_enabled(gradients):
+        program = torch.export.export(Reference(model), (X,), dynamic_shapes=(rows,), strict=strict)
+        x = torch.randn(5, 2, 8)
+        torch.testing.assert_close(program.module()(x), model(x))
 
 
 def test_the_reference_has_forward_mode_derivatives() -> None:
