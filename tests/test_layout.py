@@ -83,6 +83,10 @@ ABSTRACT = {
 # Files of ops/ that hold no op, and tests of an aspect of several modules: folder -> stems.
 OP_HELPERS = {
     "__init__",
+    "attention_heads",
+    "attention_mask",
+    "attention_math",
+    "attention_scores",
     "base",
     "binding",
     "checks",

@@ -66,7 +66,7 @@ class _Attention:
         self._provider, self._last = provider, last
         # By whether it draws, which a call knows: the op may leave training at any time.
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
-        self._packing = packed_heads.Packing(settings.heads, rotation)
+        self._packing = packed_heads.Packing(settings.packed, rotation)
         mask = {"attention_mask": f"{last}.attention_mask"} if settings.masked else {}
         self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
 
@@ -110,7 +110,10 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         pass
 
     def when(m: Match) -> bool | str:
-        problem = AttentionProblem.of(_op(m).settings(), m.x, m.capability, m.needs_grad)
+        settings = _op(m).settings()
+        if settings.beyond:
+            return f"it is not called for {', '.join(settings.beyond)}"
+        problem = AttentionProblem.of(settings, m.x, m.capability, m.needs_grad)
         return provider.reason_not(problem) or _why_not_the_ops_before(m) or True
 
     def saved_bytes(m: Match) -> dict[str, int]:
@@ -143,7 +146,7 @@ def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[pack
     if direction == "forward" or len(m) == 1:
         return
     sums = m[0].dtype_of("bias") if "0.bias" in needed else None
-    yield packed_heads.PackedPass.of(_op(m).packed, m.dtype, _rotation(m), parts=True, back=True, sums=sums)
+    yield packed_heads.PackedPass.of(_op(m).settings().packed, m.dtype, _rotation(m), parts=True, back=True, sums=sums)
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
