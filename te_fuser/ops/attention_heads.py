@@ -326,3 +326,29 @@ class ApartHeads(Heads):
         for part, source in zip(self._split_others(both), parts[1:], strict=True):
             part.copy_(source)
         return queries, both
+
+
+AnyHeads = PackedHeads | ApartHeads
+
+
+def inputs_of(heads: AnyHeads) -> tuple[str, ...]:
+    """The arguments that queries, keys and values come in, the main input first."""
+    return ("input", *heads.apart.names) if isinstance(heads, ApartHeads) else ("input",)
+
+
+def split_inputs(heads: AnyHeads, tensors: Sequence[torch.Tensor]) -> Parts:
+    """Queries [B, G, R, S, D], keys [B, G, K, D] and values [B, G, K, E] of these inputs; tokens are one sample."""
+    return heads.split(*(t[None] if t.dim() == 2 else t for t in tensors))
+
+
+def pack_gradients(heads: AnyHeads, parts: Parts, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse: new tensors of the inputs' shapes and dtypes, by name."""
+    dtypes = [t.dtype for t in inputs.values()]
+    packed = isinstance(heads, PackedHeads)
+    made = (heads.pack(*parts, dtypes[0]),) if packed else heads.pack(parts, dtypes)  # type: ignore[call-arg,arg-type]
+    return {name: of_layout(t, inputs[name].dim()) for name, t in zip(inputs, made, strict=True)}
+
+
+def of_layout(t: torch.Tensor, dims: int) -> torch.Tensor:
+    """[B, S, F] as it is, or of tokens [S, F]; it stands for its own storage as a view does not."""
+    return t if t.dim() == dims else torch.ops.aten._unsafe_view.default(t, [*t.shape[1:]])

@@ -229,3 +229,11 @@ class Band:
         for other in found[1:]:
             hidden = hidden | other
         return hidden[:, None]
+
+    def with_given(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The same with what a boolean tensor hides, [B or 1, H or 1, S or 1, K or 1]."""
+        hidden = self.hidden()
+        if mask is None:
+            return hidden
+        mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+        return mask if hidden is None else hidden | mask

@@ -15,7 +15,21 @@ from dataclasses import dataclass, is_dataclass, replace
 import torch
 
 from te_fuser.ops import attention_math
-from te_fuser.ops.attention_heads import LAYOUTS, PACKINGS, Apart, ApartHeads, Heads, PackedHeads, one_of
+from te_fuser.ops.attention_heads import (
+    LAYOUTS,
+    PACKINGS,
+    AnyHeads,
+    Apart,
+    ApartHeads,
+    Heads,
+    PackedHeads,
+    Parts,
+    inputs_of,
+    of_layout,
+    one_of,
+    pack_gradients,
+    split_inputs,
+)
 from te_fuser.ops.attention_mask import AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
@@ -33,7 +47,7 @@ class AttentionSettings:
     `mask` and `scores` say what is asked for beyond `causal` and `masked`.
     """
 
-    heads: PackedHeads | ApartHeads
+    heads: AnyHeads
     causal: bool
     masked: bool
     dropout: float
@@ -184,7 +198,7 @@ class DotProductAttention(UnfusedOperation):
         fill(self.sink, 0.0)
 
     @property
-    def packed(self) -> PackedHeads | ApartHeads:
+    def packed(self) -> AnyHeads:
         """Where the heads lie."""
         layout = "batch_first" if self.layout == TOKENS else self.layout
         if isinstance(self.packing, str) and self.packing != APART:
@@ -325,23 +339,18 @@ class DotProductAttention(UnfusedOperation):
         self, call: OpCall, dy: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """dx and the gradients of keys, values, bias and sinks, with the probabilities recomputed."""
-        x, heads = call["input"], self.packed
-        parts, output = self._parts(call, x), heads.split_output(self._lifted_tensor(raised(dy)))
+        heads, inputs = self.packed, {name: call[name] for name in inputs_of(self.packed)}
+        parts, output = self._parts(call, inputs["input"]), heads.split_output(self._lifted_tensor(raised(dy)))
         terms, factors = self._terms(call, parts), self._kept(call, parts)
         made = attention_math.backward(parts, output, call["logsumexp"], terms, factors)
-        found: dict[str, torch.Tensor] = {}
+        found = pack_gradients(heads, made.parts, inputs)
         bias, sink = call.get("attention_bias"), call.get("sink")
         if bias is not None and made.added is not None:
             found["attention_bias"] = made.added.sum_to_size(_of_four(bias).shape).reshape(bias.shape).to(bias.dtype)
         if sink is not None and made.sink is not None:
             found["sink"] = made.sink.to(sink.dtype)
-        if isinstance(heads, PackedHeads):
-            dx = self._lowered(heads.pack(*made.parts, x.dtype))
-            return (dx, found) if found else dx
-        names = tuple(heads.apart.names)
-        dx, *others = heads.pack(made.parts, [x.dtype, *(call[name].dtype for name in names)])
-        found |= {name: self._lowered(t) for name, t in zip(names, others, strict=True)}
-        return self._lowered(dx), found
+        dx = found.pop("input")
+        return (dx, found) if found else dx
 
     def _lifted(self, x: Spec) -> Spec:
         """Tokens as one sample.
@@ -360,23 +369,19 @@ class DotProductAttention(UnfusedOperation):
     def _lifted_tensor(self, t: torch.Tensor) -> torch.Tensor:
         return t[None] if self.layout == TOKENS else t
 
-    def _lowered(self, t: torch.Tensor) -> torch.Tensor:
-        """The inverse, which stands for its own storage as a view does not."""
-        return torch.ops.aten._unsafe_view.default(t, [*t.shape[1:]]) if self.layout == TOKENS else t
-
     def _lengths(self, x: Spec) -> tuple[int, int]:
         return self.packed.lengths(self._lifted(x).shape)
 
-    def _parts(self, call: OpCall, x: torch.Tensor) -> attention_math.Parts:
+    def _parts(self, call: OpCall, x: torch.Tensor) -> Parts:
         heads = self.packed
-        names = heads.apart.names if isinstance(heads, ApartHeads) else ()
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return heads.split(*(self._lifted_tensor(t).to(wide) for t in (x, *(call[name] for name in names))))
+        others = (call[name] for name in inputs_of(heads)[1:])
+        return split_inputs(heads, [t.to(wide) for t in (x, *others)])
 
     def _output(self, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._lowered(self.packed.merge_output(heads.to(x.dtype)))
+        return of_layout(self.packed.merge_output(heads.to(x.dtype)), x.dim())
 
-    def _terms(self, call: OpCall, parts: attention_math.Parts) -> Terms:
+    def _terms(self, call: OpCall, parts: Parts) -> Terms:
         q, k, _ = parts
         mask, scores = self.hides, self.scores
         given = call["attention_mask"] if mask.given is not None else None
@@ -384,9 +389,7 @@ class DotProductAttention(UnfusedOperation):
             hidden = hidden_positions(mask.causal, given, q.shape[3], q.device)
             return Terms(self.scale, hidden, shows_all=mask.shows_all)
         band = Band.of(mask, call.tensors, (q.shape[3], k.shape[2]), isinstance(self.packed, ApartHeads), q.device)
-        hidden = band.hidden()
-        if given is not None:
-            hidden = _of_four(given) if hidden is None else hidden | _of_four(given)
+        hidden = band.with_given(given)
         sink = None
         if scores.sink != "none":
             sink = call["sink"].to(q.dtype) if scores.sink == "learned" else q.new_zeros(self.heads)
@@ -403,7 +406,7 @@ class DotProductAttention(UnfusedOperation):
         taken = slopes[:, :, None, None] * band.distance().abs()[:, None].to(q.dtype)
         return -taken if added is None else added - taken
 
-    def _kept(self, call: OpCall, parts: attention_math.Parts) -> torch.Tensor | None:
+    def _kept(self, call: OpCall, parts: Parts) -> torch.Tensor | None:
         """Dropout's factors; whether something is dropped is what the forward said, by giving a stream."""
         if call.random is None:
             if self.draws():
