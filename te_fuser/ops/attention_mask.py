@@ -21,6 +21,8 @@ MASKS = {
     "given": (False, True),
     "causal_and_given": (True, True),
 }
+# What hides by structure beyond later positions.
+HIDDEN_BY = ("lengths of samples", "sequences one behind the other", "a window", "a diagonal from the bottom right")
 CORNERS = {"top_left": "the first query sees the first key", "bottom_right": "the last query sees the last key"}
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -92,10 +94,13 @@ class AttentionMask:
     @property
     def beyond(self) -> tuple[str, ...]:
         """What it asks for beyond hiding later positions and a given tensor, in words."""
-        counts = {"lengths": "lengths of samples", "offsets": "sequences one behind the other"}
-        words = [text for name, text in counts.items() if getattr(self, name) or getattr(self, f"key_{name}")]
-        words += ["a window"] * any(side is not None for side in self.window or ())
-        return (*words, *["a diagonal from the bottom right"] * (self.corner == "bottom_right" and self.is_banded))
+        asked = (
+            self.lengths or self.key_lengths,
+            self.offsets or self.key_offsets,
+            any(side is not None for side in self.window or ()),
+            self.corner == "bottom_right" and self.is_banded,
+        )
+        return tuple(words for words, wanted in zip(HIDDEN_BY, asked, strict=True) if wanted)
 
     @property
     def is_banded(self) -> bool:
@@ -134,7 +139,7 @@ class AttentionMask:
                 wanted = "[sequences + 1]" if offsets else f"[{sequences}]"
                 raise ValueError(f"{name!r} has shape {list(spec.shape)}; {op} takes {argument} {wanted}")
         both = [known[name].shape[0] for name in ("offsets", "key_offsets") if name in known]
-        if len(set(both)) > 1:
+        if len(both) == 2 and both[0] != both[1]:
             raise ValueError(f"{self.offsets!r} and {self.key_offsets!r} say {both}; {op} takes as many of both")
 
     def _offsets_for(self, lengths: str) -> str:

@@ -30,7 +30,7 @@ from te_fuser.ops.attention_heads import (
     pack_gradients,
     split_inputs,
 )
-from te_fuser.ops.attention_mask import AttentionMask, Band
+from te_fuser.ops.attention_mask import HIDDEN_BY, AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec, UnfusedOperation
@@ -38,6 +38,9 @@ from te_fuser.ops.checks import check_name, check_probability
 from te_fuser.ops.parameters import alike, empty, fill
 
 TOKENS, APART = "tokens", "apart"
+# What settings may ask for beyond packed heads, later positions and a given mask, apart from what is done to scores.
+APART_KEYS = "keys and values apart from queries"
+STRUCTURES = (APART_KEYS, *HIDDEN_BY)
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,14 @@ class AttentionSettings:
         return self.heads
 
     @property
+    def is_causal(self) -> bool:
+        """Whether later positions, counted from the first, are all that is hidden."""
+        return self.causal and not self.masked and not self.mask.beyond
+
+    @property
     def beyond(self) -> tuple[str, ...]:
         """What it asks for beyond packed heads, later positions and a given mask, in words."""
-        apart = ("keys and values apart from queries",) * isinstance(self.heads, ApartHeads)
+        apart = (APART_KEYS,) * isinstance(self.heads, ApartHeads)
         return (*apart, *self.mask.beyond, *self.scores.beyond)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from te_fuser.ops.attention_heads import PackedHeads
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -25,9 +27,10 @@ def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
     Where samples and heads lie at one stride they are all heads, and the output comes out in the op's layout; where
     only samples and groups do, those are the batch. A mask needs samples and heads apart.
     """
-    heads = settings.packed
+    heads = settings.heads
     groups, per_group = heads.kv_heads, heads.per_group
-    one_stride = heads.packing == "interleaved" and (heads.layout == "sequence_first" or samples == 1)
+    packed = isinstance(heads, PackedHeads) and heads.packing == "interleaved"
+    one_stride = packed and (heads.layout == "sequence_first" or samples == 1)
     if settings.masked or not one_stride:
         return samples, heads.heads, groups
     return (1, samples * groups, samples * groups) if per_group == 1 else (samples * groups, per_group, 1)
@@ -194,11 +197,20 @@ def views_of(settings: AttentionSettings, shape: torch.Size) -> Views:
     return Views(settings, *settings.heads.lengths(shape))
 
 
+class Sized(Protocol):
+    """What is computed, and for how many queries."""
+
+    @property
+    def settings(self) -> AttentionSettings: ...
+    @property
+    def positions(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a kernel is given: q [b, h, S, D], k and v [b, g, S, D], and what it adds to the scores, if anything."""
+    """What a kernel is given: q [b, h, S, D], k and v [b, g, K, D], and what it adds to the scores, if anything."""
 
-    views: Views
+    views: Sized
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -214,3 +226,8 @@ class AttentionCall:
     def positions(self) -> int:
         """S."""
         return self.views.positions
+
+    @property
+    def keys(self) -> int:
+        """K; as many as queries where they are packed."""
+        return self.k.shape[2]
