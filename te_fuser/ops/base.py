@@ -472,6 +472,10 @@ class UnfusedOperation(FusableOperation):
         """The bytes of each of `emits`, for the plan; what is missing counts as none."""
         return {}
 
+    def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
+        """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
+        return 0
+
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
         return (Gradient(("input", *names), self.reads, "whole_backward"),)

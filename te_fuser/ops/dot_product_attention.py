@@ -313,6 +313,14 @@ class DotProductAttention(UnfusedOperation):
         samples, positions = self._lengths(x)
         return 4 * 4 * samples * self.heads * positions**2
 
+    def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
+        """Those of the scores."""
+        samples, positions = self._lengths(x)
+        heads, keys = self.packed, positions
+        if isinstance(heads, ApartHeads):
+            keys = heads.lengths(self._lifted(inputs[next(iter(heads.apart.names))]).shape)[1]
+        return (8 if x.dtype == torch.float64 else 4) * self.heads * samples * positions * keys
+
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         """The same attention with other heads; what reads more inputs becomes plain, since an example has one.
 
