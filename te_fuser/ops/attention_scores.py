@@ -9,7 +9,6 @@ Off By One", 2023, with 0 for a sink; learned ones as in gpt-oss, 2025.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,12 +84,9 @@ class AttentionScores:
                 )
 
 
-@functools.lru_cache(maxsize=64)
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """The paper's slopes [heads]: 2^(-8 i / n) for the largest power of two n, then those of 2 n at odd i."""
     power = 1 << (heads.bit_length() - 1)
-    exponents = [-8.0 * i / power for i in range(1, power + 1)]
-    exponents += [-4.0 * i / power for i in range(1, 2 * (heads - power), 2)]
-    # Made in inference mode it could not be used where autograd records.
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.tensor(exponents, dtype=torch.float64, device=device).exp2()
+    whole = torch.arange(1, power + 1, dtype=torch.float64, device=device) * (-8.0 / power)
+    between = (torch.arange(heads - power, dtype=torch.float64, device=device) * 2 + 1) * (-4.0 / power)
+    return torch.cat((whole, between)).exp2()

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fuser.plan.planner import make_plan
+from te_fuser.fuser.run import fuser
 from tests.twins import assert_as_meant, sequential, tensor
 
 
@@ -161,3 +163,26 @@ def test_verified_with_its_inputs():
     others = {n: t.float() if t.is_floating_point() else t for n, t in others.items()}
     model = cross(**{**options, "dropout": 0.0}).float()
     assert te_fuser.verify(model, x, **inputs, **others).passed
+
+
+@pytest.mark.parametrize("scores", [None, ops.AttentionScores(soft_cap=1.0, alibi=True)])
+def test_one_plan_for_many_lengths(scores, monkeypatch):
+    """Nothing that is asked of sizes ties a plan to one of them."""
+    made = []
+    monkeypatch.setattr(fuser, "make_plan", lambda *given: made.append(0) or make_plan(*given))
+    apart = ops.AttentionMask(causal=True, corner="bottom_right", key_lengths="n")
+    models = {
+        "apart": ops.DotProductAttention(2, 4, packing="apart", mask=apart, layout="batch_first", scores=scores),
+        "packed": ops.DotProductAttention(
+            2, 4, mask=ops.AttentionMask(lengths="n"), layout="batch_first", scores=scores
+        ),
+        "tokens": ops.DotProductAttention(2, 4, mask=ops.AttentionMask(offsets="n"), layout="tokens", scores=scores),
+    }
+    for name, op in models.items():
+        model = sequential(op)
+        made.clear()
+        for length in (64, 61, 57, 40):
+            x = tensor(3, length, 8 if name == "apart" else 24)
+            others = {n: tensor(3, length - 5, 8) for n in ("key", "value")} if name == "apart" else {}
+            model(x[0] if name == "tokens" else x, n=torch.arange(3), **others).sum().backward()
+        assert len(made) == 1, name
