@@ -38,9 +38,12 @@ def check(model, x, inputs, dtype):
     high = [low[0].double(), {n: t.double() if t.is_floating_point() else t for n, t in low[1].items()}]
     got = gradients(model, model, *low)
     usual = gradients(model.reference, model, *low)
-    for ours, theirs, want in zip(got, usual, gradients(exact.reference, exact, *high), strict=True):
-        units = 16 if dtype == torch.float32 else 2
-        allowed = 2 * (theirs.double() - want).abs().max() + units * torch.finfo(dtype).eps * want.abs().max()
+    wanted = gradients(exact.reference, exact, *high)
+    # Where each row sees one key, gradients of scores are 0, and kernels come near to it.
+    least = 0.02 * max(want.abs().max() for want in wanted)
+    units = (16 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
+    for ours, theirs, want in zip(got, usual, wanted, strict=True):
+        allowed = 2 * (theirs.double() - want).abs().max() + units * max(want.abs().max(), least)
         assert ours.isfinite().all() and (ours.double() - want).abs().max() <= allowed
 
 
@@ -62,7 +65,9 @@ def test_masks_and_ways(provider, sizes):
     with fusions.only("stretch", f"attention_{provider}"):
         for dtype in dtypes:
             found = {}
-            for name, model, x, inputs in cases(64, dtype, sizes):
+            for k, (name, model, x, inputs) in enumerate(cases(64, dtype, sizes)):
+                if k % 5 not in (0, SIZES.index(sizes)):  # all of them in some size
+                    continue
                 found[name] = takes(provider, model, x, inputs, dtype)
                 if found[name] is True:
                     check(model, x, inputs, dtype)
