@@ -10,7 +10,7 @@ heads lie is in `attention_heads.py`, what is hidden in `attention_mask.py`, wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 
 import torch
 
@@ -55,8 +55,9 @@ class AttentionSettings:
     masked: bool
     dropout: float
     scale: float
-    mask: AttentionMask = AttentionMask()
-    scores: AttentionScores = AttentionScores()
+    # Views are looked up by settings in each call: the hash stays short.
+    mask: AttentionMask = field(default=AttentionMask(), hash=False)
+    scores: AttentionScores = field(default=AttentionScores(), hash=False)
 
     @property
     def packed(self) -> PackedHeads:

@@ -94,3 +94,17 @@ def test_reasons():
         assert reasons(apart(), x, **inputs)[package] == "it is not called for keys and values apart from queries"
     window = ops.AttentionMask(window=(1, 1))
     assert reasons(apart(mask=window), x, **inputs)["attention_cuda_flash"] == "it is not called for a window"
+
+
+def test_backward_reads_the_keys_that_are_there():
+    """A name with a question mark is read where the op has such an input, and nowhere else."""
+    read = {}
+    for packing in ("apart", "blocked", ops.Apart(key_value="memory")):
+        op = ops.DotProductAttention(2, 4, packing=packing, layout="batch_first")
+        names = [given.name for given in op.named_inputs().values()]
+        sizes = {"memory": 16, "key": 8, "value": 8}
+        inputs = {name: tensor(3, 5, sizes[name]) for name in names}
+        plan = sequential(op).plan(tensor(3, 5, op.packed.features), **inputs)
+        (step,) = plan.backward
+        read[str(packing)] = [name for name, _ in step.inputs if name.startswith("-1.") and name != "-1.input"]
+    assert list(read.values()) == [["-1.key", "-1.value"], [], ["-1.key_value"]]
