@@ -16,8 +16,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from te_fuser import ops
 from te_fuser.compare import distance
+from te_fuser.ops.attention_heads import one_of
+from te_fuser.ops.attention_mask import MASKS
 from te_fuser.ops.base import FusableOperation
-from te_fuser.ops.dot_product_attention import MASKS, one_of
 from te_fuser.ops.hooks import hooks_of
 from te_fuser.sequential import Sequential
 
@@ -281,7 +282,7 @@ def _encoder(conversion: _Conversion, m: nn.TransformerEncoder, path: str) -> An
 
 
 def _decoder(conversion: _Conversion, m: nn.Module, path: str) -> Any:
-    raise _Cannot("it attends to keys and values of another tensor, which DotProductAttention does not")
+    raise _Cannot("it attends to keys and values of another tensor, an input that a list of ops has to name")
 
 
 # Class -> the op.

@@ -14,15 +14,19 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Details, Fusion, fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
+from te_fuser.ops.attention_heads import ApartHeads, inputs_of
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
+
+_READ_APART = ("key", "value", "key_value")
 
 
 def _op(m: Match) -> DotProductAttention:
@@ -44,10 +48,29 @@ def _why_not_the_ops_before(m: Match) -> str | None:
     """Why what comes before attention cannot be part of its backward; None when it can, or there is nothing."""
     if len(m) == 1:
         return None
+    if _op(m).settings().beyond:
+        return "its gradients are packed by themselves here, and ops before attention are planned alone"
     rotary, heads = _rotary(m), _op(m).packed
     if rotary is not None and rotary.packed != heads:
         return f"it turns heads that lie as {rotary.packed}, attention reads them as {heads}"
     return rotary_embedding.why_no_kernel(m)
+
+
+def _keys(m: Match) -> int | None:
+    """How many keys there are, where they are apart."""
+    heads, inputs = _op(m).packed, m[len(m) - 1].inputs
+    if not isinstance(heads, ApartHeads):
+        return None
+    shape = inputs[next(iter(heads.apart.names))].shape
+    return heads.lengths(shape if len(shape) == 3 else (1, *shape))[1]
+
+
+def _why_not_these_inputs(m: Match) -> str | None:
+    """Why keys and values cannot be read as they are."""
+    inputs = m[len(m) - 1].inputs
+    others = [inputs[name].dtype for name in inputs_of(_op(m).packed)[1:]]
+    mixed = next((dtype for dtype in others if dtype != m.dtype), None)
+    return None if mixed is None else f"queries are {text_of(m.dtype)}, keys or values {text_of(mixed)}"
 
 
 class _Attention:
@@ -66,7 +89,7 @@ class _Attention:
         self._provider, self._last = provider, last
         # By whether it draws, which a call knows: the op may leave training at any time.
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
-        self._packing = packed_heads.Packing(settings.heads, rotation)
+        self._packing = packed_heads.Packing(settings.packed, rotation)
         mask = {"attention_mask": f"{last}.attention_mask"} if settings.masked else {}
         self._read = {"input": "-1.input", **{name: name for name in ("output", *provider.emits)}, **mask}
 
@@ -93,14 +116,41 @@ class _Attention:
         return (dx, {"0.bias": dbias}) if wanted else dx
 
 
+class _SeparateAttention:
+    """Attention alone, of inputs that lie apart, or where structure hides."""
+
+    def __init__(self, provider: Provider, settings: AttentionSettings, names: tuple[str, ...]) -> None:
+        self._provider, self._names = provider, names
+        self._settings = {False: replace(settings, dropout=0.0), True: settings}
+
+    def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
+        """The output."""
+        tensors = {"input": x, **{name: m[f"0.{name}"] for name in self._names}}
+        y, saved = self._provider.forward_separate(self._settings[m.draws(0)], tensors)
+        for name, tensor in saved.items():
+            m.emit(name, tensor)
+        return y
+
+    def backward(self, m: FusionCall, dy: torch.Tensor) -> Any:
+        """The gradients of queries, and of keys and values that are apart."""
+        tensors = {"input": m["-1.input"], **{name: m[name] for name in ("output", *self._provider.emits)}}
+        for name in self._names:
+            tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
+        made = self._provider.backward_separate(self._settings[m.draws(0)], tensors, dy)
+        return made.pop("input"), {f"0.{name}": tensor for name, tensor in made.items()}
+
+
 # One for all matches that are alike, so that plans of several lengths that run the same are seen to.
 _attention = functools.lru_cache(maxsize=512)(_Attention)
+_separate_attention = functools.lru_cache(maxsize=512)(_SeparateAttention)
 
 
 def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
     op = _op(m)
-    made = _attention(provider, replace(op.settings(), dropout=op.dropout), _rotation(m), len(m) - 1)
-    return getattr(made, direction)  # type: ignore[no-any-return]
+    settings = replace(op.settings(), dropout=op.dropout)
+    if settings.beyond:
+        return getattr(_separate_attention(provider, settings, tuple(op.named_inputs())), direction)  # type: ignore[no-any-return]
+    return getattr(_attention(provider, settings, _rotation(m), len(m) - 1), direction)  # type: ignore[no-any-return]
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
@@ -110,8 +160,9 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         pass
 
     def when(m: Match) -> bool | str:
-        problem = AttentionProblem.of(_op(m).settings(), m.x, m.capability, m.needs_grad)
-        return provider.reason_not(problem) or _why_not_the_ops_before(m) or True
+        settings = _op(m).settings()
+        problem = AttentionProblem.of(settings, m.x, m.capability, m.needs_grad, _keys(m))
+        return provider.reason_not(problem) or _why_not_these_inputs(m) or _why_not_the_ops_before(m) or True
 
     def saved_bytes(m: Match) -> dict[str, int]:
         rows = m.x.rows * _op(m).heads
@@ -125,7 +176,7 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
         name=f"attention_{provider.name}",
         when=when,
         cost=lambda m: _costs(m, provider),
-        reads=("-1.input", "output"),
+        reads=("-1.input", "output", *(f"-1.{name}?" for name in _READ_APART)),
         saves=provider.emits,
         details=Details(
             choose=functools.partial(_choose, provider),
@@ -143,7 +194,7 @@ def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[pack
     if direction == "forward" or len(m) == 1:
         return
     sums = m[0].dtype_of("bias") if "0.bias" in needed else None
-    yield packed_heads.PackedPass.of(_op(m).packed, m.dtype, _rotation(m), parts=True, back=True, sums=sums)
+    yield packed_heads.PackedPass.of(_op(m).settings().packed, m.dtype, _rotation(m), parts=True, back=True, sums=sums)
 
 
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:

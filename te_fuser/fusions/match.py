@@ -101,8 +101,10 @@ class MatchedOp:
         op: FusableOperation,
         parameters: Mapping[str, Callable[[], torch.Tensor]],
         dtypes: Mapping[str, torch.dtype] | None = None,
+        inputs: Mapping[str, Spec] | None = None,
     ) -> None:
         self.op, self._parameters, self._dtypes = op, parameters, dtypes or {}
+        self.inputs = inputs or {}  # argument -> what is known of a named input that is given
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""

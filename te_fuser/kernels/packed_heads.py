@@ -23,7 +23,7 @@ from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.codegen.written import MadeOnce
 from te_fuser.config import config
-from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads
+from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.rotary_embedding import rotation_table
 
 if TYPE_CHECKING:

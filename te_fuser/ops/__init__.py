@@ -2,6 +2,9 @@
 
 from te_fuser.ops.adaptive_layer_norm import AdaptiveLayerNorm
 from te_fuser.ops.add import Add
+from te_fuser.ops.attention_heads import Apart
+from te_fuser.ops.attention_mask import AttentionMask
+from te_fuser.ops.attention_scores import AttentionScores
 from te_fuser.ops.base import FusableOperation, NamedInput, RowOp, UnfusedOperation
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
@@ -41,6 +44,9 @@ __all__ = [
     "QGELU",
     "AdaptiveLayerNorm",
     "Add",
+    "Apart",
+    "AttentionMask",
+    "AttentionScores",
     "Bias",
     "Bound",
     "Cast",

@@ -164,6 +164,7 @@ class FusableOperation(torch.nn.Module):
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
+    wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
@@ -461,8 +462,7 @@ class UnfusedOperation(FusableOperation):
 
     family = True
     reads: ClassVar[tuple[str, ...]] = ("input",)
-    # op_wait(call, started) -> the output, of an op whose op_forward only starts something and gives what is under way:
-    # other steps may run in between.
+    # op_wait(call, started) -> the output, of an op whose op_forward only starts something: others may run in between.
     op_wait: ClassVar[Callable[..., Any] | None] = None
     input_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # that it takes for x beside those that row ops take
     takes_gradients_in: ClassVar[tuple[torch.dtype, ...]] = ()  # of its outputs, beside these outputs' own dtypes
@@ -471,6 +471,10 @@ class UnfusedOperation(FusableOperation):
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
         """The bytes of each of `emits`, for the plan; what is missing counts as none."""
         return {}
+
+    def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
+        """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
+        return 0
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         """The nodes of the backward; `names` are the parameters and named inputs that are bound."""

@@ -1,220 +1,85 @@
-"""Scaled dot-product attention on a projection's packed output (Vaswani et al., "Attention Is All You Need", 2017).
+"""Scaled dot-product attention on queries, keys and values (Vaswani et al., "Attention Is All You Need", 2017).
 
     y = dropout(softmax(q k^T * scale, masked)) v        for each head
 
-Grouped-query attention (Ainslie et al., "GQA", 2023) is the same with fewer key and value heads than query heads.
-
-Shapes in this file: B samples, S positions, G key/value heads, R query heads of each, H = G * R query heads, D the
-size of a head. Query head g * R + r reads key/value head g.
+Grouped-query attention (Ainslie et al., "GQA", 2023) is the same with fewer key and value heads than query heads. Where
+heads lie is in `attention_heads.py`, what is hidden in `attention_mask.py`, what else is done to scores in
+`attention_scores.py`, and the math in `attention_math.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 
 import torch
 
-from te_fuser.formula import random
+from te_fuser.ops import attention_math
+from te_fuser.ops.attention_heads import (
+    LAYOUTS,
+    PACKINGS,
+    AnyHeads,
+    Apart,
+    ApartHeads,
+    Heads,
+    PackedHeads,
+    Parts,
+    inputs_of,
+    of_layout,
+    one_of,
+    pack_gradients,
+    split_inputs,
+)
+from te_fuser.ops.attention_mask import HIDDEN_BY, AttentionMask, Band
+from te_fuser.ops.attention_math import Terms, kept, raised
+from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec, UnfusedOperation
 from te_fuser.ops.checks import check_name, check_probability
-from te_fuser.ops.dropout import kept_scale
-from te_fuser.ops.parameters import alike
+from te_fuser.ops.parameters import alike, empty, fill
 
-# Name of a mask -> (hides later positions, is given a boolean tensor).
-MASKS = {
-    "none": (False, False),
-    "causal": (True, False),
-    "given": (False, True),
-    "causal_and_given": (True, True),
-}
-# Name of a layout -> the dimensions of x that count positions and samples.
-LAYOUTS = {"sequence_first": (0, 1), "batch_first": (1, 0)}
-
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ROWS_AT_ONCE = 4096  # draws are 64-bit numbers on the way: this many rows of them at a time stay in the cache
-
-
-def one_of(argument: str, value: str, names: Mapping[str, object]) -> str:
-    """`value`, or an error that lists what it could be."""
-    if value not in names:
-        raise ValueError(f"{argument}={value!r} is unknown; use one of {', '.join(map(repr, names))}")
-    return value
-
-
-def _split_interleaved(x: torch.Tensor, heads: PackedHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    groups, per_group, dim = heads.kv_heads, heads.per_group, heads.head_dim
-    parts = x.view(*x.shape[:2], groups, per_group + 2, dim)
-    return parts[..., :per_group, :], parts[..., per_group, :], parts[..., per_group + 1, :]
-
-
-def _split_blocked(x: torch.Tensor, heads: PackedHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    groups, per_group, dim = heads.kv_heads, heads.per_group, heads.head_dim
-    q, k, v = x.split((heads.heads * dim, groups * dim, groups * dim), -1)
-    rows = x.shape[:2]
-    return q.view(*rows, groups, per_group, dim), k.view(*rows, groups, dim), v.view(*rows, groups, dim)
-
-
-# Name of a packing -> how it is taken apart.
-PACKINGS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
-    "interleaved": _split_interleaved,
-    "blocked": _split_blocked,
-}
-
-
-@dataclass(frozen=True)
-class PackedHeads:
-    """Where the heads of queries, keys and values lie in one tensor.
-
-    `packing`: "interleaved" is, for each key/value head, [its query heads..., key, value]; "blocked" is
-    [all query heads | all key heads | all value heads]. `layout`: [S, B, features] or [B, S, features].
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layout: str = "sequence_first"
-    packing: str = "interleaved"
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, got heads={self.heads}, kv_heads={self.kv_heads}")
-        one_of("layout", self.layout, LAYOUTS)
-        one_of("packing", self.packing, PACKINGS)
-
-    @property
-    def per_group(self) -> int:
-        """Query heads for each key/value head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def features(self) -> int:
-        """The packed size."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-    def lengths(self, shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-        """(samples, positions) of a tensor of this layout."""
-        sequence, batch = LAYOUTS[self.layout]
-        return shape[batch], shape[sequence]
-
-    def leading(self, samples: int, positions: int) -> tuple[int, int]:
-        """The sizes before the features of a tensor of this layout: `lengths` the other way."""
-        return (positions, samples) if self.layout == "sequence_first" else (samples, positions)
-
-    def check(self, op: str, x: Spec) -> None:
-        """Raise, in words, when x cannot be packed heads.
-
-        Raises:
-            ValueError: wrong number of dimensions or features.
-            TypeError: not a floating-point tensor.
-        """
-        order = {"sequence_first": "[sequence, batch, features]", "batch_first": "[batch, sequence, features]"}
-        if len(x.shape) != 3:
-            raise ValueError(f"{op} takes {order[self.layout]}, got {len(x.shape)} dimensions: {list(x.shape)}")
-        if x.features != self.features:
-            raise ValueError(
-                f"{op} takes packed queries, keys and values of (heads + 2 * kv_heads) * head_dim = "
-                f"({self.heads} + 2 * {self.kv_heads}) * {self.head_dim} = {self.features} features, got {x.features}: "
-                f"give the projection before it {self.features} output features"
-            )
-        if x.dtype not in _FLOATS:
-            raise TypeError(f"{op} takes float32, float64, bfloat16 or float16, got {x.dtype}: convert the input")
-
-    def reading(self, x: Spec) -> str:
-        """Which dimension of x is which, and how its features are packed."""
-        samples, positions = self.lengths(x.shape)
-        sizes = {"batch": samples, "sequence": positions}
-        order = reversed(sizes) if self.layout == "sequence_first" else sizes
-        lead = ", ".join(f"{name} {sizes[name]}" for name in order)
-        many = "a query" if self.per_group == 1 else f"{self.per_group} queries"
-        packed = {
-            "interleaved": f"{self.kv_heads} x [{many}, a key, a value]",
-            "blocked": f"[{self.heads} queries | {self.kv_heads} keys | {self.kv_heads} values]",
-        }
-        return (
-            f"[{lead}, features {x.features}] (layout={self.layout!r}), features as {packed[self.packing]} "
-            f"of {self.head_dim} (packing={self.packing!r})"
-        )
-
-    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [B, G, R, S, D], keys and values [B, G, S, D], all views of x."""
-        sequence, batch = LAYOUTS[self.layout]
-        q, k, v = PACKINGS[self.packing](x, self)
-        return (
-            q.permute(batch, 2, 3, sequence, 4),
-            k.permute(batch, 2, sequence, 3),
-            v.permute(batch, 2, sequence, 3),
-        )
-
-    def pack(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The inverse of `split`, in a new tensor."""
-        samples, positions = dq.shape[0], dq.shape[3]
-        packed = dq.new_empty((*self.leading(samples, positions), self.features), dtype=dtype)
-        for part, source in zip(self.split(packed), (dq, dk, dv), strict=True):
-            part.copy_(source)
-        return packed
-
-    def split_output(self, y: torch.Tensor) -> torch.Tensor:
-        """The output's heads [B, G, R, S, D], a view."""
-        sequence, batch = LAYOUTS[self.layout]
-        heads = y.view(*y.shape[:2], self.kv_heads, self.per_group, self.head_dim)
-        return heads.permute(batch, 2, 3, sequence, 4)
-
-    def merge_output(self, heads: torch.Tensor) -> torch.Tensor:
-        """[B, G, R, S, D] as an output of this layout, copied only where it does not lie that way already."""
-        in_order = heads.permute((3, 0, 1, 2, 4) if self.layout == "sequence_first" else (0, 3, 1, 2, 4))
-        # Unlike a view, the result of _unsafe_view stands for its own storage, as an output of an op must.
-        return torch.ops.aten._unsafe_view.default(
-            in_order.contiguous(), [*in_order.shape[:2], self.heads * self.head_dim]
-        )
-
-    def like(self, features: int, smallest: int = 1) -> PackedHeads:
-        """Heads much like these whose packed size is `features`, with head_dim >= `smallest`.
-
-        Raises:
-            ValueError: when no number of heads gives that size.
-        """
-        dims = [dim for dim in range(smallest, features // 3 + 1) if features % dim == 0]
-        group = self.per_group + 2
-        for dim in sorted(dims, key=lambda dim: (features // dim % group != 0, abs(dim - self.head_dim))):
-            total = features // dim
-            per_group, groups = (self.per_group, total // group) if total % group == 0 else (total - 2, 1)
-            return replace(self, heads=per_group * groups, kv_heads=groups, head_dim=dim)
-        raise ValueError(
-            f"no packed queries, keys and values have {features} features: that is (heads + 2 * kv_heads) * head_dim "
-            f"with head_dim >= {smallest}; take a multiple of {3 * smallest}"
-        )
+TOKENS, APART = "tokens", "apart"
+# What settings may ask for beyond packed heads, later positions and a given mask, apart from what is done to scores.
+APART_KEYS = "keys and values apart from queries"
+STRUCTURES = (APART_KEYS, *HIDDEN_BY)
 
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What one attention computes, as a kernel is told it; `dropout` is 0 where nothing is drawn."""
+    """What one attention computes, as a kernel is told it; `dropout` is 0 where nothing is drawn.
 
-    heads: PackedHeads
+    `mask` and `scores` say what is asked for beyond `causal` and `masked`.
+    """
+
+    heads: AnyHeads
     causal: bool
     masked: bool
     dropout: float
     scale: float
+    # Views are looked up by settings in each call: the hash stays short.
+    mask: AttentionMask = field(default=AttentionMask(), hash=False)
+    scores: AttentionScores = field(default=AttentionScores(), hash=False)
 
+    @property
+    def packed(self) -> PackedHeads:
+        """Where packed heads lie.
 
-def kept(stream: random.RandomStream, shape: tuple[int, int, int, int], like: torch.Tensor, p: float) -> torch.Tensor:
-    """Dropout's factors for probabilities [B, H, queries, keys]: row (b * H + h) * queries + query of the stream."""
-    samples, heads, queries, keys = shape
-    count, drop_below = samples * heads * queries, random.threshold(p)
-    factors = like.new_empty(count, keys)
-    for first in range(0, count, _ROWS_AT_ONCE):
-        rows = torch.arange(first, min(first + _ROWS_AT_ONCE, count), device=like.device)
-        bits = random.keep_bits(rows, keys, stream.seed, stream.offset, stream.stream)
-        torch.mul(bits >= drop_below, kept_scale(p), out=factors[first : first + len(rows)])
-    return factors.view(shape)
+        Raises:
+            TypeError: for heads that are apart.
+        """
+        if not isinstance(self.heads, PackedHeads):
+            raise TypeError(f"these heads are not packed: {self.heads}")
+        return self.heads
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether later positions, counted from the first, are all that is hidden."""
+        return self.causal and not self.masked and not self.mask.beyond
 
-def raised(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype that attention is computed in: float32, or float64 for float64."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """What it asks for beyond packed heads, later positions and a given mask, in words."""
+        apart = (APART_KEYS,) * isinstance(self.heads, ApartHeads)
+        return (*apart, *self.mask.beyond, *self.scores.beyond)
 
 
 def hidden_positions(causal: bool, mask: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
@@ -264,26 +129,30 @@ def switches() -> tuple[bool, ...]:
 
 
 class DotProductAttention(UnfusedOperation):
-    """Attention of packed queries, keys and values: softmax(q k^T * scale) v for each head.
+    """Attention of queries, keys and values, packed or apart: softmax(q k^T * scale) v for each head.
 
-    The input is [S, B, F] or [B, S, F] with F = (heads + 2 * kv_heads) * head_dim as a projection gives it, the output
-    has heads * head_dim features. A row whose keys are all masked gives zeros.
+    Packed, the input is [S, B, F] or [B, S, F] with F = (heads + 2 * kv_heads) * head_dim as a projection gives it, and
+    the output has heads * head_dim features. Apart, the input is the queries, of heads * head_dim features, keys and
+    values are named inputs, and the output has heads * value_dim. A row whose keys are all masked gives zeros.
 
     Args:
         heads: query heads.
         head_dim: features of one head.
         kv_heads: key/value heads, a divisor of `heads`; None: as many.
         mask: "none"; "causal": position i sees 0..i; "given": a boolean tensor (True = masked), broadcastable to
-            [batch, heads, queries, keys], is an extra input; "causal_and_given".
+            [batch, heads, queries, keys], is an extra input; "causal_and_given"; or an `AttentionMask`.
         mask_name: the name of that extra input.
         dropout: the probability that a softmax probability is dropped, in training.
         scale: the factor on the scores; None: head_dim ** -0.5.
-        layout: "sequence_first" [S, B, F] or "batch_first" [B, S, F].
-        packing: "interleaved" or "blocked", see `PackedHeads`.
+        layout: "sequence_first" [S, B, F], "batch_first" [B, S, F], or "tokens" [T, F]: sequences one behind the
+            other, which the mask's `offsets` tell apart.
+        packing: "interleaved" or "blocked", see `PackedHeads`; "apart", or an `Apart`.
+        scores: what else is done to the scores: soft cap, bias, ALiBi, sinks.
     """
 
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
+    wide_parameters = ("sink",)
     global_state = staticmethod(switches)
     prototype_arguments = {"heads": 2, "head_dim": 8}
     other_choices = {"mask": "causal", "layout": "batch_first", "packing": "blocked"}
@@ -294,48 +163,95 @@ class DotProductAttention(UnfusedOperation):
         head_dim: int,
         *,
         kv_heads: int | None = None,
-        mask: str = "none",
+        mask: str | AttentionMask = "none",
         mask_name: str = "attention_mask",
         dropout: float = 0.0,
         scale: float | None = None,
         layout: str = "sequence_first",
-        packing: str = "interleaved",
+        packing: str | Apart = "interleaved",
+        scores: AttentionScores | None = None,
     ) -> None:
         super().__init__()
-        packed = PackedHeads(heads, heads if kv_heads is None else kv_heads, head_dim, layout, packing)
+        sizes = Heads(heads, heads if kv_heads is None else kv_heads, head_dim)
         self.heads = heads
-        self.kv_heads = packed.kv_heads
+        self.kv_heads = sizes.kv_heads
         self.head_dim = head_dim
-        self.mask = one_of("mask", mask, MASKS)
+        self.mask = mask
         self.mask_name = check_name(mask_name)
         self.dropout = check_probability(dropout)
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.layout = layout
-        self.packing = packing
+        self.layout = one_of("layout", layout, (*LAYOUTS, TOKENS))
+        self.packing = packing if isinstance(packing, Apart) else one_of("packing", packing, (*PACKINGS, APART))
+        self.scores = scores or AttentionScores()
+        self.sink = empty(heads, dtype=None, device=None) if self.scores.sink == "learned" else None
+        self._check_sides()
+        self.reset_parameters()
+
+    def _check_sides(self) -> None:
+        """Refuse arguments that contradict each other."""
+        mask, apart = self.hides, isinstance(self.packed, ApartHeads)
+        if not apart and (mask.key_lengths or mask.key_offsets):
+            raise ValueError("key_lengths and key_offsets are for keys that are apart: packed ones are their queries'")
+        if bool(mask.offsets) != (self.layout == TOKENS):
+            raise ValueError(
+                f"layout={self.layout!r} with offsets={mask.offsets!r}: sequences one behind the other need both "
+                'layout="tokens" and mask=AttentionMask(offsets=...)'
+            )
+        names = [given.name for given in self.named_inputs().values()]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"two inputs are called {twice[0]!r}; give each a name of its own")
+
+    def reset_parameters(self) -> None:
+        """Sinks begin at 0."""
+        fill(self.sink, 0.0)
 
     @property
-    def packed(self) -> PackedHeads:
+    def packed(self) -> AnyHeads:
         """Where the heads lie."""
-        return PackedHeads(self.heads, self.kv_heads, self.head_dim, self.layout, self.packing)
+        layout = "batch_first" if self.layout == TOKENS else self.layout
+        if isinstance(self.packing, str) and self.packing != APART:
+            return PackedHeads(self.heads, self.kv_heads, self.head_dim, layout, self.packing)
+        apart = self.packing if isinstance(self.packing, Apart) else Apart()
+        return ApartHeads(self.heads, self.kv_heads, self.head_dim, layout, apart)
+
+    @property
+    def hides(self) -> AttentionMask:
+        """What is hidden."""
+        return AttentionMask.of(self.mask, self.mask_name)
 
     def settings(self) -> AttentionSettings:
         """What this op computes as it is now (training or not), for a kernel."""
-        causal, masked = MASKS[self.mask]
-        return AttentionSettings(self.packed, causal, masked, self.dropout if self.draws() else 0.0, self.scale)
+        mask, dropout = self.hides, self.dropout if self.draws() else 0.0
+        masked = mask.given is not None
+        return AttentionSettings(self.packed, mask.causal, masked, dropout, self.scale, mask, self.scores)
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
-        """The mask, where one is given."""
-        if not MASKS[self.mask][1]:
-            return {}
-        return {"attention_mask": NamedInput(self.mask_name, axes=None, gradient=False)}
+        """Keys and values that are apart, a given mask, lengths, a bias, slopes: whatever is asked for."""
+        heads = self.packed
+        floats = heads.apart.names if isinstance(heads, ApartHeads) else {}
+        found = {argument: NamedInput(name, axes=None) for argument, name in floats.items()}
+        for argument, name in {**self.hides.names, **self.scores.names}.items():
+            found[argument] = NamedInput(name, axes=None, gradient=argument == "attention_bias")
+        return found
+
+    def extra_repr(self) -> str:
+        said = {name: value for name in ("mask", "packing", "scores") if is_dataclass(value := getattr(self, name))}
+        return ", ".join([super().extra_repr(), *(f"{k}={v}" for k, v in said.items() if v != AttentionScores())])
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """That of the sinks."""
+        return {} if self.sink is None else {"sink": (self.heads,)}
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        """One node: dx, from x, the mask and the rows' logsumexp."""
-        return (Gradient(("input",), (*self.reads, *self.named_inputs()), "whole_backward", work=2.5),)
+        """One node, from x, the named inputs, the parameters and the rows' logsumexp."""
+        able = {name for name, given in self.named_inputs().items() if given.gradient} | {"sink"}
+        produces = ("input", *(name for name in names if name in able))
+        return (Gradient(produces, (*self.reads, *names), "whole_backward", work=2.5),)
 
     def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
         """One number for each row of scores, in the dtype that they are computed in."""
-        samples, positions = self.packed.lengths(x.shape)
+        samples, positions = self._lengths(x)
         return {"logsumexp": samples * self.heads * positions * (8 if x.dtype == torch.float64 else 4)}
 
     def draws(self) -> bool:
@@ -343,22 +259,33 @@ class DotProductAttention(UnfusedOperation):
         return self.training and self.dropout > 0.0
 
     def infer(self, x: Spec) -> Spec:
-        """[.., heads * head_dim]."""
+        """[.., heads * value_dim]."""
         refuse_context_parallel()
-        self.packed.check(type(self).__name__, x)
-        return x.with_features(self.heads * self.head_dim)
+        self.packed.check(type(self).__name__, self._lifted(x))
+        return x.with_features(self.heads * self.packed.value_dim)
 
     def reading(self, x: Spec) -> str:
-        return self.packed.reading(x)
+        return self.packed.reading(self._lifted(x))
 
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
-        """The mask's dtype, device and shape."""
-        if not MASKS[self.mask][1]:
+        """Dtypes, devices and shapes of all named inputs."""
+        if not self.named_inputs():
             return
-        mask = inputs.get("attention_mask")
-        name, op = self.mask_name, f"{type(self).__name__}(mask={self.mask!r})"
-        samples, positions = self.packed.lengths(x.shape)
-        full = (samples, self.heads, positions, positions)
+        op, heads = f"{type(self).__name__}(mask={self.mask!r})", self.packed
+        keys = samples, positions = self._lengths(x)
+        if isinstance(heads, ApartHeads):
+            others = {name: self._lifted(inputs[name]) for name in heads.apart.names if name in inputs}
+            heads.check_others(type(self).__name__, self._lifted(x), others)
+            keys = heads.lengths(next(iter(others.values())).shape)
+        full = (samples, self.heads, positions, keys[1])
+        self._check_given(op, x, inputs.get("attention_mask"), full)
+        self.hides.check(type(self).__name__, samples, inputs, self.layout == TOKENS)
+        self.scores.check(type(self).__name__, full, inputs)
+
+    def _check_given(self, op: str, x: Spec, mask: Spec | None, full: tuple[int, int, int, int]) -> None:
+        name = self.hides.given
+        if name is None:
+            return
         if mask is None:
             raise ValueError(f"{op} reads a boolean tensor {name!r}: call the model with {name}=..., True = masked")
         if mask.dtype != torch.bool:
@@ -377,89 +304,126 @@ class DotProductAttention(UnfusedOperation):
             )
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
-        """Two products of queries x keys x head_dim for each head; half of them where later positions are hidden."""
-        samples, positions = self.packed.lengths(x.shape)
-        pairs = positions * (positions + 1) / 2 if MASKS[self.mask][0] else positions**2
-        return 4.0 * samples * self.heads * pairs * self.head_dim
+        """Two products of queries x keys for each head; half of them where later positions are hidden."""
+        samples, positions = self._lengths(x)
+        pairs = positions * (positions + 1) / 2 if self.hides.causal else positions**2
+        return 2.0 * samples * self.heads * pairs * (self.head_dim + self.packed.value_dim)
 
     def scratch_bytes(self, x: Spec) -> int:
         """The scores, the same masked, their exponentials, and the probabilities."""
-        samples, positions = self.packed.lengths(x.shape)
+        samples, positions = self._lengths(x)
         return 4 * 4 * samples * self.heads * positions**2
 
+    def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
+        """Those of the scores."""
+        samples, positions = self._lengths(x)
+        heads, keys = self.packed, positions
+        if isinstance(heads, ApartHeads):
+            keys = heads.lengths(self._lifted(inputs[next(iter(heads.apart.names))]).shape)[1]
+        return (8 if x.dtype == torch.float64 else 4) * self.heads * samples * positions * keys
+
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        """The same attention with other heads; a given mask becomes a causal one, since an example has one input.
+        """The same attention with other heads; what reads more inputs becomes plain, since an example has one.
 
         Raises:
             ValueError: fewer than 3 features.
         """
-        packed, causal = self.packed.like(features), {"given": "causal", "causal_and_given": "causal"}
+        packed = self.packed if isinstance(self.packed, PackedHeads) else PackedHeads(self.heads, self.kv_heads, 1)
+        packed = replace(packed, head_dim=self.head_dim).like(features)
         heads = {"heads": packed.heads, "kv_heads": packed.kv_heads, "head_dim": packed.head_dim}
-        return alike(self, features, **heads, mask=causal.get(self.mask, self.mask), scale=None)
+        mask = self.hides.alone()
+        plain = "causal" if mask == AttentionMask(causal=True) else "none" if mask == AttentionMask() else mask
+        scores = replace(self.scores, bias=None, alibi=bool(self.scores.alibi))
+        layout = "batch_first" if self.layout == TOKENS else self.layout
+        others = {"mask": plain, "scale": None, "layout": layout, "packing": packed.packing, "scores": scores}
+        return alike(self, features, **heads, **others)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """An explicit softmax, recorded by autograd."""
         refuse_context_parallel()
-        q, k, v = self.packed.split(raised(x))
-        scores = _scores(q, k, self.scale)
-        hidden = self._hidden(call, scores)
-        if hidden is None:
-            probabilities = scores.softmax(-1)
-        else:
-            # A row with nothing to see is left open and then zeroed: softmax of -inf alone would be NaN.
-            blind = hidden.all(-1, keepdim=True)
-            probabilities = scores.masked_fill(hidden & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0.0)
-        factors = self._kept(call, scores)
-        if factors is not None:
-            probabilities = probabilities * factors
-        return self.packed.merge_output(_weighted(probabilities, v)).to(x.dtype)
+        parts = self._parts(call, x)
+        heads = attention_math.reference(*parts, self._terms(call, parts), self._kept(call, parts))
+        return self._output(heads, x)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         """The output; gives logsumexp [B, H, S], which is 0 for a row with nothing to see."""
-        q, k, v = self.packed.split(raised(x))
-        scores = self._masked_scores(call, q, k)
-        logsumexp, probabilities = scores.logsumexp(-1), scores.softmax(-1)
-        if MASKS[self.mask][1]:
-            blind = logsumexp == -torch.inf
-            logsumexp.masked_fill_(blind, 0.0)
-            probabilities.masked_fill_(blind[..., None], 0.0)
-        factors = self._kept(call, scores)
-        if factors is not None:
-            probabilities.mul_(factors)
+        parts = self._parts(call, x)
+        heads, logsumexp = attention_math.forward(*parts, self._terms(call, parts), self._kept(call, parts))
         call.emit("logsumexp", logsumexp)
-        return self.packed.merge_output(_weighted(probabilities, v).to(x.dtype))
+        return self._output(heads, x)
 
-    def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
-        """dx, with the probabilities recomputed.
+    def op_backward(
+        self, call: OpCall, dy: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """dx and the gradients of keys, values, bias and sinks, with the probabilities recomputed."""
+        heads, inputs = self.packed, {name: call[name] for name in inputs_of(self.packed)}
+        parts, output = self._parts(call, inputs["input"]), heads.split_output(self._lifted_tensor(raised(dy)))
+        terms, factors = self._terms(call, parts), self._kept(call, parts)
+        made = attention_math.backward(parts, output, call["logsumexp"], terms, factors)
+        found = pack_gradients(heads, made.parts, inputs)
+        bias, sink = call.get("attention_bias"), call.get("sink")
+        if bias is not None and made.added is not None:
+            found["attention_bias"] = made.added.sum_to_size(_of_four(bias).shape).reshape(bias.shape).to(bias.dtype)
+        if sink is not None and made.sink is not None:
+            found["sink"] = made.sink.to(sink.dtype)
+        dx = found.pop("input")
+        return (dx, found) if found else dx
 
-        P = exp(scores - logsumexp), M dropout's factors:
-        dv = (P M)^T dy,  dP = M (dy v^T),  dscores = P (dP - sum(P dP)),  dq = dscores k * scale,  dk likewise.
+    def _lifted(self, x: Spec) -> Spec:
+        """Tokens as one sample.
+
+        Raises:
+            ValueError: when they have another number of dimensions.
         """
-        x = call["input"]
-        q, k, v = self.packed.split(raised(x))
-        output = self.packed.split_output(raised(dy))  # [B, G, R, S, D]
-        probabilities = self._masked_scores(call, q, k).sub_(call["logsumexp"][..., None]).exp_()
-        dprobabilities = _scores(output, v, 1.0)
-        factors = self._kept(call, probabilities)
-        dropped = probabilities
-        if factors is not None:
-            dropped = probabilities * factors
-            dprobabilities.mul_(factors)
-        dv = _summed_over_queries(dropped, output)
-        mean = (probabilities * dprobabilities).sum(-1, keepdim=True)
-        dscores = dprobabilities.sub_(mean).mul_(probabilities).mul_(self.scale)
-        return self.packed.pack(_weighted(dscores, k), _summed_over_queries(dscores, q), dv, x.dtype)
+        if self.layout != TOKENS:
+            return x
+        if len(x.shape) != 2:
+            raise ValueError(
+                f"{type(self).__name__} takes [tokens, features], got {len(x.shape)} dimensions: {[*x.shape]}"
+            )
+        return replace(x, shape=(1, *x.shape))
 
-    def _masked_scores(self, call: OpCall, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        scores = _scores(q, k, self.scale)
-        hidden = self._hidden(call, scores)
-        return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+    def _lifted_tensor(self, t: torch.Tensor) -> torch.Tensor:
+        return t[None] if self.layout == TOKENS else t
 
-    def _hidden(self, call: OpCall, scores: torch.Tensor) -> torch.Tensor | None:
-        causal, masked = MASKS[self.mask]
-        return hidden_positions(causal, call["attention_mask"] if masked else None, scores.shape[-1], scores.device)
+    def _lengths(self, x: Spec) -> tuple[int, int]:
+        return self.packed.lengths(self._lifted(x).shape)
 
-    def _kept(self, call: OpCall, scores: torch.Tensor) -> torch.Tensor | None:
+    def _parts(self, call: OpCall, x: torch.Tensor) -> Parts:
+        heads = self.packed
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        others = (call[name] for name in inputs_of(heads)[1:])
+        return split_inputs(heads, [t.to(wide) for t in (x, *others)])
+
+    def _output(self, heads: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return of_layout(self.packed.merge_output(heads.to(x.dtype)), x.dim())
+
+    def _terms(self, call: OpCall, parts: Parts) -> Terms:
+        q, k, _ = parts
+        mask, scores = self.hides, self.scores
+        given = call["attention_mask"] if mask.given is not None else None
+        if not (mask.beyond or scores.beyond) and isinstance(self.packed, PackedHeads):
+            hidden = hidden_positions(mask.causal, given, q.shape[3], q.device)
+            return Terms(self.scale, hidden, shows_all=mask.shows_all)
+        band = Band.of(mask, call.tensors, (q.shape[3], k.shape[2]), isinstance(self.packed, ApartHeads), q.device)
+        hidden = band.with_given(given)
+        sink = None
+        if scores.sink != "none":
+            sink = call["sink"].to(q.dtype) if scores.sink == "learned" else q.new_zeros(self.heads)
+        return Terms(self.scale, hidden, self._added(call, band, q), scores.soft_cap, sink, shows_all=False)
+
+    def _added(self, call: OpCall, band: Band, q: torch.Tensor) -> torch.Tensor | None:
+        """What is added to the scores: the bias, and what ALiBi takes."""
+        added = _of_four(call["attention_bias"]).to(q.dtype) if self.scores.bias is not None else None
+        if not self.scores.alibi:
+            return added
+        given = isinstance(self.scores.alibi, str)
+        slopes = call["alibi_slopes"] if given else alibi_slopes(self.heads, q.device)
+        slopes = slopes.view((1,) * (2 - slopes.dim()) + slopes.shape).to(q.dtype)
+        taken = slopes[:, :, None, None] * band.distance().abs()[:, None].to(q.dtype)
+        return -taken if added is None else added - taken
+
+    def _kept(self, call: OpCall, parts: Parts) -> torch.Tensor | None:
         """Dropout's factors; whether something is dropped is what the forward said, by giving a stream."""
         if call.random is None:
             if self.draws():
@@ -467,8 +431,8 @@ class DotProductAttention(UnfusedOperation):
             return None
         if self.dropout == 0.0:
             return None
-        samples, heads, queries, keys = scores.shape
-        return kept(call.random, (samples, heads, queries, keys), scores.detach(), self.dropout)
+        q, k, _ = parts
+        return kept(call.random, (q.shape[0], self.heads, q.shape[3], k.shape[2]), q.detach(), self.dropout)
 
 
 def _mask_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
@@ -481,23 +445,6 @@ def _mask_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
     return "; put the head dimension in: mask[:, None]" if len(shape) == 3 else ""
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """q k^T * scale: [B, G, R, S, D] and [B, G, S, D] -> [B, H, S, S]; the R query heads of a group are one product."""
-    samples, groups, per_group, positions, _ = q.shape
-    scores = (q.flatten(2, 3) * scale) @ k.mT
-    return scores.view(samples, groups * per_group, positions, k.shape[2])
-
-
-def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """weights [B, H, S, S] @ values [B, G, S, D] -> [B, G, R, S, D]."""
-    samples, heads, queries, keys = weights.shape
-    groups = values.shape[1]
-    grouped = weights.view(samples, groups, heads // groups * queries, keys)
-    return (grouped @ values).view(samples, groups, heads // groups, queries, values.shape[3])
-
-
-def _summed_over_queries(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """weights^T @ rows over all queries of a group: [B, H, S, S] and [B, G, R, S, D] -> [B, G, S, D]."""
-    samples, groups, per_group, queries, _ = rows.shape
-    grouped = weights.view(samples, groups, per_group * queries, weights.shape[3])
-    return grouped.mT @ rows.flatten(2, 3)
+def _of_four(t: torch.Tensor) -> torch.Tensor:
+    """With sizes 1 in front, as [batch, heads, queries, keys]."""
+    return t.view((1,) * (4 - t.dim()) + t.shape)

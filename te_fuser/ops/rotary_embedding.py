@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads, one_of
+from te_fuser.ops.attention_math import raised
 from te_fuser.ops.base import FusableOperation, OpCall, Spec, UnfusedOperation
-from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads, one_of, raised
 from te_fuser.ops.parameters import alike
 
 _CHUNK = 1 << 18  # elements that a CPU turns at a time, so that their float32 copy stays in its cache

@@ -11,7 +11,7 @@ from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.packed_heads import Rotation, pack, turn
-from te_fuser.ops.dot_product_attention import PackedHeads
+from te_fuser.ops.attention_heads import PackedHeads
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.kernels.packed_heads import PackedPass, Rotation, pack, turn
+from te_fuser.ops.attention_heads import PackedHeads
 from te_fuser.ops.base import OpCall
-from te_fuser.ops.dot_product_attention import PackedHeads
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,7 +13,7 @@ import torch
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.packed_heads import PackedPass, Packing, native_kernel, pack
-from te_fuser.ops.dot_product_attention import PackedHeads
+from te_fuser.ops.attention_heads import PackedHeads
 from tests.codegen import cuda_on_cpu, ptx
 from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints

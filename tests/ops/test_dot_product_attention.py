@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from te_fuser.formula import random
+from te_fuser.ops.attention_heads import PackedHeads
+from te_fuser.ops.attention_mask import MASKS
 from te_fuser.ops.base import OpCall, Spec
-from te_fuser.ops.dot_product_attention import MASKS, DotProductAttention, PackedHeads
+from te_fuser.ops.dot_product_attention import DotProductAttention
 from tests.kernels.attention.cases import LAYOUTS, PACKINGS, boolean_mask
 
 SAMPLES, POSITIONS = 2, 7
@@ -185,7 +187,7 @@ def test_dropout_is_the_stream_s(packing, kv_heads):
 def test_dropout_draws_in_pieces_as_in_one(monkeypatch):
     op, _, x, dy = make(dropout=0.5)
     whole = run(op, x, dy, stream=STREAM)
-    monkeypatch.setattr("te_fuser.ops.dot_product_attention._ROWS_AT_ONCE", 5)
+    monkeypatch.setattr("te_fuser.ops.attention_math._ROWS_AT_ONCE", 5)
     for one, other in zip(whole, run(op, x, dy, stream=STREAM), strict=True):
         assert torch.equal(one, other)
 

@@ -60,7 +60,7 @@ def check_parameters(label: str, x: Spec, listed: ListedOp, call: CallSpecs) -> 
         if name in listed.casts or spec.dtype == x.dtype or x.dtype not in FLOATING.values():
             continue
         narrow = x.dtype in (torch.bfloat16, torch.float16) and spec.dtype == torch.float32
-        if not (isinstance(op, RowOp) and narrow):
+        if not (narrow and (isinstance(op, RowOp) or name in op.wide_parameters)):
             advice = "convert one with .to()" + (", or run under torch.autocast" * (call.autocast is None))
             raise TypeError(
                 f"{label}: parameter {name} is {text_of(spec.dtype)}, its input {text_of(x.dtype)}; {advice}"

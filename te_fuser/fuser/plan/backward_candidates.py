@@ -299,7 +299,10 @@ class BackwardCandidates:
         if fusion.has_forward and not self.problem.ends_in_a_tensor(forward):
             return NO_TENSOR
         covered = self.nodes[slice(*fusion.covers("backward", start, stop))]
-        named = (*fusion.reads, *(name for gradient in fusion.gradients for name in gradient.reads))
+        named = (
+            *self.problem.read_in_match(fusion, covered),
+            *(name for gradient in fusion.gradients for name in gradient.reads),
+        )
         absent = self.problem.why_not_there(fusion, covered, named, stored=False)
         if absent is not None:
             return absent
@@ -329,7 +332,8 @@ class BackwardCandidates:
     def _fusion_inputs(self, fit: _Fit) -> Named:
         nodes = fit.nodes
         inputs: Named = [("dy", gradient_ref(nodes[-1].output))]
-        inputs += [(name, self.problem.in_match(fit.fusion, nodes, name)) for name in fit.fusion.reads]
+        reads = self.problem.read_in_match(fit.fusion, nodes)
+        inputs += [(name, self.problem.in_match(fit.fusion, nodes, name)) for name in reads]
         inputs += fit.saved
         have = {name for name, _ in inputs}
         for k, node in enumerate(nodes):

@@ -6,6 +6,8 @@ which module does what.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,12 +20,15 @@ from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
 from te_fuser.fuser.plan.recording import with_recorded
+from te_fuser.ops.base import UnfusedOperation
 from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan
 
+
+_LARGE = 1 << 30  # bytes of an intermediate result that are worth a warning
 
 # A direction takes the larger of what the device and the host take. No shortest path sees that: where a plan would wait
 # for the host, others are made for which so much of the host's time counts, and the best of all is taken.
@@ -76,9 +81,34 @@ PASSES: tuple[Callable[[Plan, Options], Plan], ...] = (with_overwriting, _with_n
 def make_plan(graph: Graph, options: Options) -> Plan:
     """The plan of a graph, whole: what runs, shows and tunes it derives nothing of it again.
 
-    It is chosen for the sizes of the call rounded up to the grid, and what it shows is of these.
+    It is chosen for the sizes of the call rounded up to the grid, and what it shows is of these. Where an op is left to
+    large intermediate results of its own, that is said once, with the reasons.
     """
-    return _made(graph, options)[0]
+    plan = _made(graph, options)[0]
+    for step in plan.forward:
+        if step.task.what == "op" and _explicit_bytes(graph, step.start) > _LARGE:
+            within = (r for r in plan.refusals if r.start <= step.start < r.stop)
+            reasons = dict.fromkeys(f"{r.name}: {r.reason}" for r in within)
+            _warn_of_large(graph.nodes[step.start].label, "; ".join(reasons) or "no fusion that could take it is on")
+    return plan
+
+
+def _explicit_bytes(graph: Graph, node: int) -> int:
+    """Those of an op's largest intermediate result, by the sizes of the call."""
+    n = graph.nodes[node]
+    if not isinstance(n.op, UnfusedOperation):
+        return 0
+    return n.op.explicit_bytes(graph.values[n.input].spec, {k: graph.values[v].spec for k, v in n.named_in.items()})
+
+
+@functools.cache
+def _warn_of_large(label: str, why: str) -> None:
+    warnings.warn(
+        f"te_fuser runs {label} by explicit intermediate results of more than 1 GiB, as no kernel without them takes "
+        f"it ({why})",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def make_exact_plan(graph: Graph, options: Options) -> Plan:

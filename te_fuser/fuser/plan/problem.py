@@ -54,7 +54,12 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     """What a fusion's condition and cost see of the ops start..stop-1."""
     nodes = graph.nodes[start:stop]
     ops = tuple(
-        MatchedOp(n.op, {k: graph.parameter_tensors[p] for k, p in n.parameters.items()}, _dtypes(graph, n))
+        MatchedOp(
+            n.op,
+            {k: graph.parameter_tensors[p] for k, p in n.parameters.items()},
+            _dtypes(graph, n),
+            {k: graph.values[v].spec for k, v in n.named_in.items()},
+        )
         for n in nodes
     )
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
@@ -194,6 +199,15 @@ class Problem:
                 'or "k.d_<named output>" for a gradient'
             )
         return ref
+
+    def read_in_match(self, fusion: Fusion, nodes: tuple[Node, ...]) -> tuple[str, ...]:
+        """The names that a fusion's backward reads here: one that ends with "?" only where there is such a tensor."""
+        found = []
+        for name in fusion.reads:
+            plain = name.removesuffix("?")
+            if plain == name or self._named_in_match(nodes, plain) is not None:
+                found.append(plain)
+        return tuple(found)
 
     def _named_in_match(self, nodes: tuple[Node, ...], name: str) -> Ref | None:
         if name == "input":

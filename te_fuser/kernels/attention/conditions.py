@@ -73,8 +73,16 @@ NO_DROPOUT = needs(
 )
 DROPS_SOME = needs(lambda p: p.settings.dropout < 1.0, lambda p: "it cannot drop all probabilities")
 SEVERAL_POSITIONS = needs(
-    lambda p: p.positions != 1,
+    lambda p: p.key_positions != 1,
     lambda p: "with one position every probability is 1, which it computes as exp(s - log(exp(s))) in backward",
+)
+ONE_SIZE = needs(
+    lambda p: p.settings.heads.value_dim == p.settings.heads.head_dim,
+    lambda p: f"heads of values have {p.settings.heads.value_dim} features, those of keys {p.settings.heads.head_dim}",
+)
+SQUARE_IF_CAUSAL = needs(
+    lambda p: not p.settings.is_causal or p.key_positions == p.positions,
+    lambda p: f"it hides later positions of as many keys as queries, these are {p.key_positions} and {p.positions}",
 )
 NO_MASK = needs(lambda p: not p.settings.masked, lambda p: "it takes no mask tensor, only none or causal")
 ONE_STRIDE = needs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention.provider import Provider, Saved
+from te_fuser.kernels.attention.provider import Heads, Provider, Saved
 from te_fuser.kernels.attention.views import Views
 from te_fuser.ops.dot_product_attention import hidden_positions
 
@@ -42,6 +42,20 @@ class CudaProvider(Provider):
         padded = -(-views.positions // 16) * 16
         bias = qkv.new_zeros((*hidden.shape[:-1], padded))[..., : views.positions]
         return bias.masked_fill_(hidden, _MASKED_SCORE), False
+
+    def _bias_for(self, hidden: torch.Tensor, heads: Heads) -> torch.Tensor:
+        keys = heads[1].shape[2]
+        hidden = (hidden & ~hidden.all(-1, keepdim=True)).expand(*hidden.shape[:-1], keys)
+        return self._dense(hidden, heads[0])
+
+    def _dense(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A bias; its rows start at multiples of 16 elements, as the kernels' loads need it."""
+        keys = hidden.shape[-1]
+        bias = like.new_zeros((*hidden.shape[:-1], -(-keys // 16) * 16))[..., :keys]
+        return bias.masked_fill_(hidden, _MASKED_SCORE)
+
+    def _blind_in(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return hidden.all(-1, keepdim=True)
 
     def _saved(self, logsumexp: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> Saved:
         """What an operator returned for backward; an empty tensor for nothing, so that there is one to keep."""

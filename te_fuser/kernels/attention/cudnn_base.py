@@ -6,10 +6,20 @@ from typing import ClassVar
 
 import torch
 
-from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, Condition, cuda_kernel, head_dim, needs
+from te_fuser.kernels.attention.conditions import (
+    DROPS_SOME,
+    IN_GRID,
+    ONE_SIZE,
+    SQUARE_IF_CAUSAL,
+    Condition,
+    cuda_kernel,
+    head_dim,
+    needs,
+)
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall
+from te_fuser.ops.dot_product_attention import STRUCTURES
 
 
 class CudnnProvider(CudaProvider):
@@ -25,6 +35,7 @@ class CudnnProvider(CudaProvider):
         "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) "
         "-> (Tensor, Tensor, Tensor)",
     )
+    beyond: ClassVar[tuple[str, ...]] = STRUCTURES
     emits = ("cudnn_logsumexp", "cudnn_seed", "cudnn_offset")
     speed = Speed(
         {
@@ -40,7 +51,9 @@ class CudnnProvider(CudaProvider):
         head_dim(128),
         IN_GRID,
         needs(lambda p: p.cudnn >= 90000, lambda p: f"it needs cuDNN 9.0, found {p.cudnn}"),
-        needs(lambda p: p.positions != 1, lambda p: "it takes no sequence of length 1"),
+        needs(lambda p: 1 not in (p.positions, p.key_positions), lambda p: "it takes no sequence of length 1"),
+        ONE_SIZE,
+        SQUARE_IF_CAUSAL,
         needs(lambda p: not p.deterministic, lambda p: "its backward does not repeat bit for bit"),
         needs(
             lambda p: p.settings.dropout == 0.0 or not 91100 < p.cudnn < 91400,

@@ -32,6 +32,12 @@ class AttentionProblem:
     switched_off: frozenset[str] = frozenset()
     cudnn: int = 0
     backward_on: int | None = None
+    keys: int | None = None  # None: as many as positions
+
+    @property
+    def key_positions(self) -> int:
+        """How many keys there are."""
+        return self.positions if self.keys is None else self.keys
 
     @classmethod
     def of(
@@ -40,12 +46,13 @@ class AttentionProblem:
         x: Spec,
         capability: tuple[int, int] | None = None,
         needs_grad: bool = False,
+        keys: int | None = None,
     ) -> AttentionProblem:
         """The problem of packed heads x on the device that they are on, under PyTorch's switches as they are now.
 
         `capability` is that of a GPU which is not at hand; it is then taken to have a recent cuDNN.
         """
-        samples, positions = settings.heads.lengths(x.shape)
+        samples, positions = settings.heads.lengths(x.shape if len(x.shape) == 3 else (1, *x.shape))
         on_cuda = x.device.type == "cuda"
         at_hand = on_cuda and capability is None
         return cls(
@@ -59,4 +66,5 @@ class AttentionProblem:
             switched_off=frozenset(name for name, enabled in SWITCHES.items() if not enabled()),
             cudnn=_RECENT_CUDNN if capability else (torch.backends.cudnn.version() or 0) if on_cuda else 0,
             backward_on=x.device.index if at_hand and needs_grad else None,
+            keys=keys,
         )

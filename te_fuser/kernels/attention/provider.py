@@ -6,7 +6,7 @@ Letters of shapes are those of `views.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,10 +14,12 @@ import torch
 from te_fuser.formula.random import RandomStream
 from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.separate import Separate, Tensors
 from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views, views_of
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Saved = dict[str, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Provider:
     emits: ClassVar[tuple[str, ...]]
     conditions: ClassVar[tuple[Condition, ...]]
     speed: ClassVar[Speed]
+    beyond: ClassVar[tuple[str, ...]] = ()  # of what `AttentionSettings.beyond` says, what it is called for
     on_cuda: ClassVar[bool] = False
     calls: ClassVar[tuple[float, float]] = (5.0, 10.0)  # of PyTorch, that its step takes the host as long as, each way
     packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do
@@ -87,6 +90,9 @@ class Provider:
         """Why this provider cannot compute the problem; None when it can."""
         if self._unavailable is not None:
             return self._unavailable
+        asked = [words for words in problem.settings.beyond if words not in self.beyond]
+        if asked:
+            return f"it is not called for {' and '.join(asked)}"
         return next(filter(None, (condition(problem) for condition in self.conditions)), None)
 
     def forward(
@@ -152,6 +158,46 @@ class Provider:
         dout = views.split_output(self._readable(dy))
         call = self._call(views, self._readable(qkv), mask)
         return self._run_backward(call, views.split_output(self._readable(out)), dout, saved), views.grouped
+
+    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
+        """The same as `forward` for what `beyond` has: inputs and what hides by name."""
+        call = Separate.of(settings, tensors)
+        if call.is_empty:
+            return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
+        hidden = call.hidden(tensors)
+        out, saved = self._run(self._separate_call(call, hidden))
+        return call.output(self._seeing(out, hidden)), saved
+
+    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+        """The gradients by input."""
+        call = Separate.of(settings, tensors)
+        if call.is_empty:
+            return call.zeros()
+        hidden, y = call.hidden(tensors), tensors["output"]
+        assert y is not None
+        saved = {name: tensor for name in self.emits if (tensor := tensors[name]) is not None}
+        out, dout = (call.split_output(self._readable(t.contiguous())) for t in (y, dy))
+        return call.gradients(
+            *self._run_backward(self._separate_call(call, hidden), out, self._seeing(dout, hidden), saved)
+        )
+
+    def _separate_call(self, call: Separate, hidden: torch.Tensor | None) -> AttentionCall:
+        q, k, v = (self._readable(part) for part in call.heads)
+        call = replace(call, heads=(q, k, v))
+        return call.call(None if hidden is None else self._bias_for(hidden, call.heads))
+
+    def _seeing(self, rows: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Rows [B, H, S, E], zeros for those that see nothing."""
+        blind = None if hidden is None else self._blind_in(hidden)
+        return rows if blind is None else rows.masked_fill(blind, 0.0)
+
+    def _bias_for(self, hidden: torch.Tensor, heads: Heads) -> torch.Tensor:
+        """What the kernel adds to the scores where so much is hidden."""
+        raise NotImplementedError
+
+    def _blind_in(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Which rows see nothing, [.., .., .., 1]; None: the kernel zeroes them."""
+        return None
 
     def _call(self, views: Views, qkv: torch.Tensor, mask: torch.Tensor | None) -> AttentionCall:
         causal = views.settings.causal

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from te_fuser.ops.attention_heads import PackedHeads
 from te_fuser.ops.dot_product_attention import AttentionSettings
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -27,7 +29,8 @@ def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
     """
     heads = settings.heads
     groups, per_group = heads.kv_heads, heads.per_group
-    one_stride = heads.packing == "interleaved" and (heads.layout == "sequence_first" or samples == 1)
+    packed = isinstance(heads, PackedHeads) and heads.packing == "interleaved"
+    one_stride = packed and (heads.layout == "sequence_first" or samples == 1)
     if settings.masked or not one_stride:
         return samples, heads.heads, groups
     return (1, samples * groups, samples * groups) if per_group == 1 else (samples * groups, per_group, 1)
@@ -35,7 +38,7 @@ def lead(settings: AttentionSettings, samples: int) -> tuple[int, int, int]:
 
 def has_one_stride(settings: AttentionSettings, samples: int) -> bool:
     """Whether the query heads of a packed tensor have one stride, as `lead` says them."""
-    heads = settings.heads
+    heads = settings.packed
     if heads.packing == "blocked" or not 1 < heads.kv_heads < heads.heads:
         return True
     return not settings.masked and (heads.layout == "sequence_first" or samples == 1)
@@ -47,7 +50,7 @@ def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> t
     Raises:
         RuntimeError: for query heads of groups that have no common stride.
     """
-    heads = settings.heads
+    heads = settings.packed
     b, h, g = lead(settings, samples)
     packed = torch.empty(*heads.leading(samples, positions), heads.features, device="meta")
     q, k, v = (
@@ -59,7 +62,7 @@ def packed_forms(settings: AttentionSettings, samples: int, positions: int) -> t
 
 def output_form(settings: AttentionSettings, samples: int, positions: int) -> HeadsForm:
     """Where heads [b, h, S, D] lie in a contiguous output."""
-    heads = settings.heads
+    heads = settings.packed
     b, h, _ = lead(settings, samples)
     y = torch.empty(*heads.leading(samples, positions), heads.heads * heads.head_dim, device="meta")
     return _form(heads.split_output(y).view(b, h, positions, heads.head_dim))
@@ -111,7 +114,7 @@ class Views:
     @functools.cached_property
     def output_shape(self) -> tuple[int, int, int]:
         """That of the op's output."""
-        heads = self.settings.heads
+        heads = self.settings.packed
         return (*heads.leading(self.samples, self.positions), heads.heads * heads.head_dim)
 
     @functools.cached_property
@@ -127,7 +130,7 @@ class Views:
         """q [b, h, S, D], k and v [b, g, S, D]; views, except for query heads of groups that have no common stride."""
         if self._one_stride and qkv.is_contiguous():
             return self.within(qkv)
-        q, k, v = self.settings.heads.split(qkv)
+        q, k, v = self.settings.packed.split(qkv)
         b, h, g = lead(self.settings, self.samples)
         return q.reshape(b, h, *q.shape[3:]), k.reshape(b, g, *k.shape[2:]), v.reshape(b, g, *v.shape[2:])
 
@@ -176,7 +179,7 @@ class Views:
 
     def pack(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The gradient of the packed input: one concatenation where all three lie in its order, else three copies."""
-        heads = self.settings.heads
+        heads = self.settings.packed
         parts = [part.permute(self.order) for part in (dq, dk.unsqueeze(2), dv.unsqueeze(2))]
         if dq.dtype != dtype or not all(part.is_contiguous() for part in parts):
             return heads.pack(dq, dk, dv, dtype)
@@ -194,11 +197,20 @@ def views_of(settings: AttentionSettings, shape: torch.Size) -> Views:
     return Views(settings, *settings.heads.lengths(shape))
 
 
+class Sized(Protocol):
+    """What is computed, and for how many queries."""
+
+    @property
+    def settings(self) -> AttentionSettings: ...
+    @property
+    def positions(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a kernel is given: q [b, h, S, D], k and v [b, g, S, D], and what it adds to the scores, if anything."""
+    """What a kernel is given: q [b, h, S, D], k and v [b, g, K, D], and what it adds to the scores, if anything."""
 
-    views: Views
+    views: Sized
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -214,3 +226,8 @@ class AttentionCall:
     def positions(self) -> int:
         """S."""
         return self.views.positions
+
+    @property
+    def keys(self) -> int:
+        """K; as many as queries where they are packed."""
+        return self.k.shape[2]

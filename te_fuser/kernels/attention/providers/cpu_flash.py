@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention.conditions import NO_DROPOUT, SEVERAL_POSITIONS, runs_on, takes
-from te_fuser.kernels.attention.provider import Provider, Saved, Speed
+from te_fuser.kernels.attention.conditions import NO_DROPOUT, ONE_SIZE, SEVERAL_POSITIONS, runs_on, takes
+from te_fuser.kernels.attention.provider import Heads, Provider, Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
+from te_fuser.ops.dot_product_attention import STRUCTURES
 from te_fuser.ops.products import half_gains
 
 
@@ -25,6 +26,7 @@ class CpuFlash(Provider):
         "Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, "
         "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     )
+    beyond = STRUCTURES
     emits = ("logsumexp",)
     calls = (25.0, 40.0)
     speed = Speed.constant(0.6, 0.5)
@@ -33,6 +35,7 @@ class CpuFlash(Provider):
         takes(torch.float32, torch.float64, torch.bfloat16, torch.float16),
         NO_DROPOUT,
         SEVERAL_POSITIONS,
+        ONE_SIZE,
     )
 
     def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
@@ -51,6 +54,9 @@ class CpuFlash(Provider):
     def _bias(self, views: Views, mask: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, bool]:
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
         return qkv.new_zeros(mask.shape).masked_fill_(mask, -torch.inf), views.settings.causal
+
+    def _bias_for(self, hidden: torch.Tensor, heads: Heads) -> torch.Tensor:
+        return heads[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
     def _readable(self, x: torch.Tensor) -> torch.Tensor:
         # In float16 the kernel is several times slower than in float32; in bfloat16 too, where products in it are.

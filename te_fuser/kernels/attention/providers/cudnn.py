@@ -19,7 +19,7 @@ class CudaCudnn(CudnnProvider):
     name = "cuda_cudnn"
 
     def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
-        settings, length = call.settings, call.positions
-        no_varying_lengths = (None, None, length, length)
+        settings = call.settings
+        no_varying_lengths = (None, None, call.positions, call.keys)
         tensors = (dout, call.q, call.k, call.v, out, *(saved[name] for name in self.emits), call.bias)
         return self._backward(*tensors, *no_varying_lengths, settings.dropout, call.causal, scale=settings.scale)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, cuda_kernel, head_dim, needs
+from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, ONE_SIZE, cuda_kernel, head_dim, needs
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.ops.dot_product_attention import STRUCTURES
 
 
 class CudaEfficient(CudaProvider):
@@ -23,6 +24,7 @@ class CudaEfficient(CudaProvider):
         "float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
     )
+    beyond = STRUCTURES
     emits = ("efficient_logsumexp", "efficient_seed", "efficient_offset")
     speed = Speed(
         {
@@ -40,6 +42,7 @@ class CudaEfficient(CudaProvider):
             lambda p: "bfloat16 needs compute capability 8.0",
         ),
         head_dim(multiple=lambda p: 4 if p.dtype == torch.float32 else 8),
+        ONE_SIZE,
         IN_GRID,
         DROPS_SOME,
     )
@@ -76,4 +79,4 @@ class CudaEfficient(CudaProvider):
 
     def _whole(self, call: AttentionCall) -> torch.Tensor | None:
         """The bias with every size written out."""
-        return None if call.bias is None else call.bias.expand(*call.q.shape[:3], call.positions)
+        return None if call.bias is None else call.bias.expand(*call.q.shape[:3], call.keys)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, NO_MASK, cuda_kernel, head_dim, needs
+from te_fuser.kernels.attention.conditions import (
+    DROPS_SOME,
+    IN_GRID,
+    NO_MASK,
+    ONE_SIZE,
+    SQUARE_IF_CAUSAL,
+    cuda_kernel,
+    head_dim,
+    needs,
+)
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.ops.dot_product_attention import APART_KEYS
 
 
 class CudaFlash(CudaProvider):
@@ -28,6 +38,7 @@ class CudaFlash(CudaProvider):
         "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) "
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     )
+    beyond = (APART_KEYS,)
     emits = ("flash_logsumexp", "flash_seed", "flash_offset")
     speed = Speed(
         {
@@ -48,6 +59,8 @@ class CudaFlash(CudaProvider):
             lambda p: f"its backward for head_dim {p.settings.heads.head_dim} passes this GPU's shared memory",
         ),
         DROPS_SOME,
+        ONE_SIZE,
+        SQUARE_IF_CAUSAL,
     )
 
     def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
@@ -57,9 +70,9 @@ class CudaFlash(CudaProvider):
         return out, self._saved(logsumexp, seed, offset)
 
     def _run_backward(self, call: AttentionCall, out: torch.Tensor, dout: torch.Tensor, saved: Saved) -> Gradients:
-        settings, length = call.settings, call.positions
+        settings = call.settings
         logsumexp, seed, offset = (saved[name] for name in self.emits)
-        no_varying_lengths = (None, None, length, length)
+        no_varying_lengths = (None, None, call.positions, call.keys)
         tensors = (dout, call.q, call.k, call.v, out, logsumexp)
         draws = (settings.dropout, call.causal, seed, offset)
         return self._backward(*tensors, *no_varying_lengths, *draws, scale=settings.scale)

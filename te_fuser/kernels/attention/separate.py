@@ -1,0 +1,86 @@
+"""The way between an attention's inputs and a kernel where heads are not all packed, or structure hides.
+
+Letters of shapes are those of `views.py`; K keys, E features of a value's head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.ops.attention_heads import ApartHeads, inputs_of, of_layout, pack_gradients, split_inputs
+from te_fuser.ops.attention_mask import Band
+from te_fuser.ops.dot_product_attention import AttentionSettings
+
+Tensors = Mapping[str, "torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Separate:
+    """A call: what is computed, its inputs by name, and their heads q [B, H, S, D], k [B, G, K, D], v [B, G, K, E]."""
+
+    settings: AttentionSettings
+    inputs: Mapping[str, torch.Tensor]
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, settings: AttentionSettings, tensors: Tensors) -> Separate:
+        """The call of these tensors."""
+        inputs = {}
+        for name in inputs_of(settings.heads):
+            tensor = tensors[name]
+            assert tensor is not None
+            inputs[name] = tensor
+        q, k, v = split_inputs(settings.heads, [*inputs.values()])
+        return cls(settings, inputs, (q.flatten(1, 2), k, v))
+
+    @property
+    def positions(self) -> int:
+        """S."""
+        return self.heads[0].shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for a kernel to do."""
+        return not all(part.numel() for part in self.heads)
+
+    def hidden(self, tensors: Tensors) -> torch.Tensor | None:
+        """What the kernel has to be told is hidden, [B or 1, H or 1, S or 1, K or 1]; None: nothing but `causal`."""
+        q, k, _ = self.heads
+        if self.settings.is_causal:
+            return None
+        apart = isinstance(self.settings.heads, ApartHeads)
+        band = Band.of(self.settings.mask, tensors, (q.shape[2], k.shape[2]), apart, q.device)
+        return band.with_given(tensors.get("attention_mask"))
+
+    def call(self, bias: torch.Tensor | None) -> AttentionCall:
+        """As a kernel is called."""
+        return AttentionCall(self, *self.heads, bias=bias, causal=self.settings.is_causal)
+
+    def output(self, heads: torch.Tensor) -> torch.Tensor:
+        """[B, H, S, E] as the op's output."""
+        x, lead = self.inputs["input"], self.settings.heads
+        grouped = heads.unflatten(1, (lead.kv_heads, lead.per_group))
+        return of_layout(lead.merge_output(grouped.to(x.dtype)), x.dim())
+
+    def nothing(self) -> torch.Tensor:
+        """The output where nothing is seen."""
+        x, heads = self.inputs["input"], self.settings.heads
+        return x.new_zeros((*x.shape[:-1], heads.heads * heads.value_dim))
+
+    def split_output(self, y: torch.Tensor) -> torch.Tensor:
+        """The output or its gradient as [B, H, S, E]."""
+        return self.settings.heads.split_output(y[None] if y.dim() == 2 else y).flatten(1, 2)
+
+    def gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The kernel's, by input."""
+        heads = self.settings.heads
+        parts: Gradients = (dq.unflatten(1, (heads.kv_heads, heads.per_group)), dk, dv)
+        return pack_gradients(heads, parts, self.inputs)
+
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """The gradients where nothing is seen."""
+        return {n: torch.zeros_like(t, memory_format=torch.contiguous_format) for n, t in self.inputs.items()}

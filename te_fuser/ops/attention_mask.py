@@ -1,0 +1,244 @@
+"""What attention hides: by the structure of positions, by lengths, by a boolean tensor.
+
+Shapes in this file: B samples, S queries, K keys, N sequences that lie one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser.ops.attention_heads import one_of
+from te_fuser.ops.base import Spec
+from te_fuser.ops.checks import check_name
+
+# Name of a mask -> (hides later positions, is given a boolean tensor).
+MASKS = {
+    "none": (False, False),
+    "causal": (True, False),
+    "given": (False, True),
+    "causal_and_given": (True, True),
+}
+# What hides by structure beyond later positions.
+HIDDEN_BY = ("lengths of samples", "sequences one behind the other", "a window", "a diagonal from the bottom right")
+CORNERS = {"top_left": "the first query sees the first key", "bottom_right": "the last query sees the last key"}
+
+_INTEGERS = (torch.int32, torch.int64)
+_COUNTS = ("lengths", "key_lengths", "offsets", "key_offsets")
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """What a query sees; everything by default.
+
+    With d = key position - query position, where "bottom_right" counts both from the end of their sequence:
+
+        seen: d <= 0 if causal, -left <= d <= right in a window, both positions below their lengths, in one sequence
+
+    Attributes:
+        causal: hides later positions.
+        corner: "top_left" or "bottom_right": what is aligned where queries and keys have different lengths.
+        window: (left, right), how many positions before and after its own a query sees; None: all of them.
+        given: the name of a boolean input, True = hidden, broadcastable to [batch, heads, queries, keys].
+        lengths: the name of an input of whole numbers, [B]: how many positions of each sample there are. The others
+            see nothing, and nothing sees them.
+        key_lengths: the same for keys that are apart; None: all of them are there.
+        offsets: for layout="tokens", the name of whole numbers [N + 1]: sequence n is tokens offsets[n] up to
+            offsets[n + 1]. With `lengths`, [N], it begins there and has so many tokens; what is behind it is padding.
+        key_offsets: the same for keys that are apart; None: theirs are the queries'.
+    """
+
+    causal: bool = False
+    corner: str = "top_left"
+    window: tuple[int | None, int | None] | None = None
+    given: str | None = None
+    lengths: str | None = None
+    key_lengths: str | None = None
+    offsets: str | None = None
+    key_offsets: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("corner", self.corner, CORNERS)
+        for name in ("given", *_COUNTS):
+            if getattr(self, name) is not None:
+                check_name(getattr(self, name))
+        sides = self.window or (None, None)
+        if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
+            raise ValueError(
+                f"window is (left, right), how many positions a query sees on each side, None for all; got "
+                f"{self.window!r}"
+            )
+
+    @classmethod
+    def of(cls, mask: str | AttentionMask, name: str) -> AttentionMask:
+        """The mask called so, a given tensor under `name`; or the mask itself."""
+        if isinstance(mask, AttentionMask):
+            return mask
+        causal, given = MASKS[one_of("mask", mask, MASKS)]
+        return cls(causal=causal, given=name if given else None)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Argument -> the name of the input that it reads."""
+        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in _COUNTS}}
+        return {argument: name for argument, name in found.items() if name is not None}
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """The window with what causal hides."""
+        left, right = self.window or (None, None)
+        return left, 0 if self.causal else right
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """What it asks for beyond hiding later positions and a given tensor, in words."""
+        asked = (
+            self.lengths or self.key_lengths,
+            self.offsets or self.key_offsets,
+            any(side is not None for side in self.window or ()),
+            self.corner == "bottom_right" and self.is_banded,
+        )
+        return tuple(words for words, wanted in zip(HIDDEN_BY, asked, strict=True) if wanted)
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether it hides by the distance of positions."""
+        return self.sides != (None, None)
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether each query surely sees a key."""
+        return not self.beyond and self.given is None
+
+    def alone(self) -> AttentionMask:
+        """The same without what other inputs say."""
+        return AttentionMask(self.causal, self.corner, self.window)
+
+    def check(self, op: str, samples: int, others: Mapping[str, Spec], tokens: bool) -> None:
+        """Raise, in words, when lengths and offsets are not whole numbers of their shape.
+
+        Raises:
+            ValueError: one is missing, or of another shape.
+            TypeError: no whole numbers.
+        """
+        known = {name: spec for name in _COUNTS if (spec := others.get(name)) is not None}
+        for argument in _COUNTS:
+            name = getattr(self, argument)
+            if name is None:
+                continue
+            spec = known.get(argument)
+            if spec is None:
+                raise ValueError(f"{op} reads {argument} from {name!r}: call the model with {name}=...")
+            if spec.dtype not in _INTEGERS:
+                raise TypeError(f"{name!r} is {spec.dtype}; {op} takes whole numbers: convert with .int()")
+            offsets = argument.endswith("offsets")
+            sequences = known[self._offsets_for(argument)].shape[0] - 1 if tokens and not offsets else samples
+            if len(spec.shape) != 1 or (spec.shape[0] < 1 if offsets else spec.shape[0] != sequences):
+                wanted = "[sequences + 1]" if offsets else f"[{sequences}]"
+                raise ValueError(f"{name!r} has shape {list(spec.shape)}; {op} takes {argument} {wanted}")
+        both = [known[name].shape[0] for name in ("offsets", "key_offsets") if name in known]
+        if len(both) == 2 and both[0] != both[1]:
+            raise ValueError(f"{self.offsets!r} and {self.key_offsets!r} say {both}; {op} takes as many of both")
+
+    def _offsets_for(self, lengths: str) -> str:
+        return "key_offsets" if lengths == "key_lengths" and self.key_offsets else "offsets"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the positions of one side stand: `place` [1, S] in sequences whose lengths `table` has, [B] or [N + 1].
+
+    `sequence` [1, S] says which it is where several lie one behind the other; tokens behind the last are of sequence N,
+    whose length is 0. `length` is [B, 1], [1, S], or a plain number where all are as long as the tensor.
+    """
+
+    place: torch.Tensor
+    length: torch.Tensor | int
+    table: torch.Tensor | int
+    sequence: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, positions: int, lengths: torch.Tensor | None, offsets: torch.Tensor | None, device: torch.device
+    ) -> Places:
+        """The places of `positions` positions."""
+        at = torch.arange(positions, device=device)
+        if offsets is not None:
+            offsets = offsets.long()
+            sequence = torch.bucketize(at, offsets[1:], right=True)
+            counts = offsets.diff() if lengths is None else lengths.long()
+            table = torch.cat((counts, counts.new_zeros(1)))
+            return cls((at - offsets[sequence])[None], table[sequence][None], table, sequence[None])
+        if lengths is None:
+            return cls(at[None], positions, positions)
+        return cls(at[None], lengths.long()[:, None], lengths.long())
+
+
+@dataclass(frozen=True)
+class Band:
+    """Where queries and keys of one call stand."""
+
+    mask: AttentionMask
+    queries: Places
+    keys: Places
+
+    @classmethod
+    def of(
+        cls,
+        mask: AttentionMask,
+        tensors: Mapping[str, torch.Tensor | None],
+        sizes: tuple[int, int],
+        apart: bool,
+        device: torch.device,
+    ) -> Band:
+        """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own."""
+        lengths, offsets = tensors.get("lengths"), tensors.get("offsets")
+        queries = Places.of(sizes[0], lengths, offsets, device)
+        if not apart:
+            return cls(mask, queries, queries)
+        key_offsets = tensors.get("key_offsets")
+        key_offsets = offsets if key_offsets is None else key_offsets
+        return cls(mask, queries, Places.of(sizes[1], tensors.get("key_lengths"), key_offsets, device))
+
+    def distance(self) -> torch.Tensor:
+        """Key position - query position, [B or 1, S, K]."""
+        found = self.keys.place[:, None, :] - self.queries.place[:, :, None]
+        if self.mask.corner == "top_left":
+            return found
+        behind = self.keys.table - self.queries.table
+        if self.queries.sequence is not None:
+            assert isinstance(behind, torch.Tensor)
+            behind = behind[self.queries.sequence]  # [1, S]
+        elif isinstance(behind, torch.Tensor):
+            behind = behind[:, None]
+        return found - (behind[:, :, None] if isinstance(behind, torch.Tensor) else behind)
+
+    def hidden(self) -> torch.Tensor | None:
+        """What no query sees, True = hidden, [B or 1, 1, S, K]; None where all is seen."""
+        found: list[torch.Tensor] = []
+        left, right = self.mask.sides
+        if self.mask.is_banded:
+            distance = self.distance()
+            found += [] if right is None else [distance > right]
+            found += [] if left is None else [distance < -left]
+        for side, at in ((self.queries, (..., None)), (self.keys, (slice(None), None))):
+            if isinstance(side.length, torch.Tensor):
+                found.append((side.place >= side.length)[at])
+        if self.queries.sequence is not None and self.keys.sequence is not None:
+            found.append(self.queries.sequence[:, :, None] != self.keys.sequence[:, None, :])
+        if not found:
+            return None
+        hidden = found[0]
+        for other in found[1:]:
+            hidden = hidden | other
+        return hidden[:, None]
+
+    def with_given(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The same with what a boolean tensor hides, [B or 1, H or 1, S or 1, K or 1]."""
+        hidden = self.hidden()
+        if mask is None:
+            return hidden
+        mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+        return mask if hidden is None else hidden | mask

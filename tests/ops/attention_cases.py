@@ -1,0 +1,61 @@
+"""What attention beyond the packed one is tested on: ops with inputs, and the paper's formula row by row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from te_fuser.ops.base import OpCall
+
+
+def tensor(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def in_layout(heads, layout):
+    """[B, H, S, D] -> [S, B, H D], [B, S, H D] or, of one sample, [S, H D]."""
+    flat = heads.permute(0, 2, 1, 3).flatten(2)
+    return {"sequence_first": lambda: flat.transpose(0, 1), "batch_first": lambda: flat, "tokens": lambda: flat[0]}[
+        layout
+    ]()
+
+
+def row_by_row(q, k, v, seen, *, scale, cap=0.0, added=None, sink=None, factors=None):
+    """q [B, H, S, D], k and v of G heads; `seen(b, i)` are the keys of a query. One row at a time, in plain sums."""
+    repeats = q.shape[1] // k.shape[1]
+    out = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for i in range(q.shape[2]):
+                total = q.new_zeros(v.shape[-1])
+                keys = list(seen(b, i))
+                if keys:
+                    scores = (k[b, h // repeats, keys] @ q[b, h, i]) * scale
+                    scores = cap * torch.tanh(scores / cap) if cap else scores
+                    scores = scores if added is None else scores + added[b, h, i, keys]
+                    weights = scores.exp()
+                    below = weights.sum() + (0.0 if sink is None else sink[h].exp())
+                    kept = 1.0 if factors is None else factors[b, h, i, keys]
+                    total = (weights / below * kept) @ v[b, h // repeats, keys]
+                out.append(total)
+    return torch.stack(out).view(*q.shape[:3], v.shape[-1])
+
+
+def run(op, x, dy, inputs=None, stream=None):
+    """y, dx and the gradients by name, with nothing given to backward but what the op says it reads."""
+    given = {**(inputs or {}), **dict(op.named_parameters())}
+    with torch.no_grad():
+        call = OpCall(dict(given), random=stream)
+        y = op.op_forward(call, x)
+        (node,) = op.gradients(tuple(given))
+        known = {"input": x, "output": y, **call.emitted, **given}
+        back = OpCall({name: known[name] for name in node.reads}, frozenset(node.produces), stream)
+        made = getattr(op, node.method)(back, dy)
+    assert set(made) == set(node.produces)
+    return y, made.pop("input"), made
+
+
+def close(ours, want, tolerance=1e-12):
+    assert ours.shape == want.shape
+    torch.testing.assert_close(ours.double(), want, rtol=0, atol=tolerance * max(1.0, math.sqrt(want.numel())))
