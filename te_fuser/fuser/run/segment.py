@@ -12,6 +12,7 @@ import torch
 from te_fuser.fuser.graph.refs import SEED, Ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -146,7 +147,10 @@ class SegmentFunction(torch.autograd.Function):
                 watched.run(program, slots, may_overwrite, backward=True)
         else:
             watched.run(program, slots, may_overwrite, backward=True)
-        return (None, *segment.take_gradients(slots))
+        given = segment.take_gradients(slots)
+        if segment.marked:
+            given = tuple([None if g is not None and is_absent(g) else g for g in given])
+        return (None, *given)
 
 
 def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tensor]:
