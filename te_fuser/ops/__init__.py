@@ -31,6 +31,7 @@ from te_fuser.ops.sigmoid import Sigmoid
 from te_fuser.ops.silu import SiLU
 from te_fuser.ops.softmax import Softmax
 from te_fuser.ops.srelu import SReLU
+from te_fuser.ops.take import Take
 from te_fuser.ops.tanh import Tanh
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "SwiGLU",
+    "Take",
     "Tanh",
     "Unflatten",
     "UnfusedOperation",

@@ -111,6 +111,9 @@ class Bound(FusableOperation):
     def infer(self, x: Spec) -> Spec | Mapping[str, Spec]:
         return self.op.infer(x)
 
+    def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
+        return self.op.infer_from(x, inputs)
+
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         return self.op.flops(x, parameters)
 
