@@ -36,6 +36,7 @@ KNOWS = {
     "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "look", "_native"},
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
+    "variants": {"sequential"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
@@ -49,7 +50,7 @@ KNOWS = {
         "compare",
         "_native",
     },
-    "presets": {"ops", "fuser", "sequential"},
+    "presets": {"ops", "fuser", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
