@@ -70,6 +70,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.rows",
@@ -88,6 +89,7 @@ OP_HELPERS = {
     "binding",
     "checks",
     "hooks",
+    "joined",
     "main_grad",
     "parameters",
     "products",

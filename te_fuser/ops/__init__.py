@@ -14,6 +14,7 @@ from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
 from te_fuser.ops.identity import Identity
+from te_fuser.ops.joined import Together
 from te_fuser.ops.l2_norm import L2Norm
 from te_fuser.ops.layer_norm import LayerNorm
 from te_fuser.ops.linear import Linear
@@ -78,6 +79,7 @@ __all__ = [
     "SwiGLU",
     "Take",
     "Tanh",
+    "Together",
     "Unflatten",
     "UnfusedOperation",
 ]
