@@ -26,6 +26,7 @@ from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
+from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.scale import Scale
 from te_fuser.ops.sigmoid import Sigmoid
@@ -68,6 +69,7 @@ __all__ = [
     "ReGLU",
     "ReLU",
     "Reshape",
+    "RotaryByAngles",
     "RotaryEmbedding",
     "RowOp",
     "SReGLU",
