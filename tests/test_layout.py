@@ -88,6 +88,7 @@ OP_HELPERS = {
     "base",
     "binding",
     "checks",
+    "given",
     "hooks",
     "joined",
     "main_grad",

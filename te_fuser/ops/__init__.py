@@ -12,6 +12,7 @@ from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
+from te_fuser.ops.given import Given
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
 from te_fuser.ops.identity import Identity
 from te_fuser.ops.joined import Together
@@ -56,6 +57,7 @@ __all__ = [
     "FusableOperation",
     "FusedOperation",
     "GatedUnit",
+    "Given",
     "Identity",
     "L2Norm",
     "LayerNorm",
