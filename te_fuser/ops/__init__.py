@@ -14,6 +14,7 @@ from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.given import Given
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
+from te_fuser.ops.head_norm import HeadNorm
 from te_fuser.ops.identity import Identity
 from te_fuser.ops.joined import Together
 from te_fuser.ops.l2_norm import L2Norm
@@ -58,6 +59,7 @@ __all__ = [
     "FusedOperation",
     "GatedUnit",
     "Given",
+    "HeadNorm",
     "Identity",
     "L2Norm",
     "LayerNorm",

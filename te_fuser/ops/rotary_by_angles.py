@@ -128,7 +128,7 @@ class RotaryByAngles(UnfusedOperation):
         if tables is None:
             return x.view_as(x)
         groups = (self.kv_heads or 1) if self.packing == "interleaved" else 1
-        heads = x.reshape(*x.shape[:2], groups, -1, self.head_dim)
+        heads = x.reshape(*x.shape[:2], groups, x.shape[2] // (groups * self.head_dim), self.head_dim)
         count = self.heads // groups
         keys = 0 if self.kv_heads is None else self.kv_heads // groups
         parts = [

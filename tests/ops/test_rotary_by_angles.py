@@ -87,6 +87,13 @@ def test_rounded_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(exact, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(0, B), (S, 0)])
+def test_no_rows(shape: tuple[int, int]) -> None:
+    model, x = te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, kv_heads=1)), torch.zeros(*shape, 4 * D)
+    y, dx = gradients(model, x, rotary_pos_emb=torch.zeros(S, 1, 1, D))
+    assert y.shape == dx.shape == x.shape
+
+
 def test_what_does_not_fit() -> None:
     model, x = te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, starts="first")), normal(S, B, 2 * D).float()
     for shape in ((S - 1, 1, 1, D), (S, 3, 1, D), (S, 1, 1, 5), (S, 1, 1, D + 2), (S, D)):
