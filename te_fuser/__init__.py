@@ -8,6 +8,7 @@ from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
 from te_fuser.sequential import Residual, Sequential
+from te_fuser.variants import Variants
 from te_fuser.verify import VerificationError, VerifyReport, verify
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "GraphedModel",
     "Residual",
     "Sequential",
+    "Variants",
     "VerificationError",
     "VerifyReport",
     "config",

@@ -176,11 +176,7 @@ def _check_read(parts: Iterable[Part], values: Mapping[str, torch.Tensor]) -> No
 
 
 def flatten(root: OpList) -> list[Part]:
-    """The parts that a list comes to.
-
-    Raises:
-        ValueError: for a name that is closed twice.
-    """
+    """The parts that a list comes to."""
     flattener = _Flattener()
     flattener.run(root)
     parts: list[Part] = []
@@ -189,7 +185,6 @@ def flatten(root: OpList) -> list[Part]:
         part = found if isinstance(found, Border) else _group(found)
         parts.insert(0, replace(part, later=later))
         later |= set(_reads(part))
-    _check_closed(parts)
     return parts
 
 
@@ -339,21 +334,6 @@ def runs_itself(m: torch.nn.Module) -> bool:
         saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})
         return not vars(saying).get("flattens", False)
     return not isinstance(m, FusableOperation) or type(m).forward is not FusableOperation.forward
-
-
-def _check_closed(parts: Iterable[Part]) -> None:
-    """Refuse a name that is closed in two groups; within one the graph of its ops does."""
-    closed: dict[str, tuple[int, str]] = {}
-    for number, part in enumerate(parts):
-        for item in part.listed if isinstance(part, Group) else ():
-            given = item.lowered.op.named_inputs()
-            label = f"op {item.path!r} ({item.lowered.op.kind.__name__})"
-            for name in [n for argument, n in item.names_in.items() if given[argument].gradient and "/" in n]:
-                if name in closed and closed[name][0] != number:
-                    raise ValueError(f"{label}: {name.rpartition('/')[2]!r} was already closed by {closed[name][1]}")
-                closed[name] = (number, label)
-            for name in item.names_out:
-                closed.pop(name, None)
 
 
 def _resolve(name: str, scopes: list[dict[str, str]]) -> str:

@@ -36,6 +36,7 @@ KNOWS = {
     "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "look", "_native"},
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
+    "variants": {"sequential"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
@@ -49,7 +50,7 @@ KNOWS = {
         "compare",
         "_native",
     },
-    "presets": {"ops", "fuser", "sequential"},
+    "presets": {"ops", "fuser", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
@@ -69,6 +70,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.rows",
@@ -90,7 +92,9 @@ OP_HELPERS = {
     "base",
     "binding",
     "checks",
+    "given",
     "hooks",
+    "joined",
     "main_grad",
     "parameters",
     "products",

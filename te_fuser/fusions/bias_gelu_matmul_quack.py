@@ -45,8 +45,10 @@ def weight_gradient(m: FusionCall, at: int, dy: torch.Tensor, x: torch.Tensor) -
     name = f"{at}.weight"
     if not m.needs(name):
         return {}
-    onto = m[at].op.accumulate_into_main_grad
-    return {name: put_weight_gradient(dy, x, m[name]) if onto else products.multiply("wgrad", dy, x)}
+    op = m[at].op
+    if op.accumulate_into_main_grad:
+        return {name: put_weight_gradient(dy, x, m[name], op.overwrite_main_grad)}
+    return {name: products.multiply("wgrad", dy, x)}
 
 
 def _cost(m: Match) -> Cost:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from te_fuser.fusions.cublaslt import cost_of, why_no_product
@@ -13,11 +15,25 @@ from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.matmul import MatMul
 
 
-def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x; gives what autograd gets instead."""
-    held, over = main_grad_to_write(weight)
+def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
+    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
+    held, over = main_grad_to_write(weight, over)
     products.put_weight_gradient(dy, x, held, add=not over)
     return gradient_added(weight)
+
+
+def _put_over(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return put_weight_gradient(dy, x, weight, over=True)
+
+
+def _input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return products.multiply("dgrad", dy, weight)
+
+
+def _choose(m: Match, method: str) -> Callable[..., torch.Tensor]:
+    if method == "input_gradient":
+        return _input_gradient
+    return _put_over if m[0].op.overwrite_main_grad else put_weight_gradient
 
 
 def _why_not(m: Match) -> bool | str:
@@ -32,7 +48,8 @@ def _why_not(m: Match) -> bool | str:
         gradients=(
             Gradient(("input",), ("0.weight",), "input_gradient"),
             Gradient(("0.weight",), ("input", "0.weight"), "weight_gradient"),
-        )
+        ),
+        choose=_choose,
     ),
     when=_why_not,
     cost=lambda m: (cost_of(m, "dgrad"), cost_of(m, "wgrad_onto")),
@@ -40,9 +57,5 @@ def _why_not(m: Match) -> bool | str:
 class matmul_main_grad:
     """dx = dy W; main_grad += dy^T x, or main_grad = dy^T x, in the dtype of main_grad."""
 
-    @staticmethod
-    def input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """dx = dy W."""
-        return products.multiply("dgrad", dy, weight)
-
+    input_gradient = staticmethod(_input_gradient)
     weight_gradient = staticmethod(put_weight_gradient)

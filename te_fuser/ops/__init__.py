@@ -15,8 +15,11 @@ from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
+from te_fuser.ops.given import Given
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
+from te_fuser.ops.head_norm import HeadNorm
 from te_fuser.ops.identity import Identity
+from te_fuser.ops.joined import Together
 from te_fuser.ops.l2_norm import L2Norm
 from te_fuser.ops.layer_norm import LayerNorm
 from te_fuser.ops.linear import Linear
@@ -28,12 +31,14 @@ from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
+from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 from te_fuser.ops.scale import Scale
 from te_fuser.ops.sigmoid import Sigmoid
 from te_fuser.ops.silu import SiLU
 from te_fuser.ops.softmax import Softmax
 from te_fuser.ops.srelu import SReLU
+from te_fuser.ops.take import Take
 from te_fuser.ops.tanh import Tanh
 
 __all__ = [
@@ -59,6 +64,8 @@ __all__ = [
     "FusableOperation",
     "FusedOperation",
     "GatedUnit",
+    "Given",
+    "HeadNorm",
     "Identity",
     "L2Norm",
     "LayerNorm",
@@ -72,6 +79,7 @@ __all__ = [
     "ReGLU",
     "ReLU",
     "Reshape",
+    "RotaryByAngles",
     "RotaryEmbedding",
     "RowOp",
     "SReGLU",
@@ -81,7 +89,9 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "SwiGLU",
+    "Take",
     "Tanh",
+    "Together",
     "Unflatten",
     "UnfusedOperation",
 ]

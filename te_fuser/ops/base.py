@@ -229,9 +229,13 @@ class FusableOperation(torch.nn.Module):
         """
         return x
 
-    def specs(self, x: Spec) -> dict[str, Spec]:
-        """What all outputs are, "output" and the named ones: as infer() says, else as named_output() does."""
-        said = self.infer(x)
+    def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
+        """The same, where named inputs (argument -> what is known of it) have a say in it; by default `infer(x)`."""
+        return self.infer(x)
+
+    def specs(self, x: Spec, inputs: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
+        """What all outputs are, "output" and the named ones: as infer_from() says, else as named_output() does."""
+        said = self.infer_from(x, inputs or {})
         given = {**said} if isinstance(said, Mapping) else {"output": said}
         if "output" not in given:
             raise TypeError(f'infer() gives {", ".join(given)} and no output: it is named "output"')

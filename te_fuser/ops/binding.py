@@ -36,6 +36,18 @@ class Binding:
         found = owner._parameters.get(self.name)
         return getattr(owner, self.name) if found is None else found
 
+    def taken(self) -> torch.Tensor:
+        """What a call takes for the parameter: by default the same."""
+        return self.get()
+
+    def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+        """What stands for one that is computed, by `made(shape, dtype, device, needs_grad)`; None: computing tells."""
+        return None
+
+    def note(self) -> str:
+        """What plans say of it; mostly empty."""
+        return ""
+
     def weak(self) -> Binding:
         """The same, but it does not keep the owner alive."""
         return WeakBinding(self.owner, self.name)

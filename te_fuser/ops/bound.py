@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.binding import Binding, WeakBinding, has_tensor
 from te_fuser.ops.hooks import refuse_hooks, revision_of
+from te_fuser.ops.joined import JoinedBinding
 
 
 class Bound(FusableOperation):
@@ -25,7 +26,8 @@ class Bound(FusableOperation):
     Args:
         op: an elementary op; of one that stands for several, as Linear does, bind each.
         owner: the module to read from, which may get its parameters later.
-        **names: for each parameter of the op the owner's name for it.
+        **names: for each parameter of the op the owner's name for it, or several, to be joined along dimension 0: see
+            `Together`.
 
     Raises:
         TypeError: when `op` is no elementary op, `owner` no module, or `names` are not those of its parameters.
@@ -35,11 +37,12 @@ class Bound(FusableOperation):
 
     _owner: Callable[[], torch.nn.Module | None]
 
-    def __init__(self, op: FusableOperation, owner: torch.nn.Module, /, **names: str) -> None:
+    def __init__(self, op: FusableOperation, owner: torch.nn.Module, /, **names: str | Sequence[str]) -> None:
         super().__init__()
         if not isinstance(op, FusableOperation) or [low.op for low in op.lower()] != [op]:
             raise TypeError(f"Bound takes one elementary op, got {type(op).__name__}; bind the ops it stands for")
-        if not isinstance(owner, torch.nn.Module) or not all(isinstance(name, str) for name in names.values()):
+        given_names = {name: _names_in(theirs) for name, theirs in names.items()}
+        if not isinstance(owner, torch.nn.Module) or not all(given_names.values()):
             raise TypeError(f"Bound takes a module and names of its parameters, got {owner!r} and {names}")
         own = [name for name, parameter in op._parameters.items() if parameter is not None]
         if set(own) != set(names):
@@ -48,7 +51,7 @@ class Bound(FusableOperation):
         for name in own:
             setattr(op, name, None)
         self.op = op
-        self._names = {name: names[name] for name in own}
+        self._names = {name: given_names[name] for name in own}
         self._owner = weakref.ref(owner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,7 +71,7 @@ class Bound(FusableOperation):
         """
         owner = self._owner()
         if owner is None:
-            names = ", ".join(self._names.values())
+            names = ", ".join(self._all_names())
             raise ReferenceError(
                 f"Bound({type(self.op).__name__}) reads {names} of a module that is gone: keep, copy and save it "
                 "together with its owner"
@@ -80,7 +83,7 @@ class Bound(FusableOperation):
         """What changes when an attribute or a hook of the op does, or when the owner's parameters come or go."""
         owner = self._owner()
         parameters: Mapping[str, Any] = {} if owner is None else owner._parameters
-        there = [parameters.get(name) is not None for name in self._names.values()]
+        there = [parameters.get(name) is not None for name in self._all_names()]
         return (self.__dict__.get("revision", 0), revision_of(self.op), *there)
 
     @revision.setter
@@ -92,13 +95,20 @@ class Bound(FusableOperation):
         bindings = {name: self._binding(theirs) for name, theirs in self._names.items()}
         return [replace(low, bindings={**bindings, **low.bindings}) for low in self.op.lower()]
 
-    def _binding(self, name: str) -> Binding:
+    def _all_names(self) -> list[str]:
+        return [name for names in self._names.values() for name in names]
+
+    def _binding(self, names: tuple[str, ...]) -> Binding:
         owner = self.owner
-        if not has_tensor(owner, name):
-            raise AttributeError(
-                f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
-                "of that name"
-            )
+        for name in names:
+            if not has_tensor(owner, name):
+                raise AttributeError(
+                    f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
+                    "of that name"
+                )
+        if len(names) > 1:
+            return JoinedBinding(owner, names)
+        (name,) = names
         # Plans that an op is part of may outlive it; of those that it runs by alone `run_alone` takes care.
         return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 
@@ -111,6 +121,9 @@ class Bound(FusableOperation):
     def infer(self, x: Spec) -> Spec | Mapping[str, Spec]:
         return self.op.infer(x)
 
+    def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec | Mapping[str, Spec]:
+        return self.op.infer_from(x, inputs)
+
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         return self.op.flops(x, parameters)
 
@@ -121,7 +134,13 @@ class Bound(FusableOperation):
         return self.op.reference(call, x)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={theirs}" for name, theirs in self._names.items())
+        return ", ".join(f"{name}={' + '.join(theirs)}" for name, theirs in self._names.items())
+
+
+def _names_in(given: Any) -> tuple[str, ...]:
+    """The names that somebody gave for a parameter; empty where these are no names."""
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
+    return names if all(isinstance(name, str) for name in names) else ()
 
 
 def _nobody() -> None:

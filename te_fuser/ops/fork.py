@@ -9,7 +9,7 @@ from te_fuser.ops.checks import check_name
 
 
 class Fork(RowOp):
-    """Hand the input through and give it a name for a later `Add` or other op of the list: y = x, name = x.
+    """Hand the input through and give it a name for later ops of the list, `Add` or others: y = x, name = x.
 
     Raises:
         ValueError: for a name that cannot be a keyword argument.

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
+
 from te_fuser.formula import clamp, relu, sigmoid, split
-from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.base import LoweredOp, OpCall, RowOp, Spec
 from te_fuser.ops.gelu import gelu_tanh
+from te_fuser.ops.parameters import alike
+from te_fuser.ops.reshape import Flatten, Unflatten
 
 
 class GatedUnit(RowOp):
     """Multiply one half of the features, activated, with the other: y = activation(gate) * linear.
 
     x is [..., 2n], y is [..., n]. The first half of x is the gate, the one the activation is applied to, as in
-    Transformer Engine; with `gate_first=False` it is the second.
+    Transformer Engine; with `gate_first=False` it is the second. With `glu_interleave_size=s` gate and linear half lie
+    in blocks of s features in turn, and the op stands for a view of x as [..., n / s, 2s], itself, and the view back.
+
+    Args:
+        gate_first: whether the first half, or of each two blocks the first, is the gate.
+        glu_interleave_size: the features of a block; None: the halves lie one behind the other.
 
     Raises:
-        ValueError: for an odd number of features.
+        ValueError: for an odd number of features, one that is no multiple of two blocks, or a block without features.
 
     Source: Shazeer, "GLU variants improve Transformer" (2020).
     """
 
     family = True
 
-    def __init__(self, gate_first: bool = True) -> None:
+    def __init__(self, gate_first: bool = True, glu_interleave_size: int | None = None) -> None:
         super().__init__()
-        self.gate_first = gate_first
+        if glu_interleave_size is not None and not glu_interleave_size >= 1:
+            raise ValueError(f"glu_interleave_size counts the features of a block, got {glu_interleave_size}")
+        self.gate_first, self.glu_interleave_size = gate_first, glu_interleave_size
 
     def activation(self, gate: Any) -> Any:
         """What is applied to the gate."""
@@ -46,7 +58,36 @@ class GatedUnit(RowOp):
                 f"{type(self).__name__} takes an even number of features, a gate and a linear half, got {got} "
                 f"(input shape {list(x.shape)}): make the layer before it twice as wide as what shall come out"
             )
+        if self.glu_interleave_size is not None and x.features % (2 * self.glu_interleave_size):
+            raise ValueError(
+                f"{type(self).__name__} takes blocks of glu_interleave_size = {self.glu_interleave_size} features, two "
+                f"by two, got {x.features} features (input shape {list(x.shape)})"
+            )
         return super().infer(x)
+
+    def lower(self) -> list[LoweredOp]:
+        """Itself, or with interleaved blocks the same over two blocks at a time, between two views."""
+        size = self.glu_interleave_size
+        if size is None:
+            return super().lower()
+        return [
+            LoweredOp(Unflatten(-1, (-1, 2 * size)), {}, ".unflatten"),
+            LoweredOp(alike(self, 2 * size, glu_interleave_size=None), {}),
+            LoweredOp(Flatten(-2, -1), {}, ".flatten"),
+        ]
+
+    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        size = self.glu_interleave_size
+        if size is None:
+            return super().references(call, x)
+        made = super().references(call, x.unflatten(-1, (-1, 2 * size)))
+        return {name: y.flatten(-2) for name, y in made.items()}
+
+    def example(self, features: int, rng: torch.Generator) -> GatedUnit:
+        """The same gate, in blocks that go into so many features."""
+        if self.glu_interleave_size is None:
+            return alike(self, features)
+        return alike(self, features, glu_interleave_size=math.gcd(self.glu_interleave_size, max(features // 2, 1)))
 
 
 class GLU(GatedUnit):
@@ -117,14 +158,15 @@ class SwiGLU(GatedUnit):
 
 
 class ClampedSwiGLU(GatedUnit):
-    """SwiGLU of limited inputs, with an offset: y = g sigmoid(alpha g) (l + 1), [..., 2n] -> [..., n].
+    """SwiGLU of limited inputs, with an offset: y = g sigmoid(alpha g) (l + offset), [..., 2n] -> [..., n].
 
     g = min(gate, limit) and l = linear limited to [-limit, limit].
 
     Args:
         limit: the largest gate, and the largest magnitude of the linear half.
         alpha: the slope of the sigmoid.
-        gate_first: whether the first half of x is the gate.
+        gate_first, glu_interleave_size: where the gate lies, see `GatedUnit`.
+        offset: what is added to the linear half, after it was limited.
 
     Raises:
         ValueError: for a limit that is not positive, or an odd number of features.
@@ -134,15 +176,22 @@ class ClampedSwiGLU(GatedUnit):
 
     role = "clamped_swiglu"
 
-    def __init__(self, limit: float = 7.0, alpha: float = 1.702, gate_first: bool = True) -> None:
-        super().__init__(gate_first)
+    def __init__(
+        self,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        gate_first: bool = True,
+        offset: float = 1.0,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(gate_first, glu_interleave_size)
         if not limit > 0:
             raise ValueError(f"ClampedSwiGLU takes a positive limit, got {limit}")
-        self.limit, self.alpha = float(limit), float(alpha)
+        self.limit, self.alpha, self.offset = float(limit), float(alpha), float(offset)
 
     def activation(self, gate: Any) -> Any:
         gate = clamp(gate, high=self.limit)
         return gate * sigmoid(self.alpha * gate)
 
     def combine(self, gate: Any, linear: Any) -> Any:
-        return self.activation(gate) * (clamp(linear, -self.limit, self.limit) + 1.0)
+        return self.activation(gate) * (clamp(linear, -self.limit, self.limit) + self.offset)

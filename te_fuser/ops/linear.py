@@ -26,7 +26,7 @@ class Linear(FusableOperation):
         bias: whether there is one.
         init_method: called with the weight to fill it, and the bias starts at 0; by default both are filled as
             torch.nn.Linear's, with the same random numbers.
-        accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`: see `MatMul`.
+        accumulate_into_main_grad, overwrite_main_grad: where the weight's gradient goes: see `MatMul`.
         dtype: the parameters', torch's default if None.
         device: the parameters', torch's default if None.
 
@@ -46,11 +46,18 @@ class Linear(FusableOperation):
         *,
         init_method: Callable[[torch.Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
+        overwrite_main_grad: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        product = MatMul(in_features, out_features, accumulate_into_main_grad=accumulate_into_main_grad, device="meta")
+        product = MatMul(
+            in_features,
+            out_features,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            overwrite_main_grad=overwrite_main_grad,
+            device="meta",
+        )
         # A tuple, so that torch.nn.Module does not take the two for submodules.
         self._parts = (
             Bound(product, self, weight="weight"),

@@ -1,12 +1,14 @@
 """Weight gradients that go to a parameter's `main_grad` instead of to autograd, as Megatron keeps them.
 
-A parameter's attributes say how: `main_grad` is the tensor to add to (of the weight's shape, mostly float32), with
-`overwrite_main_grad` true it is written over, and `grad_added_to_main_grad`, where there is one, is set when that is
-done. `get_main_grad()`, where the parameter has it, gives the tensor instead.
+A parameter's attributes say how: `main_grad` is the tensor to add to (of the weight's shape, mostly float32), and
+`get_main_grad()`, where the parameter has it, gives the tensor instead. `grad_added_to_main_grad`, where there is one,
+is set when that is done, and autograd then gets zeros, so that the weight's hooks run; else it gets no gradient.
 
-Written over means that main_grad holds no gradient when a backward begins. So the first product of a backward with that
-weight writes over it, and every later one adds, also those of other segments and models that use the weight: whoever
-reads main_grad does so in hooks of the weight, and autograd runs them once in a backward, after all of its uses.
+Written over instead is main_grad where the op whose forward ran says so, which several micro-batches in flight may
+differ in, or where the weight's `overwrite_main_grad` is true when backward runs. It means that main_grad holds no
+gradient when a backward begins. So the first product of a backward with that weight writes over it, and every later
+one adds, also those of other segments and models that use the weight: whoever reads main_grad does so in hooks of the
+weight, and autograd runs them once in a backward, after all of its uses.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _NOTE = "grad_added_to_main_grad"
+_ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of tensors
 
 
-# Weight -> the backward, by autograd's number for it, that wrote over its main_grad last.
-_written: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+# Weight -> the backward, by autograd's number for it, that wrote to its main_grad last, and whether it wrote over it.
+_written: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
 
 
-def main_grad_to_write(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
     """The tensor that takes a weight's gradient now, and whether it is written over: asking counts as having written.
 
+    Args:
+        over: whether the op says that this backward is to write over it.
+
     Raises:
-        RuntimeError: when the weight has none, or one of another shape or device.
+        RuntimeError: when the weight has none, or one of another shape or device; when it is to be written over in a
+            backward that added to it before.
     """
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
@@ -43,27 +50,43 @@ def main_grad_to_write(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
             f"accumulate_into_main_grad: main_grad must be {want}, as its weight, "
             f"got {list(held.shape)} on {held.device}"
         )
-    return held.detach(), _writes_over(weight)
+    written_over = _writes_over(weight, over)
+    if _OVER in held.__dict__:
+        held.__dict__[_OVER] = written_over or held.__dict__[_OVER] is True
+    return held.detach(), written_over
 
 
-def _writes_over(weight: torch.Tensor) -> bool:
+def _writes_over(weight: torch.Tensor, over: bool) -> bool:
     """Whether a gradient replaces what main_grad holds; outside of backward each is alone."""
-    if not getattr(weight, "overwrite_main_grad", False):
-        return False
+    over = over or getattr(weight, "overwrite_main_grad", False)
     backward = torch._C._current_graph_task_id()
     if backward < 0:
-        return True
-    first = _written.get(weight) != backward
-    _written[weight] = backward
-    return first
+        return over
+    last, wrote_over = _written.get(weight, (-1, False))
+    if last != backward:
+        _written[weight] = backward, over
+        return over
+    if over and not wrote_over:
+        raise RuntimeError(
+            f"the main_grad of a weight {list(weight.shape)} is to be written over in a backward that has added to it: "
+            "run the backward of each micro-batch by itself, the first one's first"
+        )
+    return False
 
 
 def gradient_added(weight: torch.Tensor) -> torch.Tensor:
-    """Note that a weight's gradient is in its main_grad, and give what autograd gets in its place: zeros."""
-    if hasattr(weight, _NOTE):
-        setattr(weight, _NOTE, True)
+    """Note that a weight's gradient is in its main_grad, and give what stands for it: zeros, or `is_absent`."""
+    shape, dtype, device = tuple(weight.shape), weight.dtype, weight.device
+    if not hasattr(weight, _NOTE):
+        return _absent(shape, dtype, device)
+    setattr(weight, _NOTE, True)
     # A tensor of its own over memory that all share: autograd would copy one that somebody else holds.
-    return _zeros(tuple(weight.shape), weight.dtype, weight.device).detach()
+    return _zeros(shape, dtype, device).detach()
+
+
+def is_absent(gradient: torch.Tensor) -> bool:
+    """Whether a tensor only stands for a gradient that is in a main_grad, and autograd is to get none."""
+    return _ABSENT in gradient.__dict__
 
 
 @contextlib.contextmanager
@@ -108,9 +131,12 @@ def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
     if held is None:
         yield None
         return
-    alone, over = torch.zeros_like(held), _writes_over(weight)
+    alone = torch.zeros_like(held)
+    alone.__dict__[_OVER] = None
     with _replaced(weight, alone):
         yield alone
+    over = alone.__dict__[_OVER]
+    over = _writes_over(weight, False) if over is None else over  # whoever wrote did not ask
     held.copy_(alone) if over else held.add_(alone)
 
 
@@ -139,3 +165,10 @@ def held_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@functools.cache
+def _absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    found = torch.zeros((), dtype=dtype, device=device).expand(shape)
+    found.__dict__[_ABSENT] = True
+    return found

@@ -36,12 +36,17 @@ def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return product(as_rows(dy).t(), as_rows(x))
 
 
-def _main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x; gives what autograd gets instead."""
-    held, over = main_grad_to_write(weight)
+def _main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
+    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
+    held, over = main_grad_to_write(weight, over)
     gradient = _weight_gradient(dy, x)
     held.copy_(gradient) if over else held.add_(gradient)
     return gradient_added(weight)
+
+
+def _new_main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """main_grad = dy^T x; gives what stands for it."""
+    return _main_gradient(dy, x, weight, over=True)
 
 
 class MatMul(UnfusedOperation):
@@ -52,7 +57,9 @@ class MatMul(UnfusedOperation):
         out_features: the size of y's last dimension; `weight` is [out_features, in_features].
         init_method: called with the weight to fill it; by default it is filled as torch.nn.Linear's.
         accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron keeps it, in place of
-            giving it to autograd: see `te_fuser.ops.main_grad`. `weight.grad` is then zeros.
+            giving it to autograd: see `te_fuser.ops.main_grad`. `weight.grad` then gets none, or zeros where the weight
+            has `grad_added_to_main_grad`.
+        overwrite_main_grad: write over it instead, as for the first of several micro-batches.
         dtype: the parameter's, torch's default if None.
         device: the parameter's, torch's default if None.
 
@@ -72,6 +79,7 @@ class MatMul(UnfusedOperation):
         *,
         init_method: Callable[[torch.Tensor], Any] | None = None,
         accumulate_into_main_grad: bool = False,
+        overwrite_main_grad: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -79,7 +87,12 @@ class MatMul(UnfusedOperation):
         self.in_features = feature_size(in_features, "in_features")
         self.out_features = feature_size(out_features, "out_features")
         self.init_method = init_method
+        if overwrite_main_grad and not accumulate_into_main_grad:
+            raise ValueError(
+                "overwrite_main_grad=True takes accumulate_into_main_grad=True: else no gradient goes there"
+            )
         self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.overwrite_main_grad = overwrite_main_grad
         self.weight = empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.reset_parameters()
 
@@ -102,7 +115,8 @@ class MatMul(UnfusedOperation):
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
         weight = Gradient(("weight",), ("input",), "weight_gradient")
         if self.accumulate_into_main_grad:
-            weight = Gradient(("weight",), ("input", "weight"), "main_gradient", by_attributes=("weight",))
+            method = "new_main_gradient" if self.overwrite_main_grad else "main_gradient"
+            weight = Gradient(("weight",), ("input", "weight"), method, by_attributes=("weight",))
         return Gradient(("input",), ("weight",), "input_gradient"), weight
 
     def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
@@ -116,6 +130,7 @@ class MatMul(UnfusedOperation):
     input_gradient = gradient_of("input", _input_gradient, "dy", "weight")
     weight_gradient = gradient_of("weight", _weight_gradient, "dy", "input")
     main_gradient = gradient_of("weight", _main_gradient, "dy", "input", "weight")
+    new_main_gradient = gradient_of("weight", _new_main_gradient, "dy", "input", "weight")
 
     def example(self, features: int, rng: torch.Generator) -> MatMul:
         return randomized(alike(self, features), rng, spread=max(features, 1) ** -0.5)

@@ -99,6 +99,57 @@ def test_clamped_swiglu_passes_gradients_at_its_limits_only() -> None:
     assert linear[0, 0] != 0 and linear[0, 1] != 0 and linear[0, 2] == 0
 
 
+def test_the_offset_of_clamped_swiglu() -> None:
+    def meaning(x: torch.Tensor) -> torch.Tensor:
+        gate, linear = x.chunk(2, -1)
+        gate, linear = gate.clamp(max=1.5), linear.clamp(-1.5, 1.5)
+        return gate * torch.sigmoid(0.5 * gate) * (linear - 0.25)
+
+    op = ops.ClampedSwiGLU(limit=1.5, alpha=0.5, offset=-0.25)
+    for dtype in DTYPES:
+        assert_as_good_as_torch(op, meaning, {"x": normal(5, 12, scale=2.0)}, dtype)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_gates_in_blocks(size: int, gate_first: bool, kernels: str) -> None:
+    """As with the blocks put in order first."""
+    inner = ops.SwiGLU(gate_first=gate_first)
+    op = ops.SwiGLU(gate_first=gate_first, glu_interleave_size=size)
+
+    def meaning(x: torch.Tensor) -> torch.Tensor:
+        blocks = x.unflatten(-1, (-1, 2, size))
+        return inner.reference(OpCall(), torch.cat((blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)), -1))
+
+    for dtype in DTYPES:
+        assert_as_good_as_torch(op, meaning, {"x": normal(2, 5, 12)}, dtype)
+    model = te_fuser.Sequential(ops.Bias(12), op, ops.ReLU(), kernels=kernels)
+    x = normal(2, 5, 12).float().requires_grad_()
+    y, want = model(x), meaning(x).relu()
+    torch.testing.assert_close(y, want)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(want, x, dy)[0])
+    torch.testing.assert_close(model.reference(x), want)
+
+
+def test_gates_in_blocks_are_verified_and_planned_anew() -> None:
+    op = ops.ClampedSwiGLU(glu_interleave_size=2)
+    assert te_fuser.verify(te_fuser.Sequential(ops.Linear(8, 16), op)).passed
+    assert [low.op.kind for low in op.lower()] == [ops.Unflatten, ops.ClampedSwiGLU, ops.Flatten]
+    x = normal(3, 8).float()
+    before = op(x)
+    op.glu_interleave_size = None
+    assert not torch.equal(op(x), before) and op.lower()[0].op is op
+    with pytest.raises(ValueError, match="features of a block, got 0"):
+        ops.GLU(glu_interleave_size=0)
+    odd = ops.GLU(glu_interleave_size=4)
+    with pytest.raises(ValueError, match=r"glu_interleave_size = 4 features, two by two, got 12"):
+        odd.infer(Spec((3, 12), torch.float32, torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"Unflatten cannot take an input of shape \[3, 12\]"):
+        odd(normal(3, 12).float())
+
+
 def test_gated_units_halve_the_features() -> None:
     spec = ops.SwiGLU().infer(Spec((3, 4, 10), torch.bfloat16, torch.device("cpu")))
     assert (spec.shape, spec.dtype) == ((3, 4, 5), torch.bfloat16)

@@ -13,6 +13,7 @@ import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.plan import finish
+from te_fuser.fusions import matmul_main_grad
 from te_fuser.ops import matmul
 from te_fuser.ops.base import Gradient, OpCall
 from tests.fusions.products import covered, plan, reasons
@@ -48,6 +49,91 @@ def test_it_is_added(dtype: torch.dtype) -> None:
         weight.grad_added_to_main_grad = False
     torch.testing.assert_close(x.grad, 2 * dx, rtol=0.05, atol=0.05)
     assert m[1].bias.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_autograd_gets_no_gradient(verify: bool) -> None:
+    """So a loop that takes `grad` for `main_grad` where there is one keeps what is there."""
+    m, x = model(), normal(7, IN).float().requires_grad_()
+    m.verify = verify
+    weight = m[1].weight
+    dx, dw = gradients(m, x)
+    weight.main_grad = torch.zeros(OUT, IN)
+    (m(x).sum() + 0 * m[1].bias.sum()).backward()
+    for p in m.parameters():
+        if p.grad is not None and p is weight:
+            p.main_grad.copy_(p.grad)
+    assert weight.grad is None and m[0].weight.grad is not None
+    torch.testing.assert_close(weight.main_grad, dw)
+    torch.testing.assert_close(x.grad, dx)
+
+
+def test_autograd_gets_what_others_give() -> None:
+    """Of a weight that another op of the list uses without main_grad; of one used twice with it, nothing."""
+    m, x = te_fuser.Sequential(*[ops.Linear(IN, IN, accumulate_into_main_grad=k < 2) for k in range(3)]), normal(7, IN)
+    x, weight = x.float(), m[0].weight
+    m[1].weight = weight
+    apart = torch.nn.Parameter(weight.detach().clone())
+    m[2].weight = apart
+    dw, others = torch.autograd.grad(m.reference(x).sum(), [weight, apart])
+    weight.main_grad = torch.zeros(IN, IN)
+    m(x).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, dw)
+    m[2].weight = weight
+    weight.main_grad.zero_()
+    m(x).sum().backward()
+    torch.testing.assert_close(weight.main_grad, dw)
+    torch.testing.assert_close(weight.grad, others)
+
+
+def micro_batches() -> tuple[te_fuser.Sequential, te_fuser.Sequential]:
+    """Two lists over the same parameters: for the first of several micro-batches, and for the others."""
+    owner = ops.Linear(IN, OUT)
+    first, later = (
+        te_fuser.Sequential(
+            ops.Bound(
+                ops.MatMul(IN, OUT, accumulate_into_main_grad=True, overwrite_main_grad=over, device="meta"),
+                owner,
+                weight="weight",
+            ),
+            ops.GELU(),
+        )
+        for over in (True, False)
+    )
+    first.owner = later.owner = (owner,)  # type: ignore[assignment]
+    return first, later
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_the_forward_says_whether_it_is_written_over(verify: bool) -> None:
+    first, later = micro_batches()
+    first.verify = later.verify = verify
+    weight = first.owner[0].weight
+    weight.main_grad = torch.full((OUT, IN), torch.nan)
+    xs = [normal(7, IN, seed=k).float() for k in range(3)]
+    want = [torch.autograd.grad(later.reference(x).sum(), weight)[0] for x in xs]
+    for _ in range(2):
+        ys = [(later if k else first)(x) for k, x in enumerate(xs)]  # all in flight
+        for y in ys:
+            y.sum().backward()
+        torch.testing.assert_close(weight.main_grad, sum(want))
+        assert weight.grad is None
+    with pytest.raises(RuntimeError, match="written over in a backward that has added to it: run the backward of each"):
+        (first(xs[0]).sum() + later(xs[1]).sum()).backward()
+    with pytest.raises(ValueError, match="takes accumulate_into_main_grad=True"):
+        ops.Linear(IN, OUT, overwrite_main_grad=True)
+
+
+def test_a_frozen_weight_needs_none() -> None:
+    m, x = model(), normal(7, IN).float().requires_grad_()
+    dx, _ = gradients(m, x)
+    m[1].weight.requires_grad_(False)
+    m(x).sum().backward()
+    torch.testing.assert_close(x.grad, dx)
+    m[1].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="has no main_grad"):
+        m(x).sum().backward()
 
 
 def test_it_is_written_over() -> None:
@@ -222,6 +308,9 @@ def test_without_it_nothing_changes() -> None:
 def test_on_a_gpu_the_product_adds() -> None:
     p = plan(ops.SiLU(), ops.Linear(4096, 1024, accumulate_into_main_grad=True), ops.Dropout(0.1))
     assert [s for s in covered(p.backward) if s[0] == "matmul_main_grad"] == [("matmul_main_grad", 1, 2)] * 2
+    for over, put in ((True, matmul_main_grad._put_over), (False, matmul_main_grad.put_weight_gradient)):
+        steps = plan(ops.MatMul(4096, 64, accumulate_into_main_grad=True, overwrite_main_grad=over)).backward
+        assert put in {s.task.body.function for s in steps}
     for name in ("matmul_backward", "matmul_bias_backward"):
         assert reasons(p, name) == {"the weight's gradient goes to its main_grad"}
     assert reasons(plan(ops.MatMul(4096, 64)), "matmul_main_grad") == {"accumulate_into_main_grad is off"}

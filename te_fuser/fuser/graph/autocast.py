@@ -41,7 +41,7 @@ class _Flow:
         self._pass_through(item)
 
     def _pass_through(self, item: ListedOp) -> None:
-        named = [self.named[name] for name in item.names_in.values() if name in self.named]
+        named = {arg: self.named[name] for arg, name in item.names_in.items() if name in self.named}
         try:
             found = outputs_of(item.lowered.op, self.x, named)
             outputs = zip(item.names_out, item.lowered.op.named_outputs(), strict=True)

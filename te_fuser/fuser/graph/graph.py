@@ -242,7 +242,6 @@ class GraphBuilder:
         self.bindings: list[Binding] = []
         self.bound: dict[str, int] = {}
         self.read: set[str] = set()  # of the names that are open
-        self.closed: dict[str, str] = {}
         self.opened: dict[str, str] = {}
         self.named_inputs: dict[str, int] = {}
         self.exported: dict[str, list[tuple[str, int]]] = {}
@@ -357,11 +356,7 @@ class GraphBuilder:
         for argument, name in listed.names_in.items():
             given = named[argument]
             if name in self.bound:
-                if given.gradient and name in self.closed:
-                    raise ValueError(f"{label}: {plain(name)!r} was already closed by {self.closed[name]}")
                 self.read.add(name)
-                if given.gradient:
-                    self.closed[name] = label
                 value = self.bound[name]
             elif name in self.call.named:
                 value = self._call_input(name, given)
@@ -395,7 +390,7 @@ class GraphBuilder:
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
         try:
             op.check_inputs(x, dict(named))
-            return outputs_of(op, x, named.values())
+            return outputs_of(op, x, named)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{label}: {error}") from error
 
@@ -405,7 +400,6 @@ class GraphBuilder:
             return
         if name in self.bound and name not in self.read:
             raise ValueError(f"{label} opens {plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
-        self.closed.pop(name, None)
         self.read.discard(name)
         self.bound[name], self.opened[name] = value, label
 

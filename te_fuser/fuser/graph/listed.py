@@ -134,15 +134,15 @@ def spec_of(t: torch.Tensor, device: torch.device | None = None) -> Spec:
     return Spec(tuple(t.shape), t.dtype, device or t.device)
 
 
-def outputs_of(op: FusableOperation, x: Spec, named: Iterable[Spec]) -> dict[str, Spec]:
-    """What all outputs are, "output" and the named ones, where the op reads `named` beside x.
+def outputs_of(op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
+    """What all outputs are, "output" and the named ones, where the op reads `named` (by argument) beside x.
 
     Raises:
         ValueError, TypeError: when the op cannot take x.
     """
-    found = op.specs(x)
+    found = op.specs(x, named)
     if isinstance(op, RowOp) and op.promotes:
-        dtype = op.result_dtype(x.dtype, [s.dtype for s in named])
+        dtype = op.result_dtype(x.dtype, [s.dtype for s in named.values()])
         out = replace(found["output"], dtype=dtype)
         return {"output": out, **{name: op.named_output(name, out) for name in op.named_outputs()}}
     return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.look import LastCall, NotSeenError, looking, maker_of
+from te_fuser.ops.joined import JoinedBinding
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -19,11 +20,12 @@ class Parameters:
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
         self.bindings = tuple(bindings)
-        self._last = {number: LastCall() for number, b in enumerate(bindings) if b.computed}
+        told = [k for k, b in enumerate(bindings) if b.computed and not isinstance(b, JoinedBinding)]
+        self._last = {number: LastCall() for number in told}
 
     def get(self) -> list[torch.Tensor]:
         """The parameters as they are now; those that are computed are computed anew."""
-        found = [b.get() for b in self.bindings]
+        found = [b.taken() for b in self.bindings]
         for number, last in self._last.items():
             binding = self.bindings[number]
             last.note(maker_of(binding.owner, binding.name), (), (), (found[number],))
@@ -42,6 +44,8 @@ class Parameters:
         last = self._last.get(number)
         gave = None if last is None else last.gave(maker_of(owner, name), (), ())
         with looking() as look:
+            if (known := binding.look(look.made)) is not None:
+                return known
             if gave is not None:
                 return look.made(*gave[0])
             try:

@@ -112,8 +112,13 @@ def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> 
 
 def _marked(nodes: Iterable[Node], takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
     """Where the kept parameters stand whose attributes say where their gradients go."""
-    refs = {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
+    refs = _refs_marked(nodes)
     return tuple((k, takes.index(entry.ref)) for k, entry in enumerate(kept) if entry.ref in refs)
+
+
+def _refs_marked(nodes: Iterable[Node]) -> set[Ref]:
+    """The parameters whose attributes some op reads."""
+    return {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
 
 
 def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -192,7 +197,8 @@ def _with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: li
 def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Step) -> Step:
     inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
     price = Price("of_sum", (ref, len(terms) - 1))
-    return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(), price)
+    absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in _refs_marked(problem.nodes)
+    return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(absent), price)
 
 
 def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:

@@ -14,6 +14,7 @@ from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
+from te_fuser.ops.joined import JoinedBinding
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -94,10 +95,13 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
 
 
 def _needs_own_node(problem: Problem, node: Node) -> bool:
-    """Whether an op draws, hands something to its backward, writes to main_grad, or gives values in several forms."""
+    """Whether an op draws, hands something to its backward, writes to main_grad, reads several parameters as one, or
+    gives values in several forms.
+    """
     graph, op = problem.graph, node.op
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
+    several = several or any(isinstance(graph.parameters[p], JoinedBinding) for p in node.parameters.values())
     roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}
     return bool(node.draws or op.emits or op.marked_parameters(tuple(node.parameters)) or several or roots)
 

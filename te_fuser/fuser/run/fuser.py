@@ -276,7 +276,7 @@ class Fuser:
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, device.capability, records=self.kernels == "auto")
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
-        notes, records = self._missing(target, graph), self.kernels == "auto"
+        notes, records = self._notes(target, graph), self.kernels == "auto"
         options = Options(device or device_of(x.device), target, self.memory, records=records, notes=notes)
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
@@ -304,6 +304,10 @@ class Fuser:
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
+
+    def _notes(self, target: str, graph: Graph) -> tuple[str, ...]:
+        """What plans say beside their steps."""
+        return (*self._missing(target, graph), *[note for b in graph.parameters if (note := b.note())])
 
     def _missing(self, target: str, graph: Graph) -> tuple[str, ...]:
         """What plans for a device at hand have to do without, where kernels were wanted."""

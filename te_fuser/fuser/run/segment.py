@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.fuser.graph.refs import SEED, Ref
+from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.ops.joined import JoinedBinding, parts_of
+from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -38,6 +40,7 @@ class Segment:
         recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
+        joined: the places of parameters that may be joined from several; then these come after all other tensors.
     """
 
     values_in: tuple[int, ...]
@@ -58,6 +61,7 @@ class Segment:
     overwrites: bool
     take_kept: Picker
     take_gradients: Picker
+    joined: tuple[int, ...] = ()
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
@@ -103,6 +107,9 @@ class SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, segment: Segment, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        if segment.joined:
+            ctx.parts = {k: [p.shape[0] for p in parts_of(tensors[k])] for k in segment.joined}
+            tensors = tensors[: len(segment.gradients_out)]
         slots = segment.run_forward(tensors)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
@@ -127,7 +134,8 @@ class SegmentFunction(torch.autograd.Function):
         program = segment.backward
         assert program is not None
         if grads[0] is None and all(g is None for g in grads):
-            return (None,) * (1 + len(segment.gradients_out))
+            extra = sum(map(len, ctx.parts.values())) if segment.joined else 0
+            return (None,) * (1 + len(segment.gradients_out) + extra)
         saved = ctx.saved_tensors
         if segment.marked:
             saved = _with_marked(saved, segment, ctx.marked)
@@ -146,7 +154,12 @@ class SegmentFunction(torch.autograd.Function):
                 watched.run(program, slots, may_overwrite, backward=True)
         else:
             watched.run(program, slots, may_overwrite, backward=True)
-        return (None, *segment.take_gradients(slots))
+        given = segment.take_gradients(slots)
+        if segment.marked:
+            given = tuple([None if g is not None and is_absent(g) else g for g in given])
+        if segment.joined:
+            given = _parted(given, ctx.parts)
+        return (None, *given)
 
 
 def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tensor]:
@@ -156,6 +169,15 @@ def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tenso
     bases = [t if t._base is None else t._base for t in (*outs, *held) if isinstance(t, torch.Tensor)]
     alone = [sum(t._base is base for base in bases) == 1 for t in outs]
     return [t.data if only else t for t, only in zip(outs, alone, strict=True)]
+
+
+def _parted(given: tuple[torch.Tensor | None, ...], parts: Mapping[int, list[int]]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients with those of joined parameters cut, by rows, and behind all others."""
+    whole = {k: given[k] for k, rows in parts.items() if rows}
+    found: list[torch.Tensor | None] = [None if k in whole else g for k, g in enumerate(given)]
+    for k, gradient in whole.items():
+        found += [None] * len(parts[k]) if gradient is None else gradient.split(parts[k])
+    return tuple(found)
 
 
 def _with_marked(
@@ -182,7 +204,9 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
 
 def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
-    return tuple(_build(segment, plan.x.device.type, loaded) for segment in plan.segments)
+    bindings = plan.graph.parameters
+    joined = frozenset(parameter_ref(k) for k, b in enumerate(bindings) if isinstance(b, JoinedBinding))
+    return tuple(_build(segment, plan.x.device.type, loaded, joined) for segment in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -211,7 +235,7 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
     )
 
 
-def _build(segment: SegmentPlan, device: str, loaded: Loaded) -> Segment:
+def _build(segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[Ref]) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
@@ -236,6 +260,7 @@ def _build(segment: SegmentPlan, device: str, loaded: Loaded) -> Segment:
         any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
         _picker(back.kept),
         _picker(back.gradients_out),
+        tuple(k for k, ref in enumerate(segment.takes) if ref in joined),
     )
 
 

@@ -10,20 +10,30 @@ import torch
 
 from te_fuser import _native
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
+from te_fuser.ops.main_grad import is_absent
 
 
 @dataclass(frozen=True)
 class AddTask(Task):
-    """Adds up the contributions to one gradient."""
+    """Adds up the contributions to one gradient.
+
+    Attributes:
+        some_absent: whether terms may be absent, since they went to a main_grad.
+    """
 
     what = "torch"
     call = "torch"
     compares = False
-    own_memory = True
+
+    some_absent: bool = False
+
+    @property
+    def own_memory(self) -> bool:  # type: ignore[override]
+        return not self.some_absent
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         reads = [bench.slots[r] for r in step.reads()]
-        function = torch.add if len(reads) == 2 else _sum
+        function = _sum_of_present if self.some_absent else torch.add if len(reads) == 2 else _sum
         return _native.FunctionStep(step.name, function, reads, [bench.slots[step.outputs[0][1]]])
 
 
@@ -52,6 +62,10 @@ class RecordedBackwardTask(Task):
 
 def _sum(*terms: torch.Tensor) -> torch.Tensor:
     return functools.reduce(torch.add, terms)
+
+
+def _sum_of_present(*terms: torch.Tensor) -> torch.Tensor:
+    return _sum(*([t for t in terms if not is_absent(t)] or terms[:1]))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,145 @@
+"""Several parameters of one module as one, joined along dimension 0: without a copy where they lie in one buffer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_fuser.ops.binding import WeakBinding
+
+_PARTS = "_te_fuser_parts"  # attribute of a joined tensor: what it was joined from
+
+
+class JoinedBinding(WeakBinding):
+    """Parameters of one module, by their names, as one: [a; b; ..] along dimension 0.
+
+    A call gets a tensor that knows its parts, and each of these the gradient that is its share.
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, owner: torch.nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__(owner, ", ".join(names))
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "_known", None)  # where parts lay that need no copy
+
+    @property
+    def computed(self) -> bool:
+        return True
+
+    def parts(self) -> list[torch.Tensor]:
+        """The parameters as they are now.
+
+        Raises:
+            ValueError, TypeError: when they cannot be joined.
+        """
+        owner = self.owner
+        found = [getattr(owner, name) for name in self.names]
+        first = found[0]
+        for name, t in zip(self.names, found, strict=True):
+            if not t.dim() or t.shape[1:] != first.shape[1:]:
+                shapes = ", ".join(str(list(t.shape)) for t in found)
+                raise ValueError(f"{self.name} of {type(owner).__name__} are joined along dimension 0, got {shapes}")
+            if (t.dtype, t.device) != (first.dtype, first.device):
+                raise TypeError(
+                    f"{self.name} of {type(owner).__name__} are joined, but {name} is {t.dtype} on {t.device} and "
+                    f"{self.names[0]} {first.dtype} on {first.device}; convert one with .to()"
+                )
+        return found
+
+    def get(self) -> torch.Tensor:
+        return torch.cat(self.parts())
+
+    def taken(self) -> torch.Tensor:
+        parameters = self.owner._parameters
+        parts: list[torch.Tensor] = [p for name in self.names if (p := parameters.get(name)) is not None]
+        now = [(p.data_ptr(), p.shape, p.dtype) for p in parts]
+        if now != self.__dict__["_known"]:
+            parts = self.parts()
+            object.__setattr__(self, "_known", now if lie_together(parts) else None)
+        join = _in_one_buffer if now == self.__dict__["_known"] else _copied
+        whole = join(parts)
+        whole.requires_grad_(any(p.requires_grad for p in parts))
+        whole.__dict__[_PARTS] = parts
+        return whole
+
+    def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
+        parts = self.parts()
+        rows = sum(p.shape[0] for p in parts)
+        needs = any(p.requires_grad for p in parts)
+        return made((rows, *parts[0].shape[1:]), parts[0].dtype, parts[0].device, needs)
+
+    def note(self) -> str:
+        if lie_together(self.parts()):
+            return ""
+        return f"{self.name} lie apart, so each call copies them: te_fuser.ops.Together keeps them in one buffer"
+
+    def weak(self) -> JoinedBinding:
+        return self
+
+
+def parts_of(t: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What a parameter of a call was joined from; empty where it was not."""
+    return t.__dict__.get(_PARTS, ())  # type: ignore[no-any-return]
+
+
+def lie_together(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors lie one behind the other in one buffer, without gaps."""
+    if not all(p.is_contiguous() and p.device.type != "meta" for p in parts):
+        return False
+    places = [(p.untyped_storage().data_ptr(), p.storage_offset(), p.numel()) for p in parts]
+    return all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in itertools.pairwise(places))
+
+
+def _in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = parts[0].detach()
+    return first.as_strided((sum([p.shape[0] for p in parts]), *first.shape[1:]), first.stride())
+
+
+def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([p.detach() for p in parts])
+
+
+class Together(torch.nn.Module):
+    """A module that keeps groups of its parameters in one buffer each, so that joining them takes no copy.
+
+    `keep_together("query_weight", "key_weight", "value_weight")` says so, once they are there. They stay parameters of
+    their own, under their names; `.to()` and the like, loading, deepcopy and pickle keep them together.
+
+    Raises:
+        AttributeError: when there is no such parameter.
+    """
+
+    def keep_together(self, *names: str) -> None:
+        """Keep these parameters in one buffer, in this order, from now on."""
+        for name in names:
+            self.get_parameter(name)
+        self._kept_together = (*getattr(self, "_kept_together", ()), names)
+        self._lay_together()
+
+    def _lay_together(self) -> None:
+        for names in getattr(self, "_kept_together", ()):
+            parts = [p for name in names if (p := self._parameters.get(name)) is not None]
+            kinds = {(type(p.data), p.dtype, p.device, p.shape[1:]) for p in parts}
+            if len(parts) < len(names) or len(kinds) > 1 or parts[0].is_meta or lie_together(parts):
+                continue
+            if type(parts[0].data) is torch.Tensor:
+                buffer = torch.cat([p.detach() for p in parts])
+                for p, piece in zip(parts, buffer.split([p.shape[0] for p in parts]), strict=True):
+                    p.data = piece
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        made = super()._apply(fn, recurse)
+        self._lay_together()
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lay_together()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._lay_together()

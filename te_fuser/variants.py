@@ -1,0 +1,58 @@
+"""Variants: a list with others over the same parameters, of which a call picks one by what its tensors do not say."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+
+from te_fuser.sequential import Sequential
+
+_KEPT = 16
+
+
+class Variants(Sequential):
+    """A list that a call may change: `variant(mask="none")` is another list over the same parameters.
+
+    What differs between calls and is no tensor (a mask's type, a window, whether a micro-batch is the first) picks a
+    variant; an op's attribute is never changed for it, since that would plan anew. A subclass says by `variant_ops`
+    what each consists of, and its `forward` picks. A variant is made once, keeps its plans, has the mode and the
+    options of this list, and is in no `state_dict`, copy or pickle. A list around this one takes the ops of this list
+    itself, so its own ops are those of a call that changes nothing; hooks on single ops are for these alone.
+    """
+
+    def __init__(self, *ops: Any, **options: Any) -> None:
+        super().__init__(*ops, **options)
+        self._variants: OrderedDict[Hashable, tuple[Sequential, list[torch.nn.Module]]] = OrderedDict()
+        self._made_from: list[torch.nn.Module | None] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_variants": OrderedDict(), "_made_from": []}
+
+    def variant_ops(self, **how: Any) -> Iterable[torch.nn.Module]:
+        """The ops of a variant: ones of this list, and others bound to its parameters by `ops.Bound`."""
+        raise NotImplementedError(f"{type(self).__name__} must define variant_ops(self, **how)")
+
+    def variant(self, **how: Hashable) -> Sequential:
+        """The list for calls of this kind, to be called, planned and explained as any other."""
+        members: list[torch.nn.Module | None] = list(self._modules.values())
+        if members != self._made_from:
+            self._variants.clear()
+            self._made_from = members
+        key = tuple(how.items())
+        found = self._variants.get(key)
+        if found is None:
+            made = Sequential(*self.variant_ops(**how))
+            own = set(self.modules())
+            found = made, [m for m in made.modules() if m not in own]
+            self._variants[key] = found
+            while len(self._variants) > _KEPT:
+                self._variants.popitem(last=False)
+        variant, others = found
+        variant._around = {**self._around, **self._given}
+        if variant.training != self.training:
+            for m in others:
+                m.training = self.training
+        return variant

@@ -1,0 +1,95 @@
+"""Weights that a call gives: values, gradients to them, and what stays apart."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser
+from te_fuser import ops
+from tests.ops.check import normal
+
+IN, OUT = 6, 5
+
+
+class Affine(te_fuser.Variants):
+    """y = gelu(x W^T + b) with parameters of its own, or those of the call."""
+
+    flattens = True
+
+    def __init__(self) -> None:
+        given = ops.Given()
+        super().__init__(*self._ops(self))
+        self.given = (given,)  # a tuple, so that it is no op of the list
+        self.weight = torch.nn.Parameter(normal(OUT, IN).float())
+        self.bias = torch.nn.Parameter(normal(OUT).float())
+
+    def _ops(self, owner: torch.nn.Module) -> Iterable[torch.nn.Module]:
+        yield ops.Bound(ops.MatMul(IN, OUT, device="meta"), owner, weight="weight")
+        yield ops.Bound(ops.Bias(OUT, device="meta"), owner, bias="bias")
+        yield ops.GELU()
+
+    def variant_ops(self, given: bool) -> Iterable[torch.nn.Module]:  # type: ignore[override]
+        return self._ops(self.given[0])
+
+    def forward(self, x: torch.Tensor, weight: Any = None, bias: Any = None) -> Any:  # type: ignore[override]
+        """y with these, where they are given."""
+        if weight is None and bias is None:
+            return super().forward(x)
+        held = {"weight": self.weight if weight is None else weight, "bias": self.bias if bias is None else bias}
+        with self.given[0].holding(**held):
+            return self.variant(given=True)(x)
+
+
+def meaning(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias), approximate="tanh")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_values_and_gradients(dtype: torch.dtype) -> None:
+    model = Affine().to(dtype)
+    for seed in range(2):
+        x, weight = (normal(*s, seed=seed + 3).to(dtype).requires_grad_() for s in ((3, IN), (OUT, IN)))
+        for run in (model, lambda *args: checkpoint(model, *args, use_reentrant=False)):
+            y, want = run(x, weight * 2), meaning(x, weight * 2, model.bias)
+            torch.testing.assert_close(y, want)
+            leaves = [x, weight, model.bias]
+            for ours, theirs in zip(*[torch.autograd.grad(t.sum(), leaves) for t in (y, want)], strict=True):
+                torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(model(x), meaning(x, model.weight, model.bias))
+    assert list(model.state_dict()) == ["weight", "bias"]
+
+
+def test_copies_and_threads() -> None:
+    model, x, found = Affine(), normal(3, IN).float(), {}
+    weights = [normal(OUT, IN, seed=k).float() for k in range(4)]
+
+    def run(k: int) -> None:
+        for _ in range(20):
+            found[k] = model(x, weights[k])
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for k, weight in enumerate(weights):
+        torch.testing.assert_close(found[k], meaning(x, weight, model.bias))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin(x, weights[1]), found[1])
+
+
+def test_what_nobody_gives() -> None:
+    model, x = Affine(), normal(3, IN).float()
+    model(x, model.weight)
+    with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+        model.variant(given=True)(x)
+    with pytest.raises(ValueError, match=r"parameter weight has shape \[6, 5\], the op was made for \[5, 6\]"):
+        model(x, torch.zeros(IN, OUT))
