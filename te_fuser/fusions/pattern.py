@@ -131,8 +131,8 @@ def _why_without_meaning(kind: type[FusableOperation]) -> str | None:
     return None
 
 
-def _fits(kind: type[FusableOperation], op: FusableOperation) -> bool:
-    return issubclass(op.kind, kind) if kind.family else op.kind is kind
+def _fits(kind: type[FusableOperation], own: type[FusableOperation]) -> bool:
+    return issubclass(own, kind) if kind.family else own is kind
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,14 @@ class _List:
         if at >= len(self.ops):
             return
         if not issubclass(kind, FusedOperation):
-            yield from [at + 1] if _fits(kind, self.ops[at]) else []
+            yield from [at + 1] if _fits(kind, self.ops[at].kind) else []
             return
         for place in self.places[at] if self.places else ():
             # Under autocast a Cast may stand between the ops: then they are no run.
             run = [Place(place.whole, k, place.count) for k in range(place.count)]
-            if _fits(kind, place.whole) and all(p in found for p, found in zip(run, self.places[at:], strict=False)):
+            if _fits(kind, place.whole.kind) and all(
+                p in found for p, found in zip(run, self.places[at:], strict=False)
+            ):
                 yield from [at + place.count] if at + place.count <= len(self.ops) else []
 
 
@@ -167,15 +169,16 @@ def matches(
     Args:
         places: of each op, where it stands in fused operations; by default in none.
     """
-    if _may_begin(pattern[0], ops[start]) if pattern and start < len(ops) else True:
+    if not pattern or start >= len(ops) or may_begin(pattern, ops[start].kind):
         yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)
 
 
-def _may_begin(part: PatternPart, op: FusableOperation) -> bool:
-    """Whether an op may be the first of a match, as far as the pattern's first part tells."""
+def may_begin(pattern: Sequence[PatternPart], kind: type[FusableOperation]) -> bool:
+    """Whether an op of this kind may be the first of a match, as far as the pattern's first part tells."""
+    part = pattern[0]
     if not isinstance(part, type) or issubclass(part, FusedOperation):
         return True
-    return _fits(part, op)
+    return _fits(part, kind)
 
 
 def _stops(pattern: tuple[PatternPart, ...], listed: _List, at: int) -> Iterator[int]:

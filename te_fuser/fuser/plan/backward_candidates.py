@@ -51,6 +51,7 @@ class _Fit:
     """A fusion where it matches, the ops of the match that its backward covers, and what its forward saves for them."""
 
     fusion: Fusion
+    whole: tuple[int, int]
     match: Match
     nodes: tuple[Node, ...]
     saved: Named
@@ -77,6 +78,7 @@ class BackwardCandidates:
         self.problem, self.prices, self.weight, self.limits = problem, prices, weight, limits
         self.graph, self.nodes, self.ledger = problem.graph, problem.nodes, Ledger()
         self.withheld = frozenset(limits.forbidden - limits.given)
+        self.silent = frozenset(limits.silent)
         self._made: dict[Any, dict[frozenset[int], Edge]] = {}
 
     def edges(self, held: frozenset[int], ledger: Ledger) -> list[Edge]:
@@ -109,20 +111,26 @@ class BackwardCandidates:
     def _opaque(self, node: Node) -> Edge | None:
         steps: list[Step] = []
         for gradient, needed in self.problem.gradients(node):
-            step = self._gradient_step(node, gradient, needed)
-            if step is None:
+            if any(self._is_silent(node, r) for _, r in self._gradient_reads(node, gradient)):
                 return None
+            what = ("backward", node.index, gradient)
+            step = self.prices.once(what, functools.partial(self._gradient_step, node, gradient, needed))
             steps += step.task.phases(step)
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
         weight = self.prices.weighed(steps) + self._price_of_keeping(kept)
         return Edge(node.index, node.index + 1, node.role, tuple(steps), weight)
 
-    def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step | None:
-        """One node of an opaque op's backward; None where forward withholds what it reads."""
-        reads = [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
-        if any(self._is_withheld(r) or r.kind is EMITTED and node.index in self.limits.silent for _, r in reads):
-            return None
+    def _is_silent(self, node: Node, ref: Ref) -> bool:
+        """Whether forward withholds what an op's gradient reads."""
+        return self._is_withheld(ref) or ref.kind is EMITTED and node.index in self.limits.silent
+
+    def _gradient_reads(self, node: Node, gradient: Gradient) -> Named:
+        return [(name, ref) for name in gradient.reads if (ref := self.problem.read_ref(node, name)) is not None]
+
+    def _gradient_step(self, node: Node, gradient: Gradient, needed: frozenset[str]) -> Step:
+        """One node of an opaque op's backward."""
+        reads = self._gradient_reads(node, gradient)
         inputs = [*self._arriving(node), *reads, *([("seed", SEED)] if node.draws else [])]
         outputs = [(f"d_{p}", self.problem.gradient_target(node, p)) for p in gradient.produces if p in needed]
         work = len(outputs) if gradient.work is None else gradient.work
@@ -166,12 +174,9 @@ class BackwardCandidates:
         self, stretch: DerivedStretch, start: int, stop: int, wanted: list[int], again: tuple[int, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; the rest of `wanted` is kept."""
-        limits = self.limits
-        leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
-        readable = frozenset(r.index for r in leaving if r.form == AS_MADE)
-        readable = (readable | limits.given) - limits.forbidden
+        readable, silent = self._readable[stretch.start], self.silent
         try:
-            kernel = stretch.backward(start, stop, readable, self.withheld, again, frozenset(limits.silent))
+            kernel = stretch.backward(start, stop, readable, self.withheld, again, silent)
         except NotOneKernel as why:
             self.ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
@@ -181,6 +186,16 @@ class BackwardCandidates:
         return Edge(
             start, stop, steps[0].name if steps else "none", steps, weight, recomputes=tuple(map(self.graph.ref, again))
         )
+
+    @functools.cached_property
+    def _readable(self) -> dict[int, frozenset[int]]:
+        """By stretch the values that its backward may read."""
+        found = {}
+        for stretch in self.problem.stretches:
+            leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
+            left = {r.index for r in leaving if r.form == AS_MADE}
+            found[stretch.start] = frozenset(left | self.limits.given) - self.limits.forbidden
+        return found
 
     def _choices(self, wanted: list[int], best: Edge, variants: Mapping[frozenset[int], Edge]) -> tuple[Choice, ...]:
         found: list[Choice] = []
@@ -223,23 +238,28 @@ class BackwardCandidates:
     def _fitted(self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int]) -> Edge | str:
         """The candidate, or why there is none."""
         match = self.problem.match(*whole)
-        fit = _Fit(fusion, match, nodes, saved_by(fusion, match, whole, self.prices))
+        fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, match, whole, self.prices))
         made = self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
         return made if isinstance(made, str) else replace(made, whole=whole)
 
     def _fusion_at_once(self, fit: _Fit) -> Edge | str:
         """A fusion that is one step, or why it is none."""
-        fusion, nodes, start, stop = fit.fusion, fit.nodes, fit.start, fit.stop
-        needed, outputs = self._fusion_gradients(nodes)
+        fusion, nodes = fit.fusion, fit.nodes
         inputs = self._fusion_inputs(fit)
         if any(self._is_withheld(r) for _, r in inputs):
             return _WITHHELD
-        price = Price("of_fusion", (fusion, fit.match, nodes, "backward", inputs, outputs))
-        task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, frozenset(needed))
-        step = self.prices.step(fusion.name, (start, stop), inputs, outputs, task, price)
+        what = ("backward", fusion, fit.whole)
+        step = self.prices.once(what, functools.partial(self._fusion_step, fit, inputs))
         kept = [*step.reads(), *self._left_for_hanging(nodes)]
         weight = self.prices.weighed([step]) + self._price_of_keeping(kept)
-        return Edge(start, stop, fusion.name, (step,), weight, fusion)
+        return Edge(fit.start, fit.stop, fusion.name, (step,), weight, fusion)
+
+    def _fusion_step(self, fit: _Fit, inputs: Named) -> Step:
+        fusion, nodes = fit.fusion, fit.nodes
+        needed, outputs = self._fusion_gradients(nodes)
+        price = Price("of_fusion", (fusion, fit.match, nodes, "backward", inputs, outputs))
+        task = fusion_task(self.problem, fusion, "backward", nodes, fit.match, frozenset(needed))
+        return self.prices.step(fusion.name, (fit.start, fit.stop), inputs, outputs, task, price)
 
     def _fusion_apart(self, fit: _Fit) -> Edge | str:
         """A fusion whose nodes run apart, or why it is none; nodes of parameters alone hang off the chain."""
@@ -286,6 +306,11 @@ class BackwardCandidates:
         inputs += [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.reads]
         if any(self._is_withheld(r) for _, r in inputs):
             return None
+        what = ("backward", fusion, fit.whole, k)
+        return self.prices.once(what, functools.partial(self._made_node, fit, k, inputs, targets))
+
+    def _made_node(self, fit: _Fit, k: int, inputs: Named, targets: dict[str, Ref]) -> Step:
+        fusion, nodes, gradient = fit.fusion, fit.nodes, fit.fusion.gradients[k]
         outputs = tuple((name, targets[name]) for name in gradient.produces)
         price = Price("of_node", (fusion, fit.match, nodes, k, inputs, outputs))
         produces = frozenset(gradient.produces)

@@ -60,10 +60,8 @@ class BothWays:
     @functools.cached_property
     def _distances(self) -> tuple[dict[int, int], dict[int, int]]:
         """Ticks of the shortest way from the first op to each place, and from there to the end."""
-        edges = self.free
-        turned = [(self.end - e.stop, self.end - e.start, e.length) for e in edges]
-        after = _distances(turned)
-        return _distances((e.start, e.stop, e.length) for e in edges), {self.end - k: d for k, d in after.items()}
+        edges = [(e.start, e.stop, e.length) for e in self.free]
+        return distances(edges), distances_to(self.end, edges)
 
     @functools.cached_property
     def _way_to(self) -> list[int]:
@@ -75,10 +73,16 @@ class BothWays:
         return least[::-1]
 
 
-def _distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+def distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
     """Place -> the length of the shortest way there from 0 over (from, to, length), all of which lead on."""
     found = {0: 0}
     for start, stop, length in sorted(edges):
         if start in found:
             found[stop] = min(found.get(stop, found[start] + length), found[start] + length)
     return found
+
+
+def distances_to(end: int, edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
+    """Place -> the length of the shortest way from there to `end`."""
+    turned = [(end - stop, end - start, length) for start, stop, length in edges]
+    return {end - place: length for place, length in distances(turned).items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +10,6 @@ from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Choice, Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.step import Price
-from te_fuser.fusions import registry
 from te_fuser.fusions.match import Body, Match
 
 if TYPE_CHECKING:
@@ -78,19 +75,16 @@ class Withheld:
 class Ledger:
     """What one round of planning did not take, and whether another backward plan could change that."""
 
-    refusals: list[Refusal] = field(default_factory=list)
+    refusals: dict[Refusal, None] = field(default_factory=dict)  # each once, in their order
     demand_unmet: bool = False
 
     def refuse(self, direction: str, start: int, stop: int, name: str, reason: str) -> None:
         """Note why something is no candidate, or lost."""
-        refusal = Refusal(direction, start, stop, name, reason)
-        if refusal not in self.refusals:
-            self.refusals.append(refusal)
+        self.refusals[Refusal(direction, start, stop, name, reason)] = None
 
     def add(self, other: Ledger) -> None:
         """Note what another one has."""
-        for r in other.refusals:
-            self.refuse(r.direction, r.start, r.stop, r.name, r.reason)
+        self.refusals |= other.refusals
         self.demand_unmet |= other.demand_unmet
 
     def refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
@@ -100,21 +94,12 @@ class Ledger:
 
 
 def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
-    """The kernels of every sub-range worth one: between the ends of a stretch and of matched fusions; lone ops."""
-    parts = [f.covers(d, start, stop) for f, start, stop in problem.matches for d in ("forward", "backward")]
-    points = sorted({p for part in parts for p in part})
-    found = []
-    for stretch in problem.stretches:
-        lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
-        ranges = set(lone)
-        if registry.enabled(registry.STRETCH):
-            first, last = bisect.bisect_right(points, stretch.start), bisect.bisect_left(points, stretch.stop)
-            ends = [stretch.start, *points[first:last], stretch.stop]
-            ranges |= set(itertools.combinations(ends, 2))
-            # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
-            ranges -= lone - set(itertools.pairwise(ends)) if problem.options.target != "torch" else set()
-        edges = {(a, b): derive(stretch, a, b) for a, b in sorted(ranges)}
+    """The kernels of every sub-range worth one, and of lone ops where there is none."""
+    found: list[Edge] = []
+    for stretch, ranges in zip(problem.stretches, problem.ranges, strict=True):
+        edges = {(a, b): derive(stretch, a, b) for a, b in ranges}
         if None in edges.values():
+            lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
             edges |= {(a, b): derive(stretch, a, b) for a, b in sorted(lone - set(edges))}
         found += [edge for edge in edges.values() if edge is not None]
     return found
@@ -122,7 +107,8 @@ def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edg
 
 def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
     """A row kernel as the step for the ops start..stop-1."""
-    return prices.once(kernel, lambda: _kernel_step(problem, prices, kernel, start, stop))
+    # The step holds the kernel, so that its id is not given to another one.
+    return prices.once(id(kernel), lambda: _kernel_step(problem, prices, kernel, start, stop))
 
 
 def _kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import networkx as nx
 
 from te_fuser.fuser.graph.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VALUE, Ref
+from te_fuser.fuser.plan.both_ways import distances, distances_to
 from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 
@@ -74,7 +75,7 @@ def _round(
         edges = [e for e in edges if e.fusion is not impossible.fusion or e.whole != impossible.whole]
     forward = shortest(problem, "forward", found, keeping, tried)
     ledger.add(tried)
-    return None if forward is None else Covers(forward, backward, ledger.refusals)
+    return None if forward is None else Covers(forward, backward, list(ledger.refusals))
 
 
 def _forced(backward: list[Edge]) -> list[Edge]:
@@ -171,8 +172,8 @@ def _why_they_lost(
     losers: list[Edge], chosen: list[Edge], graph: nx.DiGraph, end: int, weighed: bool
 ) -> Iterable[tuple[Edge, str]]:
     """Say of each what the best cover with it in it would cost more than the chosen one."""
-    length = nx.single_source_dijkstra_path_length
-    before, after = length(graph, 0), length(graph.reverse(copy=False), end)
+    edges = list(graph.edges(data="weight"))
+    before, after = distances(edges), distances_to(end, edges)
     for edge in losers:
         rivals = [c for c in chosen if c.start < edge.stop and edge.start < c.stop]
         names = " + ".join(dict.fromkeys(c.name for c in rivals))

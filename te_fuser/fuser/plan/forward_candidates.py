@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
+
+Named = list[tuple[str, Ref]]
 
 
 class ForwardCandidates:
@@ -46,9 +49,10 @@ class ForwardCandidates:
         """All of them, apart from those that would break a forced joint fusion."""
         found = row_edges(self.problem, self._row)
         found += [self._opaque(n) for n in self.nodes if not n.is_row]
+        forces = {(e.fusion, e.whole) for e in self.joint}
         for fusion, whole in self._matches():
             start, stop = fusion.covers("forward", *whole)
-            forced = any(e.fusion is fusion and e.whole == whole for e in self.joint)
+            forced = (fusion, whole) in forces
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
             if fusion.has_forward and (fusion.direction != "joint" or forced or silent):
                 edge = self._fusion(fusion, start, stop, whole, forced)
@@ -103,6 +107,10 @@ class ForwardCandidates:
     # ------------------------------------------------------------------------------------ opaque ops
 
     def _opaque(self, node: Node) -> Edge:
+        step = self.prices.once(("forward", node.index), lambda: self._opaque_step(node))
+        return Edge(step.start, step.stop, node.role, step.task.phases(step), self.prices.weighed([step]))
+
+    def _opaque_step(self, node: Node) -> Step:
         inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(node.input))]
         inputs += [(p, self.problem.parameter_ref(node, p)) for p in node.parameters]
         inputs += [(a, self.graph.ref(v)) for a, v in node.named_in.items()]
@@ -112,9 +120,7 @@ class ForwardCandidates:
         outputs += [(n, self.graph.ref(v)) for n, v in zip(node.op.named_outputs(), node.named_out, strict=True)]
         outputs += [(n, emitted_ref(node.index, n)) for n in node.op.emits]
         price = Price("of_opaque", (node, inputs, outputs, 1.0, 1.0))
-        start, stop = node.index, node.index + 1
-        step = self.prices.step(node.role, (start, stop), inputs, outputs, OpTask(node), price)
-        return Edge(start, stop, node.role, step.task.phases(step), self.prices.weighed([step]))
+        return self.prices.step(node.role, (node.index, node.index + 1), inputs, outputs, OpTask(node), price)
 
     # --------------------------------------------------------------------------------------- fusions
 
@@ -130,15 +136,23 @@ class ForwardCandidates:
         if why is not None:
             self.ledger.refuse_for_demand(fusion, start, stop, why)
             return None
-        inputs = self._fusion_inputs(fusion, nodes, inside)
         outputs = self._fusion_outputs(fusion, nodes, owed)
-        match = self.problem.match(*whole)
         if joint:
-            outputs += saved_by(fusion, match, whole, self.prices)
+            outputs += saved_by(fusion, self.problem.match(*whole), whole, self.prices)
+        step = self.prices.once(
+            ("forward", fusion, whole, tuple(outputs)),
+            lambda: self._fusion_step(fusion, nodes, whole, self._fusion_inputs(fusion, nodes, inside), outputs),
+        )
+        return Edge(start, stop, fusion.name, (step,), self.prices.weighed([step]), fusion, whole)
+
+    def _fusion_step(
+        self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int], inputs: Named, outputs: Named
+    ) -> Step:
+        match = self.problem.match(*whole)
         price = Price("of_fusion", (fusion, match, nodes, "forward", inputs, outputs))
         task = fusion_task(self.problem, fusion, "forward", nodes, match)
-        step = self.prices.step(fusion.name, (start, stop), inputs, outputs, task, price)
-        return Edge(start, stop, fusion.name, (step,), self.prices.weighed([step]), fusion, whole)
+        covers = nodes[0].index, nodes[-1].index + 1
+        return self.prices.step(fusion.name, covers, inputs, outputs, task, price)
 
     def _why_impossible(self, fusion: Fusion, nodes: tuple[Node, ...]) -> str | None:
         """Why no backward plan could make room for the fusion."""

@@ -37,11 +37,12 @@ _SHARES = (0.5, 1.0, 4.0)
 
 def covered(problem: Problem) -> tuple[Plan, Prices]:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
-    found = [_covered(problem, Prices(problem))]
+    prices = Prices(problem)
+    found = [_covered(problem, prices)]
     for share in _SHARES:
         if not found[-1][0].waits_for_host:
             break
-        found.append(_covered(problem, Prices(problem, share)))
+        found.append(_covered(problem, prices.sharing(share)))
     return min(found, key=lambda made: _price(made[0], problem.options))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,13 +54,20 @@ class Prices:
         self._by_rows: dict[Ref, tuple[int, int]] = {}
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
-        self._steps: dict[int, tuple[Step, KernelTask]] = {}
+        self._steps: dict[Hashable, Step] = {}
 
-    def once(self, kernel: KernelTask, make: Callable[[], Step]) -> Step:
-        """The step of a kernel in its place, made when it is first asked for."""
-        if id(kernel) not in self._steps:
-            self._steps[id(kernel)] = make(), kernel  # which is kept, so that its id is not given to another one
-        return self._steps[id(kernel)][0]
+    def sharing(self, share: float) -> Prices:
+        """The same with another share, which no step depends on: each is made once for all."""
+        found = copy.copy(self)
+        found.share = share
+        return found
+
+    def once(self, what: Hashable, make: Callable[[], Step]) -> Step:
+        """A step by what it does and where, made when it is first asked for."""
+        found = self._steps.get(what)
+        if found is None:
+            found = self._steps[what] = make()
+        return found
 
     # ----------------------------------------------------------------------------------------- bytes
 

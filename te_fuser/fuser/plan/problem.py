@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
+from te_fuser.fusions.pattern import may_begin
 from te_fuser.ops.base import Gradient, UnfusedOperation
 from te_fuser.ops.binding import standing_in
 
@@ -82,8 +84,10 @@ def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int
 def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
+    kinds = [op.kind for op in ops]
     for fusion in registry.active():
-        for start in range(len(ops)):
+        first = {kind for kind in set(kinds) if may_begin(fusion.pattern, kind)}
+        for start in (k for k, kind in enumerate(kinds) if kind in first):
             for stop in fusion.stops(ops, start, places):
                 match = match_at(graph, options, start, stop)
                 why = fusion.refusal(match)
@@ -113,6 +117,7 @@ class Problem:
     def __init__(self, graph: Graph, options: Options) -> None:
         self.graph, self.asked, self.options = graph.rounded(), graph, options
         self.nodes = graph.nodes
+        self._seen: dict[tuple[int, int], Match] = {}
         self.matches, self.conditions = find_matches(graph, options)
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
@@ -120,15 +125,35 @@ class Problem:
             if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
         }
         self.stretches = [DerivedStretch(self.graph, a, b) for a, b in self._runs()]
+        self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
 
     def _runs(self) -> list[tuple[int, int]]:
         groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
         return [(g[0].index, g[-1].index + 1) for row, nodes in groups if row and (g := list(nodes))]
 
+    def _ranges(self) -> list[list[tuple[int, int]]]:
+        """By stretch the ranges worth a kernel: between its ends and those of matched fusions; lone ops."""
+        parts = [f.covers(d, start, stop) for f, start, stop in self.matches for d in ("forward", "backward")]
+        points = sorted({p for part in parts for p in part})
+        found = []
+        for stretch in self.stretches:
+            lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
+            ranges = set(lone)
+            if registry.enabled(registry.STRETCH):
+                first, last = bisect.bisect_right(points, stretch.start), bisect.bisect_left(points, stretch.stop)
+                ends = [stretch.start, *points[first:last], stretch.stop]
+                ranges |= set(itertools.combinations(ends, 2))
+                # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
+                ranges -= lone - set(itertools.pairwise(ends)) if self.options.target != "torch" else set()
+            found.append(sorted(ranges))
+        return found
+
     def match(self, start: int, stop: int) -> Match:
         """What a fusion's condition and cost see of the ops start..stop-1."""
-        return match_at(self.asked, self.options, start, stop)
+        if (start, stop) not in self._seen:
+            self._seen[start, stop] = match_at(self.asked, self.options, start, stop)
+        return self._seen[start, stop]
 
     # ------------------------------------------------------------------------------------ gradients
 

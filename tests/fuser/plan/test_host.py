@@ -125,3 +125,21 @@ def test_both_sums_are_shown() -> None:
     both = next(line for line in text.splitlines() if line.split()[:1] == ["both"])
     predicted, device, host = map(float, both.split()[1:4])
     assert predicted == host > device > 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_runs_in_a_match_is_chosen_once_for_all_shares_of_the_host(direction: str) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def choose(m: fusions.Match, method: str) -> None:
+        asked.append((m[0].weight.shape[0], method))
+
+    details = Details(registered=False, choose=choose)
+    pattern = {direction: [ops.MatMul]}
+    entry = te_fuser.fusion(**pattern, name="mine", cost=lambda m: Cost(seconds=1e-9), details=details)(lambda m, x: x)
+    with torch.device("meta"):
+        model = Sequential(ops.Linear(256, 64), ops.GELU(), ops.Linear(64, 128))
+    with fusions.only(entry):
+        plan = model.plan(torch.empty(16, 256, device="meta", requires_grad=True), device=H200)
+    assert plan.waits_for_host and [s.name for s in plan.steps].count("mine") == 2
+    assert sorted(asked) == [(64, direction), (128, direction)]
