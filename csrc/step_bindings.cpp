@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "callable_type.h"
 #include "column_sums.h"
 #include "cuda_kernel.h"
 #include "gil.h"
@@ -111,10 +112,6 @@ void load_sums(ColumnSums& sums, int32_t device) {
   }
 }
 
-void run_program(Program& program, const py::list& slots, bool may_overwrite, const py::object& watch) {
-  if (!program.run(slots.ptr(), may_overwrite, watch.is_none() ? nullptr : watch.ptr())) throw py::error_already_set();
-}
-
 void run_step(Step& step, const py::list& slots) {
   Shared alone;
   alone.may_overwrite = false;  // who runs a step alone may look at what it has read
@@ -125,6 +122,26 @@ void run_step(Step& step, const py::list& slots) {
 Program* program_of(PyObject* self) {
   const auto held = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
   return held.holder_constructed() ? static_cast<Program*>(held.value_ptr()) : nullptr;
+}
+
+// run(slots, may_overwrite = true, watch = None): one for each call of a model, so without pybind's look at arguments.
+PyObject* run_program(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  if (count < 1 || count > 3 || !PyList_Check(given[0])) {
+    PyErr_SetString(PyExc_TypeError, "run takes a list of slots, may_overwrite and watch");
+    return nullptr;
+  }
+  const int may_overwrite = count > 1 ? PyObject_IsTrue(given[1]) : 1;
+  if (may_overwrite < 0) return nullptr;
+  PyObject* watch = count > 2 && given[2] != Py_None ? given[2] : nullptr;
+  return program_of(self)->run(given[0], may_overwrite != 0, watch) ? Py_NewRef(Py_None) : nullptr;
+}
+
+py::object runner_of(const py::object& program) {
+  using Fast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+  constexpr Fast run = guarded<run_program, PyObject* const*, Py_ssize_t>;
+  static PyMethodDef method = {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL,
+                               "Run every step on these slots."};
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, program.ptr()));
 }
 
 // Lets the garbage collector see what a program holds.
@@ -163,7 +180,7 @@ void bind_steps(py::module_& module) {
                       py::custom_type_setup(collect_programs))
       .def(py::init(&make_program), py::arg("steps"), py::arg("sums") = py::none(),
            py::arg("sums_may_wait") = std::vector<size_t>{})
-      .def("run", &run_program, py::arg("slots"), py::arg("may_overwrite") = true, py::arg("watch") = py::none());
+      .def_property_readonly("run", &runner_of);
 }
 
 }  // namespace te

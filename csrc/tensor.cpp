@@ -84,6 +84,7 @@ struct TorchApi {
   PyTypeObject* tensor = nullptr;
   PyTypeObject* parameter = nullptr;
   const dlpack::ExchangeApi* exchange = nullptr;
+  PyObject* requires_grad = nullptr;  // name
   bool cpu_stands_for_cuda = false;  // tests only
 };
 TorchApi torch_api;
@@ -279,10 +280,28 @@ bool init_tensor_api() {
   torch_api.tensor = reinterpret_cast<PyTypeObject*>(import_from("torch", "Tensor").release());
   if (torch_api.tensor == nullptr) return false;
   torch_api.parameter = reinterpret_cast<PyTypeObject*>(import_from("torch.nn", "Parameter").release());
-  return torch_api.parameter != nullptr && load_exchange_table();
+  torch_api.requires_grad = PyUnicode_InternFromString("requires_grad");
+  return torch_api.parameter != nullptr && torch_api.requires_grad != nullptr && load_exchange_table();
 }
 
 bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, torch_api.tensor); }
+
+bool append_key(PyObject* object, std::string& key) {
+  const bool is_parameter = Py_TYPE(object) == torch_api.parameter;
+  if (!is_parameter && Py_TYPE(object) != torch_api.tensor) return false;
+  dlpack::Tensor tensor;
+  if (torch_api.exchange->tensor_from_object(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const Reference needs_grad = Reference::steal(PyObject_GetAttr(object, torch_api.requires_grad));
+  if (!needs_grad) return false;
+  const int64_t facts[] = {is_parameter,        needs_grad.get() == Py_True, tensor.code, tensor.bits,
+                           tensor.device_type, tensor.device_index,         tensor.ndim};
+  key.append(reinterpret_cast<const char*>(facts), sizeof(facts));
+  key.append(reinterpret_cast<const char*>(tensor.shape), static_cast<size_t>(tensor.ndim) * sizeof(int64_t));
+  return true;
+}
 
 bool view_tensor(PyObject* object, const ArgumentSite& site, TensorView* view) {
   dlpack::Tensor tensor;

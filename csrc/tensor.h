@@ -34,6 +34,10 @@ struct ArgumentSite {
 // Whether an object is a torch.Tensor, of whatever subclass.
 bool is_tensor(PyObject* object);
 
+// Appends class, dtype, device, shape and whether it needs a gradient; false where the object is no plain tensor in
+// memory, and false with a Python error set where torch fails.
+bool append_key(PyObject* object, std::string& key);
+
 // What is known of a tensor without looking at its elements; borrowed: it is valid while the tensor lives.
 struct TensorView {
   const void* data;

@@ -1,6 +1,6 @@
 """The native runtime."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -286,6 +286,12 @@ class FunctionStep(Step):
     def __init__(self, name: str, function: Callable[..., Any], inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """Prepare a step; a function with several outputs returns a tuple. Slot -1 takes what nobody reads."""
 
+def attributes(objects: Iterable[object], name: str) -> tuple[Any, ...]:
+    """That attribute of each object."""
+
+def tensor_key(tensors: Iterable[torch.Tensor]) -> bytes | None:
+    """What plans know of tensors: class, dtype, device, shape, requires_grad; None where one is no plain tensor."""
+
 class ColumnSums:
     """The kernel that adds up partial sums of several kernels in one launch; `kernels/column_sums.cu`."""
 
@@ -311,7 +317,9 @@ class Program:
                 Python one among them is called with (slots, later): `CudaKernel.leave_sums` takes that `later`.
         """
 
-    def run(self, slots: list[Any], may_overwrite: bool = True, watch: Callable[[int], object] | None = None) -> None:
+    def run(
+        self, slots: list[Any], may_overwrite: bool = True, watch: Callable[[int], object] | None = None, /
+    ) -> None:
         """Run every step on these slots.
 
         Args:

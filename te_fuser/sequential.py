@@ -139,7 +139,7 @@ class Sequential(OpList):
             return False
         if any(no_hooks) or not all(hooks) or [op.revision for op in ops] != revisions:
             return False
-        if [d.get("forward") for d in inner] != forwards:
+        if inner and [d.get("forward") for d in inner] != forwards:
             return False
         return [self._around, *given] == options  # type: ignore[no-any-return]
 

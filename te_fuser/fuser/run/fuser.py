@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from te_fuser import dtypes
+from te_fuser import _native, dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
@@ -127,65 +127,78 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
-        # What else check_input looks at is in the signature, and checked when there is no plan for it yet.
-        if (
-            type(x) not in PLAIN
-            or x.is_meta
-            or x.is_neg()
-            or x.is_nested
-            or torch._C._are_functorch_transforms_active()
-            or may_be_traced()
-        ):
+        # What else check_input looks at is in the key, and checked when the call is not like the last one.
+        if type(x) not in PLAIN or x.is_neg() or torch._C._are_functorch_transforms_active() or may_be_traced():
             check_input(x)
         parameters = self.parameters()
         if in_dual_level():
             refuse_tangents((x, *inputs.values(), *parameters))
         training = self._training()  # once: another thread may call train() or eval()
-        shapes, form = self._signature(x, inputs, outputs, parameters, training)
-        found = self._kept.find(shapes, form)
+        modes = self._modes(x, outputs, training)
+        key = _native.tensor_key((x, *inputs.values(), *parameters))
+        call = key, tuple(inputs), modes
+        found = self._kept.like_last(call)
         if found is None:
-            questions = Questions()
-            plan = self._planned(make_plan, questions, x, inputs, outputs, parameters, training)
-            found = self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs))
+            found = self._found(x, inputs, outputs, parameters, training, modes)
+            if key is not None:
+                self._kept.note(call, found)
         return found, parameters
 
-    def _signature(
+    def _found(
         self,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
         training: tuple[bool, ...],
+        modes: tuple[Any, ...],
+    ) -> Prepared:
+        """The prepared plan for a call that is not like the last one."""
+        if x.is_meta or x.is_nested:
+            check_input(x)
+        shapes, form = self._signature(x, inputs, parameters, modes)
+        found = self._kept.find(shapes, form)
+        if found is not None:
+            return found
+        questions = Questions()
+        plan = self._planned(make_plan, questions, x, inputs, outputs, parameters, training)
+        return self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs))
+
+    def _modes(self, x: torch.Tensor, outputs: tuple[str, ...], training: tuple[bool, ...]) -> tuple[Any, ...]:
+        """What the plan of a call depends on beside tensors."""
+        return (
+            torch.is_grad_enabled(),
+            # The device's name takes longer than all the rest.
+            autocast_of(x.device.type) if torch._C._is_any_autocast_enabled() else None,
+            outputs,
+            registry.state(),
+            capturing.get(),
+            self._revisions,
+            training,
+            tuple([state() for state in self._states]) if self._states else (),
+        )
+
+    def _signature(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        modes: tuple[Any, ...],
     ) -> Any:
         """The shapes of a call, and everything else that its plan depends on."""
-        grad = torch.is_grad_enabled()
-        kind = x.device.type
+        grad = modes[0]
         shapes: tuple[torch.Size, ...] = (x.shape,)
         named: tuple[Any, ...] = ()
         if inputs:
             given = sorted(inputs.items())
             shapes += tuple([t.shape for _, t in given])
             named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
-        return shapes, (
-            x.dtype,
-            x.layout,
-            x.device,
-            grad and x.requires_grad,
-            grad,
-            autocast_of(kind),
-            outputs,
-            named,
-            registry.state(),
-            capturing.get(),
-            self._revisions,
-            training,
-            tuple([state() for state in self._states]),
-            tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]),
-        )
+        known = _native.tensor_key(parameters) or _key_of(parameters)
+        return shapes, (x.dtype, x.layout, x.device, grad and x.requires_grad, named, known, modes)
 
     def _training(self) -> tuple[bool, ...]:
         """Which ops are in training mode now."""
-        return tuple([op.training for op in self._ops])
+        return _native.attributes(self._ops, "training")
 
     def _prepared(self, form: Any, plan: Plan, outputs: tuple[str, ...]) -> Prepared:
         """A plan that is kept and runs what this one runs, or this one made ready to run."""
@@ -315,6 +328,11 @@ class Fuser:
         if self.kernels == "reference" or x.dtype not in dtypes.GENERATED:
             return ()
         return tuple(missing_notes(target, x.device, graph.widest))
+
+
+def _key_of(parameters: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What plans know of parameters of which one is no plain tensor."""
+    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters])
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

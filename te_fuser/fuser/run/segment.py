@@ -71,10 +71,11 @@ class Segment:
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
+        if self.aliased == (False,):
+            result = slots[self.results_at[0]]
+            return [_refusing(result, False) if self.recorded else result]
         if self.recorded:
             return [_refusing(slots[k], shared) for k, shared in zip(self.results_at, self.aliased, strict=True)]
-        if self.aliased == (False,):
-            return [slots[self.results_at[0]]]
         return [
             slots[k].detach() if shared else slots[k] for k, shared in zip(self.results_at, self.aliased, strict=True)
         ]
@@ -93,11 +94,24 @@ def refuse_create_graph(*_: object) -> None:
         )
 
 
+def _with_refusal() -> torch.Tensor:
+    t = torch.empty(0, device="cpu", requires_grad=True)
+    t.register_hook(refuse_create_graph)
+    return t
+
+
+_REFUSING = _with_refusal()  # its hooks become those of nodes: a handle for each call would take 1 us
+
+
 def _refusing(result: torch.Tensor, shared: bool) -> torch.Tensor:
     """A result that autograd recorded, whose backward refuses as those of our own nodes do."""
     own = result.view_as(result) if shared else result
     node = own.grad_fn
-    if node is not None:
+    if node is None:
+        return own
+    if own.output_nr == 0:
+        node._register_hook_dict(_REFUSING)
+    else:
         node.register_prehook(refuse_create_graph)
     return own
 

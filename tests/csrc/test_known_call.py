@@ -1,0 +1,76 @@
+"""What tells whether a call is like an earlier one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import te_fuser
+from te_fuser import _native, ops
+
+T = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [Parameter(T, requires_grad=False)],
+        [T.double()],
+        [T.clone().requires_grad_()],
+        [T.reshape(3, 2)],
+        [T.reshape(1, 2, 3)],
+        [T[0]],
+        [T, T],
+        [],
+    ],
+)
+def test_a_key_tells_tensors_apart(other: list[torch.Tensor]) -> None:
+    assert _native.tensor_key(other) != _native.tensor_key([T])
+
+
+def test_a_key_knows_neither_values_nor_strides() -> None:
+    assert _native.tensor_key([T]) == _native.tensor_key([torch.ones(3, 2).t()])
+
+
+@pytest.mark.parametrize(
+    "other", [T.to("meta"), T.to_sparse(), torch.nn.Buffer(T).as_subclass(type("Own", (torch.Tensor,), {})), 1]
+)
+def test_what_is_no_plain_tensor_has_no_key(other: torch.Tensor) -> None:
+    assert _native.tensor_key([T, other]) is None
+
+
+def test_attributes_are_those_of_all_in_order() -> None:
+    assert _native.attributes([T, T.double()], "dtype") == (torch.float32, torch.float64)
+    with pytest.raises(AttributeError):
+        _native.attributes([T], "nothing")
+    with pytest.raises(TypeError, match="2 arguments"):
+        _native.attributes([T])  # type: ignore[call-arg]
+
+
+def test_a_call_after_another_sees_what_changed_behind_its_parameters() -> None:
+    model = te_fuser.Sequential(ops.Linear(4, 4), ops.GELU())
+    x = torch.randn(3, 4)
+    model(x)
+    for p in model.parameters():
+        p.data = p.data.double()
+    assert torch.allclose(model(x.double()), model.reference(x.double()))
+    for p in model.parameters():
+        p.requires_grad_(False)
+    assert not model(x.double()).requires_grad
+    with pytest.raises(TypeError, match="dense"):
+        model(x.double().to_sparse())
+    with pytest.raises(TypeError, match="meta"):
+        model(x.double().to("meta"))
+    assert torch.equal(model(x.double()), model(x.double().clone()))
+
+
+def test_hooks_of_one_result_are_not_those_of_another() -> None:
+    model, seen = te_fuser.Sequential(ops.Linear(4, 4)), list[torch.Tensor]()
+    x = torch.randn(3, 4, requires_grad=True)
+    first, second = model(x), model(x)
+    first.register_hook(seen.append)
+    second.sum().backward()
+    assert not seen
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(first.sum(), x, create_graph=True)
