@@ -41,7 +41,7 @@ NAME = f"attention_{PROVIDER.name}"
 def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of small attention."""
     monkeypatch.setattr(flash_attn_4, "installed_version", lambda: VERSION)
-    monkeypatch.setattr(type(PROVIDER), "launches", 1)
+    monkeypatch.setattr(type(PROVIDER), "calls", (1.0, 1.0))
 
 
 def test_it_can_be_used() -> None:
