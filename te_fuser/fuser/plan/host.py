@@ -42,8 +42,8 @@ CPU_HOST = Host(
     guard=1.7e-6,
 )
 # The host of an H200: from what eager PyTorch, te_fuser and an idle node take at 16 x 256 (docs/performance.md,
-# by hand, commit 6ac7f2f). Attention and quack's products state theirs as so many calls of PyTorch: by
-# `python -m benchmarks.gpu.calls` (by hand, commit 8ad34b2) 28 to 47 us forward, 31 to 100 backward, and 19 to 46.
+# by hand, commit 6ac7f2f). On another one, where eager took 1.3 times as long, a step of attention took 274 us
+# forward and 213 to 425 backward, one of quack's products 297: they state that as so many calls of PyTorch.
 GPU_HOST = Host(
     {
         "kernel": 9e-6,

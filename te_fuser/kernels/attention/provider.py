@@ -74,7 +74,7 @@ class Provider:
     speed: ClassVar[Speed]
     beyond: ClassVar[tuple[str, ...]] = ()  # of what `AttentionSettings.beyond` says, what it is called for
     on_cuda: ClassVar[bool] = False
-    calls: ClassVar[tuple[float, float]] = (5.0, 10.0)  # of PyTorch, that its step takes the host as long as, each way
+    calls: ClassVar[tuple[float, float]] = (30.0, 46.0)  # of PyTorch, that its step takes the host as long as, each way
     packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do
     draws: ClassVar[bool] = False  # from the op's random stream; PyTorch's kernels draw from PyTorch's generator
 

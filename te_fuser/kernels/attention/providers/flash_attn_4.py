@@ -39,7 +39,7 @@ class CudaFlashAttn4(CudaProvider):
     name = "cuda_flash_attn_4"
     packs = True
     emits = ("flash4_logsumexp",)
-    calls = (5.0, 8.0)
+    calls = (42.0, 42.0)
     speed = CudnnProvider.speed.times(0.292 / 0.298, 0.800 / 0.915)
     conditions = (
         runs_on("cuda"),
