@@ -46,7 +46,10 @@ class Look:
     def made(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
         """What stands for a tensor that was made, which in-place operations may store into: it is no leaf."""
         with self._mode, torch.set_grad_enabled(needs_grad):
-            return torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad).clone()
+            leaf = torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(needs_grad)
+            # A node of autograd asks its device for streams: PyTorch aborts where that device is named alone.
+            there = device.type != "cuda" or torch.cuda.is_available()
+            return leaf.clone() if there else leaf
 
     def copied(self, module: torch.nn.Module) -> torch.nn.Module:
         """A copy on stand-ins that runs no hooks."""

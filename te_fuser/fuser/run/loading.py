@@ -117,7 +117,7 @@ def _as_run(plan: Plan) -> tuple[Any, ...]:
 
 def measured_schedules(plan: Plan) -> tuple[Any, ...]:
     """The measured schedules that the kernels of a plan run by: of all that a plan runs, they alone go by rows."""
-    if plan.target != "cuda":
+    if plan.target != "cuda" or plan.x.device.type != "cuda":
         return ()
     from te_fuser.codegen import cuda_loader
 

@@ -479,12 +479,12 @@ def program(emulated: None) -> Program:
     return build_program([changed], step.task.inputs, [gradient_ref(0)], Loaded(kernels))[0]
 
 
-def overwritten(program: Program, tensors: list[torch.Tensor], **options: Any) -> bool:
+def overwritten(program: Program, tensors: list[torch.Tensor], *may_overwrite: bool) -> bool:
     """Whether the output has the first input's memory."""
     address = tensors[0].data_ptr()
     slots = program.slots(tensors)
     tensors.clear()
-    program.run(slots, **options)
+    program.run(slots, *may_overwrite)
     (place,) = program.outputs
     return bool(slots[place].data_ptr() == address)
 
@@ -496,7 +496,7 @@ def two(*shape: int) -> list[torch.Tensor]:
 def test_a_step_overwrites_what_it_alone_holds(program: Program) -> None:
     assert overwritten(program, two())
     assert overwritten(program, two(4, 8, WIDTH))
-    assert not overwritten(program, two(), may_overwrite=False)
+    assert not overwritten(program, two(), False)
 
 
 @pytest.mark.parametrize("name", HOLDERS)
