@@ -43,12 +43,149 @@ PyObject* tensor_key(PyObject*, PyObject* tensors) {
   return PyBytes_FromStringAndSize(key.data(), static_cast<Py_ssize_t>(key.size()));
 }
 
+// ------------------------------------------------------------------------------------------------------------- facts
+
+// The fields of a `Facts` tuple, each a tuple of tuples.
+enum Field : Py_ssize_t { members, empty, filled, items, attributes_of, calls, pairs, fields };
+
+PyObject* at(PyObject* tuple, Py_ssize_t index) { return PyTuple_GET_ITEM(tuple, index); }
+
+// Whether something holds of all items of a tuple: 1, 0, or -1 with a Python error set, as the others here.
+template <class Holds>
+int all_hold(PyObject* tuple, Holds holds) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    const int held = holds(at(tuple, i));
+    if (held != 1) return held;
+  }
+  return 1;
+}
+
+int are_equal(PyObject* found, PyObject* wanted) { return PyObject_RichCompareBool(found, wanted, Py_EQ); }
+
+int is_equal(const Reference& found, PyObject* wanted) { return found ? are_equal(found.get(), wanted) : -1; }
+
+// (dict, values): those are its values, in this order.
+int has_members(PyObject* fact) {
+  PyObject* values = at(fact, 1);
+  Py_ssize_t position = 0, count = 0;
+  PyObject *name, *value;
+  while (PyDict_Next(at(fact, 0), &position, &name, &value)) {
+    if (count >= PyTuple_GET_SIZE(values) || at(values, count++) != value) return 0;
+  }
+  return count == PyTuple_GET_SIZE(values);
+}
+
+// (dict, key, value): that is what it has there, None standing for nothing.
+int has_item(PyObject* fact) {
+  PyObject* found = PyDict_GetItemWithError(at(fact, 0), at(fact, 1));
+  if (found == nullptr && PyErr_Occurred() != nullptr) return -1;
+  return are_equal(found != nullptr ? found : Py_None, at(fact, 2));
+}
+
+int hold(PyObject* facts) {
+  int held = all_hold(at(facts, members), has_members);
+  if (held == 1) held = all_hold(at(facts, empty), [](PyObject* d) -> int { return PyDict_GET_SIZE(d) == 0; });
+  if (held == 1) held = all_hold(at(facts, filled), [](PyObject* d) -> int { return PyDict_GET_SIZE(d) != 0; });
+  if (held == 1) held = all_hold(at(facts, items), has_item);
+  if (held == 1) {
+    held = all_hold(at(facts, attributes_of), [](PyObject* fact) {
+      return is_equal(Reference::steal(PyObject_GetAttr(at(fact, 0), at(fact, 1))), at(fact, 2));
+    });
+  }
+  if (held == 1) {
+    held = all_hold(at(facts, calls), [](PyObject* fact) {
+      return is_equal(Reference::steal(PyObject_CallNoArgs(at(fact, 0))), at(fact, 1));
+    });
+  }
+  if (held == 1) held = all_hold(at(facts, pairs), [](PyObject* fact) { return are_equal(at(fact, 0), at(fact, 1)); });
+  return held;
+}
+
+// Dicts are looked into without a look at what they are, so this is the one place that checks.
+bool are_facts(PyObject* facts) {
+  if (PyTuple_Check(facts) && PyTuple_GET_SIZE(facts) == fields) return true;
+  PyErr_SetString(PyExc_TypeError, "expected Facts");
+  return false;
+}
+
+// still_hold(facts): whether all of them do.
+PyObject* still_hold(PyObject*, PyObject* facts) {
+  if (!are_facts(facts)) return nullptr;
+  const int held = hold(facts);
+  return held < 0 ? nullptr : PyBool_FromLong(held);
+}
+
+// ------------------------------------------------------------------------------------------------------------- calls
+
+// The fields of a `Known` tuple.
+enum KnownField : Py_ssize_t { facts, names, slots, known_key, prepared, outputs, known_fields };
+
+// Appends what is known of the named inputs, where these are the names in this order: 1, 0, or -1 with an error set.
+int append_inputs(PyObject* inputs, PyObject* wanted, std::string& key) {
+  Py_ssize_t position = 0, count = 0;
+  PyObject *name, *tensor;
+  while (PyDict_Next(inputs, &position, &name, &tensor)) {
+    if (count >= PyTuple_GET_SIZE(wanted)) return 0;
+    const int same = are_equal(name, at(wanted, count++));
+    if (same != 1) return same;
+    if (!append_key(tensor, key)) return PyErr_Occurred() != nullptr ? -1 : 0;
+  }
+  return count == PyTuple_GET_SIZE(wanted);
+}
+
+// The parameters of a call as a list, with what is known of them appended; empty with or without an error set.
+Reference append_parameters(PyObject* slots, std::string& key) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(slots);
+  Reference found = Reference::steal(PyList_New(count));
+  for (Py_ssize_t i = 0; found && i < count; ++i) {
+    PyObject* slot = at(slots, i);
+    PyObject* parameter = PyDict_GetItemWithError(at(slot, 0), at(slot, 1));
+    if (parameter == nullptr || !append_key(parameter, key)) return Reference();
+    PyList_SET_ITEM(found.get(), i, Py_NewRef(parameter));
+  }
+  return found;
+}
+
+// is_negative(): whether its elements are to be read with the other sign.
+int is_negative(PyObject* tensor) {
+  static PyObject* name = PyUnicode_InternFromString("is_neg");
+  return is_equal(Reference::steal(PyObject_CallMethodNoArgs(tensor, name)), Py_True);
+}
+
+// like(known, x, inputs, outputs): the parameters of a call that is like the known one; None where it is not.
+PyObject* like(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  if (!has_arguments(given, 4, "like")) return nullptr;
+  PyObject* known = arguments[0];
+  if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != known_fields || !PyDict_Check(arguments[2])) {
+    PyErr_SetString(PyExc_TypeError, "expected a Known, a tensor, a dict of inputs and a tuple of names");
+    return nullptr;
+  }
+  std::string key;
+  Reference parameters;
+  int same = append_key(arguments[1], key) ? append_inputs(arguments[2], at(known, names), key) : 0;
+  if (same == 1) same = are_equal(arguments[3], at(known, outputs));
+  if (same == 1) {
+    parameters = append_parameters(at(known, slots), key);
+    PyObject* wanted = at(known, known_key);
+    same = parameters && key.compare(0, std::string::npos, PyBytes_AS_STRING(wanted), PyBytes_GET_SIZE(wanted)) == 0;
+  }
+  if (same == 1) same = hold(at(known, facts));
+  if (same == 1) {
+    const int negative = is_negative(arguments[1]);
+    same = negative < 0 ? -1 : 1 - negative;
+  }
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return same == 1 ? parameters.release() : Py_NewRef(Py_None);
+}
+
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef methods[] = {
     {"attributes", fast(attributes), METH_FASTCALL, "That attribute of each object, as a tuple."},
+    {"like", fast(like), METH_FASTCALL, "The parameters of a call that is like the known one; None where it is not."},
+    {"still_hold", still_hold, METH_O, "Whether all these facts hold."},
     {"tensor_key", tensor_key, METH_O, "What plans know of tensors, as bytes; None where one is no plain tensor."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,9 +1,11 @@
 """The native runtime."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
+
+from te_fuser.fuser.run.known import Facts, Known
 
 version: str
 kernel_abi_version: int
@@ -288,6 +290,14 @@ class FunctionStep(Step):
 
 def attributes(objects: Iterable[object], name: str) -> tuple[Any, ...]:
     """That attribute of each object."""
+
+def still_hold(facts: Facts) -> bool:
+    """Whether all these facts hold, as far as one does not fail before."""
+
+def like(
+    known: Known, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+) -> list[torch.Tensor] | None:
+    """The parameters of a call that is like the known one; None where it is not."""
 
 def tensor_key(tensors: Iterable[torch.Tensor]) -> bytes | None:
     """What plans know of tensors: class, dtype, device, shape, requires_grad; None where one is no plain tensor."""

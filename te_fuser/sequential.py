@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from te_fuser import _native
 from te_fuser.flatten import Border, Group, GroupRun, OpList, Part, flatten, qualified, walk_parts
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, named_tensors
+from te_fuser.fuser.run.known import Facts
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
@@ -61,7 +63,7 @@ class Sequential(OpList):
         self.memory, self.kernels, self.fallback, self.verify = memory, kernels, fallback, verify
         check_options(self.memory, self.kernels, self.fallback)
         self._parts: list[Part] = []
-        self._token: Any = None
+        self._token: Facts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold locks and kernels: a copy and a pickle of the model make their own.
@@ -114,7 +116,7 @@ class Sequential(OpList):
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         if type(x) not in PLAIN:
             refuse_proxy(x)
-        parts = self._prepared()
+        parts = self._known_parts()
         wanted = self._wanted(outputs) if outputs else ()
         if len(parts) == 1 and type(parts[0]) is Group:
             return _run_group(parts[0], x, inputs, wanted)
@@ -129,35 +131,33 @@ class Sequential(OpList):
     # ----------------------------------------------------------------------------------- structure
 
     def _prepared(self) -> list[Part]:
-        if self._token is None or not self._unchanged():
+        if torch.compiler.is_compiling():  # of the reference, into which compilers look; they see no native code
+            return flatten(self)
+        return self._known_parts()
+
+    def _known_parts(self) -> list[Part]:
+        if self._token is None or not _native.still_hold(self._token):
             self._rebuild()
         return self._parts
-
-    def _unchanged(self) -> bool:
-        lists, members, hooks, no_hooks, ops, revisions, given, options, inner, forwards = self._token
-        if [m for modules in lists for m in modules.values()] != members:
-            return False
-        if any(no_hooks) or not all(hooks) or [op.revision for op in ops] != revisions:
-            return False
-        if inner and [d.get("forward") for d in inner] != forwards:
-            return False
-        return [self._around, *given] == options  # type: ignore[no-any-return]
 
     def _rebuild(self) -> None:
         containers = [m for m in self.modules() if isinstance(m, Sequential)]
         lists = [c._modules for c in containers]  # not the containers: this one would hold itself
-        members = [m for modules in lists for m in modules.values()]
-        watched = [m for m in members if m is not None]
-        kinds = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
-        hooks, no_hooks = [h for h in kinds if h], [h for h in kinds if not h]
-        ops = [m for m in watched if isinstance(m, FusableOperation)]
-        revisions = [op.revision for op in ops]
-        given = [c._given for c in containers]
-        options = [dict(o) for o in (self._around, *given)]
-        inner = [m.__dict__ for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
-        forwards = [d.get("forward") for d in inner]
+        watched = [m for modules in lists for m in modules.values() if m is not None]
+        hooks = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
+        ops = [(m, "revision", m.revision) for m in watched if isinstance(m, FusableOperation)]
+        inner = [vars(m) for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
+        options = [self._around, *(c._given for c in containers)]
+        facts = Facts(
+            members=tuple([(modules, tuple(dict.values(modules))) for modules in lists]),
+            empty=tuple([h for h in hooks if not h]),
+            filled=tuple([h for h in hooks if h]),
+            items=tuple([(own, "forward", own.get("forward")) for own in inner]),
+            attributes=tuple(ops),
+            pairs=tuple([(o, dict(o)) for o in options]),
+        )
         self._parts = flatten(self)
-        self._token = (lists, members, hooks, no_hooks, ops, revisions, given, options, inner, forwards)
+        self._token = facts
 
     # ------------------------------------------------------------------------------- looking inside
 

@@ -11,19 +11,18 @@ import torch
 
 from te_fuser import _native, dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, autocast_of, bindings_of, list_ops, with_attributes
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, bindings_of, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
-from te_fuser.fuser.plan.host import capturing
 from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache
+from te_fuser.fuser.run.known import Facts, Known, Modes, Ops
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
-from te_fuser.fuser.run.tracers import in_dual_level, may_be_traced, refuse_proxy, refuse_tangents, refuse_tracers
-from te_fuser.fusions import registry
+from te_fuser.fuser.run.tracers import in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
 from te_fuser.ops.sizes import Questions
@@ -68,6 +67,8 @@ class Fuser:
         # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
         self._kept = PlanCache()
+        self._known: Known | None = None  # the last call
+        self._facts: tuple[Any, Facts] = (None, Facts())  # what held in these modes
         self._relist()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,16 +83,13 @@ class Fuser:
         for k, op in enumerate(self._given):
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
         self._listed = listed
-        self._ops = tuple(o.lowered.op for o in listed)
         self._bound = Parameters(bindings_of(listed))
         self._slots = tuple((b.owner._parameters, b.name) for b in self._bound.bindings)
         self._computed = any(name not in parameters for parameters, name in self._slots)
-        kinds = [type(op) for op in self._ops]
-        self._states = tuple(dict.fromkeys(k.global_state for k in kinds if k.global_state is not None))
-        self._revisions = self._revision()
-
-    def _revision(self) -> tuple[int, ...]:
-        return tuple([op.revision for op in self._watched])  # type: ignore[misc]
+        lowered = tuple(o.lowered.op for o in listed)
+        switches = dict.fromkeys(s for op in lowered if (s := type(op).global_state) is not None)
+        self._ops = Ops(self._watched, lowered, tuple(switches))
+        self._revisions = self._ops.revisions()
 
     def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""
@@ -103,9 +101,12 @@ class Fuser:
         Raises:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
+        known = self._known
+        if known is not None and (parameters := _native.like(known, x, inputs, outputs)) is not None:
+            return execute(known.prepared, x, inputs, parameters)
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
-            graph = self._graph(x, named_tensors(inputs), outputs, self.parameters(), self._training())
+            graph = self._graph(x, named_tensors(inputs), outputs, self.parameters(), self._ops.training())
             return results_like(graph, outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
         prepared, parameters = self.prepare_call(x, inputs, outputs)
@@ -117,7 +118,7 @@ class Fuser:
 
     def parameters(self) -> list[torch.Tensor]:
         """The ops' parameters as they are now, in the order of the graph's; what is computed is computed anew."""
-        if self._watched and self._revision() != self._revisions:
+        if self._watched and self._ops.revisions() != self._revisions:
             self._relist()
         if self._computed:
             return self._bound.get()
@@ -127,22 +128,30 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
-        # What else check_input looks at is in the key, and checked when the call is not like the last one.
-        if type(x) not in PLAIN or x.is_neg() or torch._C._are_functorch_transforms_active() or may_be_traced():
-            check_input(x)
+        check_input(x)
         parameters = self.parameters()
         if in_dual_level():
             refuse_tangents((x, *inputs.values(), *parameters))
-        training = self._training()  # once: another thread may call train() or eval()
-        modes = self._modes(x, outputs, training)
-        key = _native.tensor_key((x, *inputs.values(), *parameters))
-        call = key, tuple(inputs), modes
-        found = self._kept.like_last(call)
-        if found is None:
-            found = self._found(x, inputs, outputs, parameters, training, modes)
-            if key is not None:
-                self._kept.note(call, found)
+        modes = self._ops.modes(x.device.type, outputs, self._revisions)
+        found = self._found(x, inputs, outputs, parameters, modes)
+        self._note(x, inputs, parameters, modes, found)
         return found, parameters
+
+    def _note(
+        self,
+        x: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        modes: Modes,
+        found: Prepared,
+    ) -> None:
+        """Remember by which plan a call runs, unless it computes parameters."""
+        key = None if self._computed else _native.tensor_key((x, *inputs.values(), *parameters))
+        if key is None:
+            return
+        if self._facts[0] != (kind := (x.device.type, modes)):
+            self._facts = kind, self._ops.facts(modes, x.device.type)
+        self._known = Known(self._facts[1], tuple(inputs), self._slots, key, found, modes.outputs)
 
     def _found(
         self,
@@ -150,43 +159,26 @@ class Fuser:
         inputs: Mapping[str, torch.Tensor],
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
-        training: tuple[bool, ...],
-        modes: tuple[Any, ...],
+        modes: Modes,
     ) -> Prepared:
         """The prepared plan for a call that is not like the last one."""
-        if x.is_meta or x.is_nested:
-            check_input(x)
         shapes, form = self._signature(x, inputs, parameters, modes)
         found = self._kept.find(shapes, form)
         if found is not None:
             return found
         questions = Questions()
-        plan = self._planned(make_plan, questions, x, inputs, outputs, parameters, training)
+        plan = self._planned(make_plan, questions, x, inputs, outputs, parameters, modes.training)
         return self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs))
-
-    def _modes(self, x: torch.Tensor, outputs: tuple[str, ...], training: tuple[bool, ...]) -> tuple[Any, ...]:
-        """What the plan of a call depends on beside tensors."""
-        return (
-            torch.is_grad_enabled(),
-            # The device's name takes longer than all the rest.
-            autocast_of(x.device.type) if torch._C._is_any_autocast_enabled() else None,
-            outputs,
-            registry.state(),
-            capturing.get(),
-            self._revisions,
-            training,
-            tuple([state() for state in self._states]) if self._states else (),
-        )
 
     def _signature(
         self,
         x: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         parameters: Sequence[torch.Tensor],
-        modes: tuple[Any, ...],
+        modes: Modes,
     ) -> Any:
         """The shapes of a call, and everything else that its plan depends on."""
-        grad = modes[0]
+        grad = modes.grad
         shapes: tuple[torch.Size, ...] = (x.shape,)
         named: tuple[Any, ...] = ()
         if inputs:
@@ -195,10 +187,6 @@ class Fuser:
             named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
         known = _native.tensor_key(parameters) or _key_of(parameters)
         return shapes, (x.dtype, x.layout, x.device, grad and x.requires_grad, named, known, modes)
-
-    def _training(self) -> tuple[bool, ...]:
-        """Which ops are in training mode now."""
-        return _native.attributes(self._ops, "training")
 
     def _prepared(self, form: Any, plan: Plan, outputs: tuple[str, ...]) -> Prepared:
         """A plan that is kept and runs what this one runs, or this one made ready to run."""
@@ -227,6 +215,7 @@ class Fuser:
 
     def forget_plans(self) -> None:
         """Plan anew at the next call."""
+        self._known = None
         self._kept.clear()
 
     def plans_kept(self) -> list[KeptPlan]:
@@ -242,7 +231,7 @@ class Fuser:
         parameters: Sequence[torch.Tensor],
     ) -> Plan:
         """The plan that a call runs by with the sizes of that call, whatever it was made for."""
-        return replace(plan, graph=self._graph(x, inputs, outputs, parameters, self._training()))
+        return replace(plan, graph=self._graph(x, inputs, outputs, parameters, self._ops.training()))
 
     def plan(
         self,
@@ -257,12 +246,12 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        if self._revision() != self._revisions:
+        if self._ops.revisions() != self._revisions:
             self._relist()
         with looking():
             parameters = self._bound.looked_at()
             given = named_tensors(inputs or {})
-            modes = self._training()
+            modes = self._ops.training()
             return self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)
 
     def asked(
@@ -283,7 +272,7 @@ class Fuser:
         """
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        modes = self._training() if training is None else training
+        modes = self._ops.training() if training is None else training
         graph = self._graph(x, inputs, outputs, parameters, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)

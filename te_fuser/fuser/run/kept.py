@@ -103,16 +103,6 @@ class PlanCache:
         self._plans: Recent[Answered] = Recent(lambda: config.plans_kept)
         self._shapes: Recent[Any] = Recent(lambda: config.shapes_kept)  # the keys of their plans
         self._last: tuple[Any, Any, Any, Any] = (None, None, None, None)
-        self._last_call: tuple[object, Prepared | None] = (None, None)
-
-    def like_last(self, call: object) -> Prepared | None:
-        """The plan of the last call, where this one is like it in all that plans depend on."""
-        last, found = self._last_call
-        return found if call == last else None
-
-    def note(self, call: object, found: Prepared) -> None:
-        """Remember by which plan the last call runs."""
-        self._last_call = call, found
 
     def find(self, shapes: Shapes, form: Hashable) -> Prepared | None:
         """The plan for these shapes, known or by what they answer; None where one is to be made."""
@@ -143,7 +133,6 @@ class PlanCache:
         self._plans.clear()
         self._shapes.clear()
         self._forms.clear()
-        self._last_call = (None, None)
         self._last = (None, None, None, None)
 
     def prepared(self, form: Hashable) -> list[Prepared]:

@@ -1,0 +1,136 @@
+"""What calls depend on, as it was: facts that the native runtime compares with what is, and the call that was last."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+
+from te_fuser import _native
+from te_fuser.fuser.graph.listed import autocast_of
+from te_fuser.fuser.plan.host import capturing
+from te_fuser.fusions import registry
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.run.loading import Prepared
+    from te_fuser.ops.base import FusableOperation
+
+_C = torch._C
+_NO_AUTOCAST = (_C._is_any_autocast_enabled, False)
+_NOBODY_LOOKS = (
+    (_C._are_functorch_transforms_active, False),
+    (_C._len_torch_dispatch_stack, 0),
+    (_C._get_tracing_state, None),
+)
+
+
+class Facts(NamedTuple):
+    """What was so, and may not be any more; `_native.still_hold(facts)` tells.
+
+    Attributes:
+        members: (dict, its values).
+        empty, filled: dicts without and with items.
+        items: (dict, key, value); None stands for nothing.
+        attributes: (object, name, value).
+        calls: (function, what it gives).
+        pairs: two objects that are equal.
+    """
+
+    members: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...] = ()
+    empty: tuple[Mapping[Any, Any], ...] = ()
+    filled: tuple[Mapping[Any, Any], ...] = ()
+    items: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+    attributes: tuple[tuple[object, str, Any], ...] = ()
+    calls: tuple[tuple[Callable[[], Any], Any], ...] = ()
+    pairs: tuple[tuple[Any, Any], ...] = ()
+
+
+class Known(NamedTuple):
+    """A call and the plan that it ran by; `_native.like(known, ...)` tells which are like it.
+
+    Attributes:
+        names: of the named inputs.
+        slots: (dict, key) of each parameter.
+        key: what is known of the input, the named ones and the parameters.
+    """
+
+    facts: Facts
+    names: tuple[str, ...]
+    slots: tuple[tuple[Mapping[str, Any], str], ...]
+    key: bytes
+    prepared: Prepared
+    outputs: tuple[str, ...]
+
+
+class Modes(NamedTuple):
+    """What the plan of a call depends on beside tensors.
+
+    Attributes:
+        fusions: which there are, in this scope.
+        states: what the switches are that ops name.
+    """
+
+    grad: bool
+    autocast: torch.dtype | None
+    outputs: tuple[str, ...]
+    fusions: Hashable
+    capturing: bool
+    revisions: tuple[Any, ...]
+    training: tuple[bool, ...]
+    states: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The ops of a Fuser: those that were given, which may change; what they are lowered to; the switches they name."""
+
+    given: tuple[FusableOperation, ...]
+    lowered: tuple[FusableOperation, ...]
+    switches: tuple[Callable[[], Hashable], ...]
+
+    def revisions(self) -> tuple[Any, ...]:
+        """What changes when an attribute of an op does."""
+        return tuple([op.revision for op in self.given])
+
+    def training(self) -> tuple[bool, ...]:
+        """Which ops are in training mode now."""
+        return _native.attributes(self.lowered, "training")
+
+    def modes(self, kind: str, outputs: tuple[str, ...], revisions: tuple[Any, ...]) -> Modes:
+        """Those of a call on a kind of device; each is read once, since another thread may change it."""
+        return Modes(
+            torch.is_grad_enabled(),
+            autocast_of(kind) if _C._is_any_autocast_enabled() else None,
+            outputs,
+            registry.state(),
+            capturing.get(),
+            revisions,
+            self.training(),
+            tuple([state() for state in self.switches]),
+        )
+
+    def facts(self, modes: Modes, kind: str) -> Facts:
+        """What holds while calls on a kind of device are in these modes, and no tracer and no tangent is around."""
+        any_autocast = _C._is_any_autocast_enabled()
+        autocast = (functools.partial(autocast_of, kind), modes.autocast) if any_autocast else _NO_AUTOCAST
+        return Facts(
+            items=(
+                *[(vars(op), "training", mode) for op, mode in zip(self.lowered, modes.training, strict=True)],
+                (vars(forward_ad), "_current_level", -1),
+                (vars(_symbolic_trace), "_is_fx_tracing_flag", False),
+            ),
+            attributes=tuple([(op, "revision", n) for op, n in zip(self.given, modes.revisions, strict=True)]),
+            calls=(
+                (torch.is_grad_enabled, modes.grad),
+                autocast,
+                (registry.state, modes.fusions),
+                (capturing.get, modes.capturing),
+                *zip(self.switches, modes.states, strict=True),
+                *_NOBODY_LOOKS,
+            ),
+        )
