@@ -161,6 +161,7 @@ PyObject* like(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
     return nullptr;
   }
   std::string key;
+  key.reserve(static_cast<size_t>(PyBytes_GET_SIZE(at(known, known_key))));
   Reference parameters;
   int same = append_key(arguments[1], key) ? append_inputs(arguments[2], at(known, names), key) : 0;
   if (same == 1) same = are_equal(arguments[3], at(known, outputs));

@@ -26,6 +26,7 @@ from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.run.fuser import Fuser
     from te_fuser.fuser.run.kept import KeptPlan
     from te_fuser.fuser.tune.tune import TuneReport
 
@@ -63,11 +64,19 @@ class Sequential(OpList):
         self.memory, self.kernels, self.fallback, self.verify = memory, kernels, fallback, verify
         check_options(self.memory, self.kernels, self.fallback)
         self._parts: list[Part] = []
+        self._alone: Fuser | None = None  # where one plan is all
         self._token: Facts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold locks and kernels: a copy and a pickle of the model make their own.
-        return {**self.__dict__, "_given": dict(self._given), "_around": {}, "_parts": [], "_token": None}
+        return {
+            **self.__dict__,
+            "_given": dict(self._given),
+            "_around": {},
+            "_parts": [],
+            "_alone": None,
+            "_token": None,
+        }
 
     # ------------------------------------------------------------------------------ list semantics
 
@@ -116,11 +125,12 @@ class Sequential(OpList):
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         if type(x) not in PLAIN:
             refuse_proxy(x)
-        parts = self._known_parts()
+        if self._token is None or not _native.still_hold(self._token):
+            self._rebuild()
         wanted = self._wanted(outputs) if outputs else ()
-        if len(parts) == 1 and type(parts[0]) is Group:
-            return _run_group(parts[0], x, inputs, wanted)
-        return walk_parts(parts, x, inputs, wanted, _run_group)
+        if self._alone is not None:
+            return self._alone.run(x, inputs, wanted)
+        return walk_parts(self._parts, x, inputs, wanted, _run_group)
 
     def _wanted(self, outputs: Sequence[str]) -> tuple[str, ...]:
         if isinstance(outputs, str):
@@ -133,9 +143,6 @@ class Sequential(OpList):
     def _prepared(self) -> list[Part]:
         if torch.compiler.is_compiling():  # of the reference, into which compilers look; they see no native code
             return flatten(self)
-        return self._known_parts()
-
-    def _known_parts(self) -> list[Part]:
         if self._token is None or not _native.still_hold(self._token):
             self._rebuild()
         return self._parts
@@ -157,6 +164,8 @@ class Sequential(OpList):
             pairs=tuple([(o, dict(o)) for o in options]),
         )
         self._parts = flatten(self)
+        first = self._parts[0]
+        self._alone = first.fuser if len(self._parts) == 1 and isinstance(first, Group) and not first.verify else None
         self._token = facts
 
     # ------------------------------------------------------------------------------- looking inside

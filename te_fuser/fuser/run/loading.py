@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import profiler
 
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.run.program import Loaded, Wrapper
-from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
+from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments, refusing
+from te_fuser.fuser.steps.torch_tasks import RecordedTask
 from te_fuser.kernels.column_sums import column_sums
 from te_fuser.ops.joined import parts_of
 from te_fuser.ops.main_grad import held_main_grad
@@ -33,7 +35,11 @@ _apply = super(torch.autograd.Function, SegmentFunction).apply  # the C-level ca
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan with its segments ready to run."""
+    """A plan with its segments ready to run.
+
+    Attributes:
+        function: what a call comes to, where that is one that autograd records, on input and parameters as they come.
+    """
 
     plan: Plan
     segments: tuple[Segment, ...]
@@ -43,6 +49,7 @@ class Prepared:
     named: tuple[tuple[str, int], ...]
     result: int
     extras: tuple[int, ...]
+    function: Callable[..., torch.Tensor] | None = None
 
     @functools.cached_property
     def alone(self) -> Segment | None:
@@ -77,7 +84,7 @@ def load(
     graph = plan.graph
     result, *extras = _tensors(plan, [graph.output, *(graph.named_outputs[name] for name in outputs)])
     computed = any(graph.producer(v) is not None for v in (result, *extras))
-    return Prepared(
+    prepared = Prepared(
         plan,
         build_segments(plan, Loaded(kernels, wrap, sums, [n.label for n in graph.nodes])) if computed else (),
         bool(plan.backward),
@@ -88,6 +95,18 @@ def load(
         result,
         tuple(extras),
     )
+    return prepared if wrap is not None else replace(prepared, function=_function_of(prepared))
+
+
+def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
+    """What a call comes to, where that is one function which autograd records."""
+    alone = prepared.alone
+    if alone is None or not alone.recorded or alone.aliased != (False,) or prepared.autocast:
+        return None
+    (segment,) = prepared.plan.segments
+    (step, *more) = segment.forward
+    fits = not more and tuple(step.reads()) == segment.takes and isinstance(step.task, RecordedTask)
+    return step.task.function if fits else None  # type: ignore[attr-defined]
 
 
 def _tensors(plan: Plan, values: Sequence[int]) -> list[int]:
@@ -168,6 +187,8 @@ def execute(
     Args:
         parameters: those of the plan's graph, in its order.
     """
+    if prepared.function is not None and not profiler._is_profiler_enabled:
+        return refusing(prepared.function(x, *parameters))
     if not prepared.autocast:
         return _execute(prepared, x, inputs, parameters)
     # The plan has the casts; what runs inside must not cast again.

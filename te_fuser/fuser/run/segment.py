@@ -71,14 +71,13 @@ class Segment:
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
-        if self.aliased == (False,):
-            result = slots[self.results_at[0]]
-            return [_refusing(result, False) if self.recorded else result]
+        made = [slots[k] for k in self.results_at]
         if self.recorded:
-            return [_refusing(slots[k], shared) for k, shared in zip(self.results_at, self.aliased, strict=True)]
-        return [
-            slots[k].detach() if shared else slots[k] for k, shared in zip(self.results_at, self.aliased, strict=True)
-        ]
+            own = [t.view_as(t) if shared else t for t, shared in zip(made, self.aliased, strict=True)]
+            return [refusing(t) for t in own]
+        if self.aliased == (False,):
+            return made
+        return [t.detach() if shared else t for t, shared in zip(made, self.aliased, strict=True)]
 
 
 def refuse_create_graph(*_: object) -> None:
@@ -103,17 +102,16 @@ def _with_refusal() -> torch.Tensor:
 _REFUSING = _with_refusal()  # its hooks become those of nodes: a handle for each call would take 1 us
 
 
-def _refusing(result: torch.Tensor, shared: bool) -> torch.Tensor:
+def refusing(result: torch.Tensor) -> torch.Tensor:
     """A result that autograd recorded, whose backward refuses as those of our own nodes do."""
-    own = result.view_as(result) if shared else result
-    node = own.grad_fn
+    node = result.grad_fn
     if node is None:
-        return own
-    if own.output_nr == 0:
+        return result
+    if result.output_nr == 0:
         node._register_hook_dict(_REFUSING)
     else:
         node.register_prehook(refuse_create_graph)
-    return own
+    return result
 
 
 class SegmentFunction(torch.autograd.Function):
