@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 import te_fuser
 from te_fuser import _native, ops
+from te_fuser.fuser.run.known import Facts, Known
 
 T = torch.zeros(2, 3)
 
@@ -46,6 +49,72 @@ def test_attributes_are_those_of_all_in_order() -> None:
         _native.attributes([T], "nothing")
     with pytest.raises(TypeError, match="2 arguments"):
         _native.attributes([T])  # type: ignore[call-arg]
+
+
+class Thing:
+    number = 3
+
+
+D: dict[str, Any] = {"a": T, "b": None}
+
+
+@pytest.mark.parametrize(
+    ("held", "broken"),
+    [
+        ({"members": ((D, (T, None)),)}, {"members": ((D, (T, T)),)}),
+        ({"members": (({}, ()),)}, {"members": ((D, (T,)),)}),
+        ({"members": ((D, (T, None)),)}, {"members": ((D, (T, None, T)),)}),
+        ({"empty": ({}, {})}, {"empty": ({}, D)}),
+        ({"filled": (D,)}, {"filled": (D, {})}),
+        ({"items": (({"n": 2.0}, "n", 2), (D, "c", None))}, {"items": (({"n": 2.0}, "n", 3),)}),
+        ({"items": ((D, "b", None),)}, {"items": ((D, "c", 1),)}),
+        ({"attributes": ((Thing, "number", 3),)}, {"attributes": ((Thing, "number", 4),)}),
+        ({"calls": ((dict, {}), (list, []))}, {"calls": ((dict, {}), (list, [1]))}),
+        ({"pairs": (({"x": 1}, {"x": 1}),)}, {"pairs": (({"x": 1}, {"x": 2}),)}),
+    ],
+)
+def test_facts_hold_or_do_not(held: dict[str, Any], broken: dict[str, Any]) -> None:
+    assert _native.still_hold(Facts(**held))
+    assert not _native.still_hold(Facts(**broken))
+
+
+def test_what_a_fact_raises_is_raised() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        _native.still_hold(Facts(attributes=((Thing, "nothing", 1),)))
+    with pytest.raises(ZeroDivisionError):
+        _native.still_hold(Facts(calls=((lambda: 1 // 0, 1),)))
+    with pytest.raises(TypeError, match="Facts"):
+        _native.still_hold(())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Known"):
+        _native.like(Facts(), T, {}, ())  # type: ignore[arg-type]
+
+
+def test_calls_that_are_like_the_known_one_get_its_parameters() -> None:
+    weight = Parameter(torch.ones(2))
+    owner = {"weight": weight}
+    key = _native.tensor_key([T, T, weight])
+    assert key is not None
+    known = Known(Facts(), ("other",), ((owner, "weight"),), key, None, ("out",))  # type: ignore[arg-type]
+
+    def like(x: Any, inputs: dict[str, Any], outputs: tuple[str, ...] = ("out",)) -> Any:
+        return _native.like(known, x, inputs, outputs)
+
+    assert like(T, {"other": T}) == [weight]
+    for x, inputs in (
+        (T.double(), {"other": T}),
+        (T, {"an": T}),
+        (T, {}),
+        (T, {"other": T, "an": T}),
+        (T, {"other": 1}),
+    ):
+        assert like(x, inputs) is None
+    assert like(T, {"other": T}, ()) is None
+    assert like(torch._neg_view(T), {"other": T}) is None
+    for there in (None, torch.ones(2), Parameter(torch.ones(3))):
+        owner["weight"] = there
+        assert like(T, {"other": T}) is None
+    del owner["weight"]
+    assert like(T, {"other": T}) is None
 
 
 def test_a_call_after_another_sees_what_changed_behind_its_parameters() -> None:

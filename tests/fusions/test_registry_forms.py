@@ -174,6 +174,7 @@ def test_a_backward_that_reads_the_wide_form(cut: bool, monkeypatch: pytest.Monk
     want = run(model, x, leaves)
     if cut:
         monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+        monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
     with only(wide_backward(), fusions.registry.STRETCH):
         plan = model.plan(x)
         assert len(plan.segments) == 1 + cut

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SEGMENT_BYTES = 25 * 2**20  # of parameter gradients
 _SHORT_END = 1 / 16  # of that: too little for a segment of its own
+WORTH_A_NODE = 32  # times what an autograd node takes the host, a segment has to take the device
 
 
 def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
@@ -41,7 +42,7 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     backward = in_running_order(covers.backward)
     found = tuple(
         _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
-        for part in segments(problem, covers)
+        for part in segments(problem, covers, [*forward, *backward])
     )
     taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
     refused = (r for r in covers.refusals if (r.name, r.start, r.stop) not in taken)
@@ -233,12 +234,17 @@ def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kep
 # --------------------------------------------------------------------------------------------------- segments
 
 
-def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
+def segments(problem: Problem, covers: Covers, steps: Iterable[Step]) -> tuple[tuple[int, int], ...]:
     """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
 
-    An end of the list with next to none, as the bias behind the last product, is part of the segment before it.
+    An end of the list with next to none, as the bias behind the last product, is part of the segment before it. So is
+    what takes so little time that the autograd node of a segment would count.
     """
-    graph = problem.graph
+    graph, least = problem.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
+    seconds = [0.0] * (len(problem.nodes) + 1)
+    for step in steps:
+        seconds[step.start] += step.seconds
+    taken = [0.0, *itertools.accumulate(seconds)]
     ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, covers)
     cuts, size, counted = [0], 0, set()
     for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
@@ -249,10 +255,12 @@ def segments(problem: Problem, covers: Covers) -> tuple[tuple[int, int], ...]:
         if following is None:
             break
         beside = any(not n.is_row and n.parameters for n in (node, following))
-        if size >= SEGMENT_BYTES and following.index in ends and beside:
+        long = taken[following.index] - taken[cuts[-1]] >= least
+        if size >= SEGMENT_BYTES and following.index in ends and beside and long:
             cuts.append(following.index)
             size = 0
-    if size < _SHORT_END * SEGMENT_BYTES and len(cuts) > 1:
+    short = size < _SHORT_END * SEGMENT_BYTES or taken[-1] - taken[cuts[-1]] < least
+    if short and len(cuts) > 1:
         cuts.pop()
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
 

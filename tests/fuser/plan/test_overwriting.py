@@ -404,6 +404,7 @@ def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(*parts)
     whole = run(model)
     monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
     cut = mlp(*parts)
     cut.load_state_dict(model.state_dict())
     plan, x = cut.plan(x_of()), x_of()
@@ -425,6 +426,7 @@ def test_two_segments(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_two_segments_keep_is_not_overwritten(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends of a product read the value between them."""
     monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
     parts = [
         ops.Fork("a"),
         ops.GELU("tanh"),
@@ -435,6 +437,7 @@ def test_what_two_segments_keep_is_not_overwritten(ours: None, monkeypatch: pyte
     ]
     model = mlp(*parts)
     monkeypatch.setattr(finish, "SEGMENT_BYTES", 2**30)
+    monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
     whole = mlp(*parts)
     whole.load_state_dict(model.state_dict())
     assert len(whole.plan(x_of()).segments) == 1
