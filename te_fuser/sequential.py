@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from te_fuser import _native
 from te_fuser.flatten import Border, Group, GroupRun, OpList, Part, flatten, qualified, walk_parts
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, named_tensors
-from te_fuser.fuser.run.known import Facts
+from te_fuser.fuser.run.known import Facts, still_hold
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
@@ -125,7 +124,7 @@ class Sequential(OpList):
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         if type(x) not in PLAIN:
             refuse_proxy(x)
-        if self._token is None or not _native.still_hold(self._token):
+        if self._token is None or not still_hold(self._token):
             self._rebuild()
         wanted = self._wanted(outputs) if outputs else ()
         if self._alone is not None:
@@ -143,7 +142,7 @@ class Sequential(OpList):
     def _prepared(self) -> list[Part]:
         if torch.compiler.is_compiling():  # of the reference, into which compilers look; they see no native code
             return flatten(self)
-        if self._token is None or not _native.still_hold(self._token):
+        if self._token is None or not still_hold(self._token):
             self._rebuild()
         return self._parts
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.run.loading import Prepared
     from te_fuser.ops.base import FusableOperation
 
+still_hold = _native.still_hold
 _C = torch._C
 _NO_AUTOCAST = (_C._is_any_autocast_enabled, False)
 _NOBODY_LOOKS = (
