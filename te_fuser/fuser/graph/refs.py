@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from te_fuser.dtypes import name_of
+from te_fuser.dtypes import FLOATING, name_of
 from te_fuser.ops.base import Spec, UnfusedOperation
 
 if TYPE_CHECKING:
@@ -30,6 +30,12 @@ class Form(NamedTuple):
 
 
 AS_MADE = Form()
+
+
+def form_named(name: str) -> tuple[str, torch.dtype | None]:
+    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", float32)."""
+    plain, _, form = name.rpartition(".")
+    return (plain, FLOATING[form]) if plain and form in FLOATING else (name, None)
 
 
 @dataclass(frozen=True, eq=False)

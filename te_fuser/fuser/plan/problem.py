@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.refs import (
     AS_MADE,
     GRADIENT,
@@ -18,6 +17,7 @@ from te_fuser.fuser.graph.refs import (
     Form,
     Ref,
     emitted_ref,
+    form_named,
     gradient_ref,
     parameter_gradient_ref,
     parameter_ref,
@@ -98,12 +98,6 @@ def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, in
                 else:
                     refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
     return found, refusals
-
-
-def form_named(name: str) -> tuple[str, torch.dtype | None]:
-    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", float32)."""
-    plain, _, form = name.rpartition(".")
-    return (plain, FLOATING[form]) if plain and form in FLOATING else (name, None)
 
 
 class Problem:
