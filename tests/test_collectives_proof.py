@@ -14,7 +14,8 @@ import torch.multiprocessing as mp
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.order import waiting_late
-from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 WORLD, ROWS, WIDTH = 2, 5, 16
 Way = tuple[Any, torch.Tensor]

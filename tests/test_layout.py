@@ -75,9 +75,11 @@ ABSTRACT = {
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
+    "te_fuser.ops.row_op",
     "te_fuser.ops.rows",
     "te_fuser.ops.sizes",
     "te_fuser.ops.tensor_function",
+    "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from te_fuser.dtypes import FLOATING, name_of
-from te_fuser.ops.base import Spec, UnfusedOperation
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.ops.base import Spec
 
 
 class Form(NamedTuple):

@@ -20,7 +20,7 @@ from te_fuser.fuser.plan.candidates import (
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
-from te_fuser.ops.base import UnfusedOperation
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node

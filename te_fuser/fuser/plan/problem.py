@@ -28,8 +28,8 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.pattern import may_begin
-from te_fuser.ops.base import Gradient, UnfusedOperation
 from te_fuser.ops.binding import standing_in
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.registry import Fusion
+    from te_fuser.ops.base import Gradient
 
 
 @dataclass(frozen=True)
