@@ -7,40 +7,15 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_fuser
-from te_fuser import fusions, ops
-from te_fuser.formula import row_sum, split
+from te_fuser import ops
 from te_fuser.fuser.plan.device import DEVICES
-from te_fuser.fusions import Details
+from tests.refused import refused
 from tests.twins import assert_as_meant, sequential, tensor
 
 X = tensor(5, 8)
 C = tensor(5, 8, seed=1)
-
-
-class Computed(TorchDispatchMode):
-    """Notes every PyTorch operation on tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() != "aten::promote_types":
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def refused(error, words, call):
-    """`call` raises, its message holds all the words, and nothing was computed before."""
-    with Computed() as mode, pytest.raises(error) as raised:
-        call()
-    assert mode.names == []
-    text = str(raised.value)
-    for word in words:
-        assert re.search(word, text), f"{word!r} is not in {text!r}"
 
 
 def attention(mask="given"):
@@ -418,63 +393,6 @@ def test_double_backward():
             torch.autograd.grad(y.sum(), X, create_graph=True)
 
 
-def test_a_pattern_that_can_never_match():
-    with pytest.raises(ValueError, match=r"fusion 'mine': Linear is lowered .* name those instead"):
-        te_fuser.fusion(forward=[ops.Linear, ops.GELU], name="mine")(lambda m, x: x)
-
-
-def test_a_fusion_that_emits_too_little_for_every_backward():
-    """It is left out, the plan names what is missing, and the model runs without it."""
-
-    @te_fuser.fusion(forward=[ops.MatMul, ops.GELU], name="mine", cost=lambda m: fusions.Cost(seconds=0.0))
-    def mine(m, x):
-        raise AssertionError("must not run")
-
-    try:
-        model = sequential(ops.MatMul(8, 8), ops.GELU(), ops.MatMul(8, 8))
-        (reason,) = (r.reason for r in model.plan(X).refusals if r.name == "mine")
-        assert "mat_mul.output" in reason and "gives only" in reason
-        assert_as_meant(model, X)
-    finally:
-        fusions.unregister("mine")
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    "number", [{"seconds": NAN}, {"read": INF}, {"launches": -1}, {"efficiency": 0}, {"flops": "1"}]
-)
-@pytest.mark.parametrize("whole", [lambda c: c, lambda c: (c, fusions.Cost())])
-def test_a_cost_that_nothing_takes(number, whole):
-    """Of a fusion in one direction, and of one in both."""
-    cost, (name, value) = whole(fusions.Cost(**number)), *number.items()
-    given = {"cost": lambda m: cost, "name": "mine", "details": Details(registered=False)}
-    if isinstance(cost, tuple):
-        body = type("Body", (), {"forward": staticmethod(lambda m, x: x), "backward": staticmethod(lambda m, dy: dy)})
-        mine = te_fuser.fusion(joint=[ops.GELU, ops.SiLU], reads=["input"], **given)(body)
-    else:
-        mine = te_fuser.fusion(forward=[ops.GELU, ops.SiLU], **given)(lambda m, x: x)
-    model = sequential(ops.GELU(), ops.SiLU())
-    with fusions.only(mine):
-        refused(TypeError, [f"^fusion 'mine': its `cost` gives a Cost of {name}={value!r}"], lambda: model(X))
-
-
-def test_costs_where_one_is_wanted():
-    mine = te_fuser.fusion(
-        forward=[ops.GELU, ops.SiLU],
-        cost=lambda m: (fusions.Cost(), fusions.Cost()),
-        name="mine",
-        details=Details(registered=False),
-    )(lambda m, x: x)
-    with fusions.only(mine):
-        refused(
-            TypeError,
-            ["fusion 'mine': its `cost` gives tuple, not a Cost"],
-            lambda: sequential(ops.GELU(), ops.SiLU())(X),
-        )
-
-
 @pytest.mark.parametrize("given", [nn.Linear(8, 8), nn.Linear, ops.GELU, te_fuser.Sequential(ops.GELU()), None])
 def test_a_fuser_of_what_is_no_op(given):
     words = [
@@ -494,7 +412,9 @@ def test_a_device_that_is_no_name():
     assert model.plan(X, device=DEVICES["h100"]).device.name == "h100"
 
 
-@pytest.mark.parametrize("effort", [{"rounds": 0}, {"rounds": 1.5}, {"seconds": 0}, {"seconds": NAN}, {"margin": 1.0}])
+@pytest.mark.parametrize(
+    "effort", [{"rounds": 0}, {"rounds": 1.5}, {"seconds": 0}, {"seconds": float("nan")}, {"margin": 1.0}]
+)
 def test_an_effort_that_measures_nothing(effort):
     (name,) = effort
     refused(ValueError, [f"^{name} "], lambda: sequential(ops.GELU()).tune(X, **effort))
@@ -504,86 +424,6 @@ def test_generated_kernels_that_cannot_be_had(monkeypatch):
     monkeypatch.setattr("te_fuser.codegen.compiler.find_compiler", lambda *a, **k: None)
     model, x = te_fuser.Sequential(ops.GELU(), kernels="generated"), X.detach().float()
     refused(RuntimeError, ["generated kernels were asked for, but no C.. compiler was found"], lambda: model(x))
-
-
-class Typo(ops.RowOp):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def compute(self, x, wieght):
-        return x * wieght
-
-
-class Narrow(ops.RowOp):
-    def compute(self, x):
-        return split(x, 2)[0]
-
-    def infer(self, x):
-        return x
-
-
-class Starred(ops.RowOp):
-    def compute(self, x, *others):
-        return x
-
-
-class Default(ops.RowOp):
-    def compute(self, x, factor=3.0):
-        return x * factor
-
-
-class Nothing(ops.RowOp):
-    pass
-
-
-def formula(f):
-    class Given(ops.RowOp):
-        def compute(self, x):
-            return f(x)
-
-    return Given
-
-
-USE_FORMULA = "a formula is written with the functions of te_fuser.formula"
-FORMULAS = {
-    "one_per_row": (
-        formula(row_sum),
-        ValueError,
-        [r"^op 1 \(Given '1'\)", "a value for every feature, got one per row"],
-    ),
-    "a_function_of_torch": (formula(torch.tanh), TypeError, [r"^op 1 \(Given '1'\)", USE_FORMULA]),
-    "a_method": (formula(lambda x: x.tanh()), TypeError, [r"^op 1 \(Given '1'\)", "no attribute 'tanh'", USE_FORMULA]),
-    "an_index": (formula(lambda x: x[0]), TypeError, [r"^op 1 \(Given '1'\)", USE_FORMULA]),
-    "a_branch": (formula(lambda x: x if x > 0 else -x), TypeError, [r"^op 1 \(Given '1'\)", "use where"]),
-    "a_tuple": (formula(lambda x: (x, x)), TypeError, [r"^op 1 \(Given '1'\)", "expressions and numbers, not tuple"]),
-    "thirds_of_eight": (formula(lambda x: split(x, 3)[0]), ValueError, [r"^op 1 \(Given '1'\)", "8 features into 3"]),
-    "another_width": (
-        Narrow,
-        ValueError,
-        [r"^op 1 \(Narrow '1'\): compute\(\) gives 4 features, infer\(\) says 8", r"with_features\(4\)"],
-    ),
-    "a_misspelt_parameter": (
-        Typo,
-        ValueError,
-        [r"^op 1 \(Typo '1'\) reads 'wieght'", r"parameters that compute\(\) does not take: weight"],
-    ),
-    "starred": (Starred, TypeError, [r"Starred.compute takes \*others: its arguments after x are tensors"]),
-    "a_default": (
-        Default,
-        TypeError,
-        [r"Default.compute takes factor=3.0", r"an attribute of the op, read as self\.factor"],
-    ),
-    "none_at_all": (Nothing, TypeError, [r"Nothing has no formula: define compute\(self, x, \.\.\.\)"]),
-}
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_formulas(name):
-    kind, error, words = FORMULAS[name]
-    model = te_fuser.Sequential(ops.GELU(), kind(), kernels="reference")
-    x = X.detach()
-    refused(error, words, lambda: model(x))
 
 
 class Lying(ops.UnfusedOperation):
@@ -609,25 +449,6 @@ def test_an_op_that_gives_another_shape_than_it_declares(forward, kernels):
     model = te_fuser.Sequential(ops.GELU(), Lying(forward), ops.GELU(), kernels=kernels)
     with pytest.raises(ValueError, match=r"has 20 elements, planned were 40 \(5 x 8\).*another shape than it declares"):
         model(X.detach().float().requires_grad_()).sum().backward()
-
-
-def test_a_fusion_that_gives_another_shape_than_its_ops():
-    def lie(x, weight):
-        return (x @ weight.t())[:, :4]
-
-    declared = te_fuser.fusion(
-        forward=[ops.MatMul],
-        name="lie",
-        details=Details(takes=("input", "0.weight")),
-        cost=lambda m: fusions.Cost(seconds=0.0),
-    )
-    try:
-        declared(lie)
-        model = te_fuser.Sequential(ops.MatMul(8, 8), ops.GELU())
-        with pytest.raises(ValueError, match=r"has 20 elements, planned were 40 \(5 x 8\)"):
-            model(X.detach().float())
-    finally:
-        fusions.unregister("lie")
 
 
 # ------------------------------------------------------------------------------------ what is no bad input

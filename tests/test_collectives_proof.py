@@ -13,8 +13,9 @@ import torch.multiprocessing as mp
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import finish
-from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
+from te_fuser.fuser.plan.order import waiting_late
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 WORLD, ROWS, WIDTH = 2, 5, 16
 Way = tuple[Any, torch.Tensor]
@@ -168,10 +169,10 @@ def test_what_is_under_way_is_waited_for_late(alone: None) -> None:
 def test_a_step_that_waits_stands_before_its_first_reader() -> None:
     model = te_fuser.Sequential(Later(), ops.MatMul(WIDTH, WIDTH), ops.GELU(), kernels="reference")
     start, wait, product, gelu = model.plan(torch.randn(4, WIDTH)).forward
-    assert finish.waiting_late([start, wait, product, gelu]) == [start, wait, product, gelu]
+    assert waiting_late([start, wait, product, gelu]) == [start, wait, product, gelu]
     between = replace(gelu, inputs=(), outputs=())
-    assert finish.waiting_late([start, wait, between, between, product]) == [start, between, between, wait, product]
-    assert finish.waiting_late([start, wait, between]) == [start, between, wait]
+    assert waiting_late([start, wait, between, between, product]) == [start, between, between, wait, product]
+    assert waiting_late([start, wait, between]) == [start, between, wait]
 
 
 class Doubled(UnfusedOperation):

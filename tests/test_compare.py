@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,36 @@ def test_distances_are_those_of_all_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     assert pieces.rms == pytest.approx(whole.rms) == pytest.approx((a - b).double().square().mean().sqrt().item())
     a[3, 4] = torch.nan
     assert distance(a, b).largest == float("inf") and distance(a, a) == Distance()
+
+
+def test_tolerance_is_twice_plain_and_an_ulp() -> None:
+    data = {"x": torch.linspace(1.0, 2.0, 1000)}
+
+    def evaluate(given: Any, exact: bool) -> Any:
+        # Plain PyTorch errs by 1e-5 here, whatever the data.
+        return {"y": given["x"] * 1.0 if exact else given["x"] * (1 + 1e-5)}
+
+    for factor, passes in ((1.0, True), (1.9, True), (2.2, False)):
+        (row,) = judge("case", {"y": data["x"] * (1 + factor * 1e-5)}, data, evaluate)
+        assert row.passed is passes
+        assert abs(row.allowed - 2e-5) < 1e-6
+
+
+def test_root_mean_square_error_counts() -> None:
+    data = {"x": torch.linspace(1.0, 2.0, 1000)}
+
+    def evaluate(given: Any, exact: bool) -> Any:
+        y = given["x"].clone()
+        if not exact:
+            y[0] += 1e-3  # one element of plain PyTorch errs
+        return {"y": y}
+
+    (row,) = judge("case", {"y": data["x"] + 5e-4}, data, evaluate)
+    assert row.error <= row.allowed and row.rms_error > row.rms_allowed and not row.passed
+    assert "root-mean-square" in str(row)
+
+
+def test_infinities_and_nan_in_the_same_place_are_equal() -> None:
+    a = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    assert distance(a, a.double()).largest == 0.0
+    assert distance(a, a.flip(0).double()).largest == float("inf")

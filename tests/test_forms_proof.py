@@ -12,7 +12,8 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import keep_mask, split, tanh
 from te_fuser.fusions import Cost, fusion, unregister
-from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.needs import needs_compiler
 
 WIDTH = 24

@@ -64,6 +64,8 @@ FUSER = {
     "tune": {"graph", "steps", "plan", "run"},
     "show": {"graph", "steps", "plan", "run"},
 }
+# How many modules of the fuser, one running on the next, loading any of them passes.
+DEEPEST = 9
 # The modules of the C++ target, in the same way.
 CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 # What the fuser may know of the two parts that hold concrete ops and fusions.
@@ -73,9 +75,11 @@ ABSTRACT = {
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
+    "te_fuser.ops.row_op",
     "te_fuser.ops.rows",
     "te_fuser.ops.sizes",
     "te_fuser.ops.tensor_function",
+    "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
@@ -181,6 +185,17 @@ def test_a_call_goes_through_the_rooms_of_the_fuser_once(path):
         return
     found = {name.split(".")[2] for name, _ in imports(path) if name.startswith("te_fuser.fuser.")}
     assert found <= {room, *FUSER[room]}, f"{module_of(path)}: {room} may know {sorted(FUSER[room])}"
+
+
+def test_loading_a_module_of_the_fuser_goes_nine_deep_at_most():
+    """What stands under TYPE_CHECKING is not loaded."""
+    loads = {
+        module_of(path): {n for n, at_head in imports(path) if at_head} for path in (PACKAGE / "fuser").rglob("*.py")
+    }
+    depths: dict[str, int] = {}
+    for module in TopologicalSorter(loads).static_order():
+        depths[module] = 1 + max((depths[m] for m in loads.get(module, ())), default=0) if module in loads else 0
+    assert max(depths.values()) <= DEEPEST, sorted((d, m) for m, d in depths.items() if d >= DEEPEST)
 
 
 @pytest.mark.parametrize("stem", CPP)

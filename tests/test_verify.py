@@ -13,12 +13,10 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.codegen.compiler import find_compiler
-from te_fuser.compare import distance, judge, same_bits
+from te_fuser.compare import same_bits
 from te_fuser.formula.random import threshold
-from te_fuser.fusions import Cost, Details, Fusion, OneOf, Optional, Repeat, fusion
+from te_fuser.fusions import Cost, Details, Fusion, fusion
 from te_fuser.verify import VerificationError, VerifyReport, models, verify
-from te_fuser.verify.cases import LAYOUTS
-from te_fuser.verify.examples import examples, expand
 from tests.twins import randomize
 
 # Of verify's three dtypes, the one that is cheapest and the one that is hardest.
@@ -366,26 +364,6 @@ def test_what_cannot_be_verified() -> None:
         te_fuser.verify(ops.GELU(), outputs=("before",))
 
 
-# ------------------------------------------------------------------------------------------------ example lists
-
-
-def test_patterns_are_expanded() -> None:
-    pattern = (ops.MatMul, Optional(ops.Bias), OneOf(ops.GELU, ops.ReLU), Repeat(ops.Identity, 0))
-    kinds = [[kind.__name__ for kind in found] for found in expand(pattern)]
-    assert ["MatMul", "Bias", "GELU", "Identity"] in kinds
-    assert ["MatMul", "ReLU"] in kinds or ["MatMul", "ReLU", "Identity"] in kinds
-    assert len(kinds) <= 12
-
-
-def test_examples_match_and_fit_together() -> None:
-    pattern = [ops.Fork, ops.LayerNorm, ops.MatMul, ops.Add, ops.AdaptiveLayerNorm, ops.DropPath, ops.SwiGLU]
-    entry = fusion(forward=pattern, name="long", details=Details(registered=False))(lambda m, x: x)
-    found = list(examples(entry, 16, torch.Generator().manual_seed(0)))
-    assert all(list(entry.stops(e.ops, 0)) == [len(pattern)] for e in found)
-    changed = {e.label.rpartition(" with ")[2] for e in found if e.changed}
-    assert {"bias=False", "zero_centered_gamma=True", "gate_first=False"} <= changed
-
-
 # ------------------------------------------------------------------------------------------------------ models
 
 
@@ -498,121 +476,3 @@ def test_a_model_that_takes_no_example_says_so() -> None:
     model = te_fuser.Sequential(ops.DotProductAttention(2, 4, mask="given"), kernels="reference")
     with pytest.raises(VerificationError, match="attention_mask"):
         verify(model)
-
-
-# ----------------------------------------------------------------------------------------- Sequential(verify=True)
-
-
-def test_verified_steps_give_the_normal_result() -> None:
-    plain, watched = (transformer_block(kernels="reference", verify=v) for v in (False, True))
-    x = torch.randn(6, 16, requires_grad=True)
-    torch.manual_seed(0)
-    y = plain(x)
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    torch.manual_seed(0)
-    z = watched(x)
-    (dz,) = torch.autograd.grad(z.sum(), x)
-    assert torch.equal(y, z) and torch.equal(dx, dz)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_verified_steps_in_every_dtype(dtype: torch.dtype) -> None:
-    model = transformer_block(kernels="reference", verify=True).to(dtype)
-    x = torch.randn(2, 9, 16, dtype=dtype, requires_grad=True)
-    model(x).sum().backward()
-
-
-def test_verified_steps_under_autocast() -> None:
-    model = transformer_block(kernels="reference", verify=True)
-    x = torch.randn(6, 16, requires_grad=True)
-    with torch.autocast("cpu"):
-        y = model(x)
-    y.float().square().sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_wrong_forward_step_is_named() -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], details=Details(registered=False))(forgets_bias_quietly)
-    free = te_fuser.fusions.only(with_cost(wrong))
-    with (
-        free,
-        torch.no_grad(),
-        pytest.raises(VerificationError, match="forward step 'forgets_bias_quietly' over op 1 .*ReLU"),
-    ):
-        model(torch.randn(3, 8))
-
-
-def test_a_wrong_backward_step_is_named() -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))(
-        sums_too_few_rows
-    )
-    with te_fuser.fusions.only(with_cost(wrong)):
-        y = model(torch.randn(3, 8))
-        with pytest.raises(VerificationError, match="backward step 'sums_too_few_rows'.*gradient of bias"):
-            y.sum().backward()
-
-
-def test_a_step_that_overwrites_its_input_is_named() -> None:
-    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(
-        overwrites_its_input
-    )
-    with te_fuser.fusions.only(with_cost(wrong)), pytest.raises(VerificationError, match="changed its input"):
-        model(torch.randn(3, 8))
-
-
-def forgets_bias_quietly(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x)
-
-
-def with_cost(entry: Fusion) -> Fusion:
-    return dataclasses.replace(entry, cost=lambda m: Cost(seconds=0.0))
-
-
-# ---------------------------------------------------------------------------------------------------- comparing
-
-
-def test_tolerance_is_twice_plain_and_an_ulp() -> None:
-    data = {"x": torch.linspace(1.0, 2.0, 1000)}
-
-    def evaluate(given: Any, exact: bool) -> Any:
-        # Plain PyTorch errs by 1e-5 here, whatever the data.
-        return {"y": given["x"] * 1.0 if exact else given["x"] * (1 + 1e-5)}
-
-    for factor, passes in ((1.0, True), (1.9, True), (2.2, False)):
-        (row,) = judge("case", {"y": data["x"] * (1 + factor * 1e-5)}, data, evaluate)
-        assert row.passed is passes
-        assert abs(row.allowed - 2e-5) < 1e-6
-
-
-def test_root_mean_square_error_counts() -> None:
-    data = {"x": torch.linspace(1.0, 2.0, 1000)}
-
-    def evaluate(given: Any, exact: bool) -> Any:
-        y = given["x"].clone()
-        if not exact:
-            y[0] += 1e-3  # one element of plain PyTorch errs
-        return {"y": y}
-
-    (row,) = judge("case", {"y": data["x"] + 5e-4}, data, evaluate)
-    assert row.error <= row.allowed and row.rms_error > row.rms_allowed and not row.passed
-    assert "root-mean-square" in str(row)
-
-
-def test_infinities_and_nan_in_the_same_place_are_equal() -> None:
-    a = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
-    assert distance(a, a.double()).largest == 0.0
-    assert distance(a, a.flip(0).double()).largest == float("inf")
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_keep_the_numbers(name: str) -> None:
-    t = torch.randn(3, 4, 5, 2)
-    laid = LAYOUTS[name](t)
-    assert laid.shape == t.shape
-    if name not in ("same rows", "ones"):
-        assert torch.equal(laid, t)
-    if name != "contiguous":
-        assert not laid.is_contiguous() or laid.data_ptr() % 16

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from te_fuser.codegen.description import KernelDescription
-from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
+from te_fuser.formula.traversal import topological
 
 _LOAD_COSTS = {"float32": 1, "bfloat16": 2, "float16": 8}  # rough instruction counts for one vector
 _BUFFER_ABOVE = 8  # a value this dear is kept for the next loop instead of being computed again

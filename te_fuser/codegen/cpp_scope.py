@@ -9,7 +9,8 @@ from te_fuser.codegen.cpp_schedule import CpuSchedule, Loop, has_features
 from te_fuser.codegen.cpp_text import ATOM, COMPARISON, PRODUCT, SUM, CppNames, Fragment, literal, part_name, plus
 from te_fuser.codegen.description import KernelDescription, Load, Store
 from te_fuser.codegen.text import COMPARISONS, Lines
-from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.expr import Axes, Expr
+from te_fuser.formula.traversal import topological
 
 _INFIX = {"add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT)}
 _LONGEST = 64  # characters of an expression before it gets a name of its own

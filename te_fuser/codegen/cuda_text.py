@@ -125,5 +125,5 @@ def _role(e: Expr) -> str:
 
 def part_role(e: Expr) -> str:
     """The name of a tensor, with the number of the part where only a part of it is meant."""
-    name, offset, full = e.attrs[0], e.attrs[-2], e.attrs[-1]
-    return name if e.width == full or not e.axes & Axes.FEATURE else f"{name}_{offset // e.width}"
+    name, offset = e.attrs[0], e.attrs[-2]
+    return f"{name}_{offset // e.width}" if e.is_part else name

@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from te_fuser.formula import expr
-from te_fuser.formula.expr import Axes, Expr, part, render_together, topological
+from te_fuser.formula.expr import Axes, Expr, part
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.reductions import extreme, sum_features
+from te_fuser.formula.rendering import render_together
 from te_fuser.formula.substitution import over, substitute
+from te_fuser.formula.traversal import topological
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ import networkx
 
 from te_fuser.codegen.description import KernelDescription, Load, Store
 from te_fuser.codegen.text import COMPARISONS
-from te_fuser.formula.expr import Axes, Expr, leaf, topological
+from te_fuser.formula.expr import Axes, Expr, leaf
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
+from te_fuser.formula.traversal import topological
 
 
 class Kind(str, enum.Enum):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from te_fuser.formula.expr import ZERO, Axes, Expr, add, concat, const, is_const, mul, part, topological
+from te_fuser.formula.expr import ZERO, Axes, Expr, add, concat, const, is_const, mul, part
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.reductions import sum_features
+from te_fuser.formula.traversal import topological
 
 
 def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:

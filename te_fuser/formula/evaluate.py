@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.random import RandomStream
+from te_fuser.formula.traversal import topological
 
 
 class Interpreter:

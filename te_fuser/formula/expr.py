@@ -10,14 +10,14 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from te_fuser.formula.traversal import Deep, deep, topological
+from te_fuser.formula.rendering import render
+from te_fuser.formula.traversal import Deep, deep
 
 
 class Axes(enum.IntFlag):
@@ -113,6 +113,11 @@ class Expr:
     def reduces(self) -> bool:
         """Whether this is a row reduction."""
         return self.depth > max((a.depth for a in self.args), default=0)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this leaf, or named output, has a part of its tensor's features alone."""
+        return bool(self.axes & Axes.FEATURE) and self.width != self.attrs[-1]
 
 
 def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, width: int) -> Expr:
@@ -459,50 +464,3 @@ def rebuild(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...]) -> Expr:
     if op == "value":
         return value(attrs[0], args[0])
     return pointwise(op, *args, attrs=attrs)
-
-
-# ------------------------------------------------------------------------------------------------ text
-
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
-
-
-def render(e: Expr) -> str:
-    """The expression as one line of text; what a long one uses more than once gets a name, t0, t1, ..., before it."""
-    steps, (text,) = render_together([e])
-    return "; ".join([*steps, text])
-
-
-def render_together(roots: Iterable[Expr]) -> tuple[list[str], list[str]]:
-    """Each expression as text, over names t0, t1, ... for what long ones use or share: ("t0 = ...", ...), texts."""
-    roots = list(roots)
-    order = topological(roots)
-    sizes: dict[int, int] = {}
-    uses: dict[int, int] = {}
-    for node in order:
-        sizes[id(node)] = 1 + sum(sizes[id(a)] for a in node.args)
-    for a in itertools.chain(roots, *(node.args for node in order)):
-        uses[id(a)] = uses.get(id(a), 0) + 1
-    named = sum(sizes[id(r)] for r in roots) > _READABLE
-    texts: dict[int, str] = {}
-    steps: list[str] = []
-    for node in order:
-        texts[id(node)] = _text(node, [texts[id(a)] for a in node.args])
-        if named and node.args and uses[id(node)] > 1:
-            steps.append(f"t{len(steps)} = {texts[id(node)]}")
-            texts[id(node)] = f"t{len(steps) - 1}"
-    return steps, [texts[id(r)] for r in roots]
-
-
-_READABLE = 60  # nodes, counted as often as they are written
-
-
-def _text(e: Expr, args: list[str]) -> str:
-    if e.op == "const":
-        return str(e.attrs[0])
-    if e.op in ("input", "keep", "value"):
-        name, offset, full = e.attrs[0], e.attrs[-2], e.attrs[-1]
-        text = name if e.width == full or not e.axes & Axes.FEATURE else f"{name}[{offset}:{offset + e.width}]"
-        return text if e.op == "input" else f"{e.op}({text})"
-    if e.op in _INFIX:
-        return f"({args[0]} {_INFIX[e.op]} {args[1]})"
-    return f"{e.op}({', '.join([*args, *map(str, e.attrs)])})"

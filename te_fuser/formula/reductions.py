@@ -6,18 +6,16 @@ from te_fuser.formula.expr import (
     ONE,
     ZERO,
     Axes,
-    Deep,
     Expr,
     add,
     const,
-    deep,
     div,
     is_scaled,
     make,
     mul,
     sub,
-    topological,
 )
+from te_fuser.formula.traversal import Deep, deep, topological
 
 
 def row_sum(e: Expr) -> Expr:

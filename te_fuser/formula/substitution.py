@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from te_fuser.formula.expr import Expr, broadcast, concat, make, rebuild, topological
+from te_fuser.formula.expr import Expr, broadcast, concat, make, rebuild
 from te_fuser.formula.reductions import extreme, sum_features
+from te_fuser.formula.traversal import topological
 
 
 def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) -> list[Expr]:

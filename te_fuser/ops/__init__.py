@@ -5,7 +5,7 @@ from te_fuser.ops.add import Add
 from te_fuser.ops.attention_heads import Apart
 from te_fuser.ops.attention_mask import AttentionMask
 from te_fuser.ops.attention_scores import AttentionScores
-from te_fuser.ops.base import FusableOperation, NamedInput, RowOp, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, NamedInput
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.cast import Cast
@@ -33,6 +33,7 @@ from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.scale import Scale
 from te_fuser.ops.sigmoid import Sigmoid
 from te_fuser.ops.silu import SiLU
@@ -40,6 +41,7 @@ from te_fuser.ops.softmax import Softmax
 from te_fuser.ops.srelu import SReLU
 from te_fuser.ops.take import Take
 from te_fuser.ops.tanh import Tanh
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 __all__ = [
     "GEGLU",

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from te_fuser.formula import Axes
-from te_fuser.ops.base import NamedInput, RowOp, Spec
+from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.checks import check_batch_dim, check_features, check_name, feature_size
 from te_fuser.ops.layer_norm import normalize
 from te_fuser.ops.parameters import alike
+from te_fuser.ops.row_op import RowOp
 
 _AXES = {"sample": Axes.SAMPLE_FEATURES, "row": Axes.FULL}
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import NamedInput, RowOp, Spec
+from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.checks import check_name
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.tensor_function import TorchFunction
 
 

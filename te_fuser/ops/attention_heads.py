@@ -102,6 +102,28 @@ class Heads:
         heads = t.view(*t.shape[:2], self.kv_heads, per_group, t.shape[-1] // (self.kv_heads * per_group))
         return heads.permute(batch, 2, 3, sequence, 4)
 
+    @property
+    def features(self) -> int:
+        """Those of the main input."""
+        raise NotImplementedError
+
+    def _taken(self) -> tuple[str, str]:
+        """What the main input holds and how that makes `features`, and what to do where it has others."""
+        raise NotImplementedError
+
+    def check(self, op: str, x: Spec) -> None:
+        """Raise, in words, when x cannot be the main input.
+
+        Raises:
+            ValueError: wrong number of dimensions or features.
+            TypeError: not a floating-point tensor.
+        """
+        self._check_rows(op, x)
+        if x.features != self.features:
+            takes, do = self._taken()
+            raise ValueError(f"{op} takes {takes} = {self.features} features, got {x.features}: {do}")
+        self._check_dtype(op, x)
+
     def _check_rows(self, op: str, x: Spec) -> None:
         if len(x.shape) != 3:
             raise ValueError(f"{op} takes {_ORDER[self.layout]}, got {len(x.shape)} dimensions: {list(x.shape)}")
@@ -136,21 +158,10 @@ class PackedHeads(Heads):
         """The packed size."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
-    def check(self, op: str, x: Spec) -> None:
-        """Raise, in words, when x cannot be packed heads.
-
-        Raises:
-            ValueError: wrong number of dimensions or features.
-            TypeError: not a floating-point tensor.
-        """
-        self._check_rows(op, x)
-        if x.features != self.features:
-            raise ValueError(
-                f"{op} takes packed queries, keys and values of (heads + 2 * kv_heads) * head_dim = "
-                f"({self.heads} + 2 * {self.kv_heads}) * {self.head_dim} = {self.features} features, got {x.features}: "
-                f"give the projection before it {self.features} output features"
-            )
-        self._check_dtype(op, x)
+    def _taken(self) -> tuple[str, str]:
+        sizes = f"({self.heads} + 2 * {self.kv_heads}) * {self.head_dim}"
+        takes = f"packed queries, keys and values of (heads + 2 * kv_heads) * head_dim = {sizes}"
+        return takes, f"give the projection before it {self.features} output features"
 
     def reading(self, x: Spec) -> str:
         """Which dimension of x is which, and how its features are packed."""
@@ -248,20 +259,9 @@ class ApartHeads(Heads):
         sizes = {"key": self.head_dim, "value": self.value_dim, "key_value": self.head_dim + self.value_dim}
         return self.kv_heads * sizes[argument]
 
-    def check(self, op: str, x: Spec) -> None:
-        """Raise, in words, when x cannot be queries.
-
-        Raises:
-            ValueError: wrong number of dimensions or features.
-            TypeError: not a floating-point tensor.
-        """
-        self._check_rows(op, x)
-        if x.features != self.features:
-            raise ValueError(
-                f"{op} takes queries of heads * head_dim = {self.heads} * {self.head_dim} = {self.features} features, "
-                f"got {x.features}: keys and values are inputs of their own"
-            )
-        self._check_dtype(op, x)
+    def _taken(self) -> tuple[str, str]:
+        takes = f"queries of heads * head_dim = {self.heads} * {self.head_dim}"
+        return takes, "keys and values are inputs of their own"
 
     def check_others(self, op: str, x: Spec, others: Mapping[str, Spec]) -> None:
         """Raise, in words, when the named inputs cannot be keys and values for queries x.

@@ -1,29 +1,24 @@
 """What an operation is: a module that is one step of a model, owns its parameters, and says its meaning.
 
-Row operations give a formula (`RowOp.compute`); opaque ones give a forward and gradients on tensors
-(`UnfusedOperation`). Neither knows how it will be fused or on what it will run.
+Row operations give a formula (`row_op.RowOp`); opaque ones give a forward and gradients on tensors
+(`unfused_operation.UnfusedOperation`). Neither knows how it will be fused or on what it will run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.utils.parametrize
 
-from te_fuser.formula import expr, random
+from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.binding import Binding, PlannedParametrizations, has_tensor
-from te_fuser.ops.checks import check_features, check_floating
+from te_fuser.ops.binding import Binding, PlannedParametrizations
 from te_fuser.ops.parameters import alike, of_kind, randomized
-from te_fuser.ops.rows import as_rows, batch_layout, parameter_axes, rounds, whole
 from te_fuser.ops.sizes import exact, rounded_up
 
 
@@ -329,186 +324,6 @@ class FusableOperation(torch.nn.Module):
         hidden = ("training", "revision")
         plain = {k: v for k, v in vars(self).items() if isinstance(v, (int, float, str, bool)) and k not in hidden}
         return ", ".join(f"{k}={v}" for k, v in plain.items() if not k.startswith("_"))
-
-
-class RowOp(FusableOperation):
-    """An op that is pointwise or reduces over the features of a row: it is given by its formula.
-
-    `compute(self, x, ...)` is written with `te_fuser.formula`; its further arguments are parameters and extra inputs
-    by name. On tensors (rows of features) it is the reference, on symbols it gives gradient and kernels.
-    """
-
-    family = True
-    inputs: ClassVar[Mapping[str, NamedInput]] = {}
-    promotes: ClassVar[bool] = False  # whether a wider dtype of a named input is the output's too, as in x + other
-    sized: ClassVar[bool] = False  # whether it is made for inputs of so many `features`, where these are no None
-
-    def compute(self, x: Any, *args: Any) -> Any:
-        """The formula."""
-        raise NotImplementedError(f"{type(self).__name__} must define compute(self, x, ...)")
-
-    def arguments(self) -> tuple[str, ...]:
-        """The names of compute's arguments after x.
-
-        Raises:
-            TypeError: when there is no formula, or an argument that is neither a tensor's name nor `name=None`.
-        """
-        return tuple(_arguments(type(self).compute, type(self).__name__))
-
-    def required(self) -> tuple[str, ...]:
-        """Those of `arguments` that must be there."""
-        found = _arguments(type(self).compute, type(self).__name__)
-        return tuple([name for name, optional in found.items() if not optional])
-
-    def parameter_names(self) -> tuple[str, ...]:
-        """The arguments of compute that are tensors of this op: parameters, buffers, computed ones."""
-        return tuple([name for name in self.arguments() if has_tensor(self, name)])
-
-    def named_inputs(self) -> Mapping[str, NamedInput]:
-        """By default every argument of compute that is no parameter is an extra input of that name."""
-        return {
-            name: self.inputs.get(name, NamedInput(name))
-            for name in self.arguments()
-            if name not in self._parameters and name not in self.parameter_names()
-        }
-
-    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the output for an input of `dtype`."""
-        return dtype
-
-    def result_dtype(self, x: torch.dtype, named: Iterable[torch.dtype]) -> torch.dtype:
-        """The dtype of the output, the named inputs considered."""
-        return functools.reduce(torch.promote_types, named if self.promotes else (), self.output_dtype(x))
-
-    def infer(self, x: Spec) -> Spec:
-        """The rows of x with as many features as the formula gives, the dtype that `output_dtype` says.
-
-        Raises:
-            TypeError: when x holds no floating-point numbers.
-            ValueError: when x has other features than the op was made for.
-        """
-        features = getattr(self, "features", None) if self.sized else None
-        if features is not None:
-            check_features(self, x, features)
-        check_floating(x)
-        shape = (*x.shape[:-1], self._width(x.features)) if x.shape else ()
-        return Spec(shape, self.output_dtype(x.dtype), x.device)
-
-    def _width(self, features: int) -> int:
-        """How many features the formula gives for so many; as many, where it cannot be read (planning says why)."""
-        given = self.named_inputs()
-        arguments = [self._symbol(name, given.get(name), features) for name in self.arguments()]
-        try:
-            made = self.compute(expr.leaf("x", Axes.FULL, features), *arguments)
-            y = expr.lift(self.given_by(made, "compute()")["output"])
-        except (ValueError, TypeError, AttributeError):
-            return features
-        return y.width if y.axes & Axes.FEATURE else features
-
-    def _symbol(self, name: str, given: NamedInput | None, features: int) -> expr.Expr | None:
-        """An argument of compute as a symbol, as far as the op alone knows it."""
-        tensor = getattr(self, name, None)
-        if isinstance(tensor, torch.Tensor):
-            return expr.leaf(name, parameter_axes(tensor.shape), tensor.numel())
-        return None if given is None else expr.leaf(name, Axes.FULL if given.axes is None else given.axes, features)
-
-    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output."""
-        return self.references(call, x)["output"]
-
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        rows = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)).to(wide)
-        given = self.named_inputs()
-        axes = {name: g.axes for name, g in given.items()}
-        stream = call.random or random.RandomStream(0, 0, 0, *batch_layout(x.shape, self.batch_dim()))
-        tensors = {name: call.get(name) for name in self.arguments()}
-        arguments = [t if t is None else as_rows(t.to(wide), axes.get(n), rows, stream) for n, t in tensors.items()]
-        # Where nothing is drawn, a compiler that traces this sees plain operations alone.
-        with random.using(stream) if self.draws() else contextlib.nullcontext():
-            made = self.given_by(self.compute(rows, *arguments), "compute()")
-        named = [tensor.dtype for name in given if (tensor := call.get(name)) is not None]
-        main = whole(made["output"], rows)
-        out = Spec((*x.shape[:-1], main.shape[-1]), self.result_dtype(x.dtype, named), x.device)
-        specs = {"output": out, **{name: self.named_output(name, out) for name in self.named_outputs()}}
-        exact = x.dtype == torch.float64 and not rounds()
-        found = {name: whole(made[name], rows) if name in self.values else main for name in specs}
-        return {
-            name: y.to(x.dtype if exact else specs[name].dtype).reshape(*x.shape[:-1], y.shape[-1])
-            for name, y in found.items()
-        }
-
-
-@functools.lru_cache(1024)
-def _arguments(compute: Callable[..., Any], op: str) -> Mapping[str, bool]:
-    """The names of a formula's arguments after self and x, and whether they may be None."""
-    if compute is RowOp.compute:
-        raise TypeError(f"{op} has no formula: define compute(self, x, ...)")
-    _, _, *others = inspect.signature(compute).parameters.values()
-    for p in others:
-        if p.kind is not p.POSITIONAL_OR_KEYWORD:
-            raise TypeError(f"{op}.compute takes {p}: its arguments after x are tensors, each by its name")
-        if p.default not in (p.empty, None):
-            raise TypeError(
-                f"{op}.compute takes {p}: what is no tensor is an attribute of the op, read as self.{p.name}"
-            )
-    return {p.name: p.default is None for p in others}
-
-
-class UnfusedOperation(FusableOperation):
-    """An op with its own forward and gradients on tensors.
-
-    Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}); `reads` names
-    what op_backward reads, `emits` what op_forward gives it by `call.emit`. An op whose gradients can run apart
-    lists them in `gradients` instead. With `values` it gives all outputs by name, and each node of its backward has the
-    gradient of a value as `call.get("d_name")`: None, as dy itself, where nobody gives one.
-    """
-
-    family = True
-    reads: ClassVar[tuple[str, ...]] = ("input",)
-    # op_wait(call, started) -> the output, of an op whose op_forward only starts something: others may run in between.
-    op_wait: ClassVar[Callable[..., Any] | None] = None
-    input_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # that it takes for x beside those that row ops take
-    takes_gradients_in: ClassVar[tuple[torch.dtype, ...]] = ()  # of its outputs, beside these outputs' own dtypes
-    non_differentiable: ClassVar[tuple[str, ...]] = ()  # its outputs that have no gradient, beside those of integers
-
-    def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
-        """The bytes of each of `emits`, for the plan; what is missing counts as none."""
-        return {}
-
-    def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
-        """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
-        return 0
-
-    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
-        return (Gradient(("input", *names), self.reads, "whole_backward"),)
-
-    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple([name for gradient in self.gradients(names) for name in gradient.by_attributes])
-
-    def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
-        """The output for x; with `values`, {"output": y, name: z, ...}."""
-        raise NotImplementedError(f"{type(self).__name__} must define op_forward(self, call, x)")
-
-    def op_backward(self, call: OpCall, dy: Any) -> Any:
-        """dx, or (dx, {name: gradient})."""
-        raise NotImplementedError(f"{type(self).__name__} must define op_backward(self, call, dy)")
-
-    def whole_backward(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """op_backward as one node of the graph."""
-        result = self.op_backward(call, dy)
-        dx, others = result if isinstance(result, tuple) else (result, {})
-        return {"input": dx, **others}
-
-    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
-        """op_forward, recorded by autograd: so verify checks op_backward against it."""
-        started = self.op_forward(call, x)
-        return started if self.op_wait is None else self.op_wait(call, started)
-
-    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        made = super().references(call, x)
-        return {name: y.detach() if name in self.non_differentiable else y for name, y in made.items()}
 
 
 def walk(module: torch.nn.Module) -> Iterator[FusableOperation]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.parameters import empty, fill
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.tensor_function import TorchFunction
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, RowOp, Spec
+from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.tensor_function import TorchFunction
 
 

@@ -33,9 +33,10 @@ from te_fuser.ops.attention_heads import (
 from te_fuser.ops.attention_mask import HIDDEN_BY, AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
-from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, check_probability
 from te_fuser.ops.parameters import alike, empty, fill
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 TOKENS, APART = "tokens", "apart"
 # What settings may ask for beyond packed heads, later positions and a given mask, apart from what is done to scores.

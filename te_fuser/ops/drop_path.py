@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from te_fuser.formula import keep_mask
-from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import check_batch_dim, check_probability
 from te_fuser.ops.dropout import kept_scale
+from te_fuser.ops.row_op import RowOp
 
 
 class DropPath(RowOp):

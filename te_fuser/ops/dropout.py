@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from te_fuser.formula import keep_mask
-from te_fuser.ops.base import RowOp
 from te_fuser.ops.checks import check_probability
+from te_fuser.ops.row_op import RowOp
 
 
 class Dropout(RowOp):

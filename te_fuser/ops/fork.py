@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_fuser.ops.base import RowOp
 from te_fuser.ops.checks import check_name
+from te_fuser.ops.row_op import RowOp
 
 
 class Fork(RowOp):

@@ -9,7 +9,8 @@ from typing import Any
 from torch.nn import functional
 
 from te_fuser.formula import erf, sigmoid
-from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.base import Spec
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.tensor_function import TorchFunction
 
 # 0.5 * (1 + tanh(u)) = sigmoid(2 u): one exponential and no cancellation in the negative tail.

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from te_fuser.formula import clamp, relu, sigmoid, split
-from te_fuser.ops.base import LoweredOp, OpCall, RowOp, Spec
+from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.gelu import gelu_tanh
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.reshape import Flatten, Unflatten
+from te_fuser.ops.row_op import RowOp
 
 
 class GatedUnit(RowOp):

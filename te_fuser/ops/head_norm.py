@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_features
 from te_fuser.ops.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.parameters import alike, empty, fill, randomized
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 NORMS: dict[str, tuple[str, ...]] = {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias"), "L2Normalization": ()}
 

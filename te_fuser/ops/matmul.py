@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Gradient, Spec, UnfusedOperation
+from te_fuser.ops.base import Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size
 from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from te_fuser.ops.base import LoweredOp, OpCall, RowOp, Spec
+from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import check_floating, feature_size
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 from te_fuser.ops.reshape import Flatten, Unflatten
+from te_fuser.ops.row_op import RowOp
 
 
 class Norm(RowOp):

@@ -7,7 +7,8 @@ from typing import Any
 from torch.nn import functional
 
 from te_fuser.formula import relu
-from te_fuser.ops.base import RowOp, Spec
+from te_fuser.ops.base import Spec
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.tensor_function import TorchFunction
 
 

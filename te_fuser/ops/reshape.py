@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.ops.base import OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import check_floating, resolve_shape
 from te_fuser.ops.tensor_function import TorchFunction
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
 class Reshape(UnfusedOperation):

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name
 from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads, one_of
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import RowOp
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.parameters import empty, fill, randomized
+from te_fuser.ops.row_op import RowOp
 
 
 class Scale(RowOp):

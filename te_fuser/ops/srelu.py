@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_fuser.formula import relu
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.row_op import RowOp
 
 
 class SReLU(RowOp):

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.tensor_function import forward_of, gradient_of
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
 class Take(UnfusedOperation):

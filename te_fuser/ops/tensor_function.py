@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from te_fuser.ops.base import OpCall, UnfusedOperation
+from te_fuser.ops.base import OpCall
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 
 @dataclass(frozen=True)

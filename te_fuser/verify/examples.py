@@ -13,7 +13,9 @@ import torch
 from te_fuser.fusions import Fusion, OneOf, Optional, Repeat
 from te_fuser.fusions.pattern import PatternPart
 from te_fuser.ops import GELU, MatMul
-from te_fuser.ops.base import FusableOperation, RowOp, Spec, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, Spec
+from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 Kinds = tuple[type[FusableOperation], ...]
 

@@ -17,7 +17,8 @@ from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
 from te_fuser.ops import Bound, DotProductAttention
-from te_fuser.ops.base import NamedInput, RowOp, Spec
+from te_fuser.ops.base import NamedInput, Spec
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import unrounded
 from te_fuser.sequential import Sequential
 from te_fuser.verify.cases import LAYOUTS, Case

@@ -9,8 +9,9 @@ import pytest
 from te_fuser.codegen.description import Counts, KernelDescription, Target, describe
 from te_fuser.formula import Axes, expr
 from te_fuser.formula.adjoint import differentiate
-from te_fuser.formula.expr import Expr, topological
+from te_fuser.formula.expr import Expr
 from te_fuser.formula.substitution import substitute
+from te_fuser.formula.traversal import topological
 from te_fuser.ops import GEGLU, GELU, Add, Bias, Dropout, L2Norm, LayerNorm, RMSNorm, RowOp, SwiGLU
 
 N = 64

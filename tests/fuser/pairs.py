@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import OpCall, UnfusedOperation
+from te_fuser.ops.base import OpCall
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 WIDTH = 24
 

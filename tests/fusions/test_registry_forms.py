@@ -13,7 +13,8 @@ from te_fuser import Sequential, fusions, ops
 from te_fuser.formula import tanh
 from te_fuser.fuser.plan import finish
 from te_fuser.fusions import Cost, Details, Fusion, fusion, only
-from te_fuser.ops.base import Gradient, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fusions.products import reasons
 from tests.needs import needs_compiler
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.ops.base import OpCall, RowOp, Spec
+from te_fuser.ops.base import OpCall, Spec
+from te_fuser.ops.row_op import RowOp
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal
 
 Form = Callable[[torch.Tensor], torch.Tensor]

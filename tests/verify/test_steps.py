@@ -11,8 +11,9 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fusions import Cost, Details, fusion
+from te_fuser.fusions import Cost, Details, Fusion, fusion
 from te_fuser.verify import VerificationError, steps
+from tests.test_verify import overwrites_its_input, sums_too_few_rows, transformer_block
 from tests.twins import sequential, tensor
 
 Listed = tuple[torch.nn.Module, ...]
@@ -76,3 +77,74 @@ def test_a_wrong_gradient_is_found_beside_a_right_one_of_the_same_name() -> None
         y = model(tensor(5, 8))
         with pytest.raises(VerificationError, match=r"gradient of bias of op 0 \(Bias '0'\)"):
             y.sum().backward()
+
+
+# ---- Sequential(verify=True)
+
+
+def test_verified_steps_give_the_normal_result() -> None:
+    plain, watched = (transformer_block(kernels="reference", verify=v) for v in (False, True))
+    x = torch.randn(6, 16, requires_grad=True)
+    torch.manual_seed(0)
+    y = plain(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.manual_seed(0)
+    z = watched(x)
+    (dz,) = torch.autograd.grad(z.sum(), x)
+    assert torch.equal(y, z) and torch.equal(dx, dz)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_verified_steps_in_every_dtype(dtype: torch.dtype) -> None:
+    model = transformer_block(kernels="reference", verify=True).to(dtype)
+    x = torch.randn(2, 9, 16, dtype=dtype, requires_grad=True)
+    model(x).sum().backward()
+
+
+def test_verified_steps_under_autocast() -> None:
+    model = transformer_block(kernels="reference", verify=True)
+    x = torch.randn(6, 16, requires_grad=True)
+    with torch.autocast("cpu"):
+        y = model(x)
+    y.float().square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_wrong_forward_step_is_named() -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], details=Details(registered=False))(forgets_bias_quietly)
+    free = te_fuser.fusions.only(with_cost(wrong))
+    with (
+        free,
+        torch.no_grad(),
+        pytest.raises(VerificationError, match="forward step 'forgets_bias_quietly' over op 1 .*ReLU"),
+    ):
+        model(torch.randn(3, 8))
+
+
+def test_a_wrong_backward_step_is_named() -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
+    wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))(
+        sums_too_few_rows
+    )
+    with te_fuser.fusions.only(with_cost(wrong)):
+        y = model(torch.randn(3, 8))
+        with pytest.raises(VerificationError, match="backward step 'sums_too_few_rows'.*gradient of bias"):
+            y.sum().backward()
+
+
+def test_a_step_that_overwrites_its_input_is_named() -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.ReLU(), kernels="reference", verify=True)
+    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(
+        overwrites_its_input
+    )
+    with te_fuser.fusions.only(with_cost(wrong)), pytest.raises(VerificationError, match="changed its input"):
+        model(torch.randn(3, 8))
+
+
+def forgets_bias_quietly(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)
+
+
+def with_cost(entry: Fusion) -> Fusion:
+    return dataclasses.replace(entry, cost=lambda m: Cost(seconds=0.0))

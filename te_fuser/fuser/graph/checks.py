@@ -9,7 +9,9 @@ import torch
 
 from te_fuser.dtypes import FLOATING, text_of
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.base import FusableOperation, NamedInput, RowOp, Spec, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, NamedInput, Spec
+from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp

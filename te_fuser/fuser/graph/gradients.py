@@ -11,10 +11,11 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.checks import check_dtype
-from te_fuser.ops.base import FusableOperation, Spec, UnfusedOperation
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node, Value
+    from te_fuser.ops.base import FusableOperation, Spec
 
 
 def is_differentiable(op: FusableOperation, name: str, spec: Spec) -> bool:

@@ -25,8 +25,9 @@ from te_fuser.fuser.graph.gradients import is_differentiable, with_gradients
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
-from te_fuser.ops.base import FusableOperation, NamedInput, Place, RowOp, Spec
+from te_fuser.ops.base import FusableOperation, NamedInput, Place, Spec
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
+from te_fuser.ops.row_op import RowOp
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.look import looking, stands_in
-from te_fuser.ops.base import FusableOperation, LoweredOp, RowOp, Spec
+from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
+from te_fuser.ops.row_op import RowOp
 
 if TYPE_CHECKING:
     from te_fuser.ops.binding import Binding, Key, StandIns

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from te_fuser.dtypes import name_of
-from te_fuser.ops.base import Spec, UnfusedOperation
+from te_fuser.dtypes import FLOATING, name_of
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
+    from te_fuser.ops.base import Spec
 
 
 class Form(NamedTuple):
@@ -30,6 +31,12 @@ class Form(NamedTuple):
 
 
 AS_MADE = Form()
+
+
+def form_named(name: str) -> tuple[str, torch.dtype | None]:
+    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", float32)."""
+    plain, _, form = name.rpartition(".")
+    return (plain, FLOATING[form]) if plain and form in FLOATING else (name, None)
 
 
 @dataclass(frozen=True, eq=False)

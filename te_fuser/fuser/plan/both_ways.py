@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.candidates import Edge, Ledger, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
+from te_fuser.fuser.plan.paths import distances, distances_to
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
@@ -71,18 +71,3 @@ class BothWays:
         for place in range(self.end - 1, -1, -1):
             least.append(min(least[-1], before.get(place, least[-1])))
         return least[::-1]
-
-
-def distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
-    """Place -> the length of the shortest way there from 0 over (from, to, length), all of which lead on."""
-    found = {0: 0}
-    for start, stop, length in sorted(edges):
-        if start in found:
-            found[stop] = min(found.get(stop, found[start] + length), found[start] + length)
-    return found
-
-
-def distances_to(end: int, edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:
-    """Place -> the length of the shortest way from there to `end`."""
-    turned = [(end - stop, end - start, length) for start, stop, length in edges]
-    return {end - place: length for place, length in distances(turned).items()}

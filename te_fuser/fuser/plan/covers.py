@@ -8,17 +8,15 @@ plans backward around it; the cheaper total wins.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import networkx as nx
-
-from te_fuser.fuser.graph.refs import EMITTED, RECOMPUTED, SAVED, STATISTIC, VALUE, Ref
-from te_fuser.fuser.plan.both_ways import distances, distances_to
-from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger, Withheld
+from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE, Ref
+from te_fuser.fuser.plan.candidates import Edge, Ledger, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
+from te_fuser.fuser.plan.order import in_running_order
+from te_fuser.fuser.plan.paths import shortest
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.both_ways import BothWays
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
-
-_TIE = 0.05e-6  # seconds: shown as nothing
 
 
 @dataclass(frozen=True)
@@ -131,91 +127,3 @@ def _demands(steps: Iterable[Step]) -> set[Ref]:
         demanded |= {r for r in step.reads() if r not in made}
         made |= set(step.writes())
     return {r for r in demanded if r.kind in (VALUE, STATISTIC, EMITTED, SAVED)}
-
-
-# ------------------------------------------------------------------------------------------- the shortest path
-
-
-def shortest(
-    problem: Problem, direction: str, edges: list[Edge], keeping: Keeping, ledger: Ledger
-) -> list[Edge] | None:
-    """The cheapest way from the first op to the last; None when there is none. Fusions that lost are noted."""
-    best: dict[tuple[int, int], Edge] = {}
-    if problem.preferred:  # measured faster, whatever their price
-        edges = [replace(e, weight=0.0, ahead=0) if _is_preferred(problem, e) else e for e in edges]
-    for edge in edges:
-        key = (edge.start, edge.stop)
-        if key not in best or edge.compared < best[key].compared:
-            best[key] = edge
-    graph = nx.DiGraph()
-    graph.add_nodes_from((0, len(problem.nodes)))
-    graph.add_weighted_edges_from((start, stop, edge.compared) for (start, stop), edge in best.items())
-    try:
-        path = nx.shortest_path(graph, 0, len(problem.nodes), weight="weight")
-    except nx.NetworkXNoPath:
-        return None
-    chosen = [best[a, b] for a, b in itertools.pairwise(path)]
-    taken = {id(e) for e in chosen}
-    losers = [e for e in edges if e.fusion is not None and id(e) not in taken]
-    if losers:
-        weighed = bool(keeping.weight) and direction == "backward"
-        for edge, reason in _why_they_lost(losers, chosen, graph, len(problem.nodes), weighed):
-            ledger.refuse(direction, edge.start, edge.stop, edge.name, reason)
-    return chosen
-
-
-def _is_preferred(problem: Problem, edge: Edge) -> bool:
-    return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in problem.preferred
-
-
-def _why_they_lost(
-    losers: list[Edge], chosen: list[Edge], graph: nx.DiGraph, end: int, weighed: bool
-) -> Iterable[tuple[Edge, str]]:
-    """Say of each what the best cover with it in it would cost more than the chosen one."""
-    edges = list(graph.edges(data="weight"))
-    before, after = distances(edges), distances_to(end, edges)
-    for edge in losers:
-        rivals = [c for c in chosen if c.start < edge.stop and edge.start < c.stop]
-        names = " + ".join(dict.fromkeys(c.name for c in rivals))
-        if edge.start not in before or edge.stop not in after:
-            yield edge, f"no other steps fit around it; {names} is taken"
-            continue
-        more = (before[edge.start] + edge.compared + after[edge.stop] - before[end]) * TICK
-        if more < _TIE:
-            yield edge, f"no gain over {names}"
-            continue
-        note = ", with what is kept for backward weighed in" if weighed else ""
-        note += ", both directions together" if any(e.is_joint for e in (edge, *rivals)) else ""
-        yield edge, f"predicted {more * 1e6:.1f} us more than {names}{note}"
-
-
-# ------------------------------------------------------------------------------------------- the running order
-
-
-def in_running_order(backward: list[Edge]) -> list[Step]:
-    """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
-    recomputed = frozenset(r for e in backward for r in e.recomputes)
-    order: list[Step] = []
-    waiting: list[Step] = []
-    made: set[Ref] = set()
-    for edge in reversed(backward):
-        for step in edge.steps:
-            step = _use_recomputed(step, recomputed)
-            if step.chain:
-                order.append(step)
-                made |= set(step.writes())
-            else:
-                waiting.append(step)
-        ready = [s for s in waiting if all(r in made for r in s.reads() if r.kind is RECOMPUTED)]
-        waiting = [s for s in waiting if s not in ready]
-        order += ready
-    assert not waiting, [s.name for s in waiting]
-    return order
-
-
-def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
-    """A hanging node reads what was computed again, where something was."""
-    if not step.task.hangs or step.chain:
-        return step
-    inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
-    return replace(step, inputs=inputs)

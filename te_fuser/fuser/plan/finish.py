@@ -1,10 +1,9 @@
-"""From covers to a plan: segments, casts of parameters, sums of gradients, what is kept."""
+"""From covers to a plan: where segments end, and what enters and leaves each."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import (
@@ -19,14 +18,16 @@ from te_fuser.fuser.graph.refs import (
     parameter_gradient_ref,
     parameter_ref,
 )
-from te_fuser.fuser.plan.covers import Covers, in_running_order
-from te_fuser.fuser.plan.plan import Kept, Plan, SegmentPlan
-from te_fuser.fuser.steps.step import Price
-from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
+from te_fuser.fuser.plan.additions import marked_refs, with_casts, with_sums
+from te_fuser.fuser.plan.keeping import kept_by
+from te_fuser.fuser.plan.order import in_running_order, waiting_late
+from te_fuser.fuser.plan.plan import Plan, SegmentPlan
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.candidates import Edge
+    from te_fuser.fuser.plan.covers import Covers
+    from te_fuser.fuser.plan.plan import Kept
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -70,7 +71,7 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
     forward = waiting_late(with_casts(problem, prices, steps[0], set()))
     cast = {r for s in forward for r in s.writes()}
-    summed = _with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
+    summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
     backward = waiting_late(with_casts(problem, prices, summed, cast))
     reads, made = _reads(forward, backward), {r for s in backward for r in s.writes()}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
@@ -113,13 +114,8 @@ def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> 
 
 def _marked(nodes: Iterable[Node], takes: list[Ref], kept: tuple[Kept, ...]) -> tuple[tuple[int, int], ...]:
     """Where the kept parameters stand whose attributes say where their gradients go."""
-    refs = _refs_marked(nodes)
+    refs = marked_refs(nodes)
     return tuple((k, takes.index(entry.ref)) for k, entry in enumerate(kept) if entry.ref in refs)
-
-
-def _refs_marked(nodes: Iterable[Node]) -> set[Ref]:
-    """The parameters whose attributes some op reads."""
-    return {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
 
 
 def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -135,100 +131,6 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
             if graph.leaves(value) or any(c >= stop for c in graph.consumers(value)):
                 values_out[value] = None
     return tuple(values_in), tuple(values_out)
-
-
-def waiting_late(steps: list[Step]) -> list[Step]:
-    """The steps with each that waits for something under way just before the first that reads what it gives."""
-    found = list(steps)
-    for step in [s for s in steps if s.task.waits]:
-        at, made = found.index(step), set(step.writes())
-        readers = (k for k in range(at + 1, len(found)) if made & set(found[k].reads()))
-        found.insert(next(readers, len(found)) - 1, found.pop(at))
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------ casts
-
-
-def with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
-    """Before the first step that reads a parameter in another dtype, the step that makes it; `made` are there."""
-    result: list[Step] = []
-    for step in steps:
-        for ref in step.reads():
-            if ref.kind is PARAMETER and ref.form != AS_MADE and ref not in made:
-                made.add(ref)
-                result.append(_cast(problem, prices, ref, step))
-        result.append(step)
-    return result
-
-
-def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
-    dtype = ref.form.dtype
-    assert dtype is not None
-    inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
-    price = Price("of_launch", (inputs, outputs, 0.0))
-    return prices.step("cast_parameter", (step.start, step.stop), inputs, outputs, CastTask(dtype), price)
-
-
-# ---------------------------------------------------------------------------------------------- summed gradients
-
-
-def _with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
-    """Where several steps contribute to one gradient, rename the contributions and add them up.
-
-    Args:
-        arriving: first terms that come from outside.
-    """
-    counts: dict[Ref, int] = {r._replace(term=0): r.term for r in arriving}
-    for step in steps:
-        for ref in step.writes():
-            counts[ref] = counts.get(ref, 0) + 1
-    shared = {r for r, n in counts.items() if n > 1}
-    if not shared:
-        return steps
-    seen: dict[Ref, list[Ref]] = {r: [] for r in shared} | {r._replace(term=0): [r] for r in arriving}
-    result: list[Step] = []
-    for step in steps:
-        result.append(_rename_outputs(step, seen))
-        complete = [r for r in dict.fromkeys(step.writes()) if r in shared and len(seen[r]) == counts[r]]
-        result += [_sum(problem, prices, ref, seen[ref], step) for ref in complete]
-    return result
-
-
-def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Step) -> Step:
-    inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
-    price = Price("of_sum", (ref, len(terms) - 1))
-    absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in _refs_marked(problem.nodes)
-    return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(absent), price)
-
-
-def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
-    """The step with every shared gradient that it makes under a name of its own, which is added to `seen`."""
-    renames: dict[Ref, Ref] = {}
-    outputs = []
-    for name, ref in step.outputs:
-        if ref in seen:
-            renames[ref] = ref._replace(term=len(seen[ref]) + 1)
-            seen[ref].append(renames[ref])
-        outputs.append((name, renames.get(ref, ref)))
-    if not renames:
-        return step
-    return replace(step, outputs=tuple(outputs), task=step.task.renamed(renames))
-
-
-# ----------------------------------------------------------------------------------------------- what is kept
-
-
-def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
-    """Everything that backward steps read and none of them makes."""
-    graph, found = problem.graph, dict[Ref, Kept]()
-    made = {r for s in backward for r in s.writes()}
-    for step in backward:
-        for name, ref in step.inputs:
-            if ref not in found and ref.owner and ref not in made:
-                text = f"{step.name}: {name}" if ref.name else ref.label(graph)
-                found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
-    return tuple(found.values())
 
 
 # --------------------------------------------------------------------------------------------------- segments

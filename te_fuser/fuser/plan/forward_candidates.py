@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from te_fuser.codegen.description import NotOneKernel
-from te_fuser.fuser.graph.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref
+from te_fuser.fuser.graph.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref, form_named
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
@@ -17,11 +17,10 @@ from te_fuser.fuser.plan.candidates import (
     row_edges,
     saved_by,
 )
-from te_fuser.fuser.plan.problem import form_named
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
-from te_fuser.ops.base import UnfusedOperation
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node

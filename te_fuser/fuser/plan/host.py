@@ -24,41 +24,25 @@ class Host:
     guard: float = 0.0
 
 
-# By calls on tiny tensors, one thread of an AMD EPYC (9005), torch 2.13. "torch" is one of PyTorch's operations,
+# How a step is called -> the seconds of a call of a CPU, and of that of a GPU. "torch" is one of PyTorch's operations,
 # "function" one or a few of them as a native step, "method" Python code with a call object around it; "recorded" and
 # "recorded backward" are a function of PyTorch's that autograd records, and its node with one operation.
-CPU_HOST = Host(
-    {
-        "kernel": 1.6e-6,
-        "product": 2.5e-6,
-        "function": 2.5e-6,
-        "method": 6e-6,
-        "torch": 1.0e-6,
-        "recorded": 3.2e-6,
-        "recorded backward": 3.4e-6,
-    },
-    node=(3e-6, 4e-6),
-    gradient=0.3e-6,
-    guard=1.7e-6,
-)
+_CALLS = {
+    "kernel": (1.6e-6, 9e-6),
+    "product": (2.5e-6, 9e-6),
+    "function": (2.5e-6, 12e-6),
+    "method": (6e-6, 25e-6),
+    "torch": (1.0e-6, 7e-6),
+    "recorded": (3.2e-6, 15e-6),
+    "recorded backward": (3.4e-6, 16e-6),
+}
+# By calls on tiny tensors, one thread of an AMD EPYC (9005), torch 2.13.
+CPU_HOST = Host({kind: cpu for kind, (cpu, _) in _CALLS.items()}, node=(3e-6, 4e-6), gradient=0.3e-6, guard=1.7e-6)
 # The host of an H200: from what eager PyTorch, te_fuser and an idle node take at 16 x 256 (docs/performance.md,
 # by hand, commit 6ac7f2f). On another one, where eager took 1.3 times as long, a step of attention took 274 us
 # forward and 213 to 425 backward, one of quack's products 297: they state that as so many calls of PyTorch.
-GPU_HOST = Host(
-    {
-        "kernel": 9e-6,
-        "product": 9e-6,
-        "function": 12e-6,
-        "method": 25e-6,
-        "torch": 7e-6,
-        "recorded": 15e-6,
-        "recorded backward": 16e-6,
-    },
-    node=(9e-6, 14e-6),
-    gradient=0.5e-6,
-    guard=4e-6,
-)
-FREE_HOST = Host(dict.fromkeys(CPU_HOST.calls, 0.0))
+GPU_HOST = Host({kind: gpu for kind, (_, gpu) in _CALLS.items()}, node=(9e-6, 14e-6), gradient=0.5e-6, guard=4e-6)
+FREE_HOST = Host(dict.fromkeys(_CALLS, 0.0))
 
 # Whether calls of this thread are to be captured: plans made now are for a device whose calls are replayed.
 capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_capturing", default=False)

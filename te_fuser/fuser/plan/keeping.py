@@ -1,12 +1,19 @@
-"""How much is kept for backward: what a kept byte is worth, budgets, and giving back what is dear to compute again."""
+"""What is kept for backward: what a kept byte is worth, budgets, and giving back what is dear to compute again."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.plan.plan import Kept, Plan
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
 
 # Seconds that a kept byte is worth, in passes over it at copy speed: balanced computes a value again when that costs
 # at most two passes over the bytes it saves. Most values cost one pass for each of their bytes, so the price alone
@@ -68,3 +75,16 @@ def _giving_back(plan: Plan, keeping: Keeping, room: float, alike: bool, make: M
             room -= size
             held |= {c.root for c in choices}
     return make(replace(keeping, held=frozenset(held))) if held else plan
+
+
+def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
+    """Everything that backward steps read and none of them makes."""
+    graph = problem.graph
+    found: dict[Ref, Kept] = {}
+    made = {r for s in backward for r in s.writes()}
+    for step in backward:
+        for name, ref in step.inputs:
+            if ref not in found and ref.owner and ref not in made:
+                text = f"{step.name}: {name}" if ref.name else ref.label(graph)
+                found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
+    return tuple(found.values())

@@ -20,8 +20,8 @@ from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
 from te_fuser.fuser.plan.recording import with_recorded
-from te_fuser.ops.base import UnfusedOperation
 from te_fuser.ops.binding import standing_in
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph

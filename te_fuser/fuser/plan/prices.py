@@ -13,8 +13,8 @@ from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.fuser.graph.refs import Ref
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions.match import Cost, Match
-from te_fuser.ops.base import UnfusedOperation
 from te_fuser.ops.rows import batch_layout
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription

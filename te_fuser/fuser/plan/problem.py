@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.dtypes import FLOATING
 from te_fuser.fuser.graph.refs import (
     AS_MADE,
     GRADIENT,
@@ -18,6 +17,7 @@ from te_fuser.fuser.graph.refs import (
     Form,
     Ref,
     emitted_ref,
+    form_named,
     gradient_ref,
     parameter_gradient_ref,
     parameter_ref,
@@ -28,8 +28,8 @@ from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
 from te_fuser.fusions.pattern import may_begin
-from te_fuser.ops.base import Gradient, UnfusedOperation
 from te_fuser.ops.binding import standing_in
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.registry import Fusion
+    from te_fuser.ops.base import Gradient
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,6 @@ def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, in
                 else:
                     refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
     return found, refusals
-
-
-def form_named(name: str) -> tuple[str, torch.dtype | None]:
-    """What a fusion names, and the form in which it wants it: "input.float32" is ("input", float32)."""
-    plain, _, form = name.rpartition(".")
-    return (plain, FLOATING[form]) if plain and form in FLOATING else (name, None)
 
 
 class Problem:

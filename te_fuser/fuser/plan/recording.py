@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
-from te_fuser.fuser.plan.finish import kept_by, with_casts
+from te_fuser.fuser.plan.additions import with_casts
+from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask

@@ -18,12 +18,13 @@ from te_fuser import dtypes
 from te_fuser.codegen.description import NotOneKernel, Target, describe
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
-from te_fuser.formula.expr import Axes, Expr, topological
+from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
+from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
-from te_fuser.ops.base import RowOp
+from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import parameter_axes
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from te_fuser.formula.random import RandomStream
 from te_fuser.fuser.graph.refs import NOTES, STARTED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Cost
-from te_fuser.ops.base import FusableOperation, Gradient, OpCall, UnfusedOperation
+from te_fuser.ops.base import FusableOperation, Gradient, OpCall
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from te_fuser import Sequential, ops
-from te_fuser.ops.base import NamedInput, OpCall, UnfusedOperation
+from te_fuser.ops.base import NamedInput, OpCall
+from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
 
 

@@ -13,7 +13,8 @@ import torch
 from te_fuser import Sequential, ops
 from te_fuser.formula import split
 from te_fuser.formula.expr import Axes
-from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec, UnfusedOperation
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
+from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
 from tests.needs import needs_compiler
 

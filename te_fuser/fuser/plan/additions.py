@@ -1,0 +1,85 @@
+"""Steps that no cover has: casts of parameters, and sums of gradients to which several steps contribute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, Ref, parameter_ref
+from te_fuser.fuser.steps.step import Price
+from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.steps.step import Step
+
+
+def with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Ref]) -> list[Step]:
+    """Before the first step that reads a parameter in another dtype, the step that makes it; `made` are there."""
+    result: list[Step] = []
+    for step in steps:
+        for ref in step.reads():
+            if ref.kind is PARAMETER and ref.form != AS_MADE and ref not in made:
+                made.add(ref)
+                result.append(_cast(problem, prices, ref, step))
+        result.append(step)
+    return result
+
+
+def _cast(problem: Problem, prices: Prices, ref: Ref, step: Step) -> Step:
+    dtype = ref.form.dtype
+    assert dtype is not None
+    inputs, outputs = (("parameter", parameter_ref(ref.index)),), (("cast", ref),)
+    price = Price("of_launch", (inputs, outputs, 0.0))
+    return prices.step("cast_parameter", (step.start, step.stop), inputs, outputs, CastTask(dtype), price)
+
+
+def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: list[Ref]) -> list[Step]:
+    """Where several steps contribute to one gradient, rename the contributions and add them up.
+
+    Args:
+        arriving: first terms that come from outside.
+    """
+    counts: dict[Ref, int] = {r._replace(term=0): r.term for r in arriving}
+    for step in steps:
+        for ref in step.writes():
+            counts[ref] = counts.get(ref, 0) + 1
+    shared = {r for r, n in counts.items() if n > 1}
+    if not shared:
+        return steps
+    seen: dict[Ref, list[Ref]] = {r: [] for r in shared} | {r._replace(term=0): [r] for r in arriving}
+    result: list[Step] = []
+    for step in steps:
+        result.append(_rename_outputs(step, seen))
+        complete = [r for r in dict.fromkeys(step.writes()) if r in shared and len(seen[r]) == counts[r]]
+        result += [_sum(problem, prices, ref, seen[ref], step) for ref in complete]
+    return result
+
+
+def _sum(problem: Problem, prices: Prices, ref: Ref, terms: list[Ref], step: Step) -> Step:
+    inputs = tuple((f"term {k}", r) for k, r in enumerate(terms))
+    price = Price("of_sum", (ref, len(terms) - 1))
+    absent = ref.kind is PARAMETER_GRADIENT and parameter_ref(ref.index) in marked_refs(problem.nodes)
+    return prices.step("add_gradients", (step.start, step.stop), inputs, (("sum", ref),), AddTask(absent), price)
+
+
+def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
+    """The step with every shared gradient that it makes under a name of its own, which is added to `seen`."""
+    renames: dict[Ref, Ref] = {}
+    outputs = []
+    for name, ref in step.outputs:
+        if ref in seen:
+            renames[ref] = ref._replace(term=len(seen[ref]) + 1)
+            seen[ref].append(renames[ref])
+        outputs.append((name, renames.get(ref, ref)))
+    if not renames:
+        return step
+    return replace(step, outputs=tuple(outputs), task=step.task.renamed(renames))
+
+
+def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
+    """The parameters whose attributes some op reads."""
+    return {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}

@@ -1,0 +1,51 @@
+"""The order in which steps run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from te_fuser.fuser.graph.refs import RECOMPUTED, Ref
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.plan.candidates import Edge
+    from te_fuser.fuser.steps.step import Step
+
+
+def in_running_order(backward: list[Edge]) -> list[Step]:
+    """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
+    recomputed = frozenset(r for e in backward for r in e.recomputes)
+    order: list[Step] = []
+    waiting: list[Step] = []
+    made: set[Ref] = set()
+    for edge in reversed(backward):
+        for step in edge.steps:
+            step = _use_recomputed(step, recomputed)
+            if step.chain:
+                order.append(step)
+                made |= set(step.writes())
+            else:
+                waiting.append(step)
+        ready = [s for s in waiting if all(r in made for r in s.reads() if r.kind is RECOMPUTED)]
+        waiting = [s for s in waiting if s not in ready]
+        order += ready
+    assert not waiting, [s.name for s in waiting]
+    return order
+
+
+def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
+    """A hanging node reads what was computed again, where something was."""
+    if not step.task.hangs or step.chain:
+        return step
+    inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
+    return replace(step, inputs=inputs)
+
+
+def waiting_late(steps: list[Step]) -> list[Step]:
+    """The steps with each that waits for something under way just before the first that reads what it gives."""
+    found = list(steps)
+    for step in [s for s in steps if s.task.waits]:
+        at, made = found.index(step), set(step.writes())
+        readers = (k for k in range(at + 1, len(found)) if made & set(found[k].reads()))
+        found.insert(next(readers, len(found)) - 1, found.pop(at))
+    return found

@@ -1,0 +1,66 @@
+"""Opaque ops: a forward and gradients on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
+
+
+class UnfusedOperation(FusableOperation):
+    """An op with its own forward and gradients on tensors.
+
+    Write `op_forward(call, x)` and `op_backward(call, dy)`, which returns dx or (dx, {name: gradient}); `reads` names
+    what op_backward reads, `emits` what op_forward gives it by `call.emit`. An op whose gradients can run apart
+    lists them in `gradients` instead. With `values` it gives all outputs by name, and each node of its backward has the
+    gradient of a value as `call.get("d_name")`: None, as dy itself, where nobody gives one.
+    """
+
+    family = True
+    reads: ClassVar[tuple[str, ...]] = ("input",)
+    # op_wait(call, started) -> the output, of an op whose op_forward only starts something: others may run in between.
+    op_wait: ClassVar[Callable[..., Any] | None] = None
+    input_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # that it takes for x beside those that row ops take
+    takes_gradients_in: ClassVar[tuple[torch.dtype, ...]] = ()  # of its outputs, beside these outputs' own dtypes
+    non_differentiable: ClassVar[tuple[str, ...]] = ()  # its outputs that have no gradient, beside those of integers
+
+    def emitted_bytes(self, x: Spec) -> Mapping[str, int]:
+        """The bytes of each of `emits`, for the plan; what is missing counts as none."""
+        return {}
+
+    def explicit_bytes(self, x: Spec, inputs: Mapping[str, Spec]) -> int:
+        """The bytes of the largest intermediate result of its own forward that a library's kernel would not have."""
+        return 0
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        """The nodes of the backward; `names` are the parameters and named inputs that are bound."""
+        return (Gradient(("input", *names), self.reads, "whole_backward"),)
+
+    def marked_parameters(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple([name for gradient in self.gradients(names) for name in gradient.by_attributes])
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> Any:
+        """The output for x; with `values`, {"output": y, name: z, ...}."""
+        raise NotImplementedError(f"{type(self).__name__} must define op_forward(self, call, x)")
+
+    def op_backward(self, call: OpCall, dy: Any) -> Any:
+        """dx, or (dx, {name: gradient})."""
+        raise NotImplementedError(f"{type(self).__name__} must define op_backward(self, call, dy)")
+
+    def whole_backward(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """op_backward as one node of the graph."""
+        result = self.op_backward(call, dy)
+        dx, others = result if isinstance(result, tuple) else (result, {})
+        return {"input": dx, **others}
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> Any:
+        """op_forward, recorded by autograd: so verify checks op_backward against it."""
+        started = self.op_forward(call, x)
+        return started if self.op_wait is None else self.op_wait(call, started)
+
+    def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = super().references(call, x)
+        return {name: y.detach() if name in self.non_differentiable else y for name, y in made.items()}
