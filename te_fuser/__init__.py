@@ -7,6 +7,7 @@ from te_fuser.from_torch import from_torch
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
+from te_fuser.presets import Linear
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
 from te_fuser.verify import VerificationError, VerifyReport, verify
@@ -15,6 +16,7 @@ __all__ = [
     "FusableOperation",
     "Fuser",
     "GraphedModel",
+    "Linear",
     "Residual",
     "Sequential",
     "Variants",
