@@ -4,52 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import check_choice, check_flag, check_size
+from te_fuser.presets.arguments import Common, check_choice, check_flag, check_size
 from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Norm
+
+
+@dataclass(frozen=True)
+class AffineArguments(Common):
+    """What `Linear` and `LayerNormLinear` take, as the former says."""
+
+    parallel_mode: str | None = None
+    skip_weight_param_allocation: bool = False
+    return_bias: bool = False
+    parameters_split: Iterable[str] | Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel_mode is not None:
+            check_choice("parallel_mode", self.parallel_mode, _DIMS)
 
 
 class Affine(Preset):
     """y = norm(x) W^T + bias, or without a norm, as `Linear` and `LayerNormLinear` say.
 
     Attributes:
+        norm: what is at the head of the list, or None.
         parts: "weight" and "bias" -> the names of the parameters that are joined to it, mostly one.
     """
 
     flattens = True
+    arguments: ClassVar[type[AffineArguments]] = AffineArguments
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        norm: Norm | None = None,
-        *,
-        parallel_mode: str | None = None,
-        skip_weight_param_allocation: bool = False,
-        return_bias: bool = False,
-        parameters_split: Iterable[str] | Mapping[str, int] | None = None,
-        **keywords: Any,
+        self, in_features: int, out_features: int, bias: bool, eps: float | None = None, **keywords: Any
     ) -> None:
         super().__init__(**keywords)
+        said = self.common
         self.in_features = check_size("in_features", in_features)
         self.out_features = check_size("out_features", out_features)
-        self.parallel_mode = None if parallel_mode is None else check_choice("parallel_mode", parallel_mode, _DIMS)
-        self.use_bias = check_flag("bias", bias)
-        self.skip_weight_param_allocation = check_flag("skip_weight_param_allocation", skip_weight_param_allocation)
-        self.return_bias = check_flag("return_bias", return_bias)
-        self.norm = norm
-        sizes = _split(parameters_split, self.out_features)
+        self.parallel_mode = said.parallel_mode.lower() if said.parallel_mode else None
+        self.use_bias, self.return_bias = check_flag("bias", bias), bool(said.return_bias)
+        self.skip_weight_param_allocation = bool(said.skip_weight_param_allocation)
+        sizes = _split(said.parameters_split, self.out_features)
         if sizes and self.fuse_wgrad_accumulation:
             raise ValueError(
                 "fuse_wgrad_accumulation takes one weight, and parameters_split makes several: leave one of them out"
             )
         self.parts = {name: tuple(f"{part}_{name}" for part in sizes) or (name,) for name in ("weight", "bias")}
+        self.norm: Norm | None = None if eps is None else said.norm(self.in_features, eps)
         self._call = (ops.Given(),)  # no child: it has no state
         self._declare(tuple(sizes.values()) or (self.out_features,))
         self.reset_parameters()
@@ -104,14 +113,7 @@ class Affine(Preset):
             yield from self.norm.ops(self)
         rows = self.share(self.out_features) if self.parallel_mode == "column" else self.out_features
         columns = self.share(self.in_features) if self.parallel_mode == "row" else self.in_features
-        product = ops.MatMul(
-            columns,
-            rows,
-            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
-            overwrite_main_grad=over,
-            device="meta",
-        )
-        yield self._bound(product, "weight", given)
+        yield self._bound(self.product(columns, rows, over), "weight", given)
         if self.use_bias and not self.return_bias:
             yield self._bound(ops.Bias(rows, device="meta"), "bias", given)
 
@@ -139,29 +141,19 @@ class Affine(Preset):
         """
         self.check_group()
         given = self._given_tensors(weight, bias)
-        over = self.fuse_wgrad_accumulation and check_flag("is_first_microbatch", is_first_microbatch)
-        asked = self._asked()
-        if asked:
-            call["outputs"] = (*asked, *call.get("outputs", ()))
+        over = self.writes_over(is_first_microbatch)
         run = self.variant(over=over, given=tuple(given)) if given or over else super().forward
         with self._call[0].holding(**given) if given else nullcontext():
-            made = run(inp, **call)
-        if not self.return_bias:
-            return made
-        out, *others = made if isinstance(made, tuple) else (made,)
-        return (out, self._returned_bias(given, out), *others)
+            made = run(inp, **self.with_outputs(call))
+        return with_bias(made, self._bias(given)) if self.return_bias else made
 
-    def _asked(self) -> tuple[str, ...]:
+    def asked(self) -> tuple[str, ...]:
         return () if self.norm is None or self.norm.output is None else (self.norm.output,)
 
-    def _returned_bias(self, given: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor | None:
+    def _bias(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        bias = given.get("bias")
-        if bias is None:
-            parts: list[torch.Tensor] = [self.get_parameter(name) for name in self.parts["bias"]]
-            bias = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return bias if bias.dtype == like.dtype else bias.to(like.dtype)
+        return given["bias"] if "bias" in given else self._whole("bias")
 
     def _given_tensors(self, weight: Any, bias: Any) -> dict[str, torch.Tensor]:
         given = {name: t for name, t in (("weight", weight), ("bias", bias)) if t is not None}
@@ -182,16 +174,25 @@ class Affine(Preset):
                 )
         return given
 
-    def beside(self) -> tuple[str, ...]:
-        names = ("return_bias",) if self.return_bias else ()
-        return (*names, "return_layernorm_output") if self._asked() else names
+    def linear_to_torch(self) -> torch.nn.Module:
+        """Product and bias as torch.nn.Linear, over copies of the parameters.
 
-    def check_nested(self, path: str) -> None:
-        super().check_nested(path)
+        Raises:
+            TypeError: where calls give or return more than one tensor.
+        """
+        self.check_one_value("to_torch()")
+        return linear_to_torch(self._whole("weight"), self._whole("bias") if self.use_bias else None)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        parts: list[torch.Tensor] = [self.get_parameter(part) for part in self.parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def check_one_value(self, where: str) -> None:
+        super().check_one_value(where)
         if self.skip_weight_param_allocation:
             raise TypeError(
-                f"{path!r} ({type(self).__name__}) takes its weight with each call, by skip_weight_param_allocation, "
-                "and a list gives it none: call it by itself"
+                f"{where}: {type(self).__name__} takes its weight with each call, by skip_weight_param_allocation: "
+                "call it by itself"
             )
 
     def extra_repr(self) -> str:

@@ -6,14 +6,15 @@ import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._device
 
 Fill = Callable[[torch.Tensor], Any]
+Arguments = TypeVar("Arguments", bound="Placed")
 
 normal: Fill = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.023)
 OPTIONS = ("memory", "kernels", "fallback", "verify")  # of every list
@@ -33,65 +34,81 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
 
 
 @dataclass(frozen=True)
-class Common:
-    """The arguments that presets share.
+class Placed:
+    """Where the parameters of a preset are: what every preset takes.
 
     Attributes:
-        init_method: called with a weight to fill it; None: normally distributed, mean 0 and standard deviation 0.023.
-        output_layer_init_method: the same, for the last weight of a block.
         params_dtype: the parameters'; None: torch's default.
         device: the parameters'; None: torch's default where it was set, else the GPU where there is one, else the CPU.
-        get_rng_state_tracker: gives the tracker whose random state weights are filled from: `with tracker.fork():`.
-        rng_tracker_name: which of its states; None: the tracker's default.
-        fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.ops.main_grad`.
         sequence_parallel: what parameters that see a part of the sequence are marked with.
         tp_group: the group of ranks that share the weights; one of more than one rank is refused when it is called.
         tp_size: how many ranks, where the group comes later, by `set_tensor_parallel_group`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got, and what to do.
     """
 
-    init_method: Fill | None = None
-    output_layer_init_method: Fill | None = None
     params_dtype: torch.dtype | None = None
     device: torch.device | str | None = None
-    get_rng_state_tracker: Callable[[], Any] | None = None
-    rng_tracker_name: str | None = None
-    fuse_wgrad_accumulation: bool = False
     sequence_parallel: bool | None = False
     tp_group: Any = None
     tp_size: int = 1
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            if isinstance(f.default, bool):
+                check_flag(f.name, getattr(self, f.name))
+        dtype = self.params_dtype
+        if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"params_dtype is a floating-point dtype of torch's, got {dtype!r}: use torch.bfloat16, say"
+            )
+        check_size("tp_size", self.tp_size)
+
+
+@dataclass(frozen=True)
+class Common(Placed):
+    """What presets with weights take, too.
+
+    Attributes:
+        init_method: called with a weight to fill it; None: normally distributed, mean 0 and standard deviation 0.023.
+        output_layer_init_method: the same, for the last weight of a block.
+        get_rng_state_tracker: gives the tracker whose random state weights are filled from: `with tracker.fork():`.
+        rng_tracker_name: which of its states; None: the tracker's default.
+        fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.ops.main_grad`.
+    """
+
+    init_method: Fill | None = None
+    output_layer_init_method: Fill | None = None
+    get_rng_state_tracker: Callable[[], Any] | None = None
+    rng_tracker_name: str | None = None
+    fuse_wgrad_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("init_method", "output_layer_init_method", "get_rng_state_tracker"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"{name} is a function, got {getattr(self, name)!r}: give one, or leave it out")
-        if not (self.params_dtype is None or self.params_dtype.is_floating_point):
-            raise TypeError(f"params_dtype is a floating-point dtype, got {self.params_dtype}: use torch.bfloat16, say")
-        check_size("tp_size", self.tp_size)
-        for name in ("fuse_wgrad_accumulation", "sequence_parallel"):
-            check_flag(name, getattr(self, name))
 
     def fill(self, output_layer: bool = False) -> Fill:
         """What fills a weight."""
         return (self.output_layer_init_method if output_layer else self.init_method) or normal
 
 
-def taken(kind: type, keywords: dict[str, Any], takes: Iterable[str]) -> Common:
-    """The shared arguments among the keywords of a preset's constructor.
-
-    Args:
-        takes: names of those that this preset has.
+def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any]) -> Arguments:
+    """The arguments that keywords of a preset's constructor give.
 
     Raises:
         TypeError: for a keyword that nobody knows, naming the nearest.
         NotImplementedError: for a value that asks for what is missing here.
     """
-    known = set(takes)
+    known = {f.name for f in fields(arguments)}
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
-            raise TypeError(f"{kind.__name__}() takes no argument {name!r}{_nearest(kind, name, known)}")
-        _check_asks_nothing(kind, name, keywords[name])
-        warnings.warn(f"{kind.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=4)
-    return Common(**{name: value for name, value in keywords.items() if name in known})
+            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name, known)}")
+        _check_asks_nothing(preset, name, keywords[name])
+        warnings.warn(f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=4)
+    return arguments(**{name: value for name, value in keywords.items() if name in known})
 
 
 def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
@@ -102,14 +119,9 @@ def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
         )
 
 
-def _nearest(kind: type, name: str, known: Iterable[str]) -> str:
-    makers = [
-        vars(base)["__init__"]
-        for base in kind.__mro__
-        if "__init__" in vars(base) and base.__module__.startswith(__package__)
-    ]
-    own = {argument for make in makers for argument in inspect.signature(make).parameters}
-    names = sorted({*own, *known} - {"self", "keywords", "norm"})
+def _nearest(preset: type, name: str, known: Iterable[str]) -> str:
+    own = inspect.signature(preset.__init__).parameters  # type: ignore[misc]
+    names = sorted({*own, *known} - {"self", "keywords"})
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(names)}"
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
 
+from te_fuser import ops
+from te_fuser.flatten import Group
 from te_fuser.ops import FusableOperation, Together
-from te_fuser.presets.arguments import OPTIONS, Common, Fill, default_device, taken
+from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, taken
 from te_fuser.variants import Variants
-
-COMMON = tuple(Common.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Preset(Together, Variants):
     are those of `variant_ops()` without arguments. A forward begins with `check_group`, and picks a variant.
 
     Attributes:
-        takes: names of the shared arguments (`Common`) that the preset has.
-        common: these.
+        arguments: the class of what the constructor takes as keywords, beside options of lists.
+        common: an object of it; the group of ranks is `tp_group`.
 
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
@@ -41,23 +41,24 @@ class Preset(Together, Variants):
     """
 
     flattens = True
-    takes: ClassVar[tuple[str, ...]] = COMMON
+    arguments: ClassVar[type[Placed]] = Common
+    common: Any
 
     def __init__(self, **keywords: Any) -> None:
         options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
-        common = taken(type(self), keywords, self.takes)
+        common = taken(type(self), self.arguments, keywords)
         super().__init__(**options)
         self.common = replace(common, tp_group=None)  # which no pickle takes
         self.sequence_parallel = bool(common.sequence_parallel)
-        self.fuse_wgrad_accumulation = bool(common.fuse_wgrad_accumulation)
+        self.fuse_wgrad_accumulation = bool(getattr(common, "fuse_wgrad_accumulation", False))
         self._declared: dict[str, Declared] = {}
         self._group = _Group(common.tp_group)
         self.tp_size = common.tp_size if common.tp_group is None else self._group.ranks
         self._refusal = self._why_not()
 
-    def keywords(self, **changed: Any) -> dict[str, Any]:
-        """The shared arguments as keywords, for the parts of a preset that are presets themselves."""
-        common = {name: getattr(self.common, name) for name in COMMON}
+    def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
+        """What this preset was given of these arguments, for the parts of it that are presets themselves."""
+        common = {f.name: getattr(self.common, f.name) for f in fields(arguments)}
         return {**common, "tp_group": self.tp_group, "tp_size": self.tp_size, **changed}
 
     # ---------------------------------------------------------------------------------- parameters
@@ -118,10 +119,9 @@ class Preset(Together, Variants):
                 parameter.__dict__.update(declared.marks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if state_dict.pop(f"{prefix}_extra_state", None) is not None:
-            warnings.warn(
-                "the _extra_state of a checkpoint (scales of FP8) is skipped: te_fuser keeps none there", stacklevel=2
-            )
+        if f"{prefix}_extra_state" in state_dict:
+            del state_dict[f"{prefix}_extra_state"]  # of a copy, which each module of a load gets
+            _note_extra_state(rest[-1])
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # --------------------------------------------------------------------------------------- lists
@@ -131,16 +131,54 @@ class Preset(Together, Variants):
         self._modules.clear()
         self.extend(self.variant_ops())
 
+    def plan_ahead(self, x: torch.Tensor) -> None:
+        """Plan and compile for calls with an input like this one, which is not read."""
+        for part in self._prepared():
+            if isinstance(part, Group) and not x.is_meta:
+                part.fuser.prepare(x, {}, self._wanted(self.asked()))
+
+    def writes_over(self, is_first_microbatch: bool | None) -> bool:
+        """Whether a call writes gradients over main_grad, by its `is_first_microbatch`."""
+        return check_flag("is_first_microbatch", is_first_microbatch) and self.fuse_wgrad_accumulation
+
+    def product(self, in_features: int, out_features: int, over: bool = False) -> ops.MatMul:
+        """A product to be bound to a weight.
+
+        Args:
+            over: whether the weight's gradient is written over its main_grad.
+        """
+        adds = self.fuse_wgrad_accumulation
+        return ops.MatMul(
+            in_features, out_features, accumulate_into_main_grad=adds, overwrite_main_grad=over, device="meta"
+        )
+
+    def asked(self) -> tuple[str, ...]:
+        """The named outputs that each call returns."""
+        return ()
+
+    def with_outputs(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a call, with these."""
+        asked = self.asked()
+        return {**call, "outputs": (*asked, *call.get("outputs", ()))} if asked else call
+
     def beside(self) -> tuple[str, ...]:
         """The arguments by which calls return more than one value."""
-        return ()
+        return tuple(name for name in _BESIDE if getattr(self.common, name, False))
 
     def check_nested(self, path: str) -> None:
         self.check_group()
+        self.check_one_value(f"{path!r} of a list")
+
+    def check_one_value(self, where: str) -> None:
+        """Refuse to stand where a call takes one tensor and returns one.
+
+        Raises:
+            TypeError: naming the arguments by which it does not.
+        """
         if self.beside():
             raise TypeError(
-                f"{path!r} ({type(self).__name__}) returns several values, by {' and '.join(self.beside())}: in a list "
-                "each step gives one; make it without, or call it by itself"
+                f"{where}: {type(self).__name__} returns several values, by {' and '.join(self.beside())}, where one "
+                "is taken: make it without, or call it by itself"
             )
 
     # -------------------------------------------------------------------------------------- groups
@@ -199,6 +237,17 @@ class _Group:
 
     def __reduce__(self) -> Any:
         return _Group, (None,)
+
+
+_BESIDE = ("return_bias", "return_layernorm_output")
+_last_load: list[Any] = [None]
+
+
+def _note_extra_state(errors: list[str]) -> None:
+    """Say once in a load, which has one list of errors for all modules, that what is no parameter is skipped."""
+    if _last_load[0] is not errors:
+        _last_load[0] = errors
+        warnings.warn("a checkpoint's _extra_state is skipped: these modules keep nothing there", stacklevel=4)
 
 
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:

@@ -30,5 +30,5 @@ class Linear(Affine):
         super().__init__(in_features, out_features, bias, **keywords)
 
     def to_torch(self) -> torch.nn.Module:
-        """torch.nn.Linear with the same function and, where these are whole, the same parameters."""
-        raise NotImplementedError
+        """torch.nn.Linear with the same function, over copies of the parameters."""
+        return self.linear_to_torch().train(self.training)
