@@ -2,24 +2,33 @@
 
 from te_fuser import fusions, ops
 from te_fuser.capture import GraphedModel, cuda_graph
+from te_fuser.checkpointing import CudaRNGStatesTracker, checkpoint
 from te_fuser.config import config
 from te_fuser.from_torch import from_torch
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
+from te_fuser.presets import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
 from te_fuser.verify import VerificationError, VerifyReport, verify
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "FusableOperation",
     "Fuser",
     "GraphedModel",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
     "Residual",
     "Sequential",
     "Variants",
     "VerificationError",
     "VerifyReport",
+    "checkpoint",
     "config",
     "cuda_graph",
     "from_torch",

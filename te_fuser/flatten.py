@@ -49,12 +49,20 @@ class OpList(torch.nn.Sequential):
     adds_input: ClassVar[bool] = False  # whether the list's input is added to what its last op gives
 
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
+    runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
     _given: dict[str, Any]
     _around: dict[str, Any]  # the options of the list around, for one that runs by its own __call__ in there
 
     def options(self) -> dict[str, Any]:
         """The options by name, as they hold."""
         return {name: getattr(self, name) for name in ("memory", "kernels", "fallback", "verify")}
+
+    def check_nested(self, path: str) -> None:
+        """Refuse to stand in a list, at this path, where its call is no step of one; by default any may.
+
+        Raises:
+            TypeError, RuntimeError: saying why, and what to do.
+        """
 
 
 @dataclass(frozen=True)
@@ -268,6 +276,8 @@ class _Flattener:
             if child is None or isinstance(child, torch.nn.ModuleDict) and name == "parametrizations":
                 continue  # the latter computes parameters of the list
             here = f"{path}.{name}" if path else name
+            if isinstance(child, OpList):
+                child.check_nested(here)
             if runs_itself(child):
                 self._border(child, here, path, inner, planning)
             elif isinstance(child, OpList):
@@ -331,6 +341,8 @@ def runs_itself(m: torch.nn.Module) -> bool:
     ):
         return True
     if isinstance(m, OpList):
+        if m.runs_alone:
+            return True
         saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})
         return not vars(saying).get("flattens", False)
     return not isinstance(m, FusableOperation) or type(m).forward is not FusableOperation.forward

@@ -33,8 +33,8 @@ def from_torch(
 
     Takes Linear, LayerNorm, RMSNorm, GELU, ReLU, SiLU, Sigmoid, Tanh, GLU, Softmax, LogSoftmax, Dropout, Identity,
     Flatten, Unflatten, MultiheadAttention (as self-attention, model(x) for mha(x, x, x)[0]), TransformerEncoderLayer,
-    TransformerEncoder, and Sequential of such. What else stands in a list goes on as the module that it is, and a
-    warning names it with the reason. The module itself goes on working.
+    TransformerEncoder, Sequential of such, and modules that say by `as_ops()` what they are. What else stands in a list
+    goes on as the module that it is, and a warning names it with the reason. The module itself goes on working.
 
     Args:
         module: what to convert.
@@ -126,12 +126,18 @@ class _Conversion:
             return module
         if id(module) not in self.made:
             _check_plain(module)
-            kind = _kind(module)
-            made = _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
+            made = self._converted(module, path)
             _check_names(module, made)
             self._settle(made, module.training)
             self.made[id(module)] = made
         return self.made[id(module)]
+
+    def _converted(self, module: nn.Module, path: str) -> Any:
+        says: Any = getattr(module, "as_ops", None)
+        if callable(says):
+            return says()
+        kind = _kind(module)
+        return _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
 
     def part(self, module: nn.Module, path: str) -> Any:
         """What stands for a module in a list: ops, or itself.

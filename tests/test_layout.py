@@ -24,6 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
     "capture": {"dtypes", "ops", "fuser"},
+    "checkpointing": set(),
     "compare": {"dtypes"},
     "config": set(),
     "dtypes": set(),
@@ -50,7 +51,7 @@ KNOWS = {
         "compare",
         "_native",
     },
-    "presets": {"ops", "fuser", "sequential", "variants"},
+    "presets": {"ops", "checkpointing", "flatten", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).

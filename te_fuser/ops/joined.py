@@ -118,9 +118,10 @@ class Together(torch.nn.Module):
         for name in names:
             self.get_parameter(name)
         self._kept_together = (*getattr(self, "_kept_together", ()), names)
-        self._lay_together()
+        self._settle()
 
-    def _lay_together(self) -> None:
+    def _settle(self) -> None:
+        """What follows whenever parameters may be others than before."""
         for names in getattr(self, "_kept_together", ()):
             parts = [p for name in names if (p := self._parameters.get(name)) is not None]
             kinds = {(type(p.data), p.dtype, p.device, p.shape[1:]) for p in parts}
@@ -133,13 +134,13 @@ class Together(torch.nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         made = super()._apply(fn, recurse)
-        self._lay_together()
+        self._settle()
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lay_together()
+        self._settle()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._lay_together()
+        self._settle()

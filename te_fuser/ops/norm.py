@@ -70,7 +70,7 @@ class Norm(RowOp):
             return super().lower()
         row = alike(self, self.features)
         whole = Bound(row, self, **{name: f"flat_{name}" for name in row.parameter_names()})
-        ops = (_AsRow(type(self).__name__, self.normalized_shape), whole, Unflatten(-1, self.normalized_shape))
+        ops = (as_row(type(self).__name__, self.normalized_shape), whole, Unflatten(-1, self.normalized_shape))
         return [replace(low, suffix=f".{low.op.kind.__name__.lower()}") for op in ops for low in op.lower()]
 
     def infer(self, x: Spec) -> Spec:
@@ -95,6 +95,11 @@ class Norm(RowOp):
 
     def example(self, features: int, rng: torch.Generator) -> Norm:
         return randomized(alike(self, features), rng, center=0.0 if self.zero_centered_gamma else 1.0)
+
+
+def as_row(norm: str, sizes: tuple[int, ...]) -> Flatten:
+    """Make one dimension of the last ones, which are to have these sizes, for a norm of that name."""
+    return _AsRow(norm, sizes)
 
 
 class _AsRow(Flatten):

@@ -1,0 +1,222 @@
+"""Affine: what Linear and LayerNormLinear share, x W^T + b over parameters that may be apart or come with the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from te_fuser import ops
+from te_fuser.presets.arguments import Common, check_choice, check_flag, check_size
+from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.linears import linear_to_torch, with_bias
+from te_fuser.presets.norm import Norm
+
+
+@dataclass(frozen=True)
+class AffineArguments(Common):
+    """What `Linear` and `LayerNormLinear` take, as the former says."""
+
+    parallel_mode: str | None = None
+    skip_weight_param_allocation: bool = False
+    return_bias: bool = False
+    parameters_split: Iterable[str] | Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel_mode is not None:
+            check_choice("parallel_mode", self.parallel_mode, _DIMS)
+
+
+class Affine(Preset):
+    """y = norm(x) W^T + bias, or without a norm, as `Linear` and `LayerNormLinear` say.
+
+    Attributes:
+        norm: what is at the head of the list, or None.
+        parts: "weight" and "bias" -> the names of the parameters that are joined to it, mostly one.
+    """
+
+    flattens = True
+    arguments: ClassVar[type[AffineArguments]] = AffineArguments
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, eps: float | None = None, **keywords: Any
+    ) -> None:
+        super().__init__(**keywords)
+        said = self.common
+        self.in_features = check_size("in_features", in_features)
+        self.out_features = check_size("out_features", out_features)
+        self.parallel_mode = said.parallel_mode.lower() if said.parallel_mode else None
+        self.use_bias, self.return_bias = check_flag("bias", bias), bool(said.return_bias)
+        self.skip_weight_param_allocation = bool(said.skip_weight_param_allocation)
+        sizes = _split(said.parameters_split, self.out_features)
+        if sizes and self.fuse_wgrad_accumulation:
+            raise ValueError(
+                "fuse_wgrad_accumulation takes one weight, and parameters_split makes several: leave one of them out"
+            )
+        self.parts = {name: tuple(f"{part}_{name}" for part in sizes) or (name,) for name in ("weight", "bias")}
+        self.norm: Norm | None = None if eps is None else said.norm(self.in_features, eps)
+        self._call = (ops.Given(),)  # no child: it has no state
+        self._declare(tuple(sizes.values()) or (self.out_features,))
+        self.reset_parameters()
+        self.relist()
+
+    def _declare(self, sizes: tuple[int, ...]) -> None:
+        if self.norm is not None:
+            self.norm.declare(self)
+        if self.skip_weight_param_allocation:
+            return
+        dim, is_cut = _DIMS.get(self.parallel_mode or "", 0), self.parallel_mode is not None
+        rows = [self.share(size, "out_features") if self.parallel_mode == "column" else size for size in sizes]
+        columns = self.share(self.in_features, "in_features") if self.parallel_mode == "row" else self.in_features
+        for name, size in zip(self.parts["weight"], rows, strict=True):
+            self.declare(name, [size, columns], self.common.fill(), **cut(dim, is_cut))
+        if self.use_bias:
+            marks = cut(0, True) if self.parallel_mode == "column" else {**self.whole(), **cut(0, False)}
+            for name, size in zip(self.parts["bias"], rows, strict=True):
+                self.declare(name, [size], 0.0, **marks)
+        if len(sizes) > 1:
+            self.keep_together(*self.parts["weight"])
+            if self.use_bias:
+                self.keep_together(*self.parts["bias"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        parts = self.__dict__.get("parts", {}).get(name, (name,))
+        if isinstance(value, torch.nn.Parameter) and parts != (name,):
+            self._join(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _join(self, name: str, whole: torch.nn.Parameter) -> None:
+        """A parameter in place of those that are apart."""
+        had = self._declared[self.parts[name][0]]
+        for part in self.parts[name]:
+            delattr(self, part)
+            del self._declared[part]
+        self.parts = {**self.parts, name: (name,)}
+        self._declared[name] = had
+        self.register_parameter(name, whole)
+        self._settle()
+        self.relist()
+
+    def variant_ops(self, over: bool = False, given: tuple[str, ...] = ()) -> Iterator[ops.FusableOperation]:  # type: ignore[override]
+        """The ops of a call.
+
+        Args:
+            over: whether the weight's gradient is written over its main_grad.
+            given: which of weight and bias come with the call.
+        """
+        if self.norm is not None:
+            yield from self.norm.ops(self)
+        rows = self.share(self.out_features) if self.parallel_mode == "column" else self.out_features
+        columns = self.share(self.in_features) if self.parallel_mode == "row" else self.in_features
+        yield self._bound(self.product(columns, rows, over), "weight", given)
+        if self.use_bias and not self.return_bias:
+            yield self._bound(ops.Bias(rows, device="meta"), "bias", given)
+
+    def _bound(self, op: ops.FusableOperation, name: str, given: tuple[str, ...]) -> ops.Bound:
+        owner, names = (self._call[0], (name,)) if name in given else (self, self.parts[name])
+        return ops.Bound(op, owner, **{name: names[0] if len(names) == 1 else names})
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        **call: Any,
+    ) -> Any:
+        """out[, bias][, layernorm_out].
+
+        Args:
+            inp: [..., in_features].
+            weight, bias: in place of the preset's; the weight's must be given with skip_weight_param_allocation.
+            is_first_microbatch: True writes the weight's gradient over its main_grad, None and False add to it.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
+        """
+        self.check_group()
+        given = self._given_tensors(weight, bias)
+        over = self.writes_over(is_first_microbatch)
+        run = self.variant(over=over, given=tuple(given)) if given or over else super().forward
+        with self._call[0].holding(**given) if given else nullcontext():
+            made = run(inp, **self.with_outputs(call))
+        return with_bias(made, self._bias(given)) if self.return_bias else made
+
+    def asked(self) -> tuple[str, ...]:
+        return () if self.norm is None or self.norm.output is None else (self.norm.output,)
+
+    def _bias(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        if not self.use_bias:
+            return None
+        return given["bias"] if "bias" in given else self._whole("bias")
+
+    def _given_tensors(self, weight: Any, bias: Any) -> dict[str, torch.Tensor]:
+        given = {name: t for name, t in (("weight", weight), ("bias", bias)) if t is not None}
+        name = type(self).__name__
+        for argument, t in given.items():
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(
+                    f"{name}: {argument} takes a tensor in place of the preset's own, got {t!r} (forward(inp, weight, "
+                    "bias, is_first_microbatch): give others by keyword)"
+                )
+        if "bias" in given and not self.use_bias:
+            raise ValueError(f"{name} was made with bias=False, got a bias: leave it out, or make it with bias=True")
+        if self.skip_weight_param_allocation:
+            missing = [n for n in ("weight", "bias")[: 1 + self.use_bias] if n not in given]
+            if missing:
+                raise TypeError(
+                    f"{name} was made with skip_weight_param_allocation=True: give {' and '.join(missing)} in the call"
+                )
+        return given
+
+    def linear_to_torch(self) -> torch.nn.Module:
+        """Product and bias as torch.nn.Linear, over copies of the parameters.
+
+        Raises:
+            TypeError: where calls give or return more than one tensor.
+        """
+        self.check_one_value("to_torch()")
+        return linear_to_torch(self._whole("weight"), self._whole("bias") if self.use_bias else None)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        parts: list[torch.Tensor] = [self.get_parameter(part) for part in self.parts[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def check_one_value(self, where: str) -> None:
+        super().check_one_value(where)
+        if self.skip_weight_param_allocation:
+            raise TypeError(
+                f"{where}: {type(self).__name__} takes its weight with each call, by skip_weight_param_allocation: "
+                "call it by itself"
+            )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+_DIMS = {"column": 0, "row": 1}  # mode -> the dimension of the weight that is cut
+
+
+def _split(given: Iterable[str] | Mapping[str, int] | None, rows: int) -> dict[str, int]:
+    """Name -> rows of each part; empty where the parameters are whole."""
+    if given is None:
+        return {}
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"parameters_split takes names, or names with sizes, got {given!r}: ('query', 'key'), say")
+    names = [str(name).rstrip("_") for name in given]
+    if not names or len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+        raise ValueError(f"parameters_split takes different names of parameters, got {list(given)}")
+    if isinstance(given, Mapping):
+        sizes = [check_size(f"parameters_split[{name!r}]", size) for name, size in given.items()]
+    elif rows % len(names):
+        raise ValueError(f"parameters_split makes {len(names)} equal parts of out_features={rows}: give their sizes")
+    else:
+        sizes = [rows // len(names)] * len(names)
+    if sum(sizes) != rows:
+        raise ValueError(f"parameters_split has {sum(sizes)} rows, got out_features={rows}: make them equal")
+    return dict(zip(names, sizes, strict=True))

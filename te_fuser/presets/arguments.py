@@ -1,0 +1,170 @@
+"""What all presets take: the arguments they share, those that do nothing here, and what is said of any other."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._device
+
+Fill = Callable[[torch.Tensor], Any]
+Arguments = TypeVar("Arguments", bound="Placed")
+
+normal: Fill = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.023)
+OPTIONS = ("memory", "kernels", "fallback", "verify")  # of every list
+
+# Keyword of Transformer Engine's that does nothing here -> the values of it that ask for nothing; None: all do.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    "name": None,
+    "ub_name": None,
+    "save_original_input": None,
+    "cp_comm_type": None,
+    "cp_group": (None,),
+    "cp_global_ranks": (None,),
+    "cp_stream": (None,),
+    "delay_wgrad_compute": (False, None),
+    "symmetric_ar_type": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the parameters of a preset are: what every preset takes.
+
+    Attributes:
+        params_dtype: the parameters'; None: torch's default.
+        device: the parameters'; None: torch's default where it was set, else the GPU where there is one, else the CPU.
+        sequence_parallel: what parameters that see a part of the sequence are marked with.
+        tp_group: the group of ranks that share the weights; one of more than one rank is refused when it is called.
+        tp_size: how many ranks, where the group comes later, by `set_tensor_parallel_group`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got, and what to do.
+    """
+
+    params_dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    sequence_parallel: bool | None = False
+    tp_group: Any = None
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if isinstance(f.default, bool):
+                check_flag(f.name, getattr(self, f.name))
+        dtype = self.params_dtype
+        if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"params_dtype is a floating-point dtype of torch's, got {dtype!r}: use torch.bfloat16, say"
+            )
+        check_size("tp_size", self.tp_size)
+
+
+@dataclass(frozen=True)
+class Common(Placed):
+    """What presets with weights take, too.
+
+    Attributes:
+        init_method: called with a weight to fill it; None: normally distributed, mean 0 and standard deviation 0.023.
+        output_layer_init_method: the same, for the last weight of a block.
+        get_rng_state_tracker: gives the tracker whose random state weights are filled from: `with tracker.fork():`.
+        rng_tracker_name: which of its states; None: the tracker's default.
+        fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.ops.main_grad`.
+    """
+
+    init_method: Fill | None = None
+    output_layer_init_method: Fill | None = None
+    get_rng_state_tracker: Callable[[], Any] | None = None
+    rng_tracker_name: str | None = None
+    fuse_wgrad_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("init_method", "output_layer_init_method", "get_rng_state_tracker"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise TypeError(f"{name} is a function, got {getattr(self, name)!r}: give one, or leave it out")
+
+    def fill(self, output_layer: bool = False) -> Fill:
+        """What fills a weight."""
+        return (self.output_layer_init_method if output_layer else self.init_method) or normal
+
+
+def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any]) -> Arguments:
+    """The arguments that keywords of a preset's constructor give.
+
+    Raises:
+        TypeError: for a keyword that nobody knows, naming the nearest.
+        NotImplementedError: for a value that asks for what is missing here.
+    """
+    known = {f.name for f in fields(arguments)}
+    for name in [name for name in keywords if name not in known]:
+        if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
+            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name, known)}")
+        _check_asks_nothing(preset, name, keywords[name])
+        warnings.warn(f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=4)
+    return arguments(**{name: value for name, value in keywords.items() if name in known})
+
+
+def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
+    nothing = WITHOUT_EFFECT.get(name, (False, None))
+    if nothing is not None and not any(value is n for n in nothing):
+        raise NotImplementedError(
+            f"{kind.__name__}: {name}={value!r} asks for what te_fuser does not have; leave {name} out"
+        )
+
+
+def _nearest(preset: type, name: str, known: Iterable[str]) -> str:
+    own = inspect.signature(preset.__init__).parameters  # type: ignore[misc]
+    names = sorted({*own, *known} - {"self", "keywords"})
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(names)}"
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """`device`; where it is None torch's default if one was set, else the GPU if there is one, else the CPU."""
+    if device is not None:
+        return torch.device(device)
+    set_by_user = torch.utils._device.CURRENT_DEVICE is not None
+    return torch.get_default_device() if set_by_user or not torch.cuda.is_available() else torch.device("cuda")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """A yes or no; None is no.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if not (value is None or isinstance(value, bool)):
+        raise TypeError(f"{name} is True or False, got {value!r}")
+    return bool(value)
+
+
+def check_size(name: str, value: Any) -> int:
+    """A whole number from 1 on.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what it got.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is a whole number, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} is a whole number from 1 on, got {value}")
+    return value
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """One of several words, in any case.
+
+    Raises:
+        ValueError: naming them all.
+    """
+    found = {c.lower(): c for c in choices}.get(value.lower()) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+    return found

@@ -1,0 +1,255 @@
+"""Preset: a list of ops over parameters that it owns, under Transformer Engine's names."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+
+from te_fuser import ops
+from te_fuser.flatten import Group
+from te_fuser.ops import FusableOperation, Together
+from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, taken
+from te_fuser.variants import Variants
+
+
+@dataclass(frozen=True)
+class Declared:
+    """How a parameter of a preset is filled, and the attributes that it carries for others to read."""
+
+    fill: Fill | float
+    marks: dict[str, Any]
+
+
+class Preset(Together, Variants):
+    """A list of ops over parameters of its own, which a call turns into x, named inputs and outputs.
+
+    A constructor makes parameters by `declare`, then `reset_parameters`, then fills the list by `relist`, whose ops
+    are those of `variant_ops()` without arguments. A forward begins with `check_group`, and picks a variant.
+
+    Attributes:
+        arguments: the class of what the constructor takes as keywords, beside options of lists.
+        common: an object of it; the group of ranks is `tp_group`.
+
+    Raises:
+        TypeError: for an unknown keyword, naming the nearest.
+        NotImplementedError: for a value that asks for what is missing.
+    """
+
+    flattens = True
+    arguments: ClassVar[type[Placed]] = Common
+    common: Any
+
+    def __init__(self, **keywords: Any) -> None:
+        options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+        common = taken(type(self), self.arguments, keywords)
+        super().__init__(**options)
+        self.common = replace(common, tp_group=None)  # which no pickle takes
+        self.sequence_parallel = bool(common.sequence_parallel)
+        self.fuse_wgrad_accumulation = bool(getattr(common, "fuse_wgrad_accumulation", False))
+        self._declared: dict[str, Declared] = {}
+        self._group = _Group(common.tp_group)
+        self.tp_size = common.tp_size if common.tp_group is None else self._group.ranks
+        self._refusal = self._why_not()
+
+    def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
+        """What this preset was given of these arguments, for the parts of it that are presets themselves."""
+        common = {f.name: getattr(self.common, f.name) for f in fields(arguments)}
+        return {**common, "tp_group": self.tp_group, "tp_size": self.tp_size, **changed}
+
+    # ---------------------------------------------------------------------------------- parameters
+
+    def declare(self, name: str, shape: Iterable[int], fill: Fill | float, **marks: Any) -> None:
+        """Make a parameter; `reset_parameters` fills it.
+
+        Args:
+            fill: a function that is called with it, or a number.
+            **marks: attributes that it carries, however it is moved, copied or loaded: see `cut` and `whole`.
+        """
+        made = torch.empty(*shape, dtype=self.common.params_dtype, device=default_device(self.common.device))
+        self.register_parameter(name, torch.nn.Parameter(made))
+        self._declared[name] = Declared(fill, marks)
+
+    def share(self, size: int, name: str = "size") -> int:
+        """A rank's share of a size that ranks cut.
+
+        Raises:
+            ValueError: when it cannot be cut so.
+        """
+        if size % self.tp_size:
+            raise ValueError(f"{name}={size} cannot be cut into {self.tp_size} equal parts (tp_size): change one")
+        return size // self.tp_size
+
+    def whole(self) -> dict[str, Any]:
+        """The marks of a parameter that every rank has as a whole."""
+        return {"sequence_parallel": self.sequence_parallel}
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Fill all parameters anew, weights in the tracker's random state; those of nested presets by their own."""
+        if defer_init:
+            return
+        for name, declared in self._declared.items():
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                if callable(declared.fill):
+                    with self._random_state(parameter):
+                        declared.fill(parameter)
+                else:
+                    parameter.fill_(declared.fill)
+        self._settle()
+
+    def _random_state(self, parameter: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        tracker = self.common.get_rng_state_tracker
+        if tracker is None or parameter.is_meta:
+            return contextlib.nullcontext()
+        name = self.common.rng_tracker_name
+        return tracker().fork() if name is None else tracker().fork(name)  # type: ignore[no-any-return]
+
+    def _settle(self) -> None:
+        super()._settle()
+        for name, declared in self._declared.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                parameter.__dict__.update(declared.marks)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}_extra_state" in state_dict:
+            del state_dict[f"{prefix}_extra_state"]  # of a copy, which each module of a load gets
+            _note_extra_state(rest[-1])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    # --------------------------------------------------------------------------------------- lists
+
+    def relist(self) -> None:
+        """Fill the list with the ops of a call that changes nothing."""
+        self._modules.clear()
+        self.extend(self.variant_ops())
+
+    def plan_ahead(self, x: torch.Tensor) -> None:
+        """Plan and compile for calls with an input like this one, which is not read."""
+        for part in self._prepared():
+            if isinstance(part, Group) and not x.is_meta:
+                part.fuser.prepare(x, {}, self._wanted(self.asked()))
+
+    def writes_over(self, is_first_microbatch: bool | None) -> bool:
+        """Whether a call writes gradients over main_grad, by its `is_first_microbatch`."""
+        return check_flag("is_first_microbatch", is_first_microbatch) and self.fuse_wgrad_accumulation
+
+    def product(self, in_features: int, out_features: int, over: bool = False) -> ops.MatMul:
+        """A product to be bound to a weight.
+
+        Args:
+            over: whether the weight's gradient is written over its main_grad.
+        """
+        adds = self.fuse_wgrad_accumulation
+        return ops.MatMul(
+            in_features, out_features, accumulate_into_main_grad=adds, overwrite_main_grad=over, device="meta"
+        )
+
+    def asked(self) -> tuple[str, ...]:
+        """The named outputs that each call returns."""
+        return ()
+
+    def with_outputs(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a call, with these."""
+        asked = self.asked()
+        return {**call, "outputs": (*asked, *call.get("outputs", ()))} if asked else call
+
+    def beside(self) -> tuple[str, ...]:
+        """The arguments by which calls return more than one value."""
+        return tuple(name for name in _BESIDE if getattr(self.common, name, False))
+
+    def check_nested(self, path: str) -> None:
+        self.check_group()
+        self.check_one_value(f"{path!r} of a list")
+
+    def check_one_value(self, where: str) -> None:
+        """Refuse to stand where a call takes one tensor and returns one.
+
+        Raises:
+            TypeError: naming the arguments by which it does not.
+        """
+        if self.beside():
+            raise TypeError(
+                f"{where}: {type(self).__name__} returns several values, by {' and '.join(self.beside())}, where one "
+                "is taken: make it without, or call it by itself"
+            )
+
+    # -------------------------------------------------------------------------------------- groups
+
+    @property
+    def tp_group(self) -> Any:
+        """The group of ranks that share the weights, or None."""
+        return self._group.group
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give this preset and those in it their group of ranks.
+
+        Raises:
+            TypeError: when it is none.
+        """
+        group = _Group(tp_group)
+        for module in self.modules():
+            if isinstance(module, Preset):
+                module._group = group
+                module._refusal = module._why_not()
+            if isinstance(module, FusableOperation):
+                module.revision = module.__dict__["revision"] + 1  # lists around look at the preset again
+
+    def check_group(self) -> None:
+        """Raise where this preset is one of several ranks'.
+
+        Raises:
+            RuntimeError: saying what to do.
+        """
+        if self._refusal:
+            raise RuntimeError(f"{type(self).__name__}: {self._refusal}")
+
+    def _why_not(self) -> str:
+        ranks = self._group.ranks
+        if max(ranks, self.tp_size) == 1:
+            return ""
+        if self._group.group is None:
+            return f"tp_size={self.tp_size} takes a group: call set_tensor_parallel_group(group), or leave tp_size at 1"
+        if ranks != self.tp_size:
+            return f"it was made for tp_size={self.tp_size}, its tp_group has {ranks} ranks"
+        return f"its tp_group has {ranks} ranks, and te_fuser splits no model yet: use a group of one rank"
+
+
+class _Group:
+    """A group of ranks: copies share it, pickles have none."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.ranks = group, 1
+        if group is not None:
+            if not isinstance(group, torch.distributed.ProcessGroup):
+                raise TypeError(f"tp_group is a group of torch.distributed's, got {group!r}: use new_group(ranks)")
+            self.ranks = torch.distributed.get_world_size(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Group, (None,)
+
+
+_BESIDE = ("return_bias", "return_layernorm_output")
+_last_load: list[Any] = [None]
+
+
+def _note_extra_state(errors: list[str]) -> None:
+    """Say once in a load, which has one list of errors for all modules, that what is no parameter is skipped."""
+    if _last_load[0] is not errors:
+        _last_load[0] = errors
+        warnings.warn("a checkpoint's _extra_state is skipped: these modules keep nothing there", stacklevel=4)
+
+
+def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:
+    """The marks of a parameter that ranks would cut along a dimension, as Megatron reads them."""
+    return {"tensor_model_parallel": is_cut, "partition_dim": dim if is_cut else -1, "partition_stride": 1}

@@ -1,0 +1,168 @@
+"""LayerNormMLP: a norm, and two products around an activation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser import ops
+from te_fuser.checkpointing import checkpoint
+from te_fuser.presets.activations import activation_op, activation_to_torch, widens
+from te_fuser.presets.arguments import check_flag, check_size
+from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.linears import linear_to_torch, with_bias
+from te_fuser.presets.norm import Normed
+
+
+@dataclass(frozen=True)
+class LayerNormMLPArguments(Normed):
+    """What `LayerNormMLP` takes as keywords."""
+
+    fc1_bias: bool | None = None
+    activation: str = "gelu"
+    activation_params: Mapping[str, float] | None = None
+    return_bias: bool = False
+    set_parallel_mode: bool = False
+    checkpoint: bool = False
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("fc1_bias", self.fc1_bias)
+        for name in ("seq_length", "micro_batch_size"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+
+
+class LayerNormMLP(Preset):
+    """y = act(norm(x) W1^T + b1) W2^T + b2.
+
+    Args:
+        hidden_size: features of x and y, [..., hidden_size].
+        ffn_hidden_size: features between activation and second product; a gated activation takes twice as many.
+        eps: added to the norm's variance.
+        bias: whether there are fc1_bias and fc2_bias.
+        fc1_bias: whether there is fc1_bias, where that is to be said apart; None: as `bias` says, or else as the
+            checkpoint has it that is loaded.
+        normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
+            `te_fuser.presets.norm.Normed`.
+        activation: "gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu" or
+            "clamped_swiglu"; the gate of a gated one comes first.
+        activation_params: of "clamped_swiglu", limit (7.0), alpha (1.702) and glu_linear_offset (1.0).
+        return_bias: fc2_bias is not added but returned: (y, bias).
+        set_parallel_mode: ranks would cut the first product by columns and the second by rows.
+        checkpoint: backward keeps the input alone and computes the rest again; a list runs the preset by itself then.
+        seq_length, micro_batch_size: where both are given, calls with [seq_length, micro_batch_size, hidden_size] are
+            planned, and what they need is compiled, when the preset is made.
+        **keywords: these, what presets share, see `te_fuser.presets.arguments.Common`, and options of lists.
+    """
+
+    flattens = True
+    arguments = LayerNormMLPArguments
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True, **keywords: Any
+    ) -> None:
+        super().__init__(**keywords)
+        said = self.common
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.use_bias, self.return_bias = check_flag("bias", bias), bool(said.return_bias)
+        self.use_fc1_bias = self.use_bias if said.fc1_bias is None else said.fc1_bias
+        self.norm = said.norm(self.hidden_size, eps)
+        self.eps = eps
+        self.runs_alone = self.checkpoint = bool(said.checkpoint)
+        ffn = self.share(self.ffn_hidden_size, "ffn_hidden_size") if said.set_parallel_mode else self.ffn_hidden_size
+        self._activation()  # which refuses what it does not take
+        self._between = ffn * (2 if widens(said.activation) else 1), ffn
+        self._declare(bool(said.set_parallel_mode))
+        self.reset_parameters()
+        self.relist()
+        if said.seq_length is not None and said.micro_batch_size is not None:
+            weight = self.get_parameter("fc1_weight")
+            self.plan_ahead(weight.new_empty(said.seq_length, said.micro_batch_size, hidden_size, requires_grad=True))
+
+    def _declare(self, is_cut: bool) -> None:
+        self.norm.declare(self)
+        wide, ffn = self._between
+        self.declare("fc1_weight", [wide, self.hidden_size], self.common.fill(), **cut(0, is_cut))
+        if self.use_fc1_bias:
+            self._declare_fc1_bias()
+        self.declare("fc2_weight", [self.hidden_size, ffn], self.common.fill(output_layer=True), **cut(1, is_cut))
+        if self.use_bias:
+            self.declare("fc2_bias", [self.hidden_size], 0.0, **self.whole(), **cut(0, False))
+
+    def _declare_fc1_bias(self) -> None:
+        self.declare("fc1_bias", [self._between[0]], 0.0, **cut(0, bool(self.common.set_parallel_mode)))
+
+    def _activation(self) -> ops.FusableOperation:
+        return activation_op(self.common.activation, self.common.activation_params)
+
+    def _product(self, in_features: int, out_features: int, weight: str, over: bool) -> ops.Bound:
+        return ops.Bound(self.product(in_features, out_features, over), self, weight=weight)
+
+    def variant_ops(self, over: bool = False) -> Iterator[torch.nn.Module]:  # type: ignore[override]
+        """The ops of a call.
+
+        Args:
+            over: whether gradients of weights are written over their main_grad.
+        """
+        wide, ffn = self._between
+        yield from self.norm.ops(self)
+        yield self._product(self.hidden_size, wide, "fc1_weight", over)
+        if self.use_fc1_bias:
+            yield ops.Bound(ops.Bias(wide, device="meta"), self, bias="fc1_bias")
+        yield self._activation()
+        yield self._product(ffn, self.hidden_size, "fc2_weight", over)
+        if self.use_bias and not self.return_bias:
+            yield ops.Bound(ops.Bias(self.hidden_size, device="meta"), self, bias="fc2_bias")
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **call: Any) -> Any:  # type: ignore[override]
+        """out[, bias][, layernorm_out].
+
+        Args:
+            inp: [..., hidden_size].
+            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
+        """
+        self.check_group()
+        run = self.variant(over=True) if self.writes_over(is_first_microbatch) else super().forward
+        call = self.with_outputs(call)
+        made = checkpoint(run, inp, **call) if self.checkpoint else run(inp, **call)
+        return with_bias(made, self._parameters.get("fc2_bias")) if self.return_bias else made
+
+    def asked(self) -> tuple[str, ...]:
+        return () if self.norm.output is None else (self.norm.output,)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        name, weight = f"{prefix}fc1_bias", state_dict.get(f"{prefix}fc1_weight")
+        if name in state_dict and not self.use_fc1_bias and self.common.fc1_bias is None:
+            self.use_fc1_bias = True
+            self._declare_fc1_bias()
+            self.relist()
+        elif weight is not None and name not in state_dict and self.use_fc1_bias and not self.use_bias:
+            state_dict[name] = weight.new_zeros(self._between[0])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def to_torch(self) -> torch.nn.Module:
+        """torch.nn.Sequential of a norm, two Linears and the activation, over copies of the parameters.
+
+        Raises:
+            TypeError: where calls return more than one tensor.
+        """
+        self.check_one_value("to_torch()")
+        held = self._parameters
+        norm = self.norm.to_torch(self.get_parameter("layer_norm_weight"), held.get("layer_norm_bias"))
+        first = linear_to_torch(self.get_parameter("fc1_weight"), held.get("fc1_bias"))
+        second = linear_to_torch(self.get_parameter("fc2_weight"), held.get("fc2_bias"))
+        activation = activation_to_torch(self._activation())
+        return torch.nn.Sequential(norm, first, activation, second).train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}"

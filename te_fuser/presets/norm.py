@@ -1,0 +1,174 @@
+"""The norms of presets: a preset of its own, or the head of another one's list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from te_fuser import ops
+from te_fuser.ops.norm import as_row
+from te_fuser.presets.arguments import Common, Placed, check_choice, check_size
+from te_fuser.presets.base import Preset
+
+_OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
+
+
+@dataclass(frozen=True)
+class NormArguments(Placed):
+    """What a norm takes that is a preset."""
+
+    hidden_size: int | None = None
+    zero_centered_gamma: bool = False
+
+
+@dataclass(frozen=True)
+class Normed(Common):
+    """What a preset with a norm at its head takes.
+
+    Attributes:
+        normalization: "LayerNorm" or "RMSNorm"; its parameters are `layer_norm_weight` and `layer_norm_bias`.
+        zero_centered_gamma: the norm's factor is 1 + its weight, which starts at 0.
+        return_layernorm_output: calls return what the norm gives, too, behind everything else.
+        return_layernorm_output_gathered: it is that of all ranks; in a group of one the same.
+    """
+
+    normalization: str = "LayerNorm"
+    zero_centered_gamma: bool = False
+    return_layernorm_output: bool = False
+    return_layernorm_output_gathered: bool = False
+
+    def norm(self, features: int, eps: float) -> Norm:
+        """The norm."""
+        output = "layernorm_output" if self.return_layernorm_output else None
+        return Norm(features, eps, self.normalization, bool(self.zero_centered_gamma), output)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm in a preset's list, over parameters of the preset.
+
+    Attributes:
+        features: those of a row.
+        eps: added to the variance or the mean square.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the factor is 1 + weight, which starts at 0.
+        output: the name by which calls can ask for what it gives; None: they cannot.
+
+    Raises:
+        TypeError, ValueError: naming the argument, and what it takes.
+    """
+
+    features: int
+    eps: float = 1e-5
+    normalization: str = "LayerNorm"
+    zero_centered_gamma: bool = False
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("normalization", self.normalization, _OPS)
+        if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or not self.eps >= 0:
+            raise ValueError(f"eps is a number from 0 on, added to the variance, got {self.eps!r}: 1e-5, say")
+
+    def declare(self, preset: Preset, prefix: str = "layer_norm_", shape: Iterable[int] | None = None) -> None:
+        """Make the parameters: prefix + "weight", and prefix + "bias" where there is one."""
+        shape = (self.features,) if shape is None else tuple(shape)
+        preset.declare(f"{prefix}weight", shape, 0.0 if self.zero_centered_gamma else 1.0, **preset.whole())
+        if self.normalization == "LayerNorm":
+            preset.declare(f"{prefix}bias", shape, 0.0, **preset.whole())
+
+    def ops(self, preset: Preset, prefix: str = "layer_norm_") -> Iterator[ops.FusableOperation]:
+        """The ops, bound to these."""
+        kind = _OPS[self.normalization]
+        norm = kind(self.features, self.eps, zero_centered_gamma=self.zero_centered_gamma, device="meta")
+        yield ops.Bound(norm, preset, **{name: prefix + name for name in norm.parameter_names()})
+        if self.output is not None:
+            yield ops.Output(self.output)
+
+    def to_torch(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Module:
+        """torch.nn's norm with the same function, over copies of these parameters."""
+        kind = getattr(torch.nn, self.normalization)
+        made: torch.nn.Module = kind(weight.shape, self.eps, device=weight.device, dtype=weight.dtype)
+        factor = weight.detach() + 1 if self.zero_centered_gamma else weight
+        return filled(made, weight=factor, bias=bias)
+
+
+def filled(module: torch.nn.Module, **tensors: torch.Tensor | None) -> torch.nn.Module:
+    """The module with these values in its parameters."""
+    with torch.no_grad():
+        for name, t in tensors.items():
+            if t is not None:
+                module.get_parameter(name).copy_(t)
+    return module
+
+
+class NormPreset(Preset):
+    """A norm that is a preset of its own, over the last dimension or several."""
+
+    flattens = True
+    arguments = NormArguments
+    normalization: ClassVar[str]
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int] | None = None,
+        eps: float = 1e-5,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(**keywords)
+        self.normalized_shape = _sizes(normalized_shape, self.common.hidden_size)
+        self.zero_centered_gamma = bool(self.common.zero_centered_gamma)
+        self.norm = Norm(math.prod(self.normalized_shape), eps, self.normalization, self.zero_centered_gamma)
+        self.eps = eps
+        self.norm.declare(self, "", self.normalized_shape)
+        self.reset_parameters()
+        self.relist()
+
+    @property
+    def flat_weight(self) -> torch.Tensor:
+        """The weight as one row."""
+        return self.get_parameter("weight").flatten()
+
+    @property
+    def flat_bias(self) -> torch.Tensor:
+        """The bias as one row."""
+        return self.get_parameter("bias").flatten()
+
+    def variant_ops(self) -> Iterator[torch.nn.Module]:  # type: ignore[override]
+        """The norm; over several dimensions between a view as one and the view back."""
+        if len(self.normalized_shape) == 1:
+            yield from self.norm.ops(self, "")
+            return
+        yield as_row(type(self).__name__, self.normalized_shape)
+        yield from self.norm.ops(self, "flat_")
+        yield ops.Unflatten(-1, self.normalized_shape)
+
+    def forward(self, inp: torch.Tensor, **call: Any) -> Any:  # type: ignore[override]
+        """Normalized rows, in inp's shape [..., *normalized_shape].
+
+        Raises:
+            TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
+        """
+        self.check_group()
+        return super().forward(inp, **call)
+
+    def to_torch(self) -> torch.nn.Module:
+        """torch.nn's norm with the same function, over copies of the parameters."""
+        return self.norm.to_torch(self.get_parameter("weight"), self._parameters.get("bias")).train(self.training)
+
+    def extra_repr(self) -> str:
+        shape = ", ".join(map(str, self.normalized_shape))
+        return f"[{shape}], eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _sizes(normalized_shape: int | Iterable[int] | None, hidden_size: int | None) -> tuple[int, ...]:
+    if (normalized_shape is None) == (hidden_size is None):
+        raise TypeError("a norm takes its size once, as normalized_shape or as hidden_size")
+    given = hidden_size if normalized_shape is None else normalized_shape
+    sizes = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not sizes:
+        raise ValueError("normalized_shape has at least one size, got none")
+    return tuple(check_size("normalized_shape", size) for size in sizes)
