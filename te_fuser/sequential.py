@@ -117,7 +117,7 @@ class Sequential(OpList):
         parts = self._prepared()
         wanted = self._wanted(outputs) if outputs else ()
         if len(parts) == 1 and type(parts[0]) is Group:
-            return _run_group(parts[0], x, inputs, wanted)
+            return parts[0].run(_run_group, x, inputs, wanted)
         return walk_parts(parts, x, inputs, wanted, _run_group)
 
     def _wanted(self, outputs: Sequence[str]) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ class Sequential(OpList):
             check_input(x, planning=roofline is not None)
         try:
             if len(parts) == 1 and isinstance(parts[0], Group):
-                run(parts[0], x, values, wanted)
+                parts[0].run(run, x, values, wanted)
             else:
                 with looking() as look, pythons_draws_undone():
                     walk_parts(parts, look.of(x), look.of(values), wanted, run, Border.looked_at)

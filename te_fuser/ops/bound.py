@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.binding import Binding, WeakBinding, has_tensor
+from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import refuse_hooks, revision_of
 from te_fuser.ops.joined import JoinedBinding
 
@@ -101,7 +102,7 @@ class Bound(FusableOperation):
     def _binding(self, names: tuple[str, ...]) -> Binding:
         owner = self.owner
         for name in names:
-            if not has_tensor(owner, name):
+            if not (has_tensor(owner, name) or isinstance(owner, Given)):
                 raise AttributeError(
                     f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                     "of that name"
