@@ -50,6 +50,7 @@ class OpList(torch.nn.Sequential):
 
     flattens: ClassVar[bool]
     adds_input: ClassVar[bool] = False  # whether the list's input is added to what its last op gives
+    shares_names: bool = False  # whether names that its ops bind are those of the list around
 
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
@@ -294,7 +295,7 @@ class _Flattener:
         return [item for part in self.found for item in ([part] if isinstance(part, Border) else part.listed)]
 
     def _sequential(self, module: OpList, path: str, scopes: list[dict[str, str]], planning: _Planning) -> None:
-        inner = [*scopes, {}]
+        inner = scopes if module.shares_names and scopes else [*scopes, {}]
         residual = f"{path}//residual"  # no name that an op inside could mean
         if module.adds_input:
             self._add(ListedOp(Fork("residual").lower()[0], path, {}, (residual,), path), planning)
