@@ -5,6 +5,7 @@ Ops that are planned together are a group; a module that runs by its own __call_
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Union
@@ -16,7 +17,9 @@ from te_fuser.fuser.run.fuser import Fuser, named_tensors
 from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
+from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.fork import Fork
+from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 
 
@@ -47,6 +50,7 @@ class OpList(torch.nn.Sequential):
 
     flattens: ClassVar[bool]
     adds_input: ClassVar[bool] = False  # whether the list's input is added to what its last op gives
+    shares_names: bool = False  # whether names that its ops bind are those of the list around
 
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
@@ -133,6 +137,26 @@ class Group:
     verify: bool
     notes: tuple[str, ...]  # why its ops are planned by themselves
     later: frozenset[str] = frozenset()  # what parts behind it read
+    held: Mapping[str, tuple[Given, str]] = field(default_factory=dict)  # name in a call -> who reads it, and as what
+
+    def run(self, run: GroupRun, x: Any, given: Mapping[str, torch.Tensor], asked: tuple[str, ...]) -> Any:
+        """`run` for this group, where ops may read what the call gives in place of parameters.
+
+        Raises:
+            TypeError: when it gives none.
+        """
+        if not self.held:
+            return run(self, x, given, asked)
+        tensors: dict[Given, dict[str, torch.Tensor]] = {}
+        for name, (reader, own) in self.held.items():
+            if given.get(name) is not None:
+                tensors.setdefault(reader, {})[own] = given[name]
+            elif not has_tensor(reader, own):
+                raise TypeError(f"an op reads {own!r} of the call: call the model with **{{{name!r}: tensor}}")
+        with contextlib.ExitStack() as stack:
+            for reader, held in tensors.items():
+                stack.enter_context(reader.holding(**held))
+            return run(self, x, {name: t for name, t in given.items() if name not in self.held}, asked)
 
 
 Part = Union[Border, Group]  # noqa: UP007 - a type alias at run time
@@ -169,7 +193,7 @@ def walk_parts(
             continue
         given = {n: values[n] for n in part.reads if n in values} if len(parts) > 1 else values
         asked = tuple(n for n in part.gives if n in part.later or n in wanted)
-        made = run(part, x, given, asked)
+        made = part.run(run, x, given, asked)
         x, *extra = made if asked else (made,)
         values.update(zip(asked, extra, strict=True))
     return (x, *(values[n] for n in wanted)) if wanted else x
@@ -246,12 +270,15 @@ def _group(run: _Consecutive) -> Group:
     bound: set[str] = set()
     reads: dict[str, None] = {}
     gives: dict[str, None] = {}
+    held: dict[str, tuple[Given, str]] = {}
     for item in run.listed:
         reads |= dict.fromkeys(name for name in item.names_in.values() if name not in bound)
+        held |= {_of_call(item, own): (reader, own) for reader, own in _held(item)}
         bound |= set(item.names_out)
         gives |= dict.fromkeys(item.names_out)
     listed = tuple(run.listed)
-    return Group(Fuser(listed, **options), listed, tuple(reads), tuple(gives), verify, run.planning.notes)
+    fuser, notes = Fuser(listed, **options), run.planning.notes
+    return Group(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
 
 
 class _Flattener:
@@ -268,7 +295,7 @@ class _Flattener:
         return [item for part in self.found for item in ([part] if isinstance(part, Border) else part.listed)]
 
     def _sequential(self, module: OpList, path: str, scopes: list[dict[str, str]], planning: _Planning) -> None:
-        inner = [*scopes, {}]
+        inner = scopes if module.shares_names and scopes else [*scopes, {}]
         residual = f"{path}//residual"  # no name that an op inside could mean
         if module.adds_input:
             self._add(ListedOp(Fork("residual").lower()[0], path, {}, (residual,), path), planning)
@@ -327,6 +354,7 @@ class _Flattener:
             inside.run(module)
             free = {n for item in inside.items() for n in _names_read(item) if "/" not in n}
             reads = {n: _resolve(n, scopes) for n in sorted(free)}
+            reads |= {n: f"{here}.{n}" for item in inside.items() for n in _names_of_call(item)}
             outputs = {_inside(here, n): exported(n) for item in inside.items() for n in _names_exported(item)}
         self.found.append(Border(module, here, reads, gives, outputs))
 
@@ -356,7 +384,27 @@ def _resolve(name: str, scopes: list[dict[str, str]]) -> str:
 
 
 def _names_read(item: ListedOp | Border) -> Iterable[str]:
-    return item.names_in.values() if isinstance(item, ListedOp) else item.reads.values()
+    if isinstance(item, ListedOp):
+        return item.names_in.values()
+    return [name for name in item.reads.values() if "." not in name]
+
+
+def _names_of_call(item: ListedOp | Border) -> Iterable[str]:
+    """What calls name that ops read in place of parameters."""
+    if isinstance(item, ListedOp):
+        return [_of_call(item, own) for _, own in _held(item)]
+    return [name for name in item.reads.values() if "." in name]
+
+
+def _of_call(item: ListedOp, own: str) -> str:
+    return f"{item.scope}.{own}" if item.scope else own
+
+
+def _held(item: ListedOp) -> Iterable[tuple[Given, str]]:
+    for binding in item.lowered.bindings.values():
+        if isinstance(owner := binding.owner, Given):
+            for name in getattr(binding, "names", (binding.name,)):
+                yield owner, name
 
 
 def _apart(op: FusableOperation) -> Iterable[str]:

@@ -164,7 +164,8 @@ class Sequential(OpList):
         )
         self._parts = flatten(self)
         first = self._parts[0]
-        self._alone = first.fuser if len(self._parts) == 1 and isinstance(first, Group) and not first.verify else None
+        plain = len(self._parts) == 1 and isinstance(first, Group) and not (first.verify or first.held)
+        self._alone = first.fuser if plain else None  # type: ignore[union-attr]
         self._token = facts
 
     # ------------------------------------------------------------------------------- looking inside
@@ -215,7 +216,7 @@ class Sequential(OpList):
             check_input(x, planning=roofline is not None)
         try:
             if len(parts) == 1 and isinstance(parts[0], Group):
-                run(parts[0], x, values, wanted)
+                parts[0].run(run, x, values, wanted)
             else:
                 with looking() as look, pythons_draws_undone():
                     walk_parts(parts, look.of(x), look.of(values), wanted, run, Border.looked_at)

@@ -115,6 +115,16 @@ def test_names_cross_it() -> None:
     assert_as_meant(sequential(ops.Fork("a"), ops.Bias(8), lean(ops.Add("a")), ops.Add("a")), X)
 
 
+def test_names_that_a_list_shares() -> None:
+    inner = te_fuser.Sequential(ops.Linear(8, 8), ops.Fork("inside"), ops.GELU())
+    model = sequential(inner, ops.Add("inside"))
+    with pytest.raises(ValueError, match="reads 'inside', which no Fork before it binds"):
+        model(X)
+    inner.shares_names = True
+    model = sequential(inner, ops.Add("inside"))
+    assert_as_meant(model, X)
+
+
 def test_a_residual_with_another_option() -> None:
     model = sequential(ops.Bias(8), te_fuser.Residual(ops.Linear(8, 8), ops.GELU(), memory="lean"), ops.SiLU())
     assert [kinds(p)[0] for p in model.plans(X)] == ["Bias", "Fork", "SiLU"]

@@ -23,10 +23,12 @@ MASKS = {
 }
 # What hides by structure beyond later positions.
 HIDDEN_BY = ("lengths of samples", "sequences one behind the other", "a window", "a diagonal from the bottom right")
+PADDED = "padding by a boolean tensor"
 CORNERS = {"top_left": "the first query sees the first key", "bottom_right": "the last query sees the last key"}
 
 _INTEGERS = (torch.int32, torch.int64)
 _COUNTS = ("lengths", "key_lengths", "offsets", "key_offsets")
+_PADDINGS = ("padding", "key_padding")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class AttentionMask:
         offsets: for layout="tokens", the name of whole numbers [N + 1]: sequence n is tokens offsets[n] up to
             offsets[n + 1]. With `lengths`, [N], it begins there and has so many tokens; what is behind it is padding.
         key_offsets: the same for keys that are apart; None: theirs are the queries'.
+        padding: the name of a boolean input [B, 1, 1, S], True = padding, wherever it lies: it sees nothing, and
+            nothing sees it.
+        key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there.
     """
 
     causal: bool = False
@@ -58,10 +63,12 @@ class AttentionMask:
     key_lengths: str | None = None
     offsets: str | None = None
     key_offsets: str | None = None
+    padding: str | None = None
+    key_padding: str | None = None
 
     def __post_init__(self) -> None:
         one_of("corner", self.corner, CORNERS)
-        for name in ("given", *_COUNTS):
+        for name in ("given", *_COUNTS, *_PADDINGS):
             if getattr(self, name) is not None:
                 check_name(getattr(self, name))
         sides = self.window or (None, None)
@@ -82,7 +89,7 @@ class AttentionMask:
     @property
     def names(self) -> dict[str, str]:
         """Argument -> the name of the input that it reads."""
-        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in _COUNTS}}
+        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in (*_COUNTS, *_PADDINGS)}}
         return {argument: name for argument, name in found.items() if name is not None}
 
     @property
@@ -100,7 +107,8 @@ class AttentionMask:
             any(side is not None for side in self.window or ()),
             self.corner == "bottom_right" and self.is_banded,
         )
-        return tuple(words for words, wanted in zip(HIDDEN_BY, asked, strict=True) if wanted)
+        padded = self.padding or self.key_padding
+        return tuple(words for words, wanted in zip((*HIDDEN_BY, PADDED), (*asked, padded), strict=True) if wanted)
 
     @property
     def is_banded(self) -> bool:
@@ -141,6 +149,31 @@ class AttentionMask:
         both = [known[name].shape[0] for name in ("offsets", "key_offsets") if name in known]
         if len(both) == 2 and both[0] != both[1]:
             raise ValueError(f"{self.offsets!r} and {self.key_offsets!r} say {both}; {op} takes as many of both")
+
+    def check_padding(self, op: str, full: tuple[int, int, int, int], others: Mapping[str, Spec]) -> None:
+        """Raise, in words, when padding is no boolean tensor for [batch, heads, queries, keys] = full.
+
+        Raises:
+            ValueError: one is missing, or of another shape.
+            TypeError: no booleans.
+        """
+        samples, _, *positions = full
+        for argument, count in zip(_PADDINGS, positions, strict=True):
+            name, spec = getattr(self, argument), others.get(argument)
+            if name is None:
+                continue
+            if spec is None:
+                raise ValueError(f"{op} reads {argument} from {name!r}: call the model with {name}=...")
+            if spec.dtype != torch.bool:
+                raise TypeError(
+                    f"{name!r} is {spec.dtype}; {op} takes booleans, True = padding: convert with == 0, say"
+                )
+            if spec.shape != (samples, 1, 1, count):
+                hint = "; give mask[:, None, None, :]" if spec.shape == (samples, count) else ""
+                raise ValueError(
+                    f"{name!r} has shape {[*spec.shape]}; {op} takes [batch, 1, 1, positions] = "
+                    f"{[samples, 1, 1, count]}{hint}"
+                )
 
     def _offsets_for(self, lengths: str) -> str:
         return "key_offsets" if lengths == "key_lengths" and self.key_offsets else "offsets"
@@ -183,6 +216,8 @@ class Band:
     mask: AttentionMask
     queries: Places
     keys: Places
+    padding: torch.Tensor | None = None
+    key_padding: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -194,13 +229,14 @@ class Band:
         device: torch.device,
     ) -> Band:
         """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own."""
-        lengths, offsets = tensors.get("lengths"), tensors.get("offsets")
+        lengths, offsets, padding = (tensors.get(name) for name in ("lengths", "offsets", "padding"))
         queries = Places.of(sizes[0], lengths, offsets, device)
         if not apart:
-            return cls(mask, queries, queries)
+            return cls(mask, queries, queries, padding, padding)
         key_offsets = tensors.get("key_offsets")
         key_offsets = offsets if key_offsets is None else key_offsets
-        return cls(mask, queries, Places.of(sizes[1], tensors.get("key_lengths"), key_offsets, device))
+        keys = Places.of(sizes[1], tensors.get("key_lengths"), key_offsets, device)
+        return cls(mask, queries, keys, padding, tensors.get("key_padding"))
 
     def distance(self) -> torch.Tensor:
         """Key position - query position, [B or 1, S, K]."""
@@ -228,6 +264,8 @@ class Band:
                 found.append((side.place >= side.length)[at])
         if self.queries.sequence is not None and self.keys.sequence is not None:
             found.append(self.queries.sequence[:, :, None] != self.keys.sequence[:, None, :])
+        found += [] if self.padding is None else [self.padding[:, 0, 0, :, None]]
+        found += [] if self.key_padding is None else [self.key_padding[:, 0]]
         if not found:
             return None
         hidden = found[0]

@@ -161,6 +161,7 @@ class FusableOperation(torch.nn.Module):
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
+    idles: ClassVar[bool] = False  # whether it gives x as it is in a call that gives none of its named inputs
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
     by_torch: ClassVar[Callable[..., Any] | None] = None  # f(self, x, names) -> `TorchFunction`; of this class alone

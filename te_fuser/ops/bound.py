@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.binding import Binding, WeakBinding, has_tensor
+from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import refuse_hooks, revision_of
 from te_fuser.ops.joined import JoinedBinding
 
@@ -26,8 +27,8 @@ class Bound(FusableOperation):
     Args:
         op: an elementary op; of one that stands for several, as Linear does, bind each.
         owner: the module to read from, which may get its parameters later.
-        **names: for each parameter of the op the owner's name for it, or several, to be joined along dimension 0: see
-            `Together`.
+        **names: for each parameter of the op the owner's name for it ("part.weight" is that of a module in it), or
+            several, to be joined along dimension 0: see `Together`.
 
     Raises:
         TypeError: when `op` is no elementary op, `owner` no module, or `names` are not those of its parameters.
@@ -82,8 +83,7 @@ class Bound(FusableOperation):
     def revision(self) -> Any:
         """What changes when an attribute or a hook of the op does, or when the owner's parameters come or go."""
         owner = self._owner()
-        parameters: Mapping[str, Any] = {} if owner is None else owner._parameters
-        there = [parameters.get(name) is not None for name in self._all_names()]
+        there = [] if owner is None else [_place(owner, name) for name in self._all_names()]
         return (self.__dict__.get("revision", 0), revision_of(self.op), *there)
 
     @revision.setter
@@ -99,9 +99,11 @@ class Bound(FusableOperation):
         return [name for names in self._names.values() for name in names]
 
     def _binding(self, names: tuple[str, ...]) -> Binding:
-        owner = self.owner
+        path, _, _ = names[0].rpartition(".")
+        owner = self.owner.get_submodule(path)
+        names = tuple([name.removeprefix(f"{path}.") for name in names])
         for name in names:
-            if not has_tensor(owner, name):
+            if not (has_tensor(owner, name) or isinstance(owner, Given)):
                 raise AttributeError(
                     f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                     "of that name"
@@ -141,6 +143,13 @@ def _names_in(given: Any) -> tuple[str, ...]:
     """The names that somebody gave for a parameter; empty where these are no names."""
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     return names if all(isinstance(name, str) for name in names) else ()
+
+
+def _place(owner: torch.nn.Module, name: str) -> tuple[int, bool]:
+    """Which module has it, where that is one in the owner, and whether it is there."""
+    path, _, own = name.rpartition(".")
+    module = owner.get_submodule(path)
+    return id(module._parameters) if path else 0, module._parameters.get(own) is not None
 
 
 def _nobody() -> None:

@@ -191,8 +191,10 @@ class DotProductAttention(UnfusedOperation):
     def _check_sides(self) -> None:
         """Refuse arguments that contradict each other."""
         mask, apart = self.hides, isinstance(self.packed, ApartHeads)
-        if not apart and (mask.key_lengths or mask.key_offsets):
-            raise ValueError("key_lengths and key_offsets are for keys that are apart: packed ones are their queries'")
+        if not apart and (mask.key_lengths or mask.key_offsets or mask.key_padding):
+            raise ValueError(
+                "key_lengths, key_offsets and key_padding are for keys that are apart: packed ones are their queries'"
+            )
         if bool(mask.offsets) != (self.layout == TOKENS):
             raise ValueError(
                 f"layout={self.layout!r} with offsets={mask.offsets!r}: sequences one behind the other need both "
@@ -281,6 +283,7 @@ class DotProductAttention(UnfusedOperation):
         full = (samples, self.heads, positions, keys[1])
         self._check_given(op, x, inputs.get("attention_mask"), full)
         self.hides.check(type(self).__name__, samples, inputs, self.layout == TOKENS)
+        self.hides.check_padding(type(self).__name__, full, inputs)
         self.scores.check(type(self).__name__, full, inputs)
 
     def _check_given(self, op: str, x: Spec, mask: Spec | None, full: tuple[int, int, int, int]) -> None:

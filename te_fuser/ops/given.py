@@ -13,11 +13,12 @@ import torch
 class Given(torch.nn.Module):
     """What ops are bound to that read tensors of a call as their parameters: `Bound(op, given, weight="weight")`.
 
-    A call runs inside of `with given.holding(weight=w):`, in a list of its own (see `te_fuser.Variants`). Each such
-    tensor gets its gradient, as any input of autograd's does. Other threads and other calls do not see it.
+    A call runs inside of `with given.holding(weight=w):`, in a list of its own (see `te_fuser.Variants`); or it gives
+    the tensors by the path of the list that the ops stand in, `model(x, **{"0.weight": w})`. Each such tensor gets its
+    gradient, as any input of autograd's does. Other threads and other calls do not see it.
 
     Raises:
-        AttributeError: when an op reads what nobody gives now.
+        TypeError: when a call gives none.
     """
 
     def __init__(self) -> None:

@@ -39,6 +39,7 @@ class RotaryByAngles(UnfusedOperation):
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
 
+    idles = True
     prototype_arguments = {"head_dim": 8, "heads": 2}
     other_choices = {"layout": "batch_first", "style": "interleaved"}
 

@@ -71,6 +71,40 @@ def test_windows_and_corners(sizes):
         check(op, *parts(*sizes), {}, lambda b, i, seen=seen: seen(i), "batch_first")
 
 
+@pytest.mark.parametrize("packing", ["apart", "blocked"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_may_lie_anywhere(packing, causal):
+    """In front, behind, in between, everywhere: it sees nothing, and nothing sees it."""
+    sizes = (5, 7) if packing == "apart" else (5, 5)
+    pads = [tensor(3, 1, 1, size, seed=k) > 0.2 for k, size in enumerate(sizes)]
+    pads[0][1], pads[1][1] = True, packing == "blocked"
+    if packing == "blocked":
+        pads[1] = pads[0]
+    key_padding = {"key_padding": "theirs"} if packing == "apart" else {}
+    mask = AttentionMask(causal=causal, padding="ours", **key_padding)
+    op = DotProductAttention(2, 3, mask=mask, packing=packing, layout="batch_first")
+
+    def seen(b, i):
+        last = i + 1 if causal else sizes[1]
+        return [k for k in range(last) if not pads[0][b, 0, 0, i] and not pads[1][b, 0, 0, k]]
+
+    named = {"padding": pads[0], "key_padding": pads[1]} if packing == "apart" else {"padding": pads[0]}
+    check(op, *parts(*sizes, samples=3), named, seen, "batch_first")
+
+
+def test_padding_that_does_not_fit():
+    op = DotProductAttention(2, 3, mask=AttentionMask(padding="ours"), layout="batch_first")
+    x = Spec((2, 5, 18), torch.float32, torch.device("cpu"))
+    for shape, dtype, error, words in (
+        ((2, 5), torch.bool, ValueError, r"takes \[batch, 1, 1, positions\] = \[2, 1, 1, 5\]; give mask\[:, None"),
+        ((2, 1, 1, 5), torch.float32, TypeError, "takes booleans, True = padding"),
+    ):
+        with pytest.raises(error, match=words):
+            op.check_inputs(x, {"padding": Spec(shape, dtype, x.device)})
+    with pytest.raises(ValueError, match="reads padding from 'ours'"):
+        op.check_inputs(x, {})
+
+
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
 def test_packed_heads_have_windows(layout):
     for window in WINDOWS:

@@ -197,6 +197,17 @@ def test_a_module_beside_it_may_own_the_parameters() -> None:
     assert list(model.parameters()) == []
 
 
+def test_a_module_in_it_may_own_the_parameters() -> None:
+    owner = nn.Module()
+    owner.part = nn.Linear(8, 8, dtype=torch.float64)
+    model = te_fuser.Sequential(
+        ops.Bound(ops.MatMul(8, 8, device="meta"), owner, weight="part.weight"), kernels="reference"
+    )
+    torch.testing.assert_close(model(X), X @ owner.part.weight.t())
+    owner.part = nn.Linear(8, 8, dtype=torch.float64)
+    torch.testing.assert_close(model(X), X @ owner.part.weight.t())
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

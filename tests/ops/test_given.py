@@ -89,7 +89,56 @@ def test_copies_and_threads() -> None:
 def test_what_nobody_gives() -> None:
     model, x = Affine(), normal(3, IN).float()
     model(x, model.weight)
-    with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+    with pytest.raises(
+        TypeError, match=r"an op reads 'weight' of the call: call the model with \*\*\{'weight': tensor"
+    ):
         model.variant(given=True)(x)
     with pytest.raises(ValueError, match=r"parameter weight has shape \[6, 5\], the op was made for \[5, 6\]"):
         model(x, torch.zeros(IN, OUT))
+
+
+class Projection(te_fuser.Sequential):
+    """y = x W^T with the weight of the call."""
+
+    flattens = True
+
+    def __init__(self) -> None:
+        given = ops.Given()
+        super().__init__(ops.Bound(ops.MatMul(IN, IN, device="meta"), given, weight="weight"))
+        self.given = (given,)
+
+    def forward(self, x: torch.Tensor, weight: Any = None, **call: Any) -> Any:  # type: ignore[override]
+        """y."""
+        return super().forward(x, weight=weight, **call)
+
+
+def leave(module: torch.nn.Module, *args: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_in_lists(hooked: bool) -> None:
+    """A list around takes the ops, and its call names the weights by path; also where hooks make a border."""
+    inner = te_fuser.Sequential(Projection(), ops.GELU())
+    model = te_fuser.Sequential(Projection(), ops.GELU(), inner, kernels="reference").double()
+    if hooked:
+        inner[0].register_forward_pre_hook(leave)
+        inner.register_forward_pre_hook(leave)
+    x, *weights = (normal(*shape, seed=k).requires_grad_() for k, shape in enumerate(((3, IN), (IN, IN), (IN, IN))))
+    named = dict(zip(("0.weight", "2.0.weight"), weights, strict=True))
+    want = x
+    for weight in weights:
+        want = torch.nn.functional.gelu(torch.nn.functional.linear(want, weight), approximate="tanh")
+    for run in (model, model.reference):
+        y = run(x, **named)
+        torch.testing.assert_close(y, want)
+        for ours, theirs in zip(
+            *[torch.autograd.grad(t.sum(), [x, *weights], retain_graph=True) for t in (y, want)], strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+    assert sum(len(plan.graph.nodes) for plan in model.plans(x, **named)) == (2 if hooked else 4)
+    torch.testing.assert_close(inner[0](x, weights[0]), x @ weights[0].T)
+    with pytest.raises(TypeError, match=r"call the model with \*\*\{'2.0.weight': tensor" if not hooked else "tensor"):
+        model(x, **{"0.weight": weights[0]})
+    with pytest.raises(TypeError, match="unknown input 'weight'"):
+        model(x, weight=weights[0], **named)

@@ -87,6 +87,19 @@ def test_rounded_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(exact, want, rtol=0, atol=1e-5)
 
 
+def test_what_is_not_given_costs_nothing() -> None:
+    """A list plans as if the op was not there, alone and in the middle."""
+    op, x = ops.RotaryByAngles(D, heads=2, kv_heads=1), normal(S, B, 4 * D).float().requires_grad_()
+    model = te_fuser.Sequential(ops.Bias(4 * D), op, ops.DotProductAttention(2, D, kv_heads=1))
+    angles = {"rotary_pos_emb": angles_of("half").float()}
+    names = [[step.name for step in model.plan(x, **given).steps] for given in (angles, {})]
+    assert any("rotary" in name for name in names[0]) and not any("rotary" in name for name in names[1])
+    without = te_fuser.Sequential(model[0], model[2])
+    for got, want in zip(gradients(model, x), gradients(without, x), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(te_fuser.Sequential(op), x)[0], x.detach())
+
+
 @pytest.mark.parametrize("shape", [(0, B), (S, 0)])
 def test_no_rows(shape: tuple[int, int]) -> None:
     model, x = te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, kv_heads=1)), torch.zeros(*shape, 4 * D)
@@ -102,6 +115,6 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"starts are whole numbers \[2\], got torch.float32"):
         model(x, rotary_pos_emb=torch.zeros(S, 1, 1, D), first=torch.zeros(2))
     with pytest.raises(ValueError, match="was made for 16 features, got 8"):
-        model(x[..., :8])
+        model(x[..., :8], rotary_pos_emb=torch.zeros(S, 1, 1, D))
     with pytest.raises(ValueError, match="cosines and sines together"):
         te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, cos_sin=("c", "s")))(x, c=torch.zeros(S, 1, 1, D))

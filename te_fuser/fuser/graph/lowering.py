@@ -13,7 +13,14 @@ from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
-PASSES: tuple[Pass, ...] = (autocast,)
+
+def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
+    """The list without the ops that do nothing in this call, which gives none of their inputs."""
+    known = {*call.named, *[name for item in listed for name in item.names_out]}
+    return [item for item in listed if not item.lowered.op.idles or known.intersection(item.names_in.values())]
+
+
+PASSES: tuple[Pass, ...] = (without_idle, autocast)
 
 
 def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:

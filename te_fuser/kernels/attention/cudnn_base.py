@@ -19,6 +19,7 @@ from te_fuser.kernels.attention.conditions import (
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall
+from te_fuser.ops.attention_mask import PADDED
 from te_fuser.ops.dot_product_attention import STRUCTURES
 
 
@@ -35,7 +36,7 @@ class CudnnProvider(CudaProvider):
         "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) "
         "-> (Tensor, Tensor, Tensor)",
     )
-    beyond: ClassVar[tuple[str, ...]] = STRUCTURES
+    beyond: ClassVar[tuple[str, ...]] = (*STRUCTURES, PADDED)
     emits = ("cudnn_logsumexp", "cudnn_seed", "cudnn_offset")
     speed = Speed(
         {

@@ -7,6 +7,7 @@ import torch
 from te_fuser.kernels.attention.conditions import NO_DROPOUT, ONE_SIZE, SEVERAL_POSITIONS, runs_on, takes
 from te_fuser.kernels.attention.provider import Heads, Provider, Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall, Gradients, Views
+from te_fuser.ops.attention_mask import PADDED
 from te_fuser.ops.dot_product_attention import STRUCTURES
 from te_fuser.ops.products import half_gains
 
@@ -26,7 +27,7 @@ class CpuFlash(Provider):
         "Tensor value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, "
         "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     )
-    beyond = STRUCTURES
+    beyond = (*STRUCTURES, PADDED)
     emits = ("logsumexp",)
     calls = (25.0, 40.0)
     speed = Speed.constant(0.6, 0.5)

@@ -8,6 +8,7 @@ from te_fuser.kernels.attention.conditions import DROPS_SOME, IN_GRID, ONE_SIZE,
 from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.provider import Saved, Speed
 from te_fuser.kernels.attention.views import AttentionCall, Gradients
+from te_fuser.ops.attention_mask import PADDED
 from te_fuser.ops.dot_product_attention import STRUCTURES
 
 
@@ -24,7 +25,7 @@ class CudaEfficient(CudaProvider):
         "float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
     )
-    beyond = STRUCTURES
+    beyond = (*STRUCTURES, PADDED)
     emits = ("efficient_logsumexp", "efficient_seed", "efficient_offset")
     speed = Speed(
         {
