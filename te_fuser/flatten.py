@@ -349,7 +349,7 @@ class _Flattener:
             outputs = {name: n for n, name in bound.items() if n in apart}
             gives = tuple(name for name in bound.values() if name not in outputs)
         elif isinstance(module, OpList):
-            module._around = dict(planning.options)
+            module._around.update(planning.options)  # the dict stays: its list looks into it at each call
             inside = _Flattener()
             inside.run(module)
             free = {n for item in inside.items() for n in _names_read(item) if "/" not in n}

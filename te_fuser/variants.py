@@ -51,7 +51,7 @@ class Variants(Sequential):
             while len(self._variants) > _KEPT:
                 self._variants.popitem(last=False)
         variant, others = found
-        variant._around = {**self._around, **self._given}
+        variant._around.update(self.options())
         if variant.training != self.training:
             for m in others:
                 m.training = self.training
