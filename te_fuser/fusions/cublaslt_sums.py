@@ -25,6 +25,15 @@ _ROWS = (
             Gradient(("1.weight",), ("0.output",), "wgrad"),
         ),
     ),
+    ProductRow(
+        "gelu_matmul_bias_backward",
+        "The same, and dW with an epilogue that sums dy over its rows for the bias behind the product.",
+        (GELU, MatMul, Bias),
+        backward=(
+            Gradient(("input",), ("1.weight", "input"), "dgrad_dgelu"),
+            Gradient(("1.weight", "2.bias"), ("0.output",), "wgrad_sum"),
+        ),
+    ),
     ProductRow("matmul_add", "y = x W^T + other.", (MatMul, Add), forward="forward_add"),
     ProductRow(
         "matmul_add_dropout",

@@ -27,6 +27,7 @@ NAMES = {
     "matmul_bias_gelu": HALF,
     "matmul_bias_gelu_aux": HALF,
     "gelu_matmul_backward": HALF,
+    "gelu_matmul_bias_backward": HALF,
     "bias_gelu_matmul_backward": HALF,
     "relu_matmul_by_mask": HALF,
     "bias_relu_matmul_by_mask": HALF,
