@@ -179,6 +179,23 @@ PyObject* like(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return same == 1 ? parameters.release() : Py_NewRef(Py_None);
 }
 
+// ---------------------------------------------------------------------------------------------------------- backward
+
+// refuse_create_graph(...): an error where grad mode is on, so where a backward is to be differentiated itself. Nodes of
+// PyTorch's have it as a hook, which gets their gradients and changes none.
+PyObject* refuse_create_graph(PyObject*, PyObject* const*, Py_ssize_t) {
+  static PyObject* ask = import_from("torch", "is_grad_enabled").release();
+  if (ask == nullptr) return nullptr;
+  const int on = is_equal(Reference::steal(PyObject_CallNoArgs(ask)), Py_True);
+  if (on == 0) return Py_NewRef(Py_None);
+  if (on == 1) {
+    PyErr_SetString(PyExc_RuntimeError,
+                    "te_fuser does not differentiate its backward: call backward() without create_graph=True, or use "
+                    "model.reference(x), which plain autograd differentiates any number of times");
+  }
+  return nullptr;
+}
+
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -186,6 +203,8 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 PyMethodDef methods[] = {
     {"attributes", fast(attributes), METH_FASTCALL, "That attribute of each object, as a tuple."},
     {"like", fast(like), METH_FASTCALL, "The parameters of a call that is like the known one; None where it is not."},
+    {"refuse_create_graph", fast(refuse_create_graph), METH_FASTCALL,
+     "An error where grad mode is on: the backward that runs is to be differentiated itself."},
     {"still_hold", still_hold, METH_O, "Whether all these facts hold."},
     {"tensor_key", tensor_key, METH_O, "What plans know of tensors, as bytes; None where one is no plain tensor."},
     {nullptr, nullptr, 0, nullptr},

@@ -299,6 +299,9 @@ def like(
 ) -> list[torch.Tensor] | None:
     """The parameters of a call that is like the known one; None where it is not."""
 
+def refuse_create_graph(*gradients: torch.Tensor | None) -> None:
+    """Refuse to run in a backward that is to be differentiated itself: RuntimeError when grad mode is on."""
+
 def tensor_key(tensors: Iterable[torch.Tensor]) -> bytes | None:
     """What plans know of tensors: class, dtype, device, shape, requires_grad; None where one is no plain tensor."""
 

@@ -21,6 +21,7 @@ from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache
 from te_fuser.fuser.run.known import Facts, Known, Modes, Ops
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
+from te_fuser.fuser.run.segment import refusing
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
@@ -103,6 +104,9 @@ class Fuser:
         """
         known = self._known
         if known is not None and (parameters := _native.like(known, x, inputs, outputs)) is not None:
+            function = known.prepared.function
+            if function is not None:
+                return refusing(function(x, *parameters))
             return execute(known.prepared, x, inputs, parameters)
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.fx import _symbolic_trace
 
 from te_fuser import _native
@@ -116,7 +116,7 @@ class Ops:
         )
 
     def facts(self, modes: Modes, kind: str) -> Facts:
-        """What holds while calls on a kind of device are in these modes, and no tracer and no tangent is around."""
+        """What holds while calls on a kind of device are in these modes, and nobody traces or profiles them."""
         any_autocast = _C._is_any_autocast_enabled()
         autocast = (functools.partial(autocast_of, kind), modes.autocast) if any_autocast else _NO_AUTOCAST
         return Facts(
@@ -124,6 +124,7 @@ class Ops:
                 *[(vars(op), "training", mode) for op, mode in zip(self.lowered, modes.training, strict=True)],
                 (vars(forward_ad), "_current_level", -1),
                 (vars(_symbolic_trace), "_is_fx_tracing_flag", False),
+                (vars(profiler), "_is_profiler_enabled", False),
             ),
             attributes=tuple([(op, "revision", n) for op, n in zip(self.given, modes.revisions, strict=True)]),
             calls=(

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import profiler
 
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.run.program import Loaded, Wrapper
-from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments, refusing
+from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.fuser.steps.torch_tasks import RecordedTask
 from te_fuser.kernels.column_sums import column_sums
 from te_fuser.ops.joined import parts_of
@@ -187,8 +186,6 @@ def execute(
     Args:
         parameters: those of the plan's graph, in its order.
     """
-    if prepared.function is not None and not profiler._is_profiler_enabled:
-        return refusing(prepared.function(x, *parameters))
     if not prepared.autocast:
         return _execute(prepared, x, inputs, parameters)
     # The plan has the casts; what runs inside must not cast again.

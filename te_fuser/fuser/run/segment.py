@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fuser import _native
 from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
@@ -80,22 +81,9 @@ class Segment:
         return [t.detach() if shared else t for t, shared in zip(made, self.aliased, strict=True)]
 
 
-def refuse_create_graph(*_: object) -> None:
-    """Refuse to run in a backward that is to be differentiated itself.
-
-    Raises:
-        RuntimeError: when grad mode is on.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "te_fuser does not differentiate its backward: call backward() without create_graph=True, "
-            "or use model.reference(x), which plain autograd differentiates any number of times"
-        )
-
-
 def _with_refusal() -> torch.Tensor:
     t = torch.empty(0, device="cpu", requires_grad=True)
-    t.register_hook(refuse_create_graph)
+    t.register_hook(_native.refuse_create_graph)
     return t
 
 
@@ -110,7 +98,7 @@ def refusing(result: torch.Tensor) -> torch.Tensor:
     if result.output_nr == 0:
         node._register_hook_dict(_REFUSING)
     else:
-        node.register_prehook(refuse_create_graph)
+        node.register_prehook(_native.refuse_create_graph)
     return result
 
 
@@ -141,7 +129,7 @@ class SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[override]
-        refuse_create_graph()
+        _native.refuse_create_graph()
         segment: Segment = ctx.segment
         program = segment.backward
         assert program is not None
