@@ -66,10 +66,11 @@ class Separate:
         grouped = heads.unflatten(1, (lead.kv_heads, lead.per_group))
         return of_layout(lead.merge_output(grouped.to(x.dtype)), x.dim())
 
-    def nothing(self) -> torch.Tensor:
-        """The output where nothing is seen."""
+    def nothing(self, zeros: bool = True) -> torch.Tensor:
+        """The output where nothing is seen, or memory for it."""
         x, heads = self.inputs["input"], self.settings.heads
-        return x.new_zeros((*x.shape[:-1], heads.heads * heads.value_dim))
+        make = x.new_zeros if zeros else x.new_empty
+        return make((*x.shape[:-1], heads.heads * heads.value_dim))
 
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [B, H, S, E]."""
@@ -84,3 +85,30 @@ class Separate:
     def zeros(self) -> dict[str, torch.Tensor]:
         """The gradients where nothing is seen."""
         return {n: torch.zeros_like(t, memory_format=torch.contiguous_format) for n, t in self.inputs.items()}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Memory for gradients by input, and where a kernel stores those of heads q [B, H, S, D], k and v [B, G, K, D].
+
+    Query heads of several groups that have no common stride are stored beside it, and copied.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    queries: torch.Tensor
+
+    @classmethod
+    def of(cls, call: Separate, zeros: bool) -> Targets:
+        """For a call; `zeros`: the kernel leaves some positions out."""
+        make = torch.zeros_like if zeros else torch.empty_like
+        inputs = {n: make(t, memory_format=torch.contiguous_format) for n, t in call.inputs.items()}
+        q, k, v = split_inputs(call.settings.heads, [*inputs.values()])
+        return cls(inputs, (q.flatten(1, 2), k, v), q)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The gradients, once the kernel has run."""
+        beside = self.heads[0]
+        if beside.data_ptr() != self.queries.data_ptr():
+            self.queries.copy_(beside.unflatten(1, self.queries.shape[1:3]))
+        return self.inputs
