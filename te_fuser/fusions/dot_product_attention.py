@@ -27,6 +27,7 @@ from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAtte
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 _MADE = 5  # times that the bytes of a dense bias are moved to make it
+_FILLED = 7 / 12  # the mean of the squares of shares between 1/2 and 1
 _READ_APART = ("key", "value", "key_value")
 
 
@@ -225,11 +226,15 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
 
 
 def _seen(m: Match) -> float:
-    """How many pairs of positions a kernel goes over that is told the structure; sequences are taken for equal ones."""
+    """How many pairs of positions a kernel goes over that is told the structure.
+
+    Sequences are taken for equal ones, and lengths of samples for anything from a half to all.
+    """
     mask, inputs = _op(m).hides, m[len(m) - 1].inputs
     _, positions = _op(m).packed.lengths(m.x.shape if len(m.x.shape) == 3 else (1, *m.x.shape))
     sequences = max(inputs["offsets"].shape[0] - 1, 1) if mask.offsets else 1
-    return sequences * mask.pairs(max(positions // sequences, 1))
+    filled = _FILLED if mask.lengths or mask.key_lengths else 1.0
+    return filled * sequences * mask.pairs(max(positions // sequences, 1))
 
 
 FUSIONS = tuple(declare(p) for p in PROVIDERS)

@@ -1,6 +1,6 @@
 """What hides by structure, as kernels of sequences of several lengths take it: offsets and a window, no dense mask.
 
-Such a kernel takes tokens one behind the other. Here every token is of some slot: a sequence, or the padding behind one.
+Such a kernel takes tokens one behind the other. Here each token is of some slot: a sequence, or the padding behind one.
 The padding's queries see no key, for which kernels give zeros, and no gradient comes from them. Nothing waits for the
 device: offsets stay there, and how long a slot can be is known by shapes, or by what the mask says.
 

@@ -61,7 +61,7 @@ def unusable() -> str | None:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the kernels do beside products and softmax: window is (left, right) as seen from the last, None: no bound."""
+    """What kernels do beside products; `window` is (left, right), counted from the last, None: no bound."""
 
     scale: float
     causal: bool = False

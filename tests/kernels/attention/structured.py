@@ -37,6 +37,7 @@ APART: Mapping[str, Mask] = {
     "of queries": Mask(**LENGTHS),
     "of keys": Mask(key_lengths="key_lengths"),
     "causal, of both": Mask(**BOTTOM, **BOTH),
+    "causal, of one name": Mask(causal=True, lengths="lengths", key_lengths="lengths"),
     "causal, of keys": Mask(**BOTTOM, key_lengths="key_lengths"),
 }
 TOKENS: Mapping[str, Mask] = {
@@ -89,6 +90,8 @@ def inputs_for(op: ops.DotProductAttention, dtype: torch.dtype, times: int = 1, 
         "lengths": [3, 0, 4] if tokens else [7, 0, 3],
         "key_lengths": [2, 3, 0] if tokens else [2, 5, 0],
     }
+    if op.hides.lengths and op.hides.lengths == op.hides.key_lengths:
+        counts |= {"lengths": [5, 0, 3], "key_lengths": [5, 0, 3]}
     for argument in op.hides.names:
         found[argument] = torch.tensor(counts[argument], dtype=torch.int64) * times
     return found

@@ -34,7 +34,6 @@ from te_fuser.ops.attention_mask import COUNTS
 from te_fuser.ops.attention_scores import SINK, SOFT_CAP
 from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
 
-
 # A sequence of queries without a key would read those of the one before.
 _OWN_KEY_OFFSETS = needs(
     lambda p: not p.settings.mask.offsets or p.settings.mask.keys_alike or not isinstance(p.settings.heads, ApartHeads),
