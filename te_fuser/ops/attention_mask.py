@@ -22,7 +22,8 @@ MASKS = {
     "causal_and_given": (True, True),
 }
 # What hides by structure beyond later positions.
-HIDDEN_BY = ("lengths of samples", "sequences one behind the other", "a window", "a diagonal from the bottom right")
+BY_OFFSETS = "sequences one behind the other"
+HIDDEN_BY = ("lengths of samples", BY_OFFSETS, "a window", "a diagonal from the bottom right")
 PADDED = "padding by a boolean tensor"
 CORNERS = {"top_left": "the first query sees the first key", "bottom_right": "the last query sees the last key"}
 

@@ -90,8 +90,6 @@ def test_reasons():
     )
     one = {n: t[:, :1] for n, t in inputs.items()}
     assert reasons(apart(), x, **one)[CPU].startswith("with one position")
-    package = "attention_cuda_cudnn_frontend"
-    assert reasons(apart(), x, **inputs)[package] == "it is not called for keys and values apart from queries"
 
 
 def test_backward_reads_the_keys_that_are_there():

@@ -37,6 +37,19 @@ class Separate:
         q, k, v = split_inputs(settings.heads, [*inputs.values()])
         return cls(settings, inputs, (q.flatten(1, 2), k, v))
 
+    @classmethod
+    def on_meta(
+        cls, settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype
+    ) -> Separate:
+        """A call of those sizes, of which only where heads lie is known."""
+        heads = settings.heads
+        counts = {name: keys if name != "input" else positions for name in inputs_of(heads)}
+        made = {}
+        for name, count in counts.items():
+            features = heads.features_of(name) if isinstance(heads, ApartHeads) and name != "input" else heads.features
+            made[name] = torch.empty(*heads.leading(samples, count), features, dtype=dtype, device="meta")
+        return cls.of(settings, made)
+
     @property
     def positions(self) -> int:
         """S."""
@@ -112,3 +125,16 @@ class Targets:
         if beside.data_ptr() != self.queries.data_ptr():
             self.queries.copy_(beside.unflatten(1, self.queries.shape[1:3]))
         return self.inputs
+
+
+def blank_behind(settings: AttentionSettings, by_input: Mapping[str, torch.Tensor], tensors: Tensors) -> None:
+    """Zero what is behind the lengths of samples, in tensors of the layout, by the input whose positions they have."""
+    apart = isinstance(settings.heads, ApartHeads)
+    for name, tensor in by_input.items():
+        lengths = tensors.get("lengths" if name == "input" or not apart else "key_lengths")
+        if lengths is None:
+            continue
+        _, positions = settings.heads.lengths(tensor.shape)
+        behind = torch.arange(positions, device=tensor.device) >= lengths[:, None]
+        behind = behind.mT if settings.heads.layout == "sequence_first" else behind
+        tensor.masked_fill_(behind[..., None], 0.0)

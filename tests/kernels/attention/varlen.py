@@ -22,6 +22,7 @@ class Kernel:
     window: tuple[int | None, int | None] = (None, None)
     soft_cap: float = 0.0
     blind: float = torch.inf
+    corner: str = "bottom_right"
 
     def scores(self, q, k):
         """Finished scores [H, Q, K] and those that the cap bounded."""
@@ -30,7 +31,8 @@ class Kernel:
         if self.soft_cap:
             capped = self.soft_cap * (capped / self.soft_cap).tanh()
         queries, keys = capped.shape[1:]
-        distance = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+        distance = torch.arange(keys) - torch.arange(queries)[:, None]
+        distance -= (keys - queries) * (self.corner == "bottom_right")
         left, right = (None if side is None or side < 0 else side for side in self.window)
         hidden = torch.zeros_like(distance, dtype=torch.bool)
         hidden |= distance > right if right is not None else hidden
