@@ -30,10 +30,15 @@ from benchmarks.common import command_parser, write_record
 from te_fuser import fusions, ops
 from te_fuser.kernels.attention import PROVIDERS
 
-PLANNED = "as planned"
+PLANNED, DIRECTIONS = "as planned", ("forward", "forward+backward")
 BLOCK = 0.03  # seconds of calls between two looks at the clock
 Mask = ops.AttentionMask
 Step = Callable[[], object]
+Times = Mapping[tuple[str, str, str], float]
+
+
+class Refused(Exception):
+    """A provider says no."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +124,16 @@ def model_of(case: Case, s: Sizes, device: torch.device) -> tuple[te_fuser.Seque
 
 
 def steps_of(case: Case, s: Sizes, device: torch.device, provider: str) -> Iterator[tuple[str, str, Step]]:
-    """What is timed, by direction, and the plan's steps; raises with a provider's reason where it says no.
+    """What is timed, by direction, and the plan's steps.
 
     Raises:
-        RuntimeError: then.
+        Refused: with a provider's reason where it says no.
     """
     model, x, counts = model_of(case, s, device)
     plan = model.plan(x, **counts)
     names = [step.name for step in (*plan.forward, *plan.backward)]
     if provider != PLANNED and names.count(provider) != 2:
-        raise RuntimeError(next((r.reason for r in plan.refusals if r.name == provider), f"planned are {names}"))
+        raise Refused(next((r.reason for r in plan.refusals if r.name == provider), f"planned are {names}"))
     with torch.no_grad():
         dy = torch.randn_like(model(x, **counts))
 
@@ -140,8 +145,8 @@ def steps_of(case: Case, s: Sizes, device: torch.device, provider: str) -> Itera
         return torch.autograd.grad(model(x, **counts), x, dy)
 
     by = " ".join(dict.fromkeys(name.removeprefix("attention_") for name in names))
-    yield "forward", by, forward
-    yield "forward+backward", by, both
+    yield DIRECTIONS[0], by, forward
+    yield DIRECTIONS[1], by, both
 
 
 def seconds_of(step: Step, device: torch.device, rounds: int) -> float:
@@ -176,33 +181,40 @@ def measure(case: Case, s: Sizes, device: torch.device, provider: str, rounds: i
             for direction, by, step in steps_of(case, s, device, provider):
                 yield Line(case.name, provider, direction, seconds_of(step, device, rounds), by=by)
     except Exception as error:
-        if not isinstance(error, RuntimeError) or "CUDA" in str(error):
-            traceback.print_exc()
-        yield Line(case.name, provider, "", problem=f"{type(error).__name__}: {error}".split("\n")[0][:160])
+        if not isinstance(error, Refused):
+            print("".join(traceback.format_exception(error)[-4:])[:1500], flush=True)
+        yield Line(case.name, provider, "", problem=f"{type(error).__name__}: {error}".split("\n")[0][:140])
 
 
 def show(lines: list[Line], listed: list[Case]) -> None:
-    """Print the table."""
-    table = Table("case", "provider", "forward ms", "both ms", "of: forward", "both", "goal", box=None)
+    """Print the table of what was measured, then why the rest was not."""
+    table = Table("case", "provider", "forward", "both ms", "of: forward", "both", "goal", box=None)
     known = {(line.case, line.provider, line.direction): line.seconds for line in lines if line.seconds}
-    chosen = {line.case: line.by for line in lines if line.provider == PLANNED}
-    problems = {(line.case, line.provider): line.problem for line in lines if line.problem}
     for case in listed:
-        for provider in dict.fromkeys(line.provider for line in lines if line.case == case.name):
-            planned = f"{provider}: {chosen.get(case.name)}"
-            cells = [case.name, planned if provider == PLANNED else provider.removeprefix("attention_")]
-            times = [known.get((case.name, provider, d)) for d in ("forward", "forward+backward")]
-            if None in times:
-                table.add_row(*cells, problems.get((case.name, provider), "nothing"))
-                continue
-            for direction, seconds in zip(("forward", "forward+backward"), times, strict=True):
-                beside = known.get((case.beside, PLANNED, direction))
-                own = known.get((case.beside, provider, direction))
-                own_words = f" ({seconds / own:.2f})" if own and provider != PLANNED else ""  # type: ignore[operator]
-                cells.insert(2 + (direction != "forward"), f"{1e3 * seconds:.3f}")  # type: ignore[operator]
-                cells.append(f"{seconds / beside:.3f}{own_words}" if beside else "")  # type: ignore[operator]
-            table.add_row(*cells, f"{case.goal:.2f}" if case.goal else "")
-    Console(width=200).print(table)
+        for provider, by in {line.provider: line.by for line in lines if line.case == case.name and line.by}.items():
+            name = f"{PLANNED}: {by}" if provider == PLANNED else provider.removeprefix("attention_")
+            pairs = [_compared(known, case, provider, direction) for direction in DIRECTIONS]
+            goal = f"{case.goal:.2f}" if case.goal else ""
+            table.add_row(case.name, name, *(times for times, _ in pairs), *(of for _, of in pairs), goal)
+    Console(width=150).print(table)
+    problems: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if line.problem:
+            problems.setdefault((line.provider, line.problem), []).append(line.case)
+    for (provider, problem), names in problems.items():
+        print(f"{provider}: {problem} [{len(names)}: {'; '.join(names[:3])}{', ...' if len(names) > 3 else ''}]")
+
+
+def _compared(
+    known: Mapping[tuple[str, str, str], float], case: Case, provider: str, direction: str
+) -> tuple[str, str]:
+    """Milliseconds, and how that is to the time of the case beside it."""
+    seconds = known.get((case.name, provider, direction))
+    if seconds is None:
+        return "", ""
+    beside, own = (known.get((case.beside, name, direction)) for name in (PLANNED, provider))
+    words = f" ({seconds / own:.2f})" if own and provider != PLANNED else ""
+    return f"{1e3 * seconds:.3f}", f"{seconds / beside:.3f}{words}" if beside else ""
 
 
 def main() -> None:

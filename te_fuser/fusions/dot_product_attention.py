@@ -139,8 +139,9 @@ class _SeparateAttention:
         for name in self._names:
             tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
         made = self._provider.backward_separate(self._settings[m.draws(0)], tensors, dy)
-        if "sink" in made:
-            made["sink"] = made["sink"].to(m["0.sink"].dtype)
+        if "sink" in self._names:
+            sink = m["0.sink"]
+            made["sink"] = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(sink)
         return made.pop("input"), {f"0.{name}": tensor for name, tensor in made.items()}
 
 

@@ -14,9 +14,9 @@ from tests.gpu.test_attention_apart import check, gradients, takes
 from tests.kernels.attention import structured
 from tests.twins import randomize
 
-VERSION = installed_version(flash_attn_4.PACKAGE)
+FLASH_4 = installed_version(flash_attn_4.PACKAGE)
 FRONT_END = installed_version(cudnn_frontend.PACKAGE)
-NEEDS_PACKAGE = pytest.mark.skipif(VERSION is None, reason=f"needs {flash_attn_4.PACKAGE}")
+NEEDS_PACKAGE = pytest.mark.skipif(FLASH_4 is None, reason=f"needs {flash_attn_4.PACKAGE}")
 NEEDS_FRONT_END = pytest.mark.skipif(FRONT_END is None, reason=f"needs {cudnn_frontend.PACKAGE}")
 TOLD = [
     "cuda_flash",
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages too, and also of small attention."""
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: VERSION)
+    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: FLASH_4)
     monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: FRONT_END)
     for provider in PROVIDERS:
         monkeypatch.setattr(type(provider), "calls", (1.0, 1.0))
@@ -58,7 +58,7 @@ def test_values_and_gradients(provider: str, name: str) -> None:
             found = takes(provider, model, x, inputs, DTYPE)
             print(provider, name, dim, times, found)
             if found is not True:
-                refused = ("own offsets", "padded", "bottom right", "tokens", "it has no backward")
+                refused = ("own offsets", "padded", "bottom right", "tokens", "cuDNN has no", "may differ")
                 assert provider != "cuda_flash" and any(words in f"{name} {found}" for words in refused), found
                 continue
             check(model, x, inputs, DTYPE)

@@ -130,8 +130,8 @@ class CudaFlashAttn4(CudaProvider):
             RuntimeError: when the package fails.
         """
         call = Separate.of(settings, tensors)
-        if call.is_empty:
-            return super().forward_separate(settings, tensors)
+        if _is_empty(call, tensors):
+            return self._nothing(call)
         ragged, y = _ragged(call, tensors), call.nothing(zeros=settings.mask.counts)
         q, k, v, out = (self._by_position(part, ragged) for part in (*call.heads, call.split_output(y)))
         logsumexp = flash_attn_4.forward(q, k, v, out, _choices(settings), ragged, _sink(call, tensors))
@@ -144,8 +144,8 @@ class CudaFlashAttn4(CudaProvider):
             RuntimeError: when the package fails.
         """
         call = Separate.of(settings, tensors)
-        if call.is_empty:
-            return super().backward_separate(settings, tensors, dy)
+        if _is_empty(call, tensors):
+            return call.zeros()
         y, logsumexp = tensors["output"], tensors["flash4_logsumexp"]
         assert y is not None and logsumexp is not None
         ragged = _ragged(call, tensors)
@@ -164,6 +164,12 @@ class CudaFlashAttn4(CudaProvider):
         """[B, H, S, D] as the package reads it: [B, S, H, D], of tokens [S, H, D]."""
         heads = heads.transpose(1, 2)
         return self._readable(heads[0] if ragged.offsets is not None else heads)
+
+
+def _is_empty(call: Separate, tensors: Tensors) -> bool:
+    """Whether there is nothing to do, as of tokens in no sequence."""
+    offsets = tensors.get("offsets")
+    return call.is_empty or (offsets is not None and len(offsets) < 2)
 
 
 def _choices(settings: AttentionSettings) -> Choices:

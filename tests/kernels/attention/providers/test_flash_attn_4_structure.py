@@ -46,3 +46,10 @@ def test_gradients_are_stored_where_they_lie(package):
         if name in inside:
             whole = tensors["input"] if name in "qkv" else found[inside[name]]
             assert tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), name
+
+
+def test_no_sequence(package):
+    op = ops.DotProductAttention(4, 8, mask=ops.AttentionMask(causal=True, offsets="cu"), layout="tokens")
+    tensors = structured.inputs_for(op, torch.float64) | {"offsets": torch.zeros(1, dtype=torch.int64)}
+    found = structured.by_provider(PROVIDER, op, tensors, structured.output_gradient(op, tensors))
+    assert (found["output"] == 0).all() and (found["input"] == 0).all() and not package.calls
