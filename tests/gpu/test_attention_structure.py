@@ -7,7 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.kernels.attention import PROVIDERS
+from te_fuser.kernels.attention import PROVIDERS, Speed
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
 from tests.gpu.packing_providers import installed_version
 from tests.gpu.test_attention_apart import check, gradients, takes
@@ -34,7 +34,8 @@ def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn_4, "installed_version", lambda: FLASH_4)
     monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: FRONT_END)
     for provider in PROVIDERS:
-        monkeypatch.setattr(type(provider), "calls", (1.0, 1.0))
+        monkeypatch.setattr(type(provider), "calls", (0.0, 0.0))
+        monkeypatch.setattr(type(provider), "speed", Speed.constant(100.0, 100.0))
 
 
 def names(**scores: object) -> list[str]:

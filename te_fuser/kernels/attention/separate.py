@@ -33,7 +33,9 @@ class Separate:
         for name in inputs_of(settings.heads):
             tensor = tensors[name]
             assert tensor is not None
-            inputs[name] = tensor
+            inputs[name] = (
+                tensor.detach()
+            )  # several views of one tensor at once ask for gradients even without grad mode
         q, k, v = split_inputs(settings.heads, [*inputs.values()])
         return cls(settings, inputs, (q.flatten(1, 2), k, v))
 

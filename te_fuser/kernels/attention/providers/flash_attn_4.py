@@ -193,4 +193,4 @@ def _sink(call: Separate, tensors: Tensors) -> torch.Tensor | None:
     if kind == "none":
         return None
     sink = tensors["sink"] if kind == "learned" else None
-    return q.new_zeros(q.shape[1], dtype=torch.float32) if sink is None else sink.float()
+    return q.new_zeros(q.shape[1], dtype=torch.float32) if sink is None else sink.detach().float()
