@@ -33,9 +33,7 @@ class Separate:
         for name in inputs_of(settings.heads):
             tensor = tensors[name]
             assert tensor is not None
-            inputs[name] = (
-                tensor.detach()
-            )  # several views of one tensor at once ask for gradients even without grad mode
+            inputs[name] = tensor.detach()  # views by a split ask for gradients, also without grad mode
         q, k, v = split_inputs(settings.heads, [*inputs.values()])
         return cls(settings, inputs, (q.flatten(1, 2), k, v))
 
