@@ -26,6 +26,8 @@ from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
+_MADE = 5  # times that the bytes of a dense bias are moved to make it
+_FILLED = 7 / 12  # the mean of the squares of shares between 1/2 and 1
 _READ_APART = ("key", "value", "key_value")
 
 
@@ -137,6 +139,9 @@ class _SeparateAttention:
         for name in self._names:
             tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
         made = self._provider.backward_separate(self._settings[m.draws(0)], tensors, dy)
+        if "sink" in self._names:
+            sink = m["0.sink"]
+            made["sink"] = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(sink)
         return made.pop("input"), {f"0.{name}": tensor for name, tensor in made.items()}
 
 
@@ -149,7 +154,8 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
     op = _op(m)
     settings = replace(op.settings(), dropout=op.dropout)
     if settings.beyond:
-        return getattr(_separate_attention(provider, settings, tuple(op.named_inputs())), direction)  # type: ignore[no-any-return]
+        names = (*op.named_inputs(), *op.parameter_shapes())
+        return getattr(_separate_attention(provider, settings, names), direction)  # type: ignore[no-any-return]
     return getattr(_attention(provider, settings, _rotation(m), len(m) - 1), direction)  # type: ignore[no-any-return]
 
 
@@ -202,15 +208,34 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     op = _op(m)
     x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
     flops, settings = max(op.flops(m.x, {}), 1.0), op.settings()
-    if settings.causal and settings.masked:
+    samples, positions = op.packed.lengths(m.x.shape if len(m.x.shape) == 3 else (1, *m.x.shape))
+    apart = 0.0  # bytes of a bias, which is made, and read for each head
+    if settings.mask.beyond and provider.by_structure:
+        flops *= _seen(m) / max(settings.mask.pairs(positions, causal_alone=True), 1.0)
+    elif settings.causal and (settings.masked or settings.mask.beyond):
         # The mask then holds the later positions too, and the kernel goes over all of them.
         flops, settings = 2.0 * flops, replace(settings, causal=False)
-    forward, backward = provider.speed.shares(settings, op.packed.lengths(m.x.shape)[1])
+    if settings.mask.beyond and provider.on_cuda and not provider.by_structure:
+        apart = samples * float(positions) ** 2 * m.dtype.itemsize * (_MADE + op.heads)
+    forward, backward = provider.speed.shares(settings, positions)
     products, (calls, calls_back) = 2.5 * flops, provider.calls
-    ahead = Cost(x, y, flops, efficiency=forward, calls=calls)
+    ahead = Cost(x + apart, y, flops, efficiency=forward, apart=apart, calls=calls)
     if provider.packs:
         return ahead, Cost(x + 2 * y, x, products, efficiency=backward, calls=calls_back)
-    return ahead, Cost(2 * x + 2 * y, 2 * x, products, 2, efficiency=backward, apart=2.0 * x, calls=calls_back)
+    x_apart, read = 2.0 * x + apart, 2 * x + 2 * y + apart
+    return ahead, Cost(read, 2 * x, products, 2, efficiency=backward, apart=x_apart, calls=calls_back)
+
+
+def _seen(m: Match) -> float:
+    """How many pairs of positions a kernel goes over that is told the structure.
+
+    Sequences are taken for equal ones, and lengths of samples for anything from a half to all.
+    """
+    mask, inputs = _op(m).hides, m[len(m) - 1].inputs
+    _, positions = _op(m).packed.lengths(m.x.shape if len(m.x.shape) == 3 else (1, *m.x.shape))
+    sequences = max(inputs["offsets"].shape[0] - 1, 1) if mask.offsets else 1
+    filled = _FILLED if mask.lengths or mask.key_lengths else 1.0
+    return filled * sequences * mask.pairs(max(positions // sequences, 1))
 
 
 FUSIONS = tuple(declare(p) for p in PROVIDERS)

@@ -22,12 +22,13 @@ MASKS = {
     "causal_and_given": (True, True),
 }
 # What hides by structure beyond later positions.
-HIDDEN_BY = ("lengths of samples", "sequences one behind the other", "a window", "a diagonal from the bottom right")
+BY_OFFSETS = "sequences one behind the other"
+HIDDEN_BY = ("lengths of samples", BY_OFFSETS, "a window", "a diagonal from the bottom right")
 PADDED = "padding by a boolean tensor"
 CORNERS = {"top_left": "the first query sees the first key", "bottom_right": "the last query sees the last key"}
 
 _INTEGERS = (torch.int32, torch.int64)
-_COUNTS = ("lengths", "key_lengths", "offsets", "key_offsets")
+COUNTS = ("lengths", "key_lengths", "offsets", "key_offsets")
 _PADDINGS = ("padding", "key_padding")
 
 
@@ -53,6 +54,8 @@ class AttentionMask:
         padding: the name of a boolean input [B, 1, 1, S], True = padding, wherever it lies: it sees nothing, and
             nothing sees it.
         key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there.
+        longest: no sequence of `offsets`, its padding included, is longer, which the caller knows: a kernel then
+            starts for so many positions of each, and not for all tokens. Longer ones have wrong results.
     """
 
     causal: bool = False
@@ -65,10 +68,11 @@ class AttentionMask:
     key_offsets: str | None = None
     padding: str | None = None
     key_padding: str | None = None
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         one_of("corner", self.corner, CORNERS)
-        for name in ("given", *_COUNTS, *_PADDINGS):
+        for name in ("given", *COUNTS, *_PADDINGS):
             if getattr(self, name) is not None:
                 check_name(getattr(self, name))
         sides = self.window or (None, None)
@@ -77,6 +81,8 @@ class AttentionMask:
                 f"window is (left, right), how many positions a query sees on each side, None for all; got "
                 f"{self.window!r}"
             )
+        if self.longest is not None and (self.longest < 1 or self.offsets is None):
+            raise ValueError(f"longest, at least 1, bounds the sequences that offsets tell apart; got {self.longest}")
 
     @classmethod
     def of(cls, mask: str | AttentionMask, name: str) -> AttentionMask:
@@ -89,7 +95,7 @@ class AttentionMask:
     @property
     def names(self) -> dict[str, str]:
         """Argument -> the name of the input that it reads."""
-        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in (*_COUNTS, *_PADDINGS)}}
+        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in (*COUNTS, *_PADDINGS)}}
         return {argument: name for argument, name in found.items() if name is not None}
 
     @property
@@ -111,9 +117,26 @@ class AttentionMask:
         return tuple(words for words, wanted in zip((*HIDDEN_BY, PADDED), (*asked, padded), strict=True) if wanted)
 
     @property
+    def counts(self) -> bool:
+        """Whether sequences have lengths or offsets that are given."""
+        return any(getattr(self, name) is not None for name in COUNTS)
+
+    @property
+    def keys_alike(self) -> bool:
+        """Whether keys that are apart have the same offsets and lengths as queries."""
+        return self.key_offsets in (None, self.offsets) and self.key_lengths == self.lengths
+
+    @property
     def is_banded(self) -> bool:
         """Whether it hides by the distance of positions."""
         return self.sides != (None, None)
+
+    def pairs(self, positions: int, causal_alone: bool = False) -> float:
+        """How many pairs of so many queries and keys the distance shows; `causal_alone`: of no window."""
+        sides = (None, 0 if self.causal else None) if causal_alone else self.sides
+        last = positions - 1.0
+        farthest = [last if side is None else min(side, last) for side in sides]
+        return positions + sum(n * last - n * (n - 1) / 2 for n in farthest)
 
     @property
     def shows_all(self) -> bool:
@@ -131,8 +154,8 @@ class AttentionMask:
             ValueError: one is missing, or of another shape.
             TypeError: no whole numbers.
         """
-        known = {name: spec for name in _COUNTS if (spec := others.get(name)) is not None}
-        for argument in _COUNTS:
+        known = {name: spec for name in COUNTS if (spec := others.get(name)) is not None}
+        for argument in COUNTS:
             name = getattr(self, argument)
             if name is None:
                 continue

@@ -18,6 +18,7 @@ from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.base import Spec
 from te_fuser.ops.checks import check_name
 
+SOFT_CAP, BIAS, ALIBI, SINK = "a soft cap", "a score bias", "ALiBi", "a sink"
 SINKS = {"none": "no sink", "zero": "a logit of 0 beside the scores", "learned": "a parameter for each head"}
 
 
@@ -55,10 +56,10 @@ class AttentionScores:
     def beyond(self) -> tuple[str, ...]:
         """What it asks for, in words."""
         asked = {
-            "a soft cap": self.soft_cap > 0.0,
-            "a score bias": self.bias is not None,
-            "ALiBi": bool(self.alibi),
-            "a sink": self.sink != "none",
+            SOFT_CAP: self.soft_cap > 0.0,
+            BIAS: self.bias is not None,
+            ALIBI: bool(self.alibi),
+            SINK: self.sink != "none",
         }
         return tuple(words for words, wanted in asked.items() if wanted)
 

@@ -30,7 +30,7 @@ from te_fuser.ops.attention_heads import (
     pack_gradients,
     split_inputs,
 )
-from te_fuser.ops.attention_mask import HIDDEN_BY, AttentionMask, Band
+from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
@@ -200,7 +200,8 @@ class DotProductAttention(UnfusedOperation):
                 f"layout={self.layout!r} with offsets={mask.offsets!r}: sequences one behind the other need both "
                 'layout="tokens" and mask=AttentionMask(offsets=...)'
             )
-        names = [given.name for given in self.named_inputs().values()]
+        counts = {getattr(mask, name) for name in COUNTS} - {None}  # of queries and keys they may be one
+        names = [given.name for argument, given in self.named_inputs().items() if argument not in COUNTS] + [*counts]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ValueError(f"two inputs are called {twice[0]!r}; give each a name of its own")

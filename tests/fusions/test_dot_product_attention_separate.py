@@ -90,10 +90,6 @@ def test_reasons():
     )
     one = {n: t[:, :1] for n, t in inputs.items()}
     assert reasons(apart(), x, **one)[CPU].startswith("with one position")
-    for package in ("attention_cuda_flash_attn_4", "attention_cuda_cudnn_frontend"):
-        assert reasons(apart(), x, **inputs)[package] == "it is not called for keys and values apart from queries"
-    window = ops.AttentionMask(window=(1, 1))
-    assert reasons(apart(mask=window), x, **inputs)["attention_cuda_flash"] == "it is not called for a window"
 
 
 def test_backward_reads_the_keys_that_are_there():

@@ -86,7 +86,7 @@ SQUARE_IF_CAUSAL = needs(
 )
 NO_MASK = needs(lambda p: not p.settings.masked, lambda p: "it takes no mask tensor, only none or causal")
 ONE_STRIDE = needs(
-    lambda p: has_one_stride(p.settings, p.samples),
+    lambda p: bool(p.settings.beyond) or has_one_stride(p.settings, p.samples),
     lambda p: (
         "query heads of several groups have no common stride in packing='interleaved' with layout='batch_first', so "
         "their gradient cannot be stored there: use another of the two"

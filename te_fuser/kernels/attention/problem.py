@@ -19,7 +19,7 @@ SWITCHES = {f"cuda_{name}": enabled for name, enabled in KERNEL_SWITCHES.items()
 class AttentionProblem:
     """Everything that decides which kernel can compute an attention; hashable, so it can be part of a plan's key.
 
-    `backward_on` is the index of the GPU at hand that is to run the backward too, if there is one.
+    `at_hand` is the index of the GPU at hand, if there is one, and `backward_on` that where it runs the backward too.
     """
 
     settings: AttentionSettings
@@ -33,6 +33,7 @@ class AttentionProblem:
     cudnn: int = 0
     backward_on: int | None = None
     keys: int | None = None  # None: as many as positions
+    at_hand: int | None = None
 
     @property
     def key_positions(self) -> int:
@@ -67,4 +68,5 @@ class AttentionProblem:
             cudnn=_RECENT_CUDNN if capability else (torch.backends.cudnn.version() or 0) if on_cuda else 0,
             backward_on=x.device.index if at_hand and needs_grad else None,
             keys=keys,
+            at_hand=x.device.index if at_hand else None,
         )

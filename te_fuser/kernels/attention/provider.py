@@ -73,6 +73,7 @@ class Provider:
     conditions: ClassVar[tuple[Condition, ...]]
     speed: ClassVar[Speed]
     beyond: ClassVar[tuple[str, ...]] = ()  # of what `AttentionSettings.beyond` says, what it is called for
+    by_structure: ClassVar[bool] = False  # what hides by structure is told to the kernel, not as a dense bias
     on_cuda: ClassVar[bool] = False
     calls: ClassVar[tuple[float, float]] = (30.0, 46.0)  # of PyTorch, that its step takes the host as long as, each way
     packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do
@@ -163,7 +164,7 @@ class Provider:
         """The same as `forward` for what `beyond` has: inputs and what hides by name."""
         call = Separate.of(settings, tensors)
         if call.is_empty:
-            return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
+            return self._nothing(call)
         hidden = call.hidden(tensors)
         out, saved = self._run(self._separate_call(call, hidden))
         return call.output(self._seeing(out, hidden)), saved
@@ -180,6 +181,10 @@ class Provider:
         return call.gradients(
             *self._run_backward(self._separate_call(call, hidden), out, self._seeing(dout, hidden), saved)
         )
+
+    def _nothing(self, call: Separate) -> tuple[torch.Tensor, Saved]:
+        """What `forward_separate` gives where nothing is seen."""
+        return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
 
     def _separate_call(self, call: Separate, hidden: torch.Tensor | None) -> AttentionCall:
         q, k, v = (self._readable(part) for part in call.heads)

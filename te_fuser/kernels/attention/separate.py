@@ -33,9 +33,22 @@ class Separate:
         for name in inputs_of(settings.heads):
             tensor = tensors[name]
             assert tensor is not None
-            inputs[name] = tensor
+            inputs[name] = tensor.detach()  # views by a split ask for gradients, also without grad mode
         q, k, v = split_inputs(settings.heads, [*inputs.values()])
         return cls(settings, inputs, (q.flatten(1, 2), k, v))
+
+    @classmethod
+    def on_meta(
+        cls, settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype
+    ) -> Separate:
+        """A call of those sizes, of which only where heads lie is known."""
+        heads = settings.heads
+        counts = {name: keys if name != "input" else positions for name in inputs_of(heads)}
+        made = {}
+        for name, count in counts.items():
+            features = heads.features_of(name) if isinstance(heads, ApartHeads) and name != "input" else heads.features
+            made[name] = torch.empty(*heads.leading(samples, count), features, dtype=dtype, device="meta")
+        return cls.of(settings, made)
 
     @property
     def positions(self) -> int:
@@ -66,10 +79,11 @@ class Separate:
         grouped = heads.unflatten(1, (lead.kv_heads, lead.per_group))
         return of_layout(lead.merge_output(grouped.to(x.dtype)), x.dim())
 
-    def nothing(self) -> torch.Tensor:
-        """The output where nothing is seen."""
+    def nothing(self, zeros: bool = True) -> torch.Tensor:
+        """The output where nothing is seen, or memory for it."""
         x, heads = self.inputs["input"], self.settings.heads
-        return x.new_zeros((*x.shape[:-1], heads.heads * heads.value_dim))
+        make = x.new_zeros if zeros else x.new_empty
+        return make((*x.shape[:-1], heads.heads * heads.value_dim))
 
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [B, H, S, E]."""
@@ -84,3 +98,43 @@ class Separate:
     def zeros(self) -> dict[str, torch.Tensor]:
         """The gradients where nothing is seen."""
         return {n: torch.zeros_like(t, memory_format=torch.contiguous_format) for n, t in self.inputs.items()}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Memory for gradients by input, and where a kernel stores those of heads q [B, H, S, D], k and v [B, G, K, D].
+
+    Query heads of several groups that have no common stride are stored beside it, and copied.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    queries: torch.Tensor
+
+    @classmethod
+    def of(cls, call: Separate, zeros: bool) -> Targets:
+        """For a call; `zeros`: the kernel leaves some positions out."""
+        make = torch.zeros_like if zeros else torch.empty_like
+        inputs = {n: make(t, memory_format=torch.contiguous_format) for n, t in call.inputs.items()}
+        q, k, v = split_inputs(call.settings.heads, [*inputs.values()])
+        return cls(inputs, (q.flatten(1, 2), k, v), q)
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The gradients, once the kernel has run."""
+        beside = self.heads[0]
+        if beside.data_ptr() != self.queries.data_ptr():
+            self.queries.copy_(beside.unflatten(1, self.queries.shape[1:3]))
+        return self.inputs
+
+
+def blank_behind(settings: AttentionSettings, by_input: Mapping[str, torch.Tensor], tensors: Tensors) -> None:
+    """Zero what is behind the lengths of samples, in tensors of the layout, by the input whose positions they have."""
+    apart = isinstance(settings.heads, ApartHeads)
+    for name, tensor in by_input.items():
+        lengths = tensors.get("lengths" if name == "input" or not apart else "key_lengths")
+        if lengths is None:
+            continue
+        _, positions = settings.heads.lengths(tensor.shape)
+        behind = torch.arange(positions, device=tensor.device) >= lengths[:, None]
+        behind = behind.mT if settings.heads.layout == "sequence_first" else behind
+        tensor.masked_fill_(behind[..., None], 0.0)

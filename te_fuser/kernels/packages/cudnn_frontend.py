@@ -12,9 +12,9 @@ import ctypes
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,9 +32,13 @@ from te_fuser.kernels.packages.optional import (
 PACKAGE = "nvidia-cudnn-frontend"
 _OLDEST = "1.32"
 FIT = Fit(PACKAGE, _OLDEST, hopper_alone=False)
-_UNMADE = "a graph of cuDNN for attention's backward that is not built yet"  # in a capture
+_UNMADE = "a graph of cuDNN for attention that is not built yet"  # in a capture
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()
+# (package, handle) -> a graph, and the numbers of its tensors.
+Described = Callable[[Any, Any], "tuple[Any, tuple[int, ...]]"]
+P = TypeVar("P", bound="Problem")
+G = TypeVar("G", bound="Graph")
 
 
 def installed_version() -> str | None:
@@ -87,52 +91,53 @@ class AttentionBackward:
     device: int
 
 
-class BackwardGraph:
-    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run."""
+class Problem(Protocol):
+    """What a graph is built for: something on a device, which the words of an error show."""
 
-    def __init__(self, problem: AttentionBackward) -> None:
-        self._problem = problem
+    @property
+    def device(self) -> int: ...
+
+
+class Graph:
+    """A graph that cuDNN supports, and how it is run; its kernel is chosen and loaded at the first run.
+
+    Args:
+        problem: what it is built for.
+        described: (package, handle) -> the graph, and the numbers of its tensors in the order that they are given in.
+        what: the words for it in errors.
+    """
+
+    def __init__(self, problem: Problem, described: Described, what: str) -> None:
+        self._device, self._words = problem.device, f"cuDNN's {what} failed for {problem}"
         self._cudnn, self._handle = _package(), _handle(problem.device)
-        self._graph, self._uids = _described(self._cudnn, problem, self._handle)
+        self._graph, self._uids = described(self._cudnn, self._handle)
         self._graph.validate()
         self._graph.build_operation_graph()
         self._graph.create_execution_plans([self._cudnn.heur_mode.A])
         self._graph.check_support()
-        self._offsets = [form[2] * problem.dtype.itemsize for form in (problem.q, problem.k, problem.v)]
         self._launch: Callable[[list[int], int], None] | None = None
         self._workspace: int | None = None
 
-    def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The gradient of x.
-
-        Args:
-            x: the packed input; y, dy: the output and its gradient, all of them contiguous.
-            saved: what PyTorch's forward gives: the log of sums of exponentials, the seed, the offset.
+    def run_on(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Run on tensors that lie as it was told, in the order of their numbers.
 
         Raises:
             RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
         """
-        p, dx = self._problem, torch.empty_like(x)
-        kept = [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
-        with torch.cuda.device(p.device):
-            give_context(p.device)
+        self._run(lambda: tensors, lambda: [tensor.data_ptr() for tensor in tensors], tensors[0])
+
+    def _run(
+        self, tensors: Callable[[], Sequence[torch.Tensor]], addresses: Callable[[], list[int]], like: torch.Tensor
+    ) -> None:
+        with torch.cuda.device(self._device):
+            give_context(self._device)
             self._load()
-            workspace = x.new_empty(self._workspace or 1, dtype=torch.uint8)
+            workspace = like.new_empty(self._workspace or 1, dtype=torch.uint8)
             with self._running():
                 if self._launch is None:
-                    tensors = [*_heads(x, p), y, dy, *kept, *_heads(dx, p)]
-                    self._graph.execute(tensors, workspace, handle=self._handle, tensor_uids=self._uids)
+                    self._graph.execute([*tensors()], workspace, handle=self._handle, tensor_uids=self._uids)
                 else:
-                    self._launch(self._addresses(x, dx, y, dy, kept), workspace.data_ptr())
-        return dx
-
-    def _addresses(
-        self, x: torch.Tensor, dx: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, kept: list[torch.Tensor]
-    ) -> list[int]:
-        """Of all tensors, in the order of their numbers."""
-        heads, to_heads = x.data_ptr(), dx.data_ptr()
-        read = [y.data_ptr(), dy.data_ptr(), *[tensor.data_ptr() for tensor in kept]]
-        return [*[heads + k for k in self._offsets], *read, *[to_heads + k for k in self._offsets]]
+                    self._launch(addresses(), workspace.data_ptr())
 
     def _load(self) -> None:
         if self._workspace is not None:
@@ -150,7 +155,7 @@ class BackwardGraph:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """On PyTorch's current stream, one thread at a time."""
-        stream = current_stream(self._problem.device)
+        stream = current_stream(self._device)
         try:
             with _lock:
                 self._cudnn.set_stream(handle=self._handle, stream=stream)
@@ -160,9 +165,40 @@ class BackwardGraph:
 
     def _failure(self, error: Exception) -> RuntimeError:
         return RuntimeError(
-            f"cuDNN's backward of attention failed for {self._problem}: {error}; "
-            "te_fuser.fusions.disabled('attention_cuda_cudnn_frontend') plans without it"
+            f"{self._words}: {error}; te_fuser.fusions.disabled('attention_cuda_cudnn_frontend') plans without it"
         )
+
+
+class BackwardGraph(Graph):
+    """That of attention's backward on packed heads."""
+
+    def __init__(self, problem: AttentionBackward) -> None:
+        super().__init__(problem, lambda cudnn, handle: _described(cudnn, problem, handle), "backward of attention")
+        self._problem = problem
+        self._offsets = [form[2] * problem.dtype.itemsize for form in (problem.q, problem.k, problem.v)]
+
+    def run(self, x: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The gradient of x.
+
+        Args:
+            x: the packed input; y, dy: the output and its gradient, all of them contiguous.
+            saved: what PyTorch's forward gives: the log of sums of exponentials, the seed, the offset.
+
+        Raises:
+            RuntimeError: when cuDNN fails, or at a first run in a stream that is being captured.
+        """
+        p, dx = self._problem, torch.empty_like(x)
+        kept = [tensor.contiguous() for tensor in (saved if p.dropout else saved[:1])]
+        self._run(lambda: [*_heads(x, p), y, dy, *kept, *_heads(dx, p)], lambda: self._addresses(x, dx, y, dy, kept), x)
+        return dx
+
+    def _addresses(
+        self, x: torch.Tensor, dx: torch.Tensor, y: torch.Tensor, dy: torch.Tensor, kept: list[torch.Tensor]
+    ) -> list[int]:
+        """Of all tensors, in the order of their numbers."""
+        heads, to_heads = x.data_ptr(), dx.data_ptr()
+        read = [y.data_ptr(), dy.data_ptr(), *[tensor.data_ptr() for tensor in kept]]
+        return [*[heads + k for k in self._offsets], *read, *[to_heads + k for k in self._offsets]]
 
 
 def _heads(packed: torch.Tensor, p: AttentionBackward) -> list[torch.Tensor]:
@@ -196,14 +232,23 @@ def graph_for(problem: AttentionBackward) -> BackwardGraph | str:
     Raises:
         RuntimeError: when the current stream is being captured.
     """
+    return made(problem, BackwardGraph, "backward")
+
+
+def made(problem: P, make: Callable[[P], G], direction: str) -> G | str:
+    """What makes a graph of a problem, or why cuDNN does not take it.
+
+    Raises:
+        RuntimeError: when the current stream is being captured.
+    """
     with torch.cuda.device(problem.device):
         refuse_capture(_UNMADE)
         give_context(problem.device)
         with _lock:
             try:
-                return BackwardGraph(problem)
+                return make(problem)
             except Exception as error:  # a refusal, or a front end that is called in another way by now
-                return f"cuDNN has no backward for it: {type(error).__name__}: {error}"
+                return f"cuDNN has no {direction} for it: {type(error).__name__}: {error}"
 
 
 def _described(cudnn: Any, p: AttentionBackward, handle: Any) -> tuple[Any, tuple[int, ...]]:

@@ -12,10 +12,12 @@ import torch
 
 from te_fuser.kernels.attention.providers import cudnn_frontend as attention_cudnn_frontend
 from te_fuser.kernels.packages import cudnn_frontend
+from tests.kernels.attention import varlen
 from tests.kernels.packages import fake_packages
 
-NAMES = ("BFLOAT16", "HALF", "FLOAT", "DOUBLE", "INT64")
-DTYPES = dict(zip(NAMES, (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64), strict=True))
+NAMES = ("BFLOAT16", "HALF", "FLOAT", "DOUBLE", "INT64", "INT32")
+_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
+DTYPES = dict(zip(NAMES, _TYPES, strict=True))
 VERSION = "1.32.0"
 STREAM = 5
 
@@ -71,10 +73,43 @@ class Graph:
         assert len(dim) == len(stride) == 4 and data_type in NAMES, name
         return Described(uid, dim, stride, data_type)
 
-    def sdpa_backward(self, *, q, k, v, o, dO, stats, attn_scale, use_causal_mask, dropout=None):  # noqa: N803
+    def sdpa(self, *, q, k, v, attn_scale, generate_stats, **choices):
+        assert self.node is None and generate_stats
+        self.read = {"q": q, "k": k, "v": v}
+        self.choices = self._chosen(choices)
+        self.node, self.made = (attn_scale, None), [Described(None) for _ in range(2)]
+        return list(self.made)
+
+    def _chosen(self, choices):
+        """What hides beside a causal mask."""
+        if choices.pop("use_padding_mask", False):
+            for name in ("seq_len_q", "seq_len_kv"):
+                self.read[name] = choices.pop(name)
+                assert self.read[name].data_type == "INT32" and self.read[name].dim == (self.read["q"].dim[0], 1, 1, 1)
+        alignment = choices.pop("diagonal_alignment", "TOP_LEFT")
+        left, right = (choices.pop(f"diagonal_band_{side}_bound", None) for side in ("left", "right"))
+        assert not choices and (left is None or left >= 1) and (right is None or right >= 0)
+        return alignment, (None if left is None else left - 1, right)
+
+    def sdpa_backward(
+        self,
+        *,
+        q,
+        k,
+        v,
+        o,
+        dO,
+        stats,
+        attn_scale,
+        use_causal_mask=None,
+        dropout=None,
+        **choices,  # noqa: N803
+    ):
         assert self.node is None and stats.data_type == "FLOAT" and stats.dim == (*q.dim[:3], 1)
         self.read = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats}
         self.node, self.dropout = (attn_scale, use_causal_mask), dropout
+        if use_causal_mask is None:
+            self.choices = self._chosen(choices)
         if dropout is not None:
             self.read |= {"seed": dropout[1], "offset": dropout[2]}
         self.made = [Described(None) for _ in range(3)]
@@ -119,9 +154,27 @@ class Graph:
     def _compute(self, given):
         lying = {t.uid: self._lying(given[t.uid], t) for t in (*self.read.values(), *self.made)}
         self.package.last = {name: lying[t.uid].clone() for name, t in self.read.items()}
+        if self.node[1] is None:
+            for described, found in zip(self.made, self._banded(**self.package.last), strict=True):
+                lying[described.uid].copy_(found)
+            return
         made = fake_packages.attention_backward(self.package.last, *self.node)
         for described, gradient in zip(self.made, made, strict=True):
             lying[described.uid].copy_(gradient)
+
+    def _banded(self, q, k, v, o=None, dO=None, stats=None, seq_len_q=None, seq_len_kv=None):  # noqa: N803
+        """Both nodes where no causal mask is told; what is behind a length is NaN."""
+        (alignment, window), (scale, _) = self.choices, self.node
+        corners = {"TOP_LEFT": "top_left", "BOTTOM_RIGHT": "bottom_right"}
+        kernel = varlen.Kernel(scale, window, blind=torch.nan, corner=corners[alignment])
+        lengths = [None if n is None else n.flatten() for n in (seq_len_q, seq_len_kv)]
+        spans = varlen.Spans(False, lengths=lengths[0], key_lengths=lengths[1])
+        q, k, v, o, dO = (None if t is None else t.transpose(1, 2) for t in (q, k, v, o, dO))  # noqa: N806
+        if o is None:
+            out, lse = varlen.forward(kernel, spans, q, k, v)
+            return out.transpose(1, 2), lse[..., None]
+        made = varlen.backward(kernel, spans, q, k, v, o, dO, stats.squeeze(-1))
+        return [t.transpose(1, 2) for t in made[:3]]
 
     # How it runs on addresses, as the front end has it inside.
     selected_engine, _plan_index = None, 0
@@ -157,9 +210,9 @@ class Graph:
     def _lying(self, tensor, described):
         exact = tensor.dtype == DTYPES[described.data_type]
         assert exact or (described.data_type == "FLOAT" and tensor.dtype == torch.float64)  # of float64 in tests
-        if described.data_type in ("FLOAT", "INT64"):  # what PyTorch gave: dense, of as many elements
+        if described.data_type in ("FLOAT", "INT64", "INT32"):  # what PyTorch gave: dense, of as many elements
             assert tensor.is_contiguous() and tensor.numel() == torch.Size(described.dim).numel()
-            return tensor
+            return tensor.view(described.dim)
         # Dense memory counts as it was described, whatever its sizes are.
         assert described.stride[-1] == 1 and (tensor.is_contiguous() or tensor.stride() == described.stride)
         return tensor.as_strided(described.dim, described.stride, tensor.storage_offset())
@@ -179,6 +232,7 @@ class Package(types.ModuleType):
     def __init__(self, version=91900):
         super().__init__("cudnn")
         self.data_type = types.SimpleNamespace(**{name: name for name in NAMES})
+        self.diagonal_alignment = types.SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
         self.heur_mode = types.SimpleNamespace(A="A")
         self.cudnnGraphNotSupportedError = GraphNotSupported
         self.graphs, self.handles, self.last, self.version = [], [], {}, version
@@ -213,5 +267,5 @@ def in_place(patch):
 def forget():
     """Drop what was kept of another front end."""
     asked = (cudnn_frontend._package, cudnn_frontend._version_in_use, cudnn_frontend._handle)
-    for kept in (*asked, attention_cudnn_frontend._graph):
+    for kept in (*asked, attention_cudnn_frontend._graph, attention_cudnn_frontend._graphs):
         kept.cache_clear()

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fuser.kernels.packages import flash_attn_4
+from tests.kernels.attention import varlen
 from tests.kernels.packages import fake_packages
 
 VERSION = "4.0.0b36"
@@ -22,6 +23,20 @@ def check_layout(tensor, shape):
     step = 16 // tensor.element_size()
     assert tensor.shape == shape and tensor.stride(-1) == 1 and 0 not in tensor.stride()
     assert all(stride % step == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+
+
+def any_of(tensors):
+    """Whether one is given; they are whole numbers of 32 bits, side by side."""
+    given = [t for t in tensors if t is not None]
+    assert all(t.dtype == torch.int32 and t.is_contiguous() and t.dim() == 1 for t in given)
+    return bool(given)
+
+
+def spans_of(q, ragged):
+    """Its sequences, by offsets or by lengths of samples."""
+    offsets, key_offsets, lengths, key_lengths = ragged
+    assert (offsets is None) == (key_offsets is None) == (q.dim() == 4)
+    return varlen.Spans(offsets is not None, offsets, key_offsets, lengths, key_lengths)
 
 
 def compiled(launch):
@@ -49,10 +64,33 @@ class Package(types.ModuleType):
         self.calls, self.entered, self.fails, self.copies = [], 0, None, False
 
         def _flash_attn_fwd(
-            q, k, v, qv=None, softmax_scale=None, causal=False, softcap=None, return_lse=False, out=None, lse=None
+            q,
+            k,
+            v,
+            qv=None,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            seqused_q=None,
+            seqused_k=None,
+            softmax_scale=None,
+            causal=False,
+            softcap=None,
+            window_size_left=None,
+            window_size_right=None,
+            learnable_sink=None,
+            return_lse=False,
+            out=None,
+            lse=None,
         ):
             assert return_lse and not q.requires_grad and lse.is_contiguous()
             self.entered += 1
+            ragged = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+            window = (window_size_left, 0 if causal else window_size_right)
+            if not causal or softcap or window_size_left is not None or learnable_sink is not None or any_of(ragged):
+                cache, key = _flash_attn_fwd.compile_cache, (q.dtype, q.dim(), window, softcap, "varlen")
+                cache[key] = compiled(functools.partial(self._forward_varlen, window, softcap or 0.0))
+                cache[key](q.detach(), k.detach(), v.detach(), out, lse, softmax_scale, *ragged, learnable_sink)
+                return out, lse, None, None, None
             cache, key = _flash_attn_fwd.compile_cache, (q.dtype, causal)
             if key not in cache:
                 cache[key] = compiled(functools.partial(self._forward, causal))
@@ -68,13 +106,31 @@ class Package(types.ModuleType):
             lse,
             softmax_scale=None,
             causal=False,
+            softcap=0.0,
+            window_size_left=None,
+            window_size_right=None,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            seqused_q=None,
+            seqused_k=None,
             deterministic=False,
             dq=None,
             dk=None,
             dv=None,
+            learnable_sink=None,
         ):
-            assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and not deterministic
+            assert lse.is_contiguous() and not deterministic
+            assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
             self.entered += 1
+            ragged = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+            window = (window_size_left, 0 if causal else window_size_right)
+            if not causal or softcap or window_size_left is not None or learnable_sink is not None or any_of(ragged):
+                dsink = None if learnable_sink is None else torch.empty_like(learnable_sink)
+                cache, key = _flash_attn_bwd.compile_cache, (q.dtype, q.dim(), window, softcap, "varlen")
+                cache[key] = compiled(functools.partial(self._backward_varlen, window, softcap))
+                read = (q.detach(), k, v, out, dout, lse)
+                cache[key](*read, dq, dk, dv, softmax_scale, *ragged, learnable_sink, dsink)
+                return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
             dout = dout.clone() if self.copies else dout
             sums = torch.empty(lse.shape, dtype=lse.dtype, device=q.device).detach()
             added = torch.zeros(k.shape, dtype=torch.float64, device=q.device)
@@ -118,6 +174,26 @@ class Package(types.ModuleType):
         for made, gradient in zip((dq, dk), gradients[:2], strict=True):
             made.copy_(gradient.transpose(1, 2))
         added.add_(gradients[2].transpose(1, 2))  # on zeros
+
+    def _forward_varlen(self, window, soft_cap, q, k, v, out, lse, scale, *others):
+        self._begin("forward", q=q, k=k, v=v, out=out)
+        *ragged, sink = others
+        spans = spans_of(q, ragged)
+        kernel = varlen.Kernel(scale, window, soft_cap, blind=-torch.inf)
+        found = varlen.forward(kernel, spans, q, k, v, sink)
+        for rows, _, places in spans.of(q, k):  # what is in no sequence it leaves alone
+            out[rows], lse[places] = found[0][rows], found[1][places]
+
+    def _backward_varlen(self, window, soft_cap, q, k, v, out, dout, lse, dq, dk, dv, scale, *others):
+        self._begin("backward", q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
+        *ragged, sink, dsink = others
+        spans = spans_of(q, ragged)
+        kernel = varlen.Kernel(scale, window, soft_cap, blind=-torch.inf)
+        made = varlen.backward(kernel, spans, q, k, v, out, dout, lse, sink)
+        for rows, keys, _ in spans.of(q, k):
+            dq[rows], dk[keys], dv[keys] = made[0][rows], made[1][keys], made[2][keys]
+        if dsink is not None:
+            dsink.copy_(made[3])
 
     def _begin(self, direction, **tensors):
         if self.fails is not None:

@@ -1,4 +1,7 @@
-"""Attention by cuDNN: forward as PyTorch calls it, backward by NVIDIA's front end, which packs the gradient itself."""
+"""Attention by cuDNN: forward as PyTorch calls it, backward by NVIDIA's front end, which packs the gradient itself.
+
+Where heads lie apart, samples have lengths or windows hide, both directions are the front end's.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,34 @@ from collections.abc import Mapping
 
 import torch
 
-from te_fuser.kernels.attention.conditions import NO_MASK, ONE_STRIDE, capability
+from te_fuser.kernels.attention.conditions import NO_MASK, ONE_STRIDE, capability, needs
 from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.provider import Saved
+from te_fuser.kernels.attention.separate import Separate, Targets, Tensors, blank_behind
 from te_fuser.kernels.attention.views import output_form, packed_forms
-from te_fuser.kernels.packages import cudnn_frontend
-from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph
-from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.kernels.packages import cudnn_attention, cudnn_frontend
+from te_fuser.kernels.packages.cudnn_attention import Banded, Form
+from te_fuser.kernels.packages.cudnn_frontend import AttentionBackward, BackwardGraph, Graph
+from te_fuser.ops.attention_heads import ApartHeads
+from te_fuser.ops.attention_mask import BY_OFFSETS
+from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
 from te_fuser.ops.sizes import asked
 
 _GRAPHS_KEPT = 512
+# cuDNN 9.19 gave NaN for queries that see nothing.
+_SEES_SOMETHING = needs(
+    lambda p: (
+        not isinstance(p.settings.heads, ApartHeads)
+        or (p.settings.mask.key_lengths in (None, p.settings.mask.lengths))
+        and (not p.settings.mask.is_banded or p.positions == p.key_positions and p.settings.mask.keys_alike)
+    ),
+    lambda p: "queries and keys that are apart may differ in number or lengths, so that a query could see nothing",
+)
+_NO_DROPOUT_APART = needs(
+    lambda p: not p.settings.beyond or p.settings.dropout == 0.0,
+    lambda p: f"it is called without dropout for {' and '.join(p.settings.beyond)}",
+)
 
 
 class CudaCudnnFrontend(CudnnProvider):
@@ -25,7 +46,8 @@ class CudaCudnnFrontend(CudnnProvider):
 
     name = "cuda_cudnn_frontend"
     packs = True
-    beyond = ()
+    beyond = tuple(words for words in STRUCTURES if words != BY_OFFSETS)
+    by_structure = True
     calls = (30.0, 23.0)
     # Backward beside PyTorch's call of the same kernels, in a layer on an H200: 0.907 to 0.934 ms, with dropout
     # 1.131 to 1.146.
@@ -36,17 +58,21 @@ class CudaCudnnFrontend(CudnnProvider):
         NO_MASK,
         capability(9),
         ONE_STRIDE,
+        _SEES_SOMETHING,
+        _NO_DROPOUT_APART,
     )
 
     def reason_not(self, problem: AttentionProblem) -> str | None:
         """Why not; cuDNN itself is asked of a GPU at hand that is to run the backward."""
-        reason = super().reason_not(problem)
-        if reason is not None or problem.backward_on is None or not problem.samples * problem.positions:
+        reason, p = super().reason_not(problem), problem
+        device = p.at_hand if p.settings.beyond else p.backward_on
+        if reason is not None or device is None or not p.samples * p.positions * p.key_positions:
             return reason
         reason = cudnn_frontend.unusable(problem.cudnn)
         if reason is not None:
             return reason
-        p = problem
+        if p.settings.beyond:
+            return asked(_why_no_graphs, p.settings, p.samples, p.positions, p.key_positions, p.dtype, device)
         return asked(_why_no_graph, p.settings, p.samples, p.positions, p.dtype, p.backward_on)
 
     def backward(
@@ -67,6 +93,95 @@ class CudaCudnnFrontend(CudnnProvider):
         x, y, dy = (self._readable(tensor.contiguous()) for tensor in (x, y, dy))
         return graph.run(x, y, dy, tuple(tensor for tensor in saved if tensor is not None))
 
+    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
+        """The output, stored where it belongs, and the log of sums of exponentials.
+
+        Raises:
+            RuntimeError: when cuDNN takes no such problem, or fails.
+        """
+        call, tensors = _contiguous(self, settings, tensors)
+        if call.is_empty:
+            return self._nothing(call)
+        y, (q, k, v) = call.nothing(zeros=False), call.heads
+        logsumexp = q.new_empty((*q.shape[:3], 1), dtype=torch.promote_types(q.dtype, torch.float32))
+        graph = self._graphs_of(call)[0]
+        graph.run_on([q, k, v, *_lengths(call, tensors), call.split_output(y), logsumexp])
+        blank_behind(settings, {"input": y}, tensors)
+        return y, self._saved(logsumexp, None, None)
+
+    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+        """The gradients by input, stored where they belong.
+
+        Raises:
+            RuntimeError: when cuDNN takes no such problem, or fails.
+        """
+        call, tensors = _contiguous(self, settings, tensors)
+        if call.is_empty:
+            return call.zeros()
+        y, logsumexp = tensors["output"], tensors["cudnn_logsumexp"]
+        assert y is not None and logsumexp is not None
+        out, dout = (call.split_output(self._readable(t.contiguous())) for t in (y, dy))
+        targets = Targets.of(call, zeros=False)
+        graph = self._graphs_of(call)[1]
+        graph.run_on([*call.heads, out, dout, logsumexp.contiguous(), *_lengths(call, tensors), *targets.heads])
+        found = targets.stored()
+        blank_behind(settings, found, tensors)
+        return found
+
+    def _graphs_of(self, call: Separate) -> tuple[Graph, Graph]:
+        q, k, _ = call.heads
+        graphs = _graphs(call.settings, q.shape[0], q.shape[2], k.shape[2], q.dtype, q.device.index)
+        if isinstance(graphs, str):
+            raise RuntimeError(f"{graphs}; te_fuser.fusions.disabled('attention_{self.name}') plans without it")
+        return graphs
+
+
+def _contiguous(provider: CudaCudnnFrontend, settings: AttentionSettings, tensors: Tensors) -> tuple[Separate, Tensors]:
+    """The call of inputs that lie as graphs were told, and its tensors."""
+    heads = Separate.of(settings, tensors).inputs
+    found = {**tensors, **{name: provider._readable(t.contiguous()) for name, t in heads.items()}}
+    return Separate.of(settings, found), found
+
+
+def _lengths(call: Separate, tensors: Tensors) -> list[torch.Tensor]:
+    """Lengths of queries and of keys, where graphs are told any."""
+    mask, (q, k, _) = call.settings.mask, call.heads
+    if not mask.counts:
+        return []
+    lengths, apart = tensors.get("lengths"), isinstance(call.settings.heads, ApartHeads)
+    key_lengths = tensors.get("key_lengths") if apart else lengths
+    found = []
+    for given, heads in ((lengths, q), (key_lengths, k)):
+        given = q.new_full((q.shape[0],), heads.shape[2], dtype=torch.int32) if given is None else given
+        found.append(given.to(q.device, torch.int32).contiguous())
+    return found
+
+
+@functools.lru_cache(maxsize=_GRAPHS_KEPT)
+def _graphs(
+    settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype, device: int
+) -> tuple[Graph, Graph] | str:
+    """Both graphs of a problem beyond packed heads, made once; or why there are none."""
+    mask = settings.mask
+    call = Separate.on_meta(settings, samples, positions, keys, dtype)
+    q, k, v, out = (_form(part) for part in (*call.heads, call.split_output(call.nothing())))
+    ends = mask.corner == "bottom_right"
+    return cudnn_attention.graphs_for(
+        Banded(q, k, v, out, dtype, settings.scale, mask.sides, ends, mask.counts, device)
+    )
+
+
+def _form(heads: torch.Tensor) -> Form:
+    return tuple(heads.shape), heads.stride()
+
+
+def _why_no_graphs(
+    settings: AttentionSettings, samples: int, positions: int, keys: int, dtype: torch.dtype, device: int
+) -> str | None:
+    """Why cuDNN takes no such problem; None if it does."""
+    graphs = _graphs(settings, samples, positions, keys, dtype, device)
+    return graphs if isinstance(graphs, str) else None
+
 
 @functools.lru_cache(maxsize=_GRAPHS_KEPT)
 def _graph(
@@ -86,4 +201,5 @@ def _why_no_graph(
     return graph if isinstance(graph, str) else None
 
 
+atexit.register(_graphs.cache_clear)
 atexit.register(_graph.cache_clear)  # the front end's bindings print what outlives the interpreter, line by line

@@ -15,9 +15,24 @@ from te_fuser.kernels.attention.conditions import (
     needs,
 )
 from te_fuser.kernels.attention.cuda import CudaProvider
-from te_fuser.kernels.attention.provider import Saved, Speed
+from te_fuser.kernels.attention.problem import AttentionProblem
+from te_fuser.kernels.attention.provider import Saved, Speed, function_of, why_no_operator
+from te_fuser.kernels.attention.separate import Separate, Tensors
+from te_fuser.kernels.attention.structure import Slots, counts_from_the_end, window_of
 from te_fuser.kernels.attention.views import AttentionCall, Gradients
-from te_fuser.ops.dot_product_attention import APART_KEYS
+from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
+
+# Of tokens [T, H, D] and int32 offsets [N + 1] of sequences, or of [B, S, H, D].
+_BY_STRUCTURE = (
+    "aten::_flash_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, "
+    "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, "
+    "SymInt? window_size_left=None, SymInt? window_size_right=None, Tensor? seqused_k=None) -> (Tensor output, "
+    "Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
+    "aten::_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+    "bool is_causal, Tensor rng_state, Tensor unused, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None) -> (Tensor, Tensor, Tensor)",
+)
 
 
 class CudaFlash(CudaProvider):
@@ -38,7 +53,8 @@ class CudaFlash(CudaProvider):
         "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) "
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     )
-    beyond = (APART_KEYS,)
+    beyond = STRUCTURES
+    by_structure = True
     emits = ("flash_logsumexp", "flash_seed", "flash_offset")
     speed = Speed(
         {
@@ -61,7 +77,57 @@ class CudaFlash(CudaProvider):
         DROPS_SOME,
         ONE_SIZE,
         SQUARE_IF_CAUSAL,
+        counts_from_the_end,
     )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._no_structure = next(filter(None, map(why_no_operator, _BY_STRUCTURE)), None)
+        self._forward_by_structure, self._backward_by_structure = map(function_of, _BY_STRUCTURE)
+
+    def reason_not(self, problem: AttentionProblem) -> str | None:
+        """Why not; what hides by structure is for operators of its own."""
+        return super().reason_not(problem) or (self._no_structure if problem.settings.mask.beyond else None)
+
+    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
+        """The output and what backward takes, without a mask tensor."""
+        call = Separate.of(settings, tensors)
+        if call.is_empty or not settings.mask.beyond:
+            return super().forward_separate(settings, tensors)
+        slots, (left, right) = Slots.of(call, tensors), window_of(settings.mask)
+        heads = [self._by_position(part, slots) for part in call.heads]
+        out, logsumexp, seed, offset, _ = self._forward_by_structure(
+            *(*heads, *_lengths(call, slots), settings.dropout, False, False),
+            scale=settings.scale,
+            window_size_left=left,
+            window_size_right=right,
+            seqused_k=None if slots is None else slots.keys.seen,
+        )
+        return call.output(_by_head(out, call.heads[0])), self._saved(logsumexp, seed, offset)
+
+    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+        """The gradients by input, without a mask tensor."""
+        call, y = Separate.of(settings, tensors), tensors["output"]
+        if call.is_empty or not settings.mask.beyond:
+            return super().backward_separate(settings, tensors, dy)
+        assert y is not None
+        slots, (left, right) = Slots.of(call, tensors), window_of(settings.mask)
+        read = (call.split_output(dy.contiguous()), *call.heads, call.split_output(y.contiguous()))
+        logsumexp, seed, offset = (tensors[name] for name in self.emits)
+        made = self._backward_by_structure(
+            *(self._by_position(part, slots) for part in read),
+            *(logsumexp, *_lengths(call, slots), settings.dropout, False, seed, offset),
+            scale=settings.scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        dq, dk, dv = (_by_head(part, like) for part, like in zip(made, call.heads, strict=True))
+        return call.gradients(dq, dk, dv)
+
+    def _by_position(self, heads: torch.Tensor, slots: Slots | None) -> torch.Tensor:
+        """[B, H, S, D] as the operators read it: [B, S, H, D], of slots [B * S, H, D]."""
+        heads = heads.transpose(1, 2)
+        return self._readable(heads if slots is None else heads.flatten(0, 1))
 
     def _run(self, call: AttentionCall) -> tuple[torch.Tensor, Saved]:
         settings = call.settings
@@ -76,3 +142,17 @@ class CudaFlash(CudaProvider):
         tensors = (dout, call.q, call.k, call.v, out, logsumexp)
         draws = (settings.dropout, call.causal, seed, offset)
         return self._backward(*tensors, *no_varying_lengths, *draws, scale=settings.scale)
+
+
+def _lengths(call: Separate, slots: Slots | None) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    """Offsets of queries and keys, and how many there are of each at most."""
+    if slots is None:
+        q, k, _ = call.heads
+        return None, None, q.shape[2], k.shape[2]
+    return slots.queries.offsets, slots.keys.offsets, slots.queries.longest, slots.keys.longest
+
+
+def _by_head(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What an operator gives by position as [B, H, S, D]."""
+    samples, heads, positions, dim = like.shape
+    return made.view(samples, positions, heads, dim).transpose(1, 2)

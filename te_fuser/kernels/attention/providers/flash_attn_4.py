@@ -11,7 +11,9 @@ from te_fuser.kernels.attention.conditions import (
     IN_GRID,
     NO_DROPOUT,
     NO_MASK,
+    ONE_SIZE,
     ONE_STRIDE,
+    SQUARE_IF_CAUSAL,
     head_dim,
     needs,
     runs_on,
@@ -22,9 +24,21 @@ from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved
+from te_fuser.kernels.attention.separate import Separate, Targets, Tensors
+from te_fuser.kernels.attention.structure import counts_from_the_end
 from te_fuser.kernels.attention.views import views_of
 from te_fuser.kernels.packages import flash_attn_4
-from te_fuser.ops.dot_product_attention import AttentionSettings
+from te_fuser.kernels.packages.flash_attn_4 import Choices, Ragged
+from te_fuser.ops.attention_heads import ApartHeads
+from te_fuser.ops.attention_mask import COUNTS
+from te_fuser.ops.attention_scores import SINK, SOFT_CAP
+from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
+
+# A sequence of queries without a key would read those of the one before.
+_OWN_KEY_OFFSETS = needs(
+    lambda p: not p.settings.mask.offsets or p.settings.mask.keys_alike or not isinstance(p.settings.heads, ApartHeads),
+    lambda p: "sequences of keys have offsets or lengths of their own, and one without keys would read another's",
+)
 
 
 class CudaFlashAttn4(CudaProvider):
@@ -38,6 +52,8 @@ class CudaFlashAttn4(CudaProvider):
 
     name = "cuda_flash_attn_4"
     packs = True
+    beyond = (*STRUCTURES, SOFT_CAP, SINK)
+    by_structure = True
     emits = ("flash4_logsumexp",)
     calls = (42.0, 42.0)
     speed = CudnnProvider.speed.times(0.292 / 0.298, 0.800 / 0.915)
@@ -55,6 +71,10 @@ class CudaFlashAttn4(CudaProvider):
         NO_MASK,
         NO_DROPOUT,
         needs(lambda p: not p.deterministic, lambda p: "its backward is called without what makes it repeat its bits"),
+        ONE_SIZE,
+        SQUARE_IF_CAUSAL,
+        counts_from_the_end,
+        _OWN_KEY_OFFSETS,
         ONE_STRIDE,
     )
 
@@ -80,8 +100,8 @@ class CudaFlashAttn4(CudaProvider):
         if not qkv.numel():
             return y, {"flash4_logsumexp": qkv.new_empty(0, dtype=torch.float32)}
         heads = views.by_position(self._readable(qkv.contiguous()))
-        out, causal, scale = views.output_by_position(y), settings.causal, settings.scale
-        return y, {"flash4_logsumexp": flash_attn_4.forward(*heads, out, causal=causal, scale=scale)}
+        choices = Choices(settings.scale, settings.causal)
+        return y, {"flash4_logsumexp": flash_attn_4.forward(*heads, views.output_by_position(y), choices)}
 
     def backward(
         self, settings: AttentionSettings, tensors: Mapping[str, torch.Tensor | None], dy: torch.Tensor
@@ -97,8 +117,80 @@ class CudaFlashAttn4(CudaProvider):
         if not x.numel():
             return dx
         views = views_of(settings, x.shape)
-        q, k, v = views.by_position(self._readable(x.contiguous()))
+        heads = views.by_position(self._readable(x.contiguous()))
         out, dout = (views.output_by_position(self._readable(t)) for t in (y, dy))
-        made, causal, scale = views.by_position(dx), settings.causal, settings.scale
-        flash_attn_4.backward(q, k, v, out, dout, logsumexp.contiguous(), made, causal=causal, scale=scale)
+        read, choices = (*heads, out, dout, logsumexp.contiguous()), Choices(settings.scale, settings.causal)
+        flash_attn_4.backward(read, views.by_position(dx), choices)
         return dx
+
+    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
+        """The output, stored where it belongs, and the log of sums of exponentials.
+
+        Raises:
+            RuntimeError: when the package fails.
+        """
+        call = Separate.of(settings, tensors)
+        if _is_empty(call, tensors):
+            return self._nothing(call)
+        ragged, y = _ragged(call, tensors), call.nothing(zeros=settings.mask.counts)
+        q, k, v, out = (self._by_position(part, ragged) for part in (*call.heads, call.split_output(y)))
+        logsumexp = flash_attn_4.forward(q, k, v, out, _choices(settings), ragged, _sink(call, tensors))
+        return y, {"flash4_logsumexp": logsumexp}
+
+    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+        """The gradients by input, stored where they belong.
+
+        Raises:
+            RuntimeError: when the package fails.
+        """
+        call = Separate.of(settings, tensors)
+        if _is_empty(call, tensors):
+            return call.zeros()
+        y, logsumexp = tensors["output"], tensors["flash4_logsumexp"]
+        assert y is not None and logsumexp is not None
+        ragged = _ragged(call, tensors)
+        out, dout = (call.split_output(t.contiguous()) for t in (y, dy))
+        read = [self._by_position(part, ragged) for part in (*call.heads, out, dout)]
+        targets = Targets.of(call, zeros=settings.mask.counts)
+        dq, dk, dv = (self._by_position(part, ragged) for part in targets.heads)
+        read, sink = [*read, logsumexp.contiguous()], _sink(call, tensors)
+        dsink = flash_attn_4.backward(read, (dq, dk, dv), _choices(settings), ragged, sink)
+        found = targets.stored()
+        if dsink is not None and settings.scores.sink == "learned":
+            found["sink"] = dsink
+        return found
+
+    def _by_position(self, heads: torch.Tensor, ragged: Ragged) -> torch.Tensor:
+        """[B, H, S, D] as the package reads it: [B, S, H, D], of tokens [S, H, D]."""
+        heads = heads.transpose(1, 2)
+        return self._readable(heads[0] if ragged.offsets is not None else heads)
+
+
+def _is_empty(call: Separate, tensors: Tensors) -> bool:
+    """Whether there is nothing to do, as of tokens in no sequence."""
+    offsets = tensors.get("offsets")
+    return call.is_empty or (offsets is not None and len(offsets) < 2)
+
+
+def _choices(settings: AttentionSettings) -> Choices:
+    return Choices(settings.scale, window=settings.mask.sides, soft_cap=settings.scores.soft_cap)
+
+
+def _ragged(call: Separate, tensors: Tensors) -> Ragged:
+    """Offsets and lengths of a call; those of keys that are not apart are the queries'."""
+    given = {name: t for name in COUNTS if (t := tensors.get(name)) is not None}
+    if not isinstance(call.settings.heads, ApartHeads):
+        given |= {f"key_{name}": t for name, t in given.items()}
+    elif "offsets" in given:
+        given.setdefault("key_offsets", given["offsets"])
+    names = ("offsets", "key_offsets", "lengths", "key_lengths")
+    return Ragged(*(given[name].to(torch.int32).contiguous() if name in given else None for name in names))
+
+
+def _sink(call: Separate, tensors: Tensors) -> torch.Tensor | None:
+    """The logits beside the scores [H], in float32."""
+    kind, q = call.settings.scores.sink, call.heads[0]
+    if kind == "none":
+        return None
+    sink = tensors["sink"] if kind == "learned" else None
+    return q.new_zeros(q.shape[1], dtype=torch.float32) if sink is None else sink.detach().float()

@@ -146,7 +146,8 @@ def test_functions_that_changed_are_a_reason(at_hand, monkeypatch):
     monkeypatch.delattr(at_hand, "_flash_attn_bwd")
     assert PROVIDER.reason_not(wide()) == (
         "flash-attn-4 4.0.0b36 is not as it was in 4.0.0b36: "
-        "_flash_attn_fwd takes no out, return_lse; it has no _flash_attn_bwd; "
+        "_flash_attn_fwd takes no out, return_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softcap, "
+        "window_size_left, window_size_right, learnable_sink; it has no _flash_attn_bwd; "
         "it has no _flash_attn_fwd.compile_cache; it has no _flash_attn_bwd.compile_cache"
     )
 

@@ -1,0 +1,73 @@
+"""FlashAttention-2 told of windows, lengths and offsets, by operators that compute on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.attention import structured, varlen
+from tests.kernels.attention.cases import BY_NAME
+
+PROVIDER = BY_NAME["cuda_flash"]
+
+
+class Operators:
+    """Both, with the arguments of their schemas; they keep how they were called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _checked(self, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, window_size_left, window_size_right):
+        self.calls.append((q.shape, cum_seq_q, max_q, max_k))
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        for offsets, t, longest in ((cum_seq_q, q, max_q), (cum_seq_k, k, max_k)):
+            assert (offsets is None) == (t.dim() == 4)
+            if offsets is not None:
+                assert offsets.dtype == torch.int32 and offsets.is_contiguous()
+                assert offsets[0] == 0 and (offsets.diff() >= 0).all() and offsets.diff().max() <= longest
+                assert offsets[-1] == len(t) and longest >= 2
+        assert cum_seq_q is None or len(cum_seq_q) == len(cum_seq_k)
+        return window_size_left, window_size_right
+
+    def forward(
+        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None, seqused_k=None,
+    ):  # fmt: skip
+        places = cum_seq_q, cum_seq_k, max_q, max_k
+        window = self._checked(query, key, value, *places, window_size_left, window_size_right)
+        assert dropout_p == 0.0 and not is_causal and not return_debug_mask
+        assert seqused_k is None or seqused_k.dtype == torch.int32 and len(seqused_k) == len(cum_seq_k) - 1
+        spans = varlen.Spans(cum_seq_q is not None, cum_seq_q, cum_seq_k, key_lengths=seqused_k)
+        out, lse = varlen.forward(varlen.Kernel(scale, window), spans, query, key, value)
+        return out, lse, torch.empty(2), torch.empty(()), torch.empty(0)
+
+    def backward(
+        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        places = cum_seq_q, cum_seq_k, max_q, max_k
+        window = self._checked(query, key, value, *places, window_size_left, window_size_right)
+        assert dropout_p == 0.0 and not is_causal and rng_state.shape == (2,) and unused.shape == ()
+        spans = varlen.Spans(cum_seq_q is not None, cum_seq_q, cum_seq_k)
+        return varlen.backward(varlen.Kernel(scale, window), spans, query, key, value, out, grad_out, logsumexp)[:3]
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    played = Operators()
+    monkeypatch.setattr(PROVIDER, "_forward_by_structure", played.forward)
+    monkeypatch.setattr(PROVIDER, "_backward_by_structure", played.backward)
+    return played
+
+
+CASES = {name: (op, tensors) for name, op, tensors in structured.cases() if op.settings().mask.beyond}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name, operators):
+    op, tensors = CASES[name]
+    dy = structured.output_gradient(op, tensors)
+    ours, want = structured.by_provider(PROVIDER, op, tensors, dy), structured.by_op(op, tensors, dy)
+    assert ours.keys() == want.keys() and len(operators.calls) == 2
+    for key, tensor in want.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
