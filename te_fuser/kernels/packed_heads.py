@@ -88,7 +88,7 @@ class PackedPass:
         bias: torch.dtype | None = None,
         sums: torch.dtype | None = None,
     ) -> PackedPass:
-        """What `turn`, or `pack` (parts, back), runs; layouts and base and offset of a rotation share a text."""
+        """What `turn`, or `Packing` (parts, back), runs; layouts and base and offset of a rotation share a text."""
         turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
         return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums)
 
@@ -215,28 +215,11 @@ def turn(
     return _run(ready, rows, [x], bias, later)
 
 
-def pack(
-    heads: PackedHeads,
-    parts: Parts,
-    *,
-    rotation: Rotation | None = None,
-    sums: torch.dtype | None = None,
-    later: object = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pack the gradients of queries [B, G, R, S, D], keys and values [B, G, S, D], turned back by a rotation if given.
-
-    Args:
-        parts: on a CUDA device, of one dtype, with any strides.
-        sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
-        later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
-
-    Returns: the packed gradient in the layout of `heads`, and the sums [F] or None.
-    """
-    return Packing(heads, rotation)(parts, sums=sums, later=later)
-
-
 class Packing:
-    """`pack` as a step of a plan calls it: what dtypes, sizes and strides decide is worked out when they are new."""
+    """Packs the gradients of queries, keys and values, turned back by a rotation if given.
+
+    What dtypes, sizes and strides decide is worked out when they are new.
+    """
 
     def __init__(self, heads: PackedHeads, rotation: Rotation | None = None) -> None:
         self._heads, self._rotation = heads, rotation
@@ -250,10 +233,14 @@ class Packing:
         sums: torch.dtype | None = None,
         later: object = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The packed gradient, and the sums.
+        """The packed gradient in the layout of the heads, and the sums [F] or None.
 
         Args:
-            parts: as `pack` takes them, or as `grouped` makes them so, by views alone.
+            parts: queries [B, G, R, S, D], keys and values [B, G, S, D], on a CUDA device, of one dtype, with any
+                strides.
+            grouped: makes such parts of those that are given, by views alone.
+            sums: the dtype of the sums over rows that are returned too, as the gradient of a bias is.
+            later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
         """
         q, k, v = parts
         form = q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, sums

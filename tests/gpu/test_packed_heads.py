@@ -10,7 +10,7 @@ import torch
 from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.packed_heads import Rotation, pack, turn
+from te_fuser.kernels.packed_heads import Packing, Rotation, turn
 from te_fuser.ops.attention_heads import PackedHeads
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
@@ -73,7 +73,7 @@ def test_more_elements_than_32_bits_count() -> None:
     y, _ = turn(heads, rotation, x)
     there, _ = turn(heads, Rotation(128, 10000.0, "half", x.shape[0] - 5), last)
     assert torch.equal(y[-5:], there)
-    back, sums = pack(heads, heads.split(y), rotation=rotation, sums=torch.float32)
+    back, sums = Packing(heads, rotation)(heads.split(y), sums=torch.float32)
     assert sums is not None and (back[-5:].float() - last.float()).abs().max() <= 2.0**-6 * last.abs().max().float()
     torch.testing.assert_close(sums, back.float().sum((0, 1)), rtol=0.0, atol=8.0)  # of some hundreds
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_fuser.kernels.packed_heads import PackedPass, Rotation, pack, turn
+from te_fuser.kernels.packed_heads import PackedPass, Packing, Rotation, turn
 from te_fuser.ops.attention_heads import PackedHeads
 from te_fuser.ops.base import OpCall
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
@@ -63,7 +63,7 @@ class Case:
         inverse = [self.order.index(d) for d in range(5)]
         q = q.permute(self.order).contiguous().permute(inverse)
         k, v = (t[:, :, None].permute(self.order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
-        return pack(self.heads, (q, k, v), rotation=self.rotation, sums=self.sums)
+        return Packing(self.heads, self.rotation)((q, k, v), sums=self.sums)
 
     def meant(
         self, x: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype = torch.float64

@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.packed_heads import PackedPass, Packing, native_kernel, pack
+from te_fuser.kernels.packed_heads import PackedPass, Packing, native_kernel
 from te_fuser.ops.attention_heads import PackedHeads
 from tests.codegen import cuda_on_cpu, ptx
 from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
@@ -102,7 +102,7 @@ def test_a_gradient_of_the_kernels_own_order_is_read_where_it_lies(emulated: Fak
     x = case.heads.pack(*parts, case.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "contiguous", lambda self: pytest.fail("a copy"))
-        y, sums = pack(case.heads, parts, rotation=case.rotation, sums=case.sums)
+        y, sums = Packing(case.heads, case.rotation)(parts, sums=case.sums)
     want, total = case.meant(x, None)
     assert sums is not None and total is not None
     torch.testing.assert_close(y.double(), want, rtol=2.0**-8, atol=2.0**-8)
@@ -111,7 +111,7 @@ def test_a_gradient_of_the_kernels_own_order_is_read_where_it_lies(emulated: Fak
 
 @needs_compiler
 def test_one_packing_of_parts_that_lie_in_many_ways(emulated: FakeDriver) -> None:
-    """What it knows of sizes and strides is that of the parts at hand: as `pack`, which knows nothing."""
+    """What it knows of sizes and strides is that of the parts at hand: as of one that knows nothing."""
     case = BY_NAME["packed and turned"]
     packing = Packing(case.heads, case.rotation)
     orders = ((3, 0, 1, 2, 4), (0, 1, 2, 3, 4), (0, 3, 1, 2, 4), (4, 3, 2, 1, 0))  # the last has to be copied
@@ -121,7 +121,7 @@ def test_one_packing_of_parts_that_lie_in_many_ways(emulated: FakeDriver) -> Non
         q = q.permute(order).contiguous().permute(inverse)
         k, v = (t[:, :, None].permute(order).contiguous().permute(inverse)[:, :, 0] for t in (k, v))
         found = packing((q, k, v), sums=case.sums)
-        want = pack(case.heads, (q, k, v), rotation=case.rotation, sums=case.sums)
+        want = Packing(case.heads, case.rotation)((q, k, v), sums=case.sums)
         assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert len(packing._known) == 2 * 2 * 3
 

@@ -43,7 +43,7 @@ class ReadsSums(OnFakeGpu):
 
     def gradients_apart(self, settings: Any, tensors: Any, dy: torch.Tensor) -> Any:
         parts, grouped = super().gradients_apart(settings, tensors, dy)
-        dx, sums = packed_heads.pack(settings.heads, grouped(*parts), sums=dy.dtype)
+        dx, sums = packed_heads.Packing(settings.heads)(grouped(*parts), sums=dy.dtype)
         torch.testing.assert_close(sums, dx.flatten(0, 1).sum(0), rtol=1e-4, atol=1e-4)
         return parts, grouped
 

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import networkx as nx
 import torch
 
 from te_fuser.dtypes import FLOATING
@@ -215,21 +214,6 @@ class Graph:
         """What stands for the parameters that are computed."""
         pairs = zip(self.parameters, self.parameter_tensors, strict=True)
         return {b.key: tensor for b, tensor in pairs if b.computed}
-
-    def networkx(self) -> nx.MultiDiGraph:
-        """Ops as nodes, values as edges: for a picture, for tests and for analysis with networkx."""
-        picture = nx.MultiDiGraph()
-        for n in self.nodes:
-            picture.add_node(n.index, label=n.label)
-        for v in self.values:
-            source = self.producer(v.index)
-            source_name: int | str = "call" if source is None else source
-            targets: list[int | str] = [*self.consumers(v.index)]
-            if self.leaves(v.index):
-                targets.append("result")
-            for target in targets:
-                picture.add_edge(source_name, target, value=v.index, name=v.name)
-        return picture
 
 
 class GraphBuilder:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace as _fx
 
 _C = torch._C
 _MODES = _C._TorchDispatchModeKey
@@ -15,12 +14,6 @@ _INSTEAD = (
     "trace a module whose forward is model.reference(x), which is plain PyTorch: docs/works-with.md shows one, for "
     "make_fx, torch.jit.trace, torch.export and torch.compile"
 )
-
-
-def may_be_traced() -> bool:
-    """Whether to look closer; costs next to nothing, since each call asks."""
-    fx = getattr(_fx, "_is_fx_tracing_flag", True)
-    return fx or _C._len_torch_dispatch_stack() > 0 or _C._get_tracing_state() is not None  # type: ignore[attr-defined, no-any-return]
 
 
 def refuse_tracers() -> None:

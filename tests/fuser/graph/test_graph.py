@@ -54,19 +54,6 @@ def test_what_shares_storage():
     assert graph_of(model.train(), outputs=("o",)).root(dropout.output) == dropout.output
 
 
-def test_networkx():
-    picture = graph_of(sequential(ops.Fork("a"), ops.GELU(), ops.Add("a"))).networkx()
-    assert list(picture.nodes) == [0, 1, 2, "call", "result"]
-    edges = {(a, b, d["name"]) for a, b, d in picture.edges(data=True)}
-    assert edges == {
-        ("call", 0, "input"),
-        (0, 1, "fork.output"),
-        (0, 2, "/a"),
-        (1, 2, "gelu.output"),
-        (2, "result", "add.output"),
-    }
-
-
 def needs(model, x, **inputs):
     graph = graph_of(model, x, **inputs)
     return [graph.needs_grad(n.output) for n in graph.nodes]
