@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -44,8 +45,11 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
         pytest.skip("no python block")
     script = tmp_path / "blocks.py"
     script.write_text(program)
-    # A process of its own: fusions that a document registers must not reach other tests.
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False)
+    # A process of its own: fusions that a document registers must not reach other tests. Of one thread, as all tests.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=env, check=False
+    )
     assert done.returncode == 0, f"{path.name}\n{done.stderr[-3000:]}"
 
 

@@ -171,7 +171,7 @@ def test_processes_that_compile_at_once_do_not_meet(tmp_path: Path) -> None:
         "from te_fuser.codegen.compiler import load\n"
         "from tests.codegen.test_compiler import scaled, works\n"
         "input()\n"
-        "handles = load([scaled(float(k)) for k in range(2, 9)], cache_dir=Path(sys.argv[2]))\n"
+        "handles = load([scaled(float(k)) for k in range(2, 5)], cache_dir=Path(sys.argv[2]))\n"
         "assert all(works(h, float(k)) for k, h in enumerate(handles, 2))\n"
         "print('done')"
     )
@@ -183,7 +183,7 @@ def test_processes_that_compile_at_once_do_not_meet(tmp_path: Path) -> None:
         p.stdin.flush()
     answers = [p.communicate(timeout=120) for p in processes]
     assert [out for out, _ in answers] == ["done\n"] * 2, answers
-    assert len(list(tmp_path.iterdir())) == 7
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_refused_kernel_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
