@@ -1,47 +1,10 @@
 #include "kernel_call.h"
 
-#include <algorithm>
-
 namespace te {
 namespace {
 
 constexpr size_t argument_count = 5;
-constexpr const char* argument_names[argument_count] = {"tensors", "rows", "batch_inner", "batch_size", "integers"};
-using Slots = std::array<PyObject*, argument_count>;
-
-bool place_keyword(const char* kernel, PyObject* name, PyObject* value, Slots& slots) {
-  for (size_t i = 0; i < argument_count; ++i) {
-    if (PyUnicode_CompareWithASCIIString(name, argument_names[i]) != 0) continue;
-    if (slots[i] != nullptr) {
-      PyErr_Format(PyExc_TypeError, "kernel '%s': argument '%s' was given twice", kernel, argument_names[i]);
-      return false;
-    }
-    slots[i] = value;
-    return true;
-  }
-  PyErr_Format(PyExc_TypeError, "kernel '%s': unknown argument '%U'", kernel, name);
-  return false;
-}
-
-bool place_arguments(const char* kernel, PyObject* const* values, size_t positional, PyObject* names, Slots& slots) {
-  if (positional > argument_count) {
-    PyErr_Format(PyExc_TypeError, "kernel '%s' takes %zu arguments, got %zu", kernel, argument_count, positional);
-    return false;
-  }
-  slots.fill(nullptr);
-  std::copy_n(values, positional, slots.begin());
-  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
-  for (Py_ssize_t i = 0; i < named; ++i) {
-    PyObject* value = values[positional + static_cast<size_t>(i)];
-    if (!place_keyword(kernel, PyTuple_GET_ITEM(names, i), value, slots)) return false;
-  }
-  for (size_t i = 0; i < argument_count; ++i) {
-    if (slots[i] != nullptr) continue;
-    PyErr_Format(PyExc_TypeError, "kernel '%s': argument '%s' is missing", kernel, argument_names[i]);
-    return false;
-  }
-  return true;
-}
+constexpr const char* size_names[] = {"rows", "batch_inner", "batch_size"};
 
 bool require_tuple(const char* kernel, PyObject* value, const char* name) {
   if (PyTuple_Check(value)) return true;
@@ -68,11 +31,14 @@ bool read_integer(const char* kernel, PyObject* value, const char* name, int64_t
 
 }  // namespace
 
-bool bind_arguments(const char* kernel, size_t tensor_count, PyObject* const* values, size_t positional,
-                    PyObject* names, Arguments& arguments) {
-  Slots slots;
-  if (!place_arguments(kernel, values, positional, names, slots)) return false;
-  arguments = {slots[0], {slots[1], slots[2], slots[3]}, slots[4]};
+bool bind_arguments(const char* kernel, size_t tensor_count, PyObject* const* values, size_t count, PyObject* names,
+                    Arguments& arguments) {
+  if (count != argument_count || (names != nullptr && PyTuple_GET_SIZE(names) > 0)) {
+    PyErr_Format(PyExc_TypeError, "kernel '%s' takes (tensors, rows, batch_inner, batch_size, integers) by their places",
+                 kernel);
+    return false;
+  }
+  arguments = {values[0], {values[1], values[2], values[3]}, values[4]};
   if (!require_tuple(kernel, arguments.tensors, "tensors")) return false;
   if (!require_tuple(kernel, arguments.integers, "integers")) return false;
   const auto given = static_cast<size_t>(PyTuple_GET_SIZE(arguments.tensors));
@@ -84,7 +50,7 @@ bool bind_arguments(const char* kernel, size_t tensor_count, PyObject* const* va
 bool read_sizes(const char* kernel, const Arguments& arguments, CallSizes& sizes) {
   int64_t* targets[] = {&sizes.rows, &sizes.batch_inner, &sizes.batch_size};
   for (size_t i = 0; i < 3; ++i) {
-    if (!read_integer(kernel, arguments.sizes[i], argument_names[1 + i], targets[i])) return false;
+    if (!read_integer(kernel, arguments.sizes[i], size_names[i], targets[i])) return false;
   }
   const int64_t least = sizes.rows > 0 ? 1 : 0;  // an empty batch has no rows, and rows / batch_inner is never asked
   if (sizes.rows >= 0 && sizes.batch_inner >= least && sizes.batch_size >= least) return true;

@@ -41,9 +41,9 @@ struct CallSizes {
   int64_t batch_size;
 };
 
-// Sorts the arguments of a vectorcall, and checks that there are as many tensors as the kernel takes.
-bool bind_arguments(const char* kernel, size_t tensor_count, PyObject* const* values, size_t positional,
-                    PyObject* names, Arguments& arguments);
+// The arguments of a vectorcall, all by their places; checks that there are as many tensors as the kernel takes.
+bool bind_arguments(const char* kernel, size_t tensor_count, PyObject* const* values, size_t count, PyObject* names,
+                    Arguments& arguments);
 
 bool read_sizes(const char* kernel, const Arguments& arguments, CallSizes& sizes);
 

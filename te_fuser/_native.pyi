@@ -35,6 +35,7 @@ class CpuKernel:
         batch_inner: SupportsIndex,
         batch_size: SupportsIndex,
         integers: tuple[SupportsIndex, ...],
+        /,
     ) -> None:
         """Run on contiguous CPU tensors; their sizes are the caller's business and not checked here.
 
@@ -92,6 +93,7 @@ class CudaKernel:
         batch_inner: SupportsIndex,
         batch_size: SupportsIndex,
         integers: tuple[SupportsIndex, ...],
+        /,
     ) -> None:
         """Launch on PyTorch's current stream of the tensors' device; nothing waits, and CUDA graphs can capture it.
 
