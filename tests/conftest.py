@@ -61,6 +61,16 @@ def _same_random_numbers() -> None:
     torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _same_fusions() -> Iterator[None]:
+    """Whatever a test registers is gone after it."""
+    before = set(fusions.names())
+    yield
+    for name in set(fusions.names()) - before:
+        fusions.unregister(name)
+    assert set(fusions.names()) == before
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What `tune` found on this machine does not change the plans that tests expect; a test's own folder counts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def places(plan: Plan) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def bias_silu() -> Iterator[Fusion]:
+def bias_silu() -> Fusion:
     @fusion(
         joint=[Optional(ops.Bias), ops.SiLU],
         name="bias_silu",
@@ -50,8 +49,7 @@ def bias_silu() -> Iterator[Fusion]:
             dx = dy * (gate + x * gate * (1 - gate))
             return dx, {"0.bias": dx.reshape(-1, dx.shape[-1]).sum(0)} if m.needs("0.bias") else {}
 
-    yield body
-    fusions.unregister(body)
+    return body
 
 
 def steps(model: te_fuser.Sequential, x: torch.Tensor, direction: str) -> dict[str, tuple[int, int]]:
@@ -156,9 +154,8 @@ def declare_by_sign(name: str = "by_sign", pattern: tuple[type, ...] = MLP, **op
 
 
 @pytest.fixture
-def by_sign() -> Iterator[Fusion]:
-    yield declare_by_sign()
-    fusions.unregister("by_sign")
+def by_sign() -> Fusion:
+    return declare_by_sign()
 
 
 def mlp(**options: Any) -> te_fuser.Sequential:
@@ -259,17 +256,14 @@ def test_forwards_that_overlap(by_sign: Fusion) -> None:
             d = dy @ m["1.weight"]
             return d * gate * (1 + m["input"] * (1 - gate)), {"1.weight": dy.t() @ (m["input"] * gate)}
 
-    try:
-        model, x = sequential(ops.SiLU(), *mlp()), tensor(5, 8)
-        names = steps(model, x, "forward").keys() & {"by_sign", "silu_matmul"}
-        assert len(names) == 1
-        (other,) = {"by_sign", "silu_matmul"} - names
-        (taken,) = names
-        found = {r.reason for r in model.plan(x).refusals if r.name == other}
-        assert f"its forward overlaps that of {taken}" in found
-        assert_as_meant(model, x)
-    finally:
-        fusions.unregister("silu_matmul")
+    model, x = sequential(ops.SiLU(), *mlp()), tensor(5, 8)
+    names = steps(model, x, "forward").keys() & {"by_sign", "silu_matmul"}
+    assert len(names) == 1
+    (other,) = {"by_sign", "silu_matmul"} - names
+    (taken,) = names
+    found = {r.reason for r in model.plan(x).refusals if r.name == other}
+    assert f"its forward overlaps that of {taken}" in found
+    assert_as_meant(model, x)
 
 
 def test_forwards_of_one_fusion_that_overlap() -> None:
@@ -325,12 +319,9 @@ def test_others_that_read_what_its_forward_does_not_give(by_sign: Fusion) -> Non
 
 
 def test_a_window_without_ops() -> None:
-    entry = declare_by_sign("nothing", (fusions.Repeat(ops.MatMul),))
-    try:
-        with pytest.raises(ValueError, match="fusion 'nothing': its backward covers none of the 1 ops of a match"):
-            mlp().plan(tensor(5, 8))
-    finally:
-        fusions.unregister(entry)
+    declare_by_sign("nothing", (fusions.Repeat(ops.MatMul),))
+    with pytest.raises(ValueError, match="fusion 'nothing': its backward covers none of the 1 ops of a match"):
+        mlp().plan(tensor(5, 8))
 
 
 # ---- plain functions of tensors ------------------------------------------------------------------------------------

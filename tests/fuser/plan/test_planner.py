@@ -20,15 +20,6 @@ from tests.twins import assert_as_meant, sequential, tensor
 X = tensor(6, 8)
 
 
-@pytest.fixture(autouse=True)
-def registry():
-    """Whatever a test registers is gone after it."""
-    before = set(fusions.names())
-    yield
-    for name in set(fusions.names()) - before:
-        fusions.unregister(name)
-
-
 # ------------------------------------------------------------------------------------------ the best cover
 
 CHAIN = [ops.GELU, ops.SiLU, ops.ReLU, ops.GELU, ops.SReLU, ops.SiLU]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,12 @@ from te_fuser.fusions.match import Cost
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
-    yield
 
 
 @pytest.fixture
-def slow_gelu() -> Iterator[None]:
+def slow_gelu() -> None:
     """A fusion whose price is so high that no plan takes it."""
 
     @fusion(forward=[ops.Bias, ops.GELU], name="slow_gelu", cost=lambda m: Cost(seconds=1.0), emits=["0.output"])
@@ -35,9 +34,6 @@ def slow_gelu() -> Iterator[None]:
         biased = x + m[1 - 1].bias
         m.emit("0.output", biased)
         return torch.nn.functional.gelu(biased, approximate="tanh")
-
-    yield
-    fusions.unregister("slow_gelu")
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, ratio: Callable[[], float]) -> None:
@@ -91,10 +87,7 @@ def test_a_choice_that_fails_is_said_and_the_others_are_tried(monkeypatch: pytes
 
     model, x = Sequential(ops.GELU(), ops.Linear(64, 32)), torch.randn(128, 64)
     clock(monkeypatch, lambda: 0.9)
-    try:
-        report = model.tune(x)
-    finally:
-        fusions.unregister("broken_gelu")
+    report = model.tune(x)
     found = {t.place: (t.ratio, t.taken, t.reason) for t in report.trials}
     assert found["broken_gelu 64>64"] == (None, False, "fails: NotImplementedError: not on this device")
     assert found["matmul_bias 64>32"][:2] == (0.9, True)
@@ -130,12 +123,9 @@ def test_a_choice_that_is_faster_and_wrong_is_refused(
     model.to(dtype)
     clock(monkeypatch, lambda: pytest.fail("timed"))
     entry = wrong_gelu(forward)
-    try:
-        with fusions.only("stretch", entry):
-            report = model.tune(x)
-            assert "wrong_gelu" not in [s.name for p in model.plans(x) for s in (*p.forward, *p.backward)]
-    finally:
-        fusions.unregister(entry)
+    with fusions.only("stretch", entry):
+        report = model.tune(x)
+        assert "wrong_gelu" not in [s.name for p in model.plans(x) for s in (*p.forward, *p.backward)]
     (wrong,) = report.trials
     assert (wrong.ratio, wrong.taken) == (None, False) and wrong.reason in str(report)
     assert wrong.reason.startswith("differs from the default: ") and "allowed" in wrong.reason
@@ -169,11 +159,8 @@ def test_sums_in_another_order_are_no_difference(factor: float, taken: bool, mon
 
     model, x = Sequential(ops.MatMul(16, 16), ops.Bias(16)), torch.randn(3000, 16, requires_grad=True)
     clock(monkeypatch, lambda: 0.9)
-    try:
-        with fusions.only("stretch", one_by_one):
-            report = model.tune(x)
-    finally:
-        fusions.unregister(one_by_one)
+    with fusions.only("stretch", one_by_one):
+        report = model.tune(x)
     (found,) = (t for t in report.trials if t.place.startswith("one_by_one"))
     assert found.taken == taken, found.reason
     assert taken or found.reason.startswith("differs from the default: gradient of bias")
@@ -189,10 +176,7 @@ def test_a_wrong_gradient_in_main_grad_is_seen(monkeypatch: pytest.MonkeyPatch) 
     model = Sequential(ops.MatMul(64, 32, accumulate_into_main_grad=True))
     model[0].weight.main_grad = torch.zeros_like(model[0].weight)
     clock(monkeypatch, lambda: 0.5)
-    try:
-        report = model.tune(torch.randn(128, 64, requires_grad=True))
-    finally:
-        fusions.unregister(wrong_weight)
+    report = model.tune(torch.randn(128, 64, requires_grad=True))
     (reason,) = (t.reason for t in report.trials if t.place.startswith("wrong_weight"))
     assert reason.startswith("differs from the default: gradient of weight of ")
 
@@ -204,13 +188,10 @@ def test_what_there_is_no_memory_to_compare_is_refused(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(check, "_moved", exhausted)
-    entry = wrong_gelu(forward=True)
+    wrong_gelu(forward=True)
     model, x = Sequential(ops.GELU(), ops.Linear(64, 32)), torch.randn(128, 64)
     clock(monkeypatch, lambda: 0.9)
-    try:
-        report = model.tune(x)
-    finally:
-        fusions.unregister(entry)
+    report = model.tune(x)
     found = {t.place.split()[0]: t for t in report.trials}
     assert found["wrong_gelu"].reason.startswith("there is no memory to compare it")
     assert not found["wrong_gelu"].taken and found["matmul_bias"].taken
@@ -225,11 +206,8 @@ def test_other_random_numbers_are_not_compared(monkeypatch: pytest.MonkeyPatch) 
 
     model, x = Sequential(ops.DotProductAttention(2, 8, dropout=0.5)), torch.randn(4, 3, 48, dtype=torch.float64)
     clock(monkeypatch, lambda: 0.5)
-    try:
-        with torch.no_grad():
-            report, exact = model.tune(x), model.eval().tune(x)
-    finally:
-        fusions.unregister(other_mask)
+    with torch.no_grad():
+        report, exact = model.tune(x), model.eval().tune(x)
     (found,), (other,) = ([t for t in r.trials if t.place.startswith("other_mask")] for r in (report, exact))
     assert found.taken and found.reason.startswith("not compared: ") and f"taken; {found.reason}" in str(report)
     assert not other.taken and other.reason.startswith("differs from the default: output"), "without dropout"
@@ -244,14 +222,10 @@ def test_behind_other_random_numbers_the_rest_is_compared(monkeypatch: pytest.Mo
 
     model = Sequential(ops.DotProductAttention(2, 8, dropout=0.5), ops.GELU())
     x = torch.randn(4, 3, 48, dtype=torch.float64)
-    wrong = wrong_gelu(forward=True)
+    wrong_gelu(forward=True)
     clock(monkeypatch, lambda: 0.5)
-    try:
-        with torch.no_grad():
-            report = model.tune(x)
-    finally:
-        fusions.unregister("other_mask")
-        fusions.unregister(wrong)
+    with torch.no_grad():
+        report = model.tune(x)
     found = {t.place.split()[0]: t for t in report.trials if t.ratio or t.reason.startswith("differs")}
     assert found["other_mask"].taken and found["other_mask"].reason.startswith("not compared: ")
     assert not found["wrong_gelu"].taken and found["wrong_gelu"].reason.startswith("differs from the default: output")
