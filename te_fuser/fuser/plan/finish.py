@@ -55,7 +55,7 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
         problem.options.target,
         memory if isinstance(memory, str) else f"at most {memory} bytes",
         (*problem.conditions, *refused),
-        tuple(c for e in covers.backward for c in e.choices),
+        tuple(covers.choices),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.derivation import DerivedStretch
 from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.plan.sections import sections_of
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
+
+
+_MAX_AGAIN = 4  # values that a range is tried with and without
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class Problem:
         self.graph, self.asked, self.options = graph.rounded(), graph, options
         self.nodes = graph.nodes
         self._seen: dict[tuple[int, int], Match] = {}
+        self._recomputable: dict[tuple[int, int], tuple[int, ...]] = {}
         self.matches, self.conditions = find_matches(graph, options)
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
@@ -122,6 +128,7 @@ class Problem:
         self.stretches = [DerivedStretch(self.graph, a, b) for a, b in self._runs()]
         self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
+        self.sections = sections_of(self)
 
     def _runs(self) -> list[tuple[int, int]]:
         groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
@@ -144,11 +151,25 @@ class Problem:
             found.append(sorted(ranges))
         return found
 
+    def stretch_of(self, node: int) -> DerivedStretch:
+        """The stretch that a row op lies in."""
+        return self.stretches[bisect.bisect_right(self.stretches, node, key=lambda s: s.start) - 1]
+
     def match(self, start: int, stop: int) -> Match:
         """What a fusion's condition and cost see of the ops start..stop-1."""
         if (start, stop) not in self._seen:
             self._seen[start, stop] = match_at(self.asked, self.options, start, stop)
         return self._seen[start, stop]
+
+    @functools.cached_property
+    def forms_read(self) -> dict[int, frozenset[tuple[Form, bool]]]:
+        """Value that others are under another name -> their forms, and whether somebody reads one in that form."""
+        found: dict[int, set[tuple[Form, bool]]] = {}
+        for v in self.graph.values:
+            ref = self.graph.ref(v.index)
+            read = bool(self.graph.consumers(v.index)) or self.graph.leaves(v.index)
+            found.setdefault(ref.index, set()).add((ref.form, read))
+        return {root: frozenset(forms) for root, forms in found.items()}
 
     # ------------------------------------------------------------------------------------ gradients
 
@@ -187,6 +208,15 @@ class Problem:
                         first = self.graph.first(value)
                         found[first] = found.get(first, True) and self.is_hanging(node, gradient)
         return found
+
+    def recomputable(self, start: int, stop: int) -> tuple[int, ...]:
+        """Values of a range of row ops that only hanging nodes read."""
+        if (start, stop) not in self._recomputable:
+            made = {v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)}
+            leaving = map(self.graph.first, self.stretch_of(start).values_leaving(start, stop))
+            found = dict.fromkeys(v for v in leaving if v in made and self.hanging_reads.get(v))
+            self._recomputable[start, stop] = tuple(found)[:_MAX_AGAIN]
+        return self._recomputable[start, stop]
 
     # ----------------------------------------------------------------------------------------- refs
 

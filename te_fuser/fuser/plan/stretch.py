@@ -22,6 +22,7 @@ from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
 from te_fuser.formula.traversal import topological
+from te_fuser.fuser.graph.checks import plain
 from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
 from te_fuser.ops.row_op import RowOp
@@ -273,7 +274,9 @@ class Stretch:
                 self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
             )
         read = {leaf.ref for leaf in used.used_leaves(gives.targets, gives.sums)}
-        bad = [self.graph.values[v].name for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)]
+        bad = [
+            plain(self.graph.values[v].name) for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)
+        ]
         if bad:
             raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
         return self._kernel(start, stop, "bwd", used, gives)
