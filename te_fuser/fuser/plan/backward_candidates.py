@@ -74,8 +74,7 @@ class BackwardCandidates:
     def __init__(self, problem: Problem, prices: Prices, limits: Withheld) -> None:
         self.problem, self.prices, self.limits = problem, prices, limits
         self.graph, self.nodes = problem.graph, problem.nodes
-        self.withheld = frozenset(limits.forbidden - limits.given)
-        self.silent = frozenset(limits.silent)
+        self.withheld = limits.forbidden - limits.given
 
     def edges(self, section: Section) -> Found:
         """Those of a section; an op may be left without any under these limits."""
@@ -170,7 +169,7 @@ class BackwardCandidates:
         self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[int, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; what else it could is kept."""
-        readable, silent = self._readable[stretch.start], self.silent
+        readable, silent = self._readable[stretch.start], self.limits.silent
         try:
             kernel = stretch.backward(start, stop, readable, self.withheld, again, silent)
         except NotOneKernel as why:

@@ -81,13 +81,13 @@ class Found:
                 yield from edges
 
 
-@dataclass
+@dataclass(frozen=True)
 class Withheld:
     """What a forward cover already chosen cannot give: values, statistics of ops, emissions of ops."""
 
-    forbidden: set[int] = field(default_factory=set)
-    given: set[int] = field(default_factory=set)
-    silent: set[int] = field(default_factory=set)
+    forbidden: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
+    silent: frozenset[int] = frozenset()
 
 
 @dataclass

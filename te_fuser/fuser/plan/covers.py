@@ -11,26 +11,25 @@ of them, and laid out in the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
-from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE, Ref
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.both_ways import Passing
 from te_fuser.fuser.plan.candidates import Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
-from te_fuser.fuser.plan.order import in_running_order
 from te_fuser.fuser.plan.paths import Aim, Way, way_through, why_not_taken
 from te_fuser.fuser.plan.plan import Choice, Refusal
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.candidates import Edge, Found, MatchOf
     from te_fuser.fuser.plan.keeping import Keeping
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
-    from te_fuser.fuser.steps.step import Step
 
 Candidates = Union[BackwardCandidates, ForwardCandidates]  # noqa: UP007 - a type alias at run time
 _WEIGHED = ", with what is kept for backward weighed in"
@@ -61,8 +60,7 @@ class _Round:
 
     backward: list[Way]
     forward: list[Way]
-    backward_edges: list[Edge]
-    forward_edges: list[Edge]
+    candidates: tuple[BackwardCandidates, ForwardCandidates]
     impossible: dict[MatchOf, Refusal]
 
     @property
@@ -93,22 +91,26 @@ class Covering:
         if found.demand_unmet:
             second = self._second_round(aim, keeping.held)
             found = found if second is None or found.length <= second.length else second
+        backward = self._laid_out(found.candidates[0], found.backward)
+        forward = self._laid_out(found.candidates[1], found.forward)
         refusals = list(dict.fromkeys(self._refusals(found, _WEIGHED if aim.weight else "")))
-        return Covers(found.forward_edges, found.backward_edges, refusals, list(self._choices(found.backward)))
+        return Covers(forward, backward, refusals, list(self._choices(found.backward)))
 
     # --------------------------------------------------------------------------------------------- rounds
 
     def _round(self, aim: Aim, held: frozenset[int], limits: Withheld) -> _Round | None:
         """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
         candidates, impossible = BackwardCandidates(self.problem, self.prices, limits), dict[Any, Refusal]()
+        known = self._all_found(limits, candidates)
         while True:
-            backward = _all(self._backward(aim, candidates, s, held, impossible) for s in self.sections)
+            backward = _all(map(functools.partial(self._backward, aim, held, impossible), known, self.sections))
             if backward is None:
                 return None
-            chosen = self._laid_out(candidates, backward)
-            joint = [e.match for e in chosen if e.match is not None and e.is_joint]
-            giving = ForwardCandidates(self.problem, self.prices, self._demands(chosen), joint)
-            found = [self._found(giving, section) for section in self.sections]
+            chosen = tuple(e for way in backward for e in way.edges)
+            joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
+            demands = self._once((self._demands, chosen), functools.partial(self._demands, backward))
+            giving = ForwardCandidates(self.problem, self.prices, demands, joint)
+            found = self._all_found(chosen, giving)
             wrong = self._cannot_run(joint, found)
             if wrong is None:
                 break
@@ -116,14 +118,18 @@ class Covering:
         forward = _all(self._forward(aim, f) for f in found)
         if forward is None:
             return None
-        return _Round(backward, forward, chosen, self._laid_out(giving, forward), impossible)
+        return _Round(backward, forward, (candidates, giving), impossible)
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
         """Forward as if nobody demanded anything, then a round within what it gives."""
-        free = _all(self._forward(aim, self._found(self._free, section)) for section in self.sections)
+        free = _all(self._forward(aim, found) for found in self._all_found((), self._free))
         if free is None:
             return None
-        return self._round(aim, held, _limits_of(self.problem, self._laid_out(self._free, free)))
+        return self._round(aim, held, _limits_of(self.problem, self._matches(free)))
+
+    def _matches(self, ways: list[Way]) -> list[MatchOf]:
+        """The fusions that some ways take, in the sections that they are for."""
+        return [m for way, section in zip(ways, self.sections, strict=True) for m in way.matches_in(section)]
 
     def _cannot_run(self, joint: Sequence[MatchOf], forward: Sequence[Found]) -> MatchOf | None:
         """The first joint fusion of a backward cover whose forward cannot run."""
@@ -135,9 +141,13 @@ class Covering:
                     return match
         return None
 
-    def _demands(self, backward: list[Edge]) -> frozenset[Ref]:
-        """What a backward cover reads of forward's."""
-        return self._once((_demands, *backward), lambda: _demands(in_running_order(backward)))  # type: ignore[no-any-return]
+    def _demands(self, backward: list[Way]) -> frozenset[Ref]:
+        """What a backward cover reads of forward's; what is computed again, hanging nodes read instead."""
+        ways = list(zip(backward, self.sections, strict=True))
+        again = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.recomputed)}
+        read = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.read)}
+        hanging = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.read_hanging)}
+        return frozenset(read | hanging - again)
 
     # --------------------------------------------------------------------------- sections that are alike
 
@@ -151,13 +161,18 @@ class Covering:
         key = type(candidates), section.form, *candidates.seen_from(section)
         return self._once(key, lambda: candidates.edges(section))  # type: ignore[no-any-return]
 
+    def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
+        """Those of each section; the key says which candidates they are."""
+        made = type(candidates), key
+        return self._once(made, lambda: [self._found(candidates, s) for s in self.sections])  # type: ignore[no-any-return]
+
     def _forward(self, aim: Aim, found: Found) -> Way | None:
         return self._once((found, aim), lambda: way_through(aim, found))  # type: ignore[no-any-return]
 
     def _backward(
-        self, aim: Aim, candidates: Candidates, section: Section, held: frozenset[int], dropped: Iterable[MatchOf]
+        self, aim: Aim, held: frozenset[int], dropped: Collection[MatchOf], found: Found, section: Section
     ) -> Way | None:
-        found, kept, none = self._found(candidates, section), section.of_values(held), section.of_matches(dropped)
+        kept, none = section.of_values(held), section.of_matches(dropped)
         return self._once(  # type: ignore[no-any-return]
             (found, aim, kept, none), lambda: way_through(aim, found, kept, none, self._ahead(aim, found))
         )
@@ -178,7 +193,7 @@ class Covering:
 
         return ahead
 
-    def _laid_out(self, candidates: Candidates, ways: list[Way]) -> list[Edge]:
+    def _laid_out(self, candidates: Candidates, ways: Sequence[Way]) -> list[Edge]:
         """The edges of some ways in the sections that they are for."""
         found = []
         for section, way in zip(self.sections, ways, strict=True):
@@ -237,22 +252,15 @@ def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:
     return Refusal("joint", start, stop, fusion.name, reason)
 
 
-def _limits_of(problem: Problem, forward: list[Edge]) -> Withheld:
+def _limits_of(problem: Problem, forward: Iterable[MatchOf]) -> Withheld:
     """What the fusions of a forward cover do not give."""
-    root, limits = problem.graph.root, Withheld()
-    for edge in forward:
-        if edge.fusion is None:
-            continue
-        nodes = problem.nodes[edge.start : edge.stop]
+    root, forbidden, given, silent = problem.graph.root, set[int](), set[int](), set[int]()
+    for fusion, whole in forward:
+        nodes = problem.nodes[slice(*fusion.covers("forward", *whole))]
         inside = {root(v) for n in nodes for v in (n.output, *n.named_out)}
         last = root(nodes[-1].output)
-        given = {ref.index for ref in problem.emitted(edge.fusion, nodes).values()}
-        limits.forbidden |= inside - {last} - given
-        limits.given |= given | {last}
-        limits.silent |= {n.index for n in nodes}
-    return limits
-
-
-def _demands(steps: Iterable[Step]) -> frozenset[Ref]:
-    """What backward steps read of forward's."""
-    return frozenset(r for step in steps for r in step.reads() if r.kind in (VALUE, STATISTIC, EMITTED, SAVED))
+        emitted = {ref.index for ref in problem.emitted(fusion, nodes).values()}
+        forbidden |= inside - {last} - emitted
+        given |= emitted | {last}
+        silent |= {n.index for n in nodes}
+    return Withheld(frozenset(forbidden), frozenset(given), frozenset(silent))

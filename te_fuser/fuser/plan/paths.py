@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
 from te_fuser.fuser.plan.candidates import TICK, Edge
+from te_fuser.fuser.plan.order import is_hanging
 from te_fuser.fuser.plan.plan import Choice
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.candidates import Found, MatchOf
     from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.sections import Section
+    from te_fuser.fuser.steps.step import Step
 
 _TIE = 0.05e-6  # seconds: shown as nothing
 
@@ -54,6 +60,31 @@ class Way:
     length: int
     compared: Mapping[Edge, int]
     choices: list[Choice]
+
+    def matches_in(self, there: Section) -> list[MatchOf]:
+        """The fusions that it takes, where they match in a section that is like its own."""
+        by = there.start - self.found.section.start
+        found = [e.match for e in self.edges if e.match is not None]
+        return [(fusion, (start + by, stop + by)) for fusion, (start, stop) in found]
+
+    @functools.cached_property
+    def recomputed(self) -> frozenset[Ref]:
+        """What its kernels compute again."""
+        return frozenset(r for e in self.edges for r in e.recomputes)
+
+    @functools.cached_property
+    def read(self) -> frozenset[Ref]:
+        """What its steps on the chain of backward read of forward's."""
+        return self._read_by(lambda step: not is_hanging(step))
+
+    @functools.cached_property
+    def read_hanging(self) -> frozenset[Ref]:
+        """What the others read of it."""
+        return self._read_by(is_hanging)
+
+    def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
+        kinds = (VALUE, STATISTIC, EMITTED, SAVED)
+        return frozenset(r for e in self.edges for s in e.steps if which(s) for r in s.reads() if r.kind in kinds)
 
 
 def way_through(

@@ -162,6 +162,12 @@ class Problem:
         return self._seen[start, stop]
 
     @functools.cached_property
+    def last_readers(self) -> dict[Ref, int]:
+        """The last op that reads a value in a form."""
+        readers = [(self.graph.ref(v.index), k) for v in self.graph.values for k in self.graph.consumers(v.index)]
+        return dict(sorted(readers, key=lambda found: found[1]))
+
+    @functools.cached_property
     def forms_read(self) -> dict[int, frozenset[tuple[Form, bool]]]:
         """Value that others are under another name -> their forms, and whether somebody reads one in that form."""
         found: dict[int, set[tuple[Form, bool]]] = {}

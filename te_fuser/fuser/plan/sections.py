@@ -7,7 +7,7 @@ the section's beginning. Conditions of fusions may ask more than that, so they a
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -74,12 +74,18 @@ class Section:
 
     def of_matches(self, matches: Iterable[MatchOf]) -> frozenset[MatchOf]:
         """Those of some matches that are here, counted from its beginning."""
-        here = ((f, a, b) for f, (a, b) in matches if self.has(a))
-        return frozenset([(f, (a - self.start, b - self.start)) for f, a, b in here])
+        return frozenset([(f, (a - self.start, b - self.start)) for f, (a, b) in matches if self.has(a)])
 
     def moved(self, value: int, there: Section) -> int:
         """What a value of this section is in one that is like it."""
         return there.values[self.numbers[value]]
+
+    def refs_in(self, there: Section, refs: Collection[Ref]) -> Collection[Ref]:
+        """What refs to values, ops and stretches of this section are in one that is like it."""
+        if there is self:
+            return refs
+        by = there.start - self.start
+        return [r._replace(index=self.moved(r.index, there) if r.is_of_a_value else r.index + by) for r in refs]
 
 
 def sections_of(problem: Problem) -> list[Section]:

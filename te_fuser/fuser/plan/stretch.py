@@ -45,6 +45,9 @@ class _Leaf:
         return self.axes, self.width, self.dtype
 
 
+_Wanted = dict[str, "tuple[Expr | None, KernelOutput]"]  # by the name of a leaf: it, and the tensor of its gradient
+
+
 class Stretch:
     """The row ops start..stop-1 of a graph as expressions over the tensors that enter them."""
 
@@ -55,6 +58,7 @@ class Stretch:
         self.marks: dict[str, int] = {}  # name of a value node -> value
         self.streams: dict[str, int] = {}
         self.roles: dict[int, str] = {}
+        self._differentiated: dict[tuple[int, int], tuple[_Range, _Wanted, list[Expr]]] = {}
         # statistics have the dtype of the arithmetic
         wide = graph.values[graph.nodes[start].input].spec.dtype == torch.float64
         self._wide = "float64" if wide else "float32"
@@ -253,15 +257,14 @@ class Stretch:
         Raises:
             NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
         """
-        cut = self._cut(start)
-        seeds = self._seeds(start, stop, cut)
-        wanted = self._wanted(start, stop, cut) if seeds else {}
+        if (start, stop) not in self._differentiated:
+            self._differentiated[start, stop] = self._differentiate(start, stop)
+        cut, wanted, adjoints = self._differentiated[start, stop]
         if not wanted and not recompute:
             return None
-        adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])
         again = [cut.of(self.env[v]) for v in recompute]
         avoid = {self.graph.root(v) for v in recompute}
-        roots = [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()] + again
+        roots = adjoints + again
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         ways = [_by_output(roots, cut, readable_marks), roots]
         reduced, used = min((self._reduce(way, cut, readable_marks, silent) for way in ways if way), key=_full_reads)
@@ -280,6 +283,14 @@ class Stretch:
         if bad:
             raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
         return self._kernel(start, stop, "bwd", used, gives)
+
+    def _differentiate(self, start: int, stop: int) -> tuple[_Range, _Wanted, list[Expr]]:
+        """The range cut out, what its backward gives, and the adjoint of each of these."""
+        cut = self._cut(start)
+        seeds = self._seeds(start, stop, cut)
+        wanted = self._wanted(start, stop, cut) if seeds else {}
+        adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])
+        return cut, wanted, [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()]
 
     def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
         seeds: dict[Expr, Expr] = {}
@@ -307,12 +318,12 @@ class Stretch:
         other = self.graph.ref(value) != self.graph.ref(node.output)
         return f"{role}.{name}" if other else f"{role}.branch"
 
-    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr | None, KernelOutput]]:
+    def _wanted(self, start: int, stop: int, cut: _Range) -> _Wanted:
         """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient.
 
         Where both ends of a fork enter, they are one leaf: one gets its whole adjoint, the other none, which is 0.
         """
-        wanted: dict[str, tuple[Expr | None, KernelOutput]] = {}
+        wanted: _Wanted = {}
         entering: dict[int, None] = {}
         parameters: dict[int, None] = {}
         inside: set[int] = set()
