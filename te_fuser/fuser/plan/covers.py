@@ -108,7 +108,7 @@ class Covering:
                 return None
             chosen = tuple(e for way in backward for e in way.edges)
             joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
-            demands = self._once((self._demands, chosen), functools.partial(self._demands, backward))
+            demands = self._once(("demands", chosen), functools.partial(self._demands, backward))
             giving = ForwardCandidates(self.problem, self.prices, demands, joint)
             found = self._all_found(chosen, giving)
             wrong = self._cannot_run(joint, found)

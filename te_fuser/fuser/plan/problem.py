@@ -29,17 +29,17 @@ from te_fuser.fuser.plan.sections import sections_of
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
-from te_fuser.fusions.pattern import may_begin
+from te_fuser.fusions.pattern import most_ops
 from te_fuser.ops.binding import standing_in
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.registry import Fusion
-    from te_fuser.ops.base import Gradient
+    from te_fuser.ops.base import FusableOperation, Gradient, Place
 
 
 _MAX_AGAIN = 4  # values that a range is tried with and without
@@ -83,19 +83,18 @@ def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     """Where the fusions in force fit, and where their conditions said no, with the reason."""
-    with standing_in(graph.stand_ins()):
-        return _find_matches(graph, options)
+    return _find_matches(graph, options, functools.partial(match_at, graph, options))
 
 
-def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
+def _find_matches(
+    graph: Graph, options: Options, match_of: Callable[[int, int], Match]
+) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
-    kinds = [op.kind for op in ops]
-    for fusion in registry.active():
-        first = {kind for kind in set(kinds) if may_begin(fusion.pattern, kind)}
-        for start in (k for k, kind in enumerate(kinds) if kind in first):
-            for stop in fusion.stops(ops, start, places):
-                match = match_at(graph, options, start, stop)
+    with standing_in(graph.stand_ins()):
+        for fusion in registry.active():
+            for start, stop in _fits(fusion, ops, places):
+                match = match_of(start, stop)
                 why = fusion.refusal(match)
                 if why is None and options.tuned and options.tuned.get(place_of(fusion, match)) == OFF:
                     why = "measured slower in its place by tune()"
@@ -104,6 +103,19 @@ def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, in
                 else:
                     refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
     return found, refusals
+
+
+def _fits(
+    fusion: Fusion, ops: Sequence[FusableOperation], places: Sequence[tuple[Place, ...]]
+) -> Iterator[tuple[int, int]]:
+    """Where a pattern fits; a run of so many kinds as it has at most is looked at once."""
+    kinds, most = [op.kind for op in ops], most_ops(fusion.pattern)
+    known: dict[Hashable, list[int]] = {}
+    for start in range(len(ops)):
+        run = start if most is None else tuple(kinds[start : start + most])
+        if run not in known:
+            known[run] = [stop - start for stop in fusion.stops(ops, start, places)]
+        yield from ((start, start + count) for count in known[run])
 
 
 class Problem:
@@ -119,13 +131,14 @@ class Problem:
         self.nodes = graph.nodes
         self._seen: dict[tuple[int, int], Match] = {}
         self._recomputable: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.matches, self.conditions = find_matches(graph, options)
+        self.matches, self.conditions = _find_matches(graph, options, self.match)
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
             for fusion, start, stop in (self.matches if options.tuned else ())
             if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
         }
-        self.stretches = [DerivedStretch(self.graph, a, b) for a, b in self._runs()]
+        alike: dict[Hashable, DerivedStretch] = {}
+        self.stretches = [DerivedStretch(self.graph, a, b, alike) for a, b in self._runs()]
         self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
         self.sections = sections_of(self)

@@ -11,10 +11,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
+from te_fuser.fuser.graph.alike import spec_key
 from te_fuser.fuser.graph.checks import plain
-from te_fuser.ops.sizes import Size
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.candidates import MatchOf
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fusions.registry import Fusion
-    from te_fuser.ops.base import FusableOperation
-
-_OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +141,7 @@ class _Form:
     def _node(self, node: Node) -> Hashable:
         number = self.section.numbers
         return (
-            likeness(node.op),
+            node.likeness,
             number[node.input],
             number[node.output],
             tuple(number[v] for v in node.named_out),
@@ -158,14 +153,14 @@ class _Form:
 
     def _value(self, value: int) -> Hashable:
         graph, section = self.graph, self.section
-        v, asked = graph.values[value], self.problem.asked.values[value].spec
+        v = graph.values[value]
         producer, readers = graph.producer(value), graph.consumers(value)
         related = (graph.root(value), graph.first(value), graph.stored(graph.ref(value)).index)
         made = producer is not None and (section.has(producer), self.graph.nodes[producer].is_row)
         return (
             plain(v.name),
-            tuple(s.text if isinstance(s, Size) else s for s in asked.shape),
-            (asked.dtype, asked.device, v.axes, v.gradient, v.needs_grad),
+            spec_key(self.problem.asked.values[value].spec),
+            (v.axes, v.gradient, v.needs_grad),
             tuple(section.numbers.get(r) for r in related),
             made,
             tuple(k - section.start if section.has(k) else None for k in readers),
@@ -173,16 +168,3 @@ class _Form:
             self.problem.hanging_reads.get(value),
             self.problem.forms_read[graph.root(value)],
         )
-
-
-def likeness(op: FusableOperation) -> Hashable:
-    """Equal for ops of one class with the same attributes, apart from their parameters; else it is the op's own."""
-    attributes = {name: value for name, value in vars(op).items() if name not in _OF_EVERY_MODULE}
-    if op._buffers or op._modules:
-        return id(op)
-    found = type(op), op.training, tuple((name, type(value), value) for name, value in attributes.items())
-    try:
-        hash(found)
-    except TypeError:
-        return id(op)
-    return found

@@ -167,16 +167,6 @@ class Stretch:
             raise NotOneKernel(f"the ops count samples along different dimensions {sorted(found)}")
         return found.pop() if found else None
 
-    def values_leaving(self, start: int, stop: int) -> list[int]:
-        """Values made in the range that somebody outside it reads."""
-        found = []
-        for node in self.graph.nodes[start:stop]:
-            for value in (node.output, *node.named_out):
-                outside = [c for c in self.graph.consumers(value) if not start <= c < stop]
-                if outside or self.graph.leaves(value):
-                    found.append(value)
-        return found
-
     def _cut(self, start: int) -> _Range:
         """Expressions of the range that begins at `start`: values made before it become leaves."""
         earlier = {name: v for name, v in self.marks.items() if (p := self.graph.producer(v)) is not None and p < start}
@@ -219,10 +209,6 @@ class Stretch:
     def statistic(self, digest: str) -> Expr:
         """The canonical expression with this digest."""
         return next(e for e in topological(self.env.values()) if e.digest == digest)
-
-    def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
-        """Those of `digests` that ops of the range compute."""
-        return [d for d in digests if start <= self.first_made(d) < stop]
 
     def first_made(self, digest: str) -> int:
         """The first op whose output has that expression in it; -1 for none."""
@@ -294,7 +280,7 @@ class Stretch:
 
     def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
         seeds: dict[Expr, Expr] = {}
-        for value in self.values_leaving(start, stop):
+        for value in values_leaving(self.graph, start, stop):
             v = self.graph.values[value]
             if not v.needs_grad:
                 continue
@@ -412,7 +398,18 @@ class Stretch:
         """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
         if direction == "fwd":
             return self.graph.ref(self.graph.nodes[start].input)
-        return gradient_ref(next(v for v in self.values_leaving(start, stop) if self.graph.needs_grad(v)))
+        return gradient_ref(next(v for v in values_leaving(self.graph, start, stop) if self.graph.needs_grad(v)))
+
+
+def values_leaving(graph: Graph, start: int, stop: int) -> list[int]:
+    """Values made in the range that somebody outside it reads."""
+    found = []
+    for node in graph.nodes[start:stop]:
+        for value in (node.output, *node.named_out):
+            outside = [c for c in graph.consumers(value) if not start <= c < stop]
+            if outside or graph.leaves(value):
+                found.append(value)
+    return found
 
 
 def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list[Expr]:

@@ -12,7 +12,8 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.fuser.plan import backward_candidates, covers, forward_candidates, sections
+from te_fuser.fuser.graph import graph
+from te_fuser.fuser.plan import backward_candidates, covers, forward_candidates
 from te_fuser.fuser.plan.plan import Plan
 from tests.plans.models import (
     BF16,
@@ -74,7 +75,7 @@ def _lines(case: Case, memory: Any) -> list[str]:
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No section is like another one."""
     numbers = itertools.count()
-    monkeypatch.setattr(sections, "likeness", lambda op: next(numbers))
+    monkeypatch.setattr(graph, "likeness", lambda op: next(numbers))
 
 
 @pytest.mark.parametrize("memory", MEMORY)
