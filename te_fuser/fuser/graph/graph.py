@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.alike import likeness, spec_key
 from te_fuser.fuser.graph.checks import (
     check_input,
     check_kind,
@@ -70,6 +71,7 @@ class Node:
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     path: str = ""  # in the module tree
     places: tuple[Place, ...] = ()  # in fused operations
+    likeness: Hashable = None  # equal for ops that are alike, whatever their parameters are
 
     @property
     def is_row(self) -> bool:
@@ -230,6 +232,7 @@ class GraphBuilder:
         self.opened: dict[str, str] = {}
         self.named_inputs: dict[str, int] = {}
         self.exported: dict[str, list[tuple[str, int]]] = {}
+        self.told: dict[Hashable, tuple[Mapping[str, Spec], bool]] = {}
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
@@ -274,10 +277,8 @@ class GraphBuilder:
         named_in = self._named(label, listed, named, self.values[current].spec)
         x = self.values[current].spec
         check_parameters(label, x, listed, self.call)
-        specs = self._infer(label, op, x, {arg: self.values[v].spec for arg, v in named_in.items()})
-        check_outputs(label, op, specs)
-        if isinstance(op, RowOp):
-            specs = {name: _with_tied_features(spec) for name, spec in specs.items()}
+        like = likeness(op)
+        specs, same = self._told(label, listed, like, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         out = specs["output"]
         bindings = listed.lowered.bindings
         needs = self.call.grad and (
@@ -286,7 +287,7 @@ class GraphBuilder:
             or any(self.values[v].needs_grad and named[arg].gradient for arg, v in named_in.items())
         )
         role = op.kind.role
-        alias = current if isinstance(op, RowOp) and _is_identity(op, x) else None
+        alias = current if same else None
         output = self._value(f"{role}.output", out, Axes.FULL, needs and is_differentiable(op, "output", out), alias)
         named_out = self._named_out(label, listed, specs, output, needs)
         self.nodes.append(
@@ -305,6 +306,7 @@ class GraphBuilder:
                 listed.casts,
                 listed.path,
                 listed.lowered.places,
+                like,
             )
         )
         return output
@@ -371,6 +373,22 @@ class GraphBuilder:
             spec, needs = self.call.named[name]
             self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
         return self.named_inputs[name]
+
+    def _told(
+        self, label: str, listed: ListedOp, like: Hashable, x: Spec, named: Mapping[str, Spec]
+    ) -> tuple[Mapping[str, Spec], bool]:
+        """What an op says of its outputs, and whether it hands its input through; asked once of those that are alike."""
+        parameters = [(name, self.call.parameters[b.key].spec) for name, b in listed.lowered.bindings.items()]
+        read = tuple((name, spec_key(spec)) for name, spec in (*named.items(), *parameters))
+        key = like, spec_key(x), read
+        if key not in self.told:
+            op = listed.lowered.op
+            specs = self._infer(label, op, x, named)
+            check_outputs(label, op, specs)
+            if isinstance(op, RowOp):
+                specs = {name: _with_tied_features(spec) for name, spec in specs.items()}
+            self.told[key] = specs, isinstance(op, RowOp) and _is_identity(op, x)
+        return self.told[key]
 
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
         try:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.dtypes import text_of
+from te_fuser.fuser.graph.checks import plain
 from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
+    Found,
     Ledger,
     Withheld,
+    find_rows,
     fusion_task,
     kernel_step,
-    row_edges,
     saved_by,
 )
-from te_fuser.fuser.plan.plan import Choice
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.plan.sections import Section
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.match import Match
     from te_fuser.fusions.registry import Fusion
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 Named = list[tuple[str, Ref]]
 
-_MAX_SUBSETS = 4
 _WITHHELD = "it reads what the forward fusion does not give"
 # Explicit math goes over its scratch again for each product of its backward.
 _BACKWARD_SCRATCH = 2.0
@@ -68,40 +69,42 @@ class _Fit:
 
 
 class BackwardCandidates:
-    """Every candidate for the backward of one problem, under the limits that a forward cover sets.
+    """Every candidate for the backward of one problem, under the limits that a forward cover sets."""
 
-    Args:
-        weight: what a kept byte is worth, in passes over it.
-    """
+    def __init__(self, problem: Problem, prices: Prices, limits: Withheld) -> None:
+        self.problem, self.prices, self.limits = problem, prices, limits
+        self.graph, self.nodes = problem.graph, problem.nodes
+        self.withheld = limits.forbidden - limits.given
 
-    def __init__(self, problem: Problem, prices: Prices, weight: float, limits: Withheld) -> None:
-        self.problem, self.prices, self.weight, self.limits = problem, prices, weight, limits
-        self.graph, self.nodes, self.ledger = problem.graph, problem.nodes, Ledger()
-        self.withheld = frozenset(limits.forbidden - limits.given)
-        self.silent = frozenset(limits.silent)
-        self._made: dict[Any, dict[frozenset[int], Edge]] = {}
-
-    def edges(self, held: frozenset[int], ledger: Ledger) -> list[Edge]:
-        """All of them; an op may be left without any under these limits.
-
-        Args:
-            held: values that are kept in any case.
-            ledger: takes what is no candidate.
-        """
-        rows = row_edges(self.problem, functools.partial(self._row, held))
-        found = [*rows, *self._others]
-        ledger.add(self.ledger)
+    def edges(self, section: Section) -> Found:
+        """Those of a section; an op may be left without any under these limits."""
+        found = Found(section)
+        find_rows(self.problem, found, functools.partial(self._row, found.ledger))
+        made = [self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.is_row]
+        made += [self._fusion(f, (a, b), found.ledger) for f, a, b in section.matches if f.has_backward]
+        found.others.extend(e for e in made if e is not None)
         return found
 
-    @functools.cached_property
-    def _others(self) -> list[Edge]:
-        """Those of opaque ops and fusions, whatever is kept."""
-        opaque = [self._opaque(n) for n in self.nodes if not n.is_row]
-        fused = [self._fusion(f, (start, stop)) for f, start, stop in self.problem.matches if f.has_backward]
-        return [e for e in (*opaque, *fused) if e is not None]
+    def seen_from(self, section: Section) -> tuple[Hashable, ...]:
+        """What the candidates of a section depend on beside it."""
+        limits = self.limits
+        return section.of_values(limits.forbidden), section.of_values(limits.given), section.of_nodes(limits.silent)
 
-    def _price_of_keeping(self, refs: list[Ref]) -> float:
-        return self.prices.of_keeping(refs, self.weight)
+    def moved(self, edge: Edge, here: Section, there: Section) -> Edge:
+        """A candidate of one section in another one that is like it."""
+        by = there.start - here.start
+        if edge.fusion is not None:
+            assert edge.whole is not None
+            found = self._fusion(edge.fusion, (edge.whole[0] + by, edge.whole[1] + by), Ledger())
+        elif self.nodes[edge.start].is_row:
+            again = tuple(here.moved(self.graph.value_of(r), there) for r in edge.recomputes)
+            found = self._variant(
+                Ledger(), self.problem.stretch_of(edge.start + by), edge.start + by, edge.stop + by, again
+            )
+        else:
+            found = self._opaque(self.nodes[edge.start + by])
+        assert found is not None
+        return found
 
     def _is_withheld(self, ref: Ref) -> bool:
         return ref.kind is VALUE and ref.index in self.withheld
@@ -118,8 +121,7 @@ class BackwardCandidates:
             steps += step.task.phases(step)
         # What a weight gradient reads of row ops is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self.problem.made_by_row_op(r)]
-        weight = self.prices.weighed(steps) + self._price_of_keeping(kept)
-        return Edge(node.index, node.index + 1, node.role, tuple(steps), weight)
+        return Edge(node.index, node.index + 1, node.role, tuple(steps), self.prices.kept_bytes(kept))
 
     def _is_silent(self, node: Node, ref: Ref) -> bool:
         """Whether forward withholds what an op's gradient reads."""
@@ -156,36 +158,28 @@ class BackwardCandidates:
 
     # --------------------------------------------------------------------------------------- row ops
 
-    def _row(self, held: frozenset[int], stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
-        """A range's backward kernel, at its cheapest: what only hanging nodes read is kept, or computed again."""
-        wanted = self._recomputable(stretch, start, stop)
-        if (start, stop) not in self._made:
-            subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
-            variants = {frozenset(again): self._variant(stretch, start, stop, wanted, again) for again in subsets}
-            self._made[start, stop] = {again: edge for again, edge in variants.items() if edge is not None}
-        made = self._made[start, stop]
-        allowed = [edge for again, edge in made.items() if not again & held]
-        if not allowed:
-            return None
-        best = min(allowed, key=lambda edge: edge.weight)
-        return replace(best, choices=self._choices(wanted, best, made))
+    def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
+        """A range's backward kernels: what only hanging nodes read is kept, or computed again."""
+        wanted = self.problem.recomputable(start, stop)
+        subsets = itertools.chain.from_iterable(itertools.combinations(wanted, k) for k in range(len(wanted) + 1))
+        variants = [self._variant(ledger, stretch, start, stop, again) for again in subsets]
+        return [edge for edge in variants if edge is not None]
 
     def _variant(
-        self, stretch: DerivedStretch, start: int, stop: int, wanted: list[int], again: tuple[int, ...]
+        self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[int, ...]
     ) -> Edge | None:
-        """The kernel that computes `again` again; the rest of `wanted` is kept."""
-        readable, silent = self._readable[stretch.start], self.silent
+        """The kernel that computes `again` again; what else it could is kept."""
+        readable, silent = self._readable[stretch.start], self.limits.silent
         try:
             kernel = stretch.backward(start, stop, readable, self.withheld, again, silent)
         except NotOneKernel as why:
-            self.ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
+            ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
         steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
-        kept = [r for s in steps for r in s.reads()] + [self.graph.ref(v) for v in wanted if v not in again]
-        weight = self.prices.weighed(steps) + self._price_of_keeping(kept)
-        return Edge(
-            start, stop, steps[0].name if steps else "none", steps, weight, recomputes=tuple(map(self.graph.ref, again))
-        )
+        kept = [r for s in steps for r in s.reads()]
+        kept += [self.graph.ref(v) for v in self.problem.recomputable(start, stop) if v not in again]
+        name, recomputes = steps[0].name if steps else "none", tuple(map(self.graph.ref, again))
+        return Edge(start, stop, name, steps, self.prices.kept_bytes(kept), recomputes=recomputes)
 
     @functools.cached_property
     def _readable(self) -> dict[int, frozenset[int]]:
@@ -197,33 +191,9 @@ class BackwardCandidates:
             found[stretch.start] = frozenset(left | self.limits.given) - self.limits.forbidden
         return found
 
-    def _choices(self, wanted: list[int], best: Edge, variants: Mapping[frozenset[int], Edge]) -> tuple[Choice, ...]:
-        found: list[Choice] = []
-        chosen_again = frozenset(v for v in wanted if self.graph.ref(v) in best.recomputes)
-        for value in wanted:
-            other = variants.get(chosen_again ^ {value})
-            if other is not None:
-                again = value in chosen_again
-                taken, others = self.prices.weighed(best.steps), self.prices.weighed(other.steps)
-                seconds = taken - others if again else others - taken
-                name, size = self.graph.values[value].name, self.prices.size(self.graph.ref(value))
-                found.append(Choice(name, again, size, seconds, value))
-        return tuple(found)
-
-    def _recomputable(self, stretch: DerivedStretch, start: int, stop: int) -> list[int]:
-        """Values of the range that only hanging nodes read."""
-        found: list[int] = []
-        for value in stretch.values_leaving(start, stop):
-            first = self.graph.first(value)
-            producer = self.graph.producer(first)
-            made_here = producer is not None and start <= producer < stop
-            if made_here and self.problem.hanging_reads.get(first) and first not in found:
-                found.append(first)
-        return found[:_MAX_SUBSETS]
-
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, whole: tuple[int, int]) -> Edge | None:
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int], ledger: Ledger) -> Edge | None:
         """A fusion that matches the ops `whole`."""
         start, stop = fusion.covers("backward", *whole)
         nodes = self.nodes[start:stop]
@@ -231,7 +201,7 @@ class BackwardCandidates:
             return None
         made = self._why_no_fusion(fusion, *whole) or self._fitted(fusion, nodes, whole)
         if isinstance(made, str):
-            self.ledger.refuse(fusion.direction, start, stop, fusion.name, made)
+            ledger.refuse(fusion.direction, start, stop, fusion.name, made)
             return None
         return made
 
@@ -239,8 +209,7 @@ class BackwardCandidates:
         """The candidate, or why there is none."""
         match = self.problem.match(*whole)
         fit = _Fit(fusion, whole, match, nodes, saved_by(fusion, match, whole, self.prices))
-        made = self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
-        return made if isinstance(made, str) else replace(made, whole=whole)
+        return self._fusion_apart(fit) if fusion.gradients else self._fusion_at_once(fit)
 
     def _fusion_at_once(self, fit: _Fit) -> Edge | str:
         """A fusion that is one step, or why it is none."""
@@ -251,8 +220,7 @@ class BackwardCandidates:
         what = ("backward", fusion, fit.whole)
         step = self.prices.once(what, functools.partial(self._fusion_step, fit, inputs))
         kept = [*step.reads(), *self._left_for_hanging(nodes)]
-        weight = self.prices.weighed([step]) + self._price_of_keeping(kept)
-        return Edge(fit.start, fit.stop, fusion.name, (step,), weight, fusion)
+        return Edge(fit.start, fit.stop, fusion.name, (step,), self.prices.kept_bytes(kept), fusion, fit.whole)
 
     def _fusion_step(self, fit: _Fit, inputs: Named) -> Step:
         fusion, nodes = fit.fusion, fit.nodes
@@ -286,8 +254,8 @@ class BackwardCandidates:
             return f"nobody needs the gradient for which it saves {', '.join(fusion.saves)}"
         # What a hanging node reads of row ops outside is priced there, where it may be computed again instead.
         kept = [r for s in steps for r in s.reads() if s.chain or not self._made_outside(r, fit.start, fit.stop)]
-        weight = self.prices.weighed(steps) + self._price_of_keeping([*kept, *self._left_for_hanging(fit.nodes)])
-        return Edge(fit.start, fit.stop, fusion.name, tuple(steps), weight, fusion)
+        bytes_kept = self.prices.kept_bytes([*kept, *self._left_for_hanging(fit.nodes)])
+        return Edge(fit.start, fit.stop, fusion.name, tuple(steps), bytes_kept, fusion, fit.whole)
 
     def _left_for_hanging(self, nodes: tuple[Node, ...]) -> list[Ref]:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
@@ -337,7 +305,7 @@ class BackwardCandidates:
         leaving = [*(v for v in made if self.problem.read_outside(v, start, stop)), *nodes[-1].named_out]
         untaken = [v for v in leaving if self.graph.needs_grad(v) and v not in taken]
         if untaken:
-            inner = ", ".join(self.graph.values[v].name for v in untaken)
+            inner = ", ".join(plain(self.graph.values[v].name) for v in untaken)
             return f"{inner} is also read outside the pattern"
         return self._why_other_gradients(fusion, nodes, [nodes[-1].output, *taken])
 
@@ -345,13 +313,13 @@ class BackwardCandidates:
         """Why a fusion that takes the gradients of `taken` and gives as its ops do does not fit their dtypes here."""
         for v in (self.graph.values[v] for v in taken):
             if v.gradient is not None and v.gradient not in fusion.takes_gradients_in:
-                return f"the gradient of {v.name} arrives in {text_of(v.gradient)}, not in its own dtype"
+                return f"the gradient of {plain(v.name)} arrives in {text_of(v.gradient)}, not in its own dtype"
         made = {v for n in nodes for v in (n.output, *n.named_out)}
         for node in nodes:
             for v in (self.graph.values[v] for v in {node.input, *node.named_in.values()} - made):
                 if v.needs_grad and (given := node.op.gradient_dtype(v.spec.dtype)) != v.gradient_dtype:
                     wanted = text_of(v.gradient_dtype)
-                    return f"the gradient of {v.name} is wanted in {wanted}, and it gives {text_of(given)}"
+                    return f"the gradient of {plain(v.name)} is wanted in {wanted}, and it gives {text_of(given)}"
         return None
 
     def _fusion_inputs(self, fit: _Fit) -> Named:

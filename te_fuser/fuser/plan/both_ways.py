@@ -1,73 +1,44 @@
-"""What joint fusions cost in both directions: backward's cover chooses them, and forward's then has to follow."""
+"""What joint fusions cost in both directions: backward's cover chooses them, and forward's then has to follow.
+
+Forward is priced as if backward demanded nothing of it. A candidate for backward stands for forward's way past its ops
+without joint fusions; a joint fusion, on top, for what the whole way takes longer (or less long) through its forward.
+"""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
-from te_fuser.fuser.plan.candidates import Edge, Ledger, Withheld
-from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.paths import distances, distances_to
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.plan.candidates import Edge, Found
 
 
-class BothWays:
-    """Forward's share of backward's candidates, so that covers of backward compare what both directions take.
+class Passing:
+    """Forward's ways past the ops of a section; places are counted from its beginning.
 
-    Forward is priced as if backward demanded nothing of it. A candidate stands for forward's way past its ops without
-    joint fusions; a joint fusion, on top, for what the whole way takes longer (or less long) through its forward.
+    Args:
+        free: the candidates of a forward of which backward demands nothing.
+        length: their lengths in ticks.
     """
 
-    def __init__(self, problem: Problem, prices: Prices) -> None:
-        self.problem, self.prices = problem, prices
-        self.candidates = ForwardCandidates(problem, prices, set(), [], Ledger())
-        self.end = len(problem.nodes)
-        self._backward: dict[Any, BackwardCandidates] = {}
+    def __init__(self, free: Found, length: Callable[[Edge], int]) -> None:
+        section = free.section
+        edges = [(e.start - section.start, e.stop - section.start, length(e)) for e in free.edges]
+        self._end = section.stop - section.start
+        self._before, self._after = distances(edges), distances_to(self._end, edges)
+        least = [self._before[self._end]]
+        for place in range(self._end - 1, -1, -1):
+            least.append(min(least[-1], self._before.get(place, least[-1])))
+        self._way_to = least[::-1]  # never less for a later place
 
-    def backward(self, weight: float, limits: Withheld) -> BackwardCandidates:
-        """Backward's candidates, made once for all plans that differ in nothing but the values that they keep."""
-        key = weight, *map(frozenset, (limits.forbidden, limits.given, limits.silent))
-        if key not in self._backward:
-            self._backward[key] = BackwardCandidates(self.problem, self.prices, weight, limits)
-        return self._backward[key]
+    def past(self, start: int, stop: int) -> int:
+        """Ticks of forward for the ops start..stop-1."""
+        return self._way_to[stop] - self._way_to[start]
 
-    def counted(self, backward: list[Edge]) -> list[Edge]:
-        """The candidates with forward's share; without joint fusions among them forward is the same for all covers."""
-        return [replace(e, ahead=self._share(e)) for e in backward] if any(e.is_joint for e in backward) else backward
-
-    def _share(self, edge: Edge) -> int:
-        passing = self._way_to[edge.stop] - self._way_to[edge.start]
-        return passing + (self._more(edge) if edge.is_joint else 0)
-
-    def _more(self, edge: Edge) -> int:
-        """What all of forward takes more with the forward of a joint fusion in it; 0 where that cannot run at all."""
-        forward = self.candidates.forward_of(edge)
-        before, after = self._distances
-        if forward is None or forward.start not in before or forward.stop not in after:
+    def more(self, start: int, stop: int, length: int) -> int:
+        """What all of forward takes more with a candidate in it; 0 where that cannot be at all."""
+        if start not in self._before or stop not in self._after:
             return 0  # why, is said where forward is covered
-        return before[forward.start] + forward.length + after[forward.stop] - before[self.end]
-
-    @functools.cached_property
-    def free(self) -> list[Edge]:
-        """The candidates of a forward of which backward demands nothing."""
-        return self.candidates.edges()
-
-    @functools.cached_property
-    def _distances(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Ticks of the shortest way from the first op to each place, and from there to the end."""
-        edges = [(e.start, e.stop, e.length) for e in self.free]
-        return distances(edges), distances_to(self.end, edges)
-
-    @functools.cached_property
-    def _way_to(self) -> list[int]:
-        """For each place the ticks of forward before it; never less for a later one."""
-        before = self._distances[0]
-        least = [before[self.end]]
-        for place in range(self.end - 1, -1, -1):
-            least.append(min(least[-1], before.get(place, least[-1])))
-        return least[::-1]
+        return self._before[start] + length + self._after[stop] - self._before[self._end]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
-from te_fuser.fuser.plan.plan import Choice, Refusal
+from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions.match import Body, Match
@@ -17,58 +17,77 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.plan.sections import Section
     from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
 
+MatchOf = tuple["Fusion", tuple[int, int]]  # a fusion where it matches
 # Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
 TICK = 1e-13
 NO_TENSOR = "its last op makes no tensor of its own"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edge:
-    """A candidate: steps for the ops start..stop-1, and its cost including what it makes kept.
+    """A candidate: steps for the ops start..stop-1, and how many bytes it makes kept.
 
-    `whole` is where the match of a fusion is, of which it covers start..stop-1. `ahead` are the ticks of forward that
-    a candidate for backward stands for, where covers are to be compared by both directions.
+    `whole` is where the match of a fusion is, of which it covers start..stop-1.
     """
 
     start: int
     stop: int
     name: str
     steps: tuple[Step, ...]
-    weight: float
+    kept: int = 0
     fusion: Fusion | None = None
     whole: tuple[int, int] | None = None
     recomputes: tuple[Ref, ...] = ()
-    choices: tuple[Choice, ...] = ()
-    ahead: int = 0
+
+    @property
+    def match(self) -> MatchOf | None:
+        """The fusion and its match, where it is one."""
+        return None if self.fusion is None or self.whole is None else (self.fusion, self.whole)
 
     @property
     def is_joint(self) -> bool:
         """Whether it is one direction of a joint fusion."""
         return self.fusion is not None and self.fusion.direction == "joint"
 
-    @property
-    def length(self) -> int:
-        """The weight in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
-        return max(10 * round(self.weight / (10 * TICK)) + (0 if self.fusion else 1), 0)
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The candidates of a section, whatever they are to be short in.
+
+    Attributes:
+        rows: by stretch the kernels of its ranges, each in several variants.
+        lone: by stretch those of lone ops, for where a range has none.
+        others: of opaque ops and of fusions.
+        ledger: what is no candidate, and why.
+    """
+
+    section: Section
+    rows: list[list[list[Edge]]] = field(default_factory=list)
+    lone: list[list[list[Edge]]] = field(default_factory=list)
+    others: list[Edge] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=lambda: Ledger())
 
     @property
-    def compared(self) -> int:
-        """What covers are compared by, in ticks: the length, with forward's share."""
-        return max(self.length + self.ahead, 0)
+    def edges(self) -> Iterator[Edge]:
+        """All of them."""
+        for group in (*self.rows, *self.lone, [self.others]):
+            for edges in group:
+                yield from edges
 
 
-@dataclass
+@dataclass(frozen=True)
 class Withheld:
     """What a forward cover already chosen cannot give: values, statistics of ops, emissions of ops."""
 
-    forbidden: set[int] = field(default_factory=set)
-    given: set[int] = field(default_factory=set)
-    silent: set[int] = field(default_factory=set)
+    forbidden: frozenset[int] = frozenset()
+    given: frozenset[int] = frozenset()
+    silent: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -82,27 +101,21 @@ class Ledger:
         """Note why something is no candidate, or lost."""
         self.refusals[Refusal(direction, start, stop, name, reason)] = None
 
-    def add(self, other: Ledger) -> None:
-        """Note what another one has."""
-        self.refusals |= other.refusals
-        self.demand_unmet |= other.demand_unmet
-
     def refuse_for_demand(self, fusion: Fusion, start: int, stop: int, reason: str) -> None:
         """A no that another backward plan could turn into a yes."""
         self.demand_unmet = True
         self.refuse(fusion.direction, start, stop, fusion.name, reason)
 
 
-def row_edges(problem: Problem, derive: Callable[[DerivedStretch, int, int], Edge | None]) -> list[Edge]:
-    """The kernels of every sub-range worth one, and of lone ops where there is none."""
-    found: list[Edge] = []
-    for stretch, ranges in zip(problem.stretches, problem.ranges, strict=True):
-        edges = {(a, b): derive(stretch, a, b) for a, b in ranges}
-        if None in edges.values():
-            lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
-            edges |= {(a, b): derive(stretch, a, b) for a, b in sorted(lone - set(edges))}
-        found += [edge for edge in edges.values() if edge is not None]
-    return found
+def find_rows(problem: Problem, found: Found, derive: Callable[[DerivedStretch, int, int], list[Edge]]) -> None:
+    """Add the kernels of every sub-range worth one, and of lone ops where one cannot be had as it is."""
+    for number in found.section.stretches:
+        stretch, ranges = problem.stretches[number], problem.ranges[number]
+        rows = [derive(stretch, a, b) for a, b in ranges]
+        found.rows.append(rows)
+        all_there = all(any(not e.recomputes for e in variants) for variants in rows)
+        lone = set() if all_there else {(i, i + 1) for i in range(stretch.start, stretch.stop)} - set(ranges)
+        found.lone.append([derive(stretch, a, b) for a, b in sorted(lone)])
 
 
 def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:

@@ -1,129 +1,266 @@
-"""Covers: the cheapest steps for the whole list in each direction, as shortest paths, and how the two meet.
+"""Covers: the cheapest steps for the whole list in each direction, and how the two meet.
 
 Backward first: its cover says which values it reads, and with joint fusions among its candidates it is the cheapest
 by what both directions take (`both_ways`). Then the forward cover, which must emit them. If a forward
 fusion was refused only because backward reads what it does not give, a second round lets forward choose freely and
 plans backward around it; the cheaper total wins.
+
+A cover is a way through each section. Candidates and ways are found once for all sections that are alike, in the first
+of them, and laid out in the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Union
 
-from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE, Ref
-from te_fuser.fuser.plan.candidates import Edge, Ledger, Withheld
+from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
+from te_fuser.fuser.plan.both_ways import Passing
+from te_fuser.fuser.plan.candidates import Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
-from te_fuser.fuser.plan.order import in_running_order
-from te_fuser.fuser.plan.paths import shortest
+from te_fuser.fuser.plan.paths import Aim, Way, way_through, why_not_taken
+from te_fuser.fuser.plan.plan import Choice, Refusal
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.both_ways import BothWays
+    from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fuser.plan.candidates import Edge, Found, MatchOf
     from te_fuser.fuser.plan.keeping import Keeping
-    from te_fuser.fuser.plan.plan import Refusal
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
-    from te_fuser.fuser.steps.step import Step
+    from te_fuser.fuser.plan.sections import Section
+
+Candidates = Union[BackwardCandidates, ForwardCandidates]  # noqa: UP007 - a type alias at run time
+_WEIGHED = ", with what is kept for backward weighed in"
 
 
 @dataclass(frozen=True)
 class Covers:
-    """What covers the list in both directions, and what was not taken."""
+    """What covers the list in both directions.
+
+    Attributes:
+        refusals: what was not taken.
+        choices: what is computed again in backward, or could be.
+    """
 
     forward: list[Edge]
     backward: list[Edge]
     refusals: list[Refusal]
+    choices: list[Choice]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Ways through all sections that fit together.
+
+    Attributes:
+        impossible: joint fusions that backward would have taken, and why their forward cannot run.
+    """
+
+    backward: list[Way]
+    forward: list[Way]
+    candidates: tuple[BackwardCandidates, ForwardCandidates]
+    impossible: dict[MatchOf, Refusal]
 
     @property
     def length(self) -> int:
-        """What both cost together, in ticks."""
-        return sum(e.length for e in (*self.forward, *self.backward))
+        """What both directions cost together, in ticks."""
+        return sum(way.length for way in (*self.forward, *self.backward))
+
+    @property
+    def demand_unmet(self) -> bool:
+        """Whether another backward could let forward take more."""
+        return any(way.found.ledger.demand_unmet for way in self.forward)
 
 
-def cover(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers:
-    """The cheapest covers that fit together."""
-    ledger = Ledger()
-    first = _round(problem, prices, both, keeping, Withheld(), ledger)
-    assert first is not None  # every op has an edge of its own, and nothing is forbidden
-    if not ledger.demand_unmet:
-        return first
-    second = _second_round(problem, prices, both, keeping)
-    return first if second is None or first.length <= second.length else second
+class Covering:
+    """The covers of one problem."""
 
+    def __init__(self, problem: Problem, prices: Prices) -> None:
+        self.problem, self.prices, self.sections = problem, prices, problem.sections
+        self._free = ForwardCandidates(problem, prices)
+        self._rank = {name: k for k, name in enumerate(dict.fromkeys(f.name for f, _, _ in problem.matches))}
+        self._known: dict[Hashable, Any] = {}
 
-def _round(
-    problem: Problem, prices: Prices, both: BothWays, keeping: Keeping, limits: Withheld, ledger: Ledger
-) -> Covers | None:
-    """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
-    edges = both.counted(both.backward(keeping.weight, limits).edges(keeping.held, ledger))
-    while True:
-        tried = Ledger()
-        backward = shortest(problem, "backward", edges, keeping, tried)
-        if backward is None:
+    def cover(self, prices: Prices, keeping: Keeping) -> Covers:
+        """The cheapest covers that fit together, by prices that may weigh the host's time."""
+        aim = Aim(prices, keeping.weight)
+        found = self._round(aim, keeping.held, Withheld())
+        assert found is not None  # every op has an edge of its own, and nothing is forbidden
+        if found.demand_unmet:
+            second = self._second_round(aim, keeping.held)
+            found = found if second is None or found.length <= second.length else second
+        backward = self._laid_out(found.candidates[0], found.backward)
+        forward = self._laid_out(found.candidates[1], found.forward)
+        refusals = list(dict.fromkeys(self._refusals(found, _WEIGHED if aim.weight else "")))
+        return Covers(forward, backward, refusals, list(self._choices(found.backward)))
+
+    # --------------------------------------------------------------------------------------------- rounds
+
+    def _round(self, aim: Aim, held: frozenset[int], limits: Withheld) -> _Round | None:
+        """Backward first, then the forward that gives what it reads; None where something has no candidate left."""
+        candidates, impossible = BackwardCandidates(self.problem, self.prices, limits), dict[Any, Refusal]()
+        known = self._all_found(limits, candidates)
+        while True:
+            backward = _all(map(functools.partial(self._backward, aim, held, impossible), known, self.sections))
+            if backward is None:
+                return None
+            chosen = tuple(e for way in backward for e in way.edges)
+            joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
+            demands = self._once(("demands", chosen), functools.partial(self._demands, backward))
+            giving = ForwardCandidates(self.problem, self.prices, demands, joint)
+            found = self._all_found(chosen, giving)
+            wrong = self._cannot_run(joint, found)
+            if wrong is None:
+                break
+            impossible[wrong] = _why_impossible(wrong, joint)
+        forward = _all(self._forward(aim, f) for f in found)
+        if forward is None:
             return None
-        joint = _forced(backward)
-        found = ForwardCandidates(problem, prices, _demands(in_running_order(backward)), joint, tried).edges()
-        impossible = next((e for e in joint if not _is_among(e, found)), None)
-        if impossible is None:
-            break
-        ledger.refuse("joint", impossible.start, impossible.stop, impossible.name, _why_impossible(impossible, joint))
-        edges = [e for e in edges if e.fusion is not impossible.fusion or e.whole != impossible.whole]
-    forward = shortest(problem, "forward", found, keeping, tried)
-    ledger.add(tried)
-    return None if forward is None else Covers(forward, backward, list(ledger.refusals))
+        return _Round(backward, forward, (candidates, giving), impossible)
+
+    def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
+        """Forward as if nobody demanded anything, then a round within what it gives."""
+        free = _all(self._forward(aim, found) for found in self._all_found((), self._free))
+        if free is None:
+            return None
+        return self._round(aim, held, _limits_of(self.problem, self._matches(free)))
+
+    def _matches(self, ways: list[Way]) -> list[MatchOf]:
+        """The fusions that some ways take, in the sections that they are for."""
+        return [m for way, section in zip(ways, self.sections, strict=True) for m in way.matches_in(section)]
+
+    def _cannot_run(self, joint: Sequence[MatchOf], forward: Sequence[Found]) -> MatchOf | None:
+        """The first joint fusion of a backward cover whose forward cannot run."""
+        for section, found in zip(self.sections, forward, strict=True):
+            here = [match for match in joint if section.has(match[1][0])]
+            there = found.section.of_matches(e.match for e in found.others if here and e.match is not None)
+            for match in here:
+                if not section.of_matches([match]) <= there:
+                    return match
+        return None
+
+    def _demands(self, backward: list[Way]) -> frozenset[Ref]:
+        """What a backward cover reads of forward's; what is computed again, hanging nodes read instead."""
+        ways = list(zip(backward, self.sections, strict=True))
+        again = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.recomputed)}
+        read = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.read)}
+        hanging = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.read_hanging)}
+        return frozenset(read | hanging - again)
+
+    # --------------------------------------------------------------------------- sections that are alike
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _found(self, candidates: Candidates, section: Section) -> Found:
+        """The candidates of a section, or of the first one that is like it."""
+        key = type(candidates), section.form, *candidates.seen_from(section)
+        return self._once(key, lambda: candidates.edges(section))  # type: ignore[no-any-return]
+
+    def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
+        """Those of each section; the key says which candidates they are."""
+        made = type(candidates), key
+        return self._once(made, lambda: [self._found(candidates, s) for s in self.sections])  # type: ignore[no-any-return]
+
+    def _forward(self, aim: Aim, found: Found) -> Way | None:
+        return self._once((found, aim), lambda: way_through(aim, found))  # type: ignore[no-any-return]
+
+    def _backward(
+        self, aim: Aim, held: frozenset[int], dropped: Collection[MatchOf], found: Found, section: Section
+    ) -> Way | None:
+        kept, none = section.of_values(held), section.of_matches(dropped)
+        return self._once(  # type: ignore[no-any-return]
+            (found, aim, kept, none), lambda: way_through(aim, found, kept, none, self._ahead(aim, found))
+        )
+
+    def _ahead(self, aim: Aim, backward: Found) -> Callable[[Edge], int] | None:
+        """What a candidate for backward takes in forward; without joint fusions that is the same for all ways."""
+        if not any(e.is_joint for e in backward.others):
+            return None
+        here, free = backward.section.start, self._found(self._free, backward.section)
+        passing: Passing = self._once((Passing, free, aim), lambda: Passing(free, aim.length))
+
+        def ahead(edge: Edge) -> int:
+            found = passing.past(edge.start - here, edge.stop - here)
+            forward = self._free.forward_of(edge) if edge.is_joint else None
+            if forward is not None:
+                found += passing.more(forward.start - here, forward.stop - here, aim.length(forward))
+            return found
+
+        return ahead
+
+    def _laid_out(self, candidates: Candidates, ways: Sequence[Way]) -> list[Edge]:
+        """The edges of some ways in the sections that they are for."""
+        found = []
+        for section, way in zip(self.sections, ways, strict=True):
+            here = way.found.section
+            found += way.edges if here is section else [self._moved(candidates, e, here, section) for e in way.edges]
+        return found
+
+    def _moved(self, candidates: Candidates, edge: Edge, here: Section, there: Section) -> Edge:
+        return self._once((edge, there), lambda: candidates.moved(edge, here, there))  # type: ignore[no-any-return]
+
+    # ---------------------------------------------------------------------------------- what is said of it
+
+    def _choices(self, backward: list[Way]) -> Iterator[Choice]:
+        for section, way in zip(self.sections, backward, strict=True):
+            for choice in way.choices:
+                root = way.found.section.moved(choice.root, section)
+                yield replace(choice, value=self.problem.graph.values[root].name, root=root)
+
+    def _refusals(self, found: _Round, note: str) -> Iterator[Refusal]:
+        """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""
+        yield from self._in_order(found.backward, lambda way: way.found.ledger.refusals)
+        yield from found.impossible.values()
+        yield from self._in_order(found.backward, lambda way: self._lost("backward", way, note))
+        yield from self._in_order(found.forward, lambda way: way.found.ledger.refusals)
+        yield from self._in_order(found.forward, lambda way: self._lost("forward", way, ""))
+
+    def _lost(self, direction: str, way: Way, note: str) -> list[Refusal]:
+        def make() -> list[Refusal]:
+            return [Refusal(direction, e.start, e.stop, e.name, why) for e, why in why_not_taken(way, note)]
+
+        return self._once((why_not_taken, way), make)  # type: ignore[no-any-return]
+
+    def _in_order(self, ways: list[Way], refusals: Callable[[Way], Iterable[Refusal]]) -> list[Refusal]:
+        """Those of all sections, by fusions in their order."""
+        found = []
+        for section, way in zip(self.sections, ways, strict=True):
+            by = section.start - way.found.section.start
+            found += [replace(r, start=r.start + by, stop=r.stop + by) if by else r for r in refusals(way)]
+        return sorted(found, key=lambda r: self._rank.get(r.name, -1))
 
 
-def _forced(backward: list[Edge]) -> list[Edge]:
-    """The joint fusions of a backward cover, over what their forward covers."""
-    found = []
-    for edge in backward:
-        if edge.is_joint:
-            assert edge.fusion is not None and edge.whole is not None
-            start, stop = edge.fusion.covers("forward", *edge.whole)
-            found.append(replace(edge, start=start, stop=stop))
-    return found
+def _all(ways: Iterable[Way | None]) -> list[Way] | None:
+    """All of them; None where one is missing."""
+    found = list(ways)
+    return None if None in found else found  # type: ignore[return-value]
 
 
-def _is_among(joint: Edge, edges: list[Edge]) -> bool:
-    return any(e.fusion is joint.fusion and e.whole == joint.whole for e in edges)
-
-
-def _why_impossible(edge: Edge, joint: list[Edge]) -> str:
+def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:
     """Why a joint fusion of a backward cover cannot run forward."""
-    others = [e.name for e in joint if e is not edge and e.start < edge.stop and edge.start < e.stop]
+    (fusion, whole), reason = match, "other steps of backward read what its forward does not give"
+    start, stop = fusion.covers("forward", *whole)
+    places = [(f.name, *f.covers("forward", *w)) for f, w in joint if (f, w) != match]
+    others = [name for name, a, b in places if a < stop and start < b]
     if others:
-        return f"its forward overlaps that of {', '.join(others)}"
-    return "other steps of backward read what its forward does not give"
+        reason = f"its forward overlaps that of {', '.join(others)}"
+    return Refusal("joint", start, stop, fusion.name, reason)
 
 
-def _second_round(problem: Problem, prices: Prices, both: BothWays, keeping: Keeping) -> Covers | None:
-    """Forward as if nobody demanded anything, then a round within what it gives."""
-    free = shortest(problem, "forward", both.free, keeping, Ledger())
-    return None if free is None else _round(problem, prices, both, keeping, _limits_of(problem, free), Ledger())
-
-
-def _limits_of(problem: Problem, forward: list[Edge]) -> Withheld:
+def _limits_of(problem: Problem, forward: Iterable[MatchOf]) -> Withheld:
     """What the fusions of a forward cover do not give."""
-    root, limits = problem.graph.root, Withheld()
-    for edge in forward:
-        if edge.fusion is None:
-            continue
-        nodes = problem.nodes[edge.start : edge.stop]
+    root, forbidden, given, silent = problem.graph.root, set[int](), set[int](), set[int]()
+    for fusion, whole in forward:
+        nodes = problem.nodes[slice(*fusion.covers("forward", *whole))]
         inside = {root(v) for n in nodes for v in (n.output, *n.named_out)}
         last = root(nodes[-1].output)
-        given = {ref.index for ref in problem.emitted(edge.fusion, nodes).values()}
-        limits.forbidden |= inside - {last} - given
-        limits.given |= given | {last}
-        limits.silent |= {n.index for n in nodes}
-    return limits
-
-
-def _demands(steps: Iterable[Step]) -> set[Ref]:
-    """What backward steps read of forward's."""
-    made: set[Ref] = set()
-    demanded: set[Ref] = set()
-    for step in steps:
-        demanded |= {r for r in step.reads() if r not in made}
-        made |= set(step.writes())
-    return {r for r in demanded if r.kind in (VALUE, STATISTIC, EMITTED, SAVED)}
+        emitted = {ref.index for ref in problem.emitted(fusion, nodes).values()}
+        forbidden |= inside - {last} - emitted
+        given |= emitted | {last}
+        silent |= {n.index for n in nodes}
+    return Withheld(frozenset(forbidden), frozenset(given), frozenset(silent))

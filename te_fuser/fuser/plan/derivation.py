@@ -6,12 +6,13 @@ which list it stands. So a result is kept under that form, with its tensors by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.plan.stretch import Stretch
+from te_fuser.fuser.plan.stretch import Stretch, values_leaving
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -24,11 +25,14 @@ _MISSING = object()
 
 
 class DerivedStretch:
-    """A stretch whose kernels are shared with all equal ones; its methods are those of `Stretch`."""
+    """A stretch whose kernels are shared with all equal ones; its methods are those of `Stretch`.
 
-    def __init__(self, graph: Graph, start: int, stop: int) -> None:
+    Args:
+        alike: takes each that is like none before it in this graph: formulas are traced in these alone.
+    """
+
+    def __init__(self, graph: Graph, start: int, stop: int, alike: dict[Hashable, DerivedStretch]) -> None:
         self.start, self.stop = start, stop
-        self.exact = Stretch(graph, start, stop)
         self._graph, self._first_stream = graph, graph.nodes[start].stream
         nodes = graph.nodes[start:stop]
         values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
@@ -37,19 +41,30 @@ class DerivedStretch:
         # What the index of a ref counts -> the index in the graph by that within the stretch, and the other way.
         self._outward = {"values": self._values, "parameters": self._parameters, "stretches": (start,)}
         self._inward = {kind: {g: k for k, g in enumerate(numbers)} for kind, numbers in self._outward.items()}
-        self._form = self._describe(nodes)
+        described = self._describe(nodes)
+        key = tuple(n.likeness for n in nodes), described
+        self._like = alike.get(key)
+        self._form: Any = self._like._form if self._like is not None else (self._digests(nodes), described)
+        alike.setdefault(key, self)
         self._made: dict[Any, KernelTask | None | NotOneKernel] = {}  # what was asked of this one before
         self._leaving: dict[tuple[int, int], list[int]] = {}
 
+    @functools.cached_property
+    def exact(self) -> Stretch:
+        """The stretch itself, traced where it is like none before it, or has a kernel to derive."""
+        return Stretch(self._graph, self.start, self.stop)
+
+    def _digests(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+        return tuple(self.exact.env[v].digest for n in nodes for v in (n.output, *n.named_out))
+
     def _describe(self, nodes: Sequence[Node]) -> Any:
-        """Everything that the kernels depend on."""
+        """Everything that the kernels depend on, apart from the formulas."""
         number = self._inward["values"]
         parameter = self._inward["parameters"]
         first = self._first_stream
         ops = tuple(
             (
                 n.role,
-                tuple(self.exact.env[v].digest for v in (n.output, *n.named_out)),
                 number[n.input],
                 number[n.output],
                 tuple(sorted((name, number[v]) for name, v in n.named_in.items())),
@@ -104,16 +119,18 @@ class DerivedStretch:
     def values_leaving(self, start: int, stop: int) -> list[int]:
         """See `Stretch.values_leaving`."""
         if (start, stop) not in self._leaving:
-            self._leaving[start, stop] = self.exact.values_leaving(start, stop)
+            self._leaving[start, stop] = values_leaving(self._graph, start, stop)
         return self._leaving[start, stop]
 
     def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
-        """See `Stretch.statistics_of`."""
-        return self.exact.statistics_of(start, stop, digests)
+        """Those of `digests` that ops of the range compute."""
+        return [d for d in digests if start <= self.first_made(d) < stop]
 
     def first_made(self, digest: str) -> int:
         """See `Stretch.first_made`."""
-        return self.exact.first_made(digest)
+        first = self if self._like is None else self._like
+        found = first.exact.first_made(digest)
+        return found if found < 0 else found + self.start - first.start
 
     # ------------------------------------------------------------------------------------------ sharing
 

@@ -39,12 +39,7 @@ WORTH_A_NODE = 32  # times what an autograd node takes the host, a segment has t
 
 def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     """The plan of these covers."""
-    forward = [s for e in covers.forward for s in e.steps]
-    backward = in_running_order(covers.backward)
-    found = tuple(
-        _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
-        for part in segments(problem, covers, [*forward, *backward])
-    )
+    found = prices.once((finish, *covers.forward, *covers.backward), lambda: _segments(problem, prices, covers))
     taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
     refused = (r for r in covers.refusals if (r.name, r.start, r.stop) not in taken)
     memory = problem.options.memory
@@ -55,7 +50,17 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
         problem.options.target,
         memory if isinstance(memory, str) else f"at most {memory} bytes",
         (*problem.conditions, *refused),
-        tuple(c for e in covers.backward for c in e.choices),
+        tuple(covers.choices),
+    )
+
+
+def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
+    """The segments of these covers."""
+    forward = [s for e in covers.forward for s in e.steps]
+    backward = in_running_order(covers.backward)
+    return tuple(
+        _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
+        for part in segments(problem, covers, [*forward, *backward])
     )
 
 
@@ -181,8 +186,7 @@ def _bound(problem: Problem, covers: Covers) -> set[int]:
         if edge.whole is not None:
             found |= set(range(edge.whole[0] + 1, edge.whole[1]))
         for ref in edge.recomputes:
-            standing_for = [v.index for v in graph.values if graph.ref(v.index) == ref and graph.consumers(v.index)]
-            found |= set(range(edge.stop, max(graph.consumers(v)[-1] for v in standing_for) + 1))
+            found |= set(range(edge.stop, problem.last_readers[ref] + 1))
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.codegen.description import NotOneKernel
@@ -11,10 +12,11 @@ from te_fuser.fuser.graph.refs import EMITTED, SEED, STATISTIC, Ref, emitted_ref
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
     Edge,
+    Found,
     Ledger,
+    find_rows,
     fusion_task,
     kernel_step,
-    row_edges,
     saved_by,
 )
 from te_fuser.fuser.steps.op_tasks import OpTask
@@ -24,9 +26,11 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.plan.candidates import MatchOf
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.plan.sections import Section
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
 
@@ -37,48 +41,62 @@ class ForwardCandidates:
     """Every candidate for the forward of one problem that gives what is demanded.
 
     Args:
-        joint: the joint fusions of the backward cover, over what their forward covers; they are forced.
+        joint: the joint fusions of the backward cover, each with its match; they are forced.
     """
 
-    def __init__(self, problem: Problem, prices: Prices, demands: set[Ref], joint: list[Edge], ledger: Ledger) -> None:
-        self.problem, self.prices, self.demands, self.joint, self.ledger = problem, prices, demands, joint, ledger
+    def __init__(
+        self, problem: Problem, prices: Prices, demands: Set[Ref] = frozenset(), joint: Iterable[MatchOf] = ()
+    ) -> None:
+        self.problem, self.prices, self.demands, self.joint = problem, prices, demands, frozenset(joint)
         self.graph, self.nodes = problem.graph, problem.nodes
 
-    def edges(self) -> list[Edge]:
-        """All of them, apart from those that would break a forced joint fusion."""
-        found = row_edges(self.problem, self._row)
-        found += [self._opaque(n) for n in self.nodes if not n.is_row]
-        forces = {(e.fusion, e.whole) for e in self.joint}
-        for fusion, whole in self._matches():
-            start, stop = fusion.covers("forward", *whole)
-            forced = (fusion, whole) in forces
+    def edges(self, section: Section) -> Found:
+        """Those of a section, apart from those that would break a forced joint fusion."""
+        found, forced = Found(section), [(f, w) for f, w in self.joint if section.has(w[0])]
+        find_rows(self.problem, found, functools.partial(self._row, found.ledger))
+        found.others.extend(self._opaque(n) for n in self.nodes[section.start : section.stop] if not n.is_row)
+        for fusion, whole in _matches(section, forced):
+            _, stop = fusion.covers("forward", *whole)
             silent = not self.graph.needs_grad(self.nodes[stop - 1].output)
-            if fusion.has_forward and (fusion.direction != "joint" or forced or silent):
-                edge = self._fusion(fusion, start, stop, whole, forced)
-                found += [edge] if edge is not None else []
-        joint: dict[int, list[Edge]] = {}
-        for edge in self.joint:
-            for k in range(edge.start, edge.stop):
-                joint.setdefault(k, []).append(edge)
-        return [e for e in found if not any(_breaks(e, j) for k in range(e.start, e.stop) for j in joint.get(k, ()))]
+            if fusion.has_forward and (fusion.direction != "joint" or (fusion, whole) in forced or silent):
+                edge = self._fusion(fusion, whole, (fusion, whole) in forced, found.ledger)
+                found.others.extend([] if edge is None else [edge])
+        spared = replace(found, rows=_spared(found.rows, forced), lone=_spared(found.lone, forced))
+        return replace(spared, others=_spared([[found.others]], forced)[0][0])
 
     def forward_of(self, backward: Edge) -> Edge | None:
         """The forward of a joint fusion that would run backward so; None where it cannot run."""
         assert backward.fusion is not None and backward.whole is not None
-        start, stop = backward.fusion.covers("forward", *backward.whole)
-        return self._fusion(backward.fusion, start, stop, backward.whole, True)
+        return self._fusion(backward.fusion, backward.whole, True, Ledger())
 
-    def _matches(self) -> Iterable[tuple[Fusion, tuple[int, int]]]:
-        """A match for each fusion and the ops that its forward covers: a forced one, else the first."""
-        found: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
-        for fusion, *whole in self.problem.matches:
-            found.setdefault((fusion, *fusion.covers("forward", *whole)), (whole[0], whole[1]))
-        for edge in self.joint:
-            assert edge.fusion is not None and edge.whole is not None
-            found[edge.fusion, edge.start, edge.stop] = edge.whole
-        return [(fusion, whole) for (fusion, _, _), whole in found.items()]
+    def seen_from(self, section: Section) -> tuple[Hashable, ...]:
+        """What the candidates of a section depend on beside it."""
+        return section.of_refs(self._demanded), section.of_matches(self.joint)
 
-    def _row(self, stretch: DerivedStretch, start: int, stop: int) -> Edge | None:
+    @functools.cached_property
+    def _demanded(self) -> Mapping[tuple[bool, int], list[Ref]]:
+        """What is demanded, by whether the index counts values, and the index."""
+        found: dict[tuple[bool, int], list[Ref]] = {}
+        for ref in self.demands:
+            found.setdefault((ref.is_of_a_value, ref.index), []).append(ref)
+        return found
+
+    def moved(self, edge: Edge, here: Section, there: Section) -> Edge:
+        """A candidate of one section in another one that is like it."""
+        by = there.start - here.start
+        if edge.fusion is not None:
+            assert edge.whole is not None
+            whole = edge.whole[0] + by, edge.whole[1] + by
+            found = self._fusion(edge.fusion, whole, (edge.fusion, whole) in self.joint, Ledger())
+        elif self.nodes[edge.start].is_row:
+            stretch = self.problem.stretch_of(edge.start + by)
+            (found,) = self._row(Ledger(), stretch, edge.start + by, edge.stop + by)
+        else:
+            found = self._opaque(self.nodes[edge.start + by])
+        assert found is not None
+        return found
+
+    def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
         for node in self.nodes[start:stop]:
             for value in (node.output, *node.named_out):
@@ -89,11 +107,11 @@ class ForwardCandidates:
         try:
             kernel = stretch.forward(start, stop, made, stretch.statistics_of(start, stop, digests))
         except NotOneKernel as why:
-            self.ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
-            return None
+            ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
+            return []
         steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
         name = steps[0].name if steps else "none"
-        return Edge(start, stop, name, steps, self.prices.weighed(steps))
+        return [Edge(start, stop, name, steps)]
 
     @functools.cached_property
     def _statistics(self) -> dict[int, list[str]]:
@@ -107,7 +125,7 @@ class ForwardCandidates:
 
     def _opaque(self, node: Node) -> Edge:
         step = self.prices.once(("forward", node.index), lambda: self._opaque_step(node))
-        return Edge(step.start, step.stop, node.role, step.task.phases(step), self.prices.weighed([step]))
+        return Edge(step.start, step.stop, node.role, step.task.phases(step))
 
     def _opaque_step(self, node: Node) -> Step:
         inputs: list[tuple[str, Ref]] = [("input", self.graph.ref(node.input))]
@@ -123,17 +141,18 @@ class ForwardCandidates:
 
     # --------------------------------------------------------------------------------------- fusions
 
-    def _fusion(self, fusion: Fusion, start: int, stop: int, whole: tuple[int, int], joint: bool) -> Edge | None:
+    def _fusion(self, fusion: Fusion, whole: tuple[int, int], joint: bool, ledger: Ledger) -> Edge | None:
+        start, stop = fusion.covers("forward", *whole)
         nodes = self.nodes[start:stop]
         impossible = self._why_impossible(fusion, nodes)
         if impossible is not None:
-            self.ledger.refuse(fusion.direction, start, stop, fusion.name, impossible)
+            ledger.refuse(fusion.direction, start, stop, fusion.name, impossible)
             return None
         inside = {self.graph.ref(v) for n in nodes for v in (n.output, *n.named_out)}
         owed = self._owed(nodes, inside)
         why = self._why_no_fusion(fusion, nodes, owed, inside, joint)
         if why is not None:
-            self.ledger.refuse_for_demand(fusion, start, stop, why)
+            ledger.refuse_for_demand(fusion, start, stop, why)
             return None
         outputs = self._fusion_outputs(fusion, nodes, owed)
         if joint:
@@ -142,7 +161,7 @@ class ForwardCandidates:
             ("forward", fusion, whole, tuple(outputs)),
             lambda: self._fusion_step(fusion, nodes, whole, self._fusion_inputs(fusion, nodes, inside), outputs),
         )
-        return Edge(start, stop, fusion.name, (step,), self.prices.weighed([step]), fusion, whole)
+        return Edge(start, stop, fusion.name, (step,), fusion=fusion, whole=whole)
 
     def _fusion_step(
         self, fusion: Fusion, nodes: tuple[Node, ...], whole: tuple[int, int], inputs: Named, outputs: Named
@@ -159,7 +178,7 @@ class ForwardCandidates:
             return NO_TENSOR
         return self.problem.why_not_there(fusion, nodes, _forms(fusion), stored=True)
 
-    def _owed(self, nodes: tuple[Node, ...], inside: set[Ref]) -> set[Ref]:
+    def _owed(self, nodes: tuple[Node, ...], inside: set[Ref]) -> Set[Ref]:
         """The values of a range that backward or somebody outside it reads."""
         start, stop = nodes[0].index, nodes[-1].index + 1
         made = [v for n in nodes for v in (n.output, *n.named_out)]
@@ -167,7 +186,7 @@ class ForwardCandidates:
         return self.demands & inside | outside
 
     def _why_no_fusion(
-        self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[Ref], inside: set[Ref], joint: bool
+        self, fusion: Fusion, nodes: tuple[Node, ...], owed: Set[Ref], inside: set[Ref], joint: bool
     ) -> str | None:
         """What the fusion would have to give and does not."""
         emitted = self.problem.emitted(fusion, nodes)
@@ -190,7 +209,7 @@ class ForwardCandidates:
             inputs += [(name, ref) for name, ref in named if ref not in inside]
         return [*inputs, *([("seed", SEED)] if any(n.draws for n in nodes) else [])]
 
-    def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: set[Ref]) -> list[tuple[str, Ref]]:
+    def _fusion_outputs(self, fusion: Fusion, nodes: tuple[Node, ...], owed: Set[Ref]) -> list[tuple[str, Ref]]:
         last = self.graph.ref(nodes[-1].output)
         emitted = self.problem.emitted(fusion, nodes).items()
         return [("output", last), *((name, ref) for name, ref in emitted if ref in owed and ref != last)]
@@ -211,7 +230,21 @@ def _forms(fusion: Fusion) -> list[str]:
     return [name for name in fusion.takes if form_named(name)[1] is not None] if fusion.has_forward else []
 
 
-def _breaks(edge: Edge, joint: Edge) -> bool:
-    """Whether a forward edge overlaps a forced joint fusion without being it."""
-    overlaps = edge.start < joint.stop and joint.start < edge.stop
-    return overlaps and (edge.fusion is not joint.fusion or edge.whole != joint.whole)
+def _matches(section: Section, forced: Iterable[MatchOf]) -> list[MatchOf]:
+    """A match for each fusion and the ops that its forward covers: a forced one, else the first."""
+    found: dict[tuple[Fusion, int, int], tuple[int, int]] = {}
+    for fusion, *whole in section.matches:
+        found.setdefault((fusion, *fusion.covers("forward", *whole)), (whole[0], whole[1]))
+    for fusion, match in forced:
+        found[(fusion, *fusion.covers("forward", *match))] = match
+    return [(fusion, match) for (fusion, _, _), match in found.items()]
+
+
+def _spared(groups: list[list[list[Edge]]], forced: Iterable[MatchOf]) -> list[list[list[Edge]]]:
+    """Those that overlap no forced joint fusion without being it."""
+    taken = [(fusion, whole, *fusion.covers("forward", *whole)) for fusion, whole in forced]
+
+    def breaks(e: Edge) -> bool:
+        return any(e.start < b and a < e.stop and (e.fusion is not f or e.whole != w) for f, w, a, b in taken)
+
+    return [[[e for e in edges if not breaks(e)] for edges in group] for group in groups]

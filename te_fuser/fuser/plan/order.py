@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from te_fuser.fuser.steps.step import Step
 
 
+def is_hanging(step: Step) -> bool:
+    """Whether a step of backward reads what was computed again, where something was: no later one waits for it."""
+    return step.task.hangs and not step.chain
+
+
 def in_running_order(backward: list[Edge]) -> list[Step]:
     """The steps of a backward cover in running order: the chain, and each hanging node as soon as it can run."""
     recomputed = frozenset(r for e in backward for r in e.recomputes)
@@ -35,7 +40,7 @@ def in_running_order(backward: list[Edge]) -> list[Step]:
 
 def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
     """A hanging node reads what was computed again, where something was."""
-    if not step.task.hangs or step.chain:
+    if not is_hanging(step):
         return step
     inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
     return replace(step, inputs=inputs)

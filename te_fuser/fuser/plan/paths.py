@@ -1,74 +1,184 @@
-"""Shortest paths over candidates, and why the others lost."""
+"""Ways through a section: the cheapest steps for its ops in one direction, as a shortest path over candidates."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import networkx as nx
-
-from te_fuser.fuser.plan.candidates import TICK, Edge, Ledger
+from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
+from te_fuser.fuser.plan.candidates import TICK, Edge
+from te_fuser.fuser.plan.order import is_hanging
+from te_fuser.fuser.plan.plan import Choice
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.plan.keeping import Keeping
-    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fuser.plan.candidates import Found, MatchOf
+    from te_fuser.fuser.plan.prices import Prices
+    from te_fuser.fuser.plan.sections import Section
+    from te_fuser.fuser.steps.step import Step
 
 _TIE = 0.05e-6  # seconds: shown as nothing
 
 
-def shortest(
-    problem: Problem, direction: str, edges: list[Edge], keeping: Keeping, ledger: Ledger
-) -> list[Edge] | None:
-    """The cheapest way from the first op to the last; None when there is none. Fusions that lost are noted."""
-    best: dict[tuple[int, int], Edge] = {}
-    if problem.preferred:  # measured faster, whatever their price
-        edges = [replace(e, weight=0.0, ahead=0) if _is_preferred(problem, e) else e for e in edges]
-    for edge in edges:
-        key = (edge.start, edge.stop)
-        if key not in best or edge.compared < best[key].compared:
-            best[key] = edge
-    graph = nx.DiGraph()
-    graph.add_nodes_from((0, len(problem.nodes)))
-    graph.add_weighted_edges_from((start, stop, edge.compared) for (start, stop), edge in best.items())
-    try:
-        path = nx.shortest_path(graph, 0, len(problem.nodes), weight="weight")
-    except nx.NetworkXNoPath:
+@dataclass(frozen=True)
+class Aim:
+    """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it."""
+
+    prices: Prices
+    weight: float
+
+    def seconds(self, edge: Edge) -> float:
+        """What an edge takes, with what it makes kept."""
+        bandwidth = self.prices.problem.options.device.bandwidth
+        return self.prices.weighed(edge.steps) + edge.kept * self.weight / bandwidth
+
+    def length(self, edge: Edge) -> int:
+        """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
+        return max(10 * round(self.seconds(edge) / (10 * TICK)) + (0 if edge.fusion else 1), 0)
+
+    def is_preferred(self, edge: Edge) -> bool:
+        """Whether a fusion was measured to be faster there, whatever its price."""
+        preferred = self.prices.problem.preferred
+        return bool(preferred) and edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in preferred
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """The cheapest way through the section of some candidates.
+
+    Attributes:
+        edges: those that it takes.
+        length: theirs in ticks.
+        compared: every candidate -> what ways are compared by, in ticks: its length, with forward's share.
+        choices: what is computed again in backward, or could be.
+    """
+
+    found: Found
+    edges: list[Edge]
+    length: int
+    compared: Mapping[Edge, int]
+    choices: list[Choice]
+
+    def matches_in(self, there: Section) -> list[MatchOf]:
+        """The fusions that it takes, where they match in a section that is like its own."""
+        by = there.start - self.found.section.start
+        found = [e.match for e in self.edges if e.match is not None]
+        return [(fusion, (start + by, stop + by)) for fusion, (start, stop) in found]
+
+    @functools.cached_property
+    def recomputed(self) -> frozenset[Ref]:
+        """What its kernels compute again."""
+        return frozenset(r for e in self.edges for r in e.recomputes)
+
+    @functools.cached_property
+    def read(self) -> frozenset[Ref]:
+        """What its steps on the chain of backward read of forward's."""
+        return self._read_by(lambda step: not is_hanging(step))
+
+    @functools.cached_property
+    def read_hanging(self) -> frozenset[Ref]:
+        """What the others read of it."""
+        return self._read_by(is_hanging)
+
+    def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
+        kinds = (VALUE, STATISTIC, EMITTED, SAVED)
+        return frozenset(r for e in self.edges for s in e.steps if which(s) for r in s.reads() if r.kind in kinds)
+
+
+def way_through(
+    aim: Aim,
+    found: Found,
+    held: Set[int] = frozenset(),
+    dropped: Set[MatchOf] = frozenset(),
+    ahead: Callable[[Edge], int] | None = None,
+) -> Way | None:
+    """The cheapest way through a section; None where there is none.
+
+    Args:
+        held: values that are kept in any case, as the section counts them.
+        dropped: fusions that are no candidates any more, as the section counts their matches.
+        ahead: ticks of forward that a candidate for backward stands for.
+    """
+    variants = {picked: edges for edges, picked in _picked(aim, found, held)}
+    others = [e for e in found.others if not (dropped and e.match and found.section.of_matches([e.match]) <= dropped)]
+    lengths, compared = dict[Edge, int](), dict[Edge, int]()
+    for edge in [*variants, *others]:
+        lengths[edge] = 0 if aim.is_preferred(edge) else aim.length(edge)
+        compared[edge] = lengths[edge]
+        if ahead is not None and not aim.is_preferred(edge):
+            compared[edge] = max(lengths[edge] + ahead(edge), 0)
+    path = _shortest(found.section.start, found.section.stop, compared)
+    if path is None:
         return None
-    chosen = [best[a, b] for a, b in itertools.pairwise(path)]
-    taken = {id(e) for e in chosen}
-    losers = [e for e in edges if e.fusion is not None and id(e) not in taken]
-    if losers:
-        weighed = bool(keeping.weight) and direction == "backward"
-        for edge, reason in _why_they_lost(losers, chosen, graph, len(problem.nodes), weighed):
-            ledger.refuse(direction, edge.start, edge.stop, edge.name, reason)
-    return chosen
+    choices = [c for edge in path if edge in variants for c in _choices(aim, edge, variants[edge])]
+    return Way(found, path, sum(lengths[e] for e in path), compared, choices)
 
 
-def _is_preferred(problem: Problem, edge: Edge) -> bool:
-    return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in problem.preferred
+def _picked(aim: Aim, found: Found, held: Set[int]) -> Iterator[tuple[list[Edge], Edge]]:
+    """The variants of each row kernel, and the best of those that keep what is held."""
+    graph, number = aim.prices.graph, found.section.numbers
+
+    def pick(edges: list[Edge]) -> Edge | None:
+        allowed = (e for e in edges if not any(number[graph.value_of(r)] in held for r in e.recomputes))
+        return min(allowed, key=aim.seconds, default=None)
+
+    for rows, lone in zip(found.rows, found.lone, strict=True):
+        picked = [(edges, pick(edges)) for edges in rows]
+        if any(best is None for _, best in picked):
+            picked += [(edges, pick(edges)) for edges in lone]
+        yield from ((edges, best) for edges, best in picked if best is not None)
 
 
-def _why_they_lost(
-    losers: list[Edge], chosen: list[Edge], graph: nx.DiGraph, end: int, weighed: bool
-) -> Iterable[tuple[Edge, str]]:
-    """Say of each what the best cover with it in it would cost more than the chosen one."""
-    edges = list(graph.edges(data="weight"))
+def _choices(aim: Aim, best: Edge, variants: list[Edge]) -> Iterator[Choice]:
+    """For each value that a kernel computes again, or could, what the other choice would take."""
+    prices, graph = aim.prices, aim.prices.graph
+    made = {frozenset(e.recomputes): e for e in variants}
+    chosen = frozenset(best.recomputes)
+    for value in prices.problem.recomputable(best.start, best.stop):
+        ref = graph.ref(value)
+        other = made.get(chosen ^ {ref})
+        if other is not None:
+            again, name = ref in chosen, graph.values[value].name
+            more = prices.weighed(best.steps) - prices.weighed(other.steps)
+            yield Choice(name, again, prices.size(ref), more if again else -more, value)
+
+
+def _shortest(start: int, end: int, lengths: Mapping[Edge, int]) -> list[Edge] | None:
+    """The edges of the shortest way from one place to another; a tie goes to the last edge that begins earlier."""
+    best: dict[int, tuple[int, list[Edge]]] = {start: (0, [])}
+    for edge in sorted(lengths, key=lambda e: e.start):
+        if edge.start in best:
+            so_far, edges = best[edge.start]
+            length = so_far + lengths[edge]
+            if edge.stop not in best or length < best[edge.stop][0]:
+                best[edge.stop] = length, [*edges, edge]
+    return best[end][1] if end in best else None
+
+
+def why_not_taken(way: Way, note: str) -> Iterable[tuple[Edge, str]]:
+    """Of each fusion that lost, what the best way with it in it would take more than the chosen one."""
+    taken, section = {*way.edges}, way.found.section
+    losers = [e for e in way.compared if e.fusion is not None and e not in taken]
+    if not losers:
+        return
+    edges = [(e.start - section.start, e.stop - section.start, length) for e, length in way.compared.items()]
+    end = section.stop - section.start
     before, after = distances(edges), distances_to(end, edges)
     for edge in losers:
-        rivals = [c for c in chosen if c.start < edge.stop and edge.start < c.stop]
+        rivals = [c for c in way.edges if c.start < edge.stop and edge.start < c.stop]
         names = " + ".join(dict.fromkeys(c.name for c in rivals))
-        if edge.start not in before or edge.stop not in after:
+        start, stop = edge.start - section.start, edge.stop - section.start
+        if start not in before or stop not in after:
             yield edge, f"no other steps fit around it; {names} is taken"
             continue
-        more = (before[edge.start] + edge.compared + after[edge.stop] - before[end]) * TICK
+        more = (before[start] + way.compared[edge] + after[stop] - before[end]) * TICK
         if more < _TIE:
             yield edge, f"no gain over {names}"
             continue
-        note = ", with what is kept for backward weighed in" if weighed else ""
-        note += ", both directions together" if any(e.is_joint for e in (edge, *rivals)) else ""
-        yield edge, f"predicted {more * 1e6:.1f} us more than {names}{note}"
+        both = ", both directions together" if any(e.is_joint for e in (edge, *rivals)) else ""
+        yield edge, f"predicted {more * 1e6:.1f} us more than {names}{note}{both}"
 
 
 def distances(edges: Iterable[tuple[int, int, int]]) -> dict[int, int]:

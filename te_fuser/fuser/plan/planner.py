@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
-from te_fuser.fuser.plan.both_ways import BothWays
-from te_fuser.fuser.plan.covers import cover
+from te_fuser.fuser.plan.covers import Covering
 from te_fuser.fuser.plan.finish import finish
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
@@ -38,19 +37,18 @@ _SHARES = (0.5, 1.0, 4.0)
 def covered(problem: Problem) -> tuple[Plan, Prices]:
     """The plan whose steps cover the graph at the least price, for the memory that was asked for, and its prices."""
     prices = Prices(problem)
-    found = [_covered(problem, prices)]
+    covering = Covering(problem, prices)
+    found = [_covered(problem, prices, covering)]
     for share in _SHARES:
         if not found[-1][0].waits_for_host:
             break
-        found.append(_covered(problem, prices.sharing(share)))
+        found.append(_covered(problem, prices.sharing(share), covering))
     return min(found, key=lambda made: _price(made[0], problem.options))
 
 
-def _covered(problem: Problem, prices: Prices) -> tuple[Plan, Prices]:
-    both = BothWays(problem, prices)
-
+def _covered(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan, Prices]:
     def weighed(keeping: Keeping) -> Plan:
-        plan = finish(problem, prices, cover(problem, prices, both, keeping))
+        plan = finish(problem, prices, covering.cover(prices, keeping))
         return with_recorded(problem, prices, plan, keeping.weight)
 
     return plan_for_memory(problem.options.memory, weighed), prices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from te_fuser import dtypes
 from te_fuser.formula.expr import Axes
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.steps.step import Price, Task
     from te_fuser.fusions.registry import Fusion
 
+Made = TypeVar("Made")
 _SCRATCH_LAUNCHES = 10
 # What passes over scratch call of PyTorch, views included, and random numbers by PyTorch's operations.
 _SCRATCH_CALLS, _DRAW_CALLS = 32, 60
@@ -54,25 +55,26 @@ class Prices:
         self._by_rows: dict[Ref, tuple[int, int]] = {}
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
-        self._steps: dict[Hashable, Step] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def sharing(self, share: float) -> Prices:
-        """The same with another share, which no step depends on: each is made once for all."""
+        """The same with another share, on which nothing depends that is made once."""
         found = copy.copy(self)
         found.share = share
         return found
 
-    def once(self, what: Hashable, make: Callable[[], Step]) -> Step:
-        """A step by what it does and where, made when it is first asked for."""
-        found = self._steps.get(what)
-        if found is None:
-            found = self._steps[what] = make()
-        return found
+    def once(self, what: Hashable, make: Callable[[], Made]) -> Made:
+        """A step, or several, by what it does and where, made when it is first asked for."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]  # type: ignore[no-any-return]
 
     # ----------------------------------------------------------------------------------------- bytes
 
     def learn(self, fusion: Fusion, match: Match, saved: list[tuple[str, Ref]]) -> None:
         """Note the bytes of what a joint fusion saves."""
+        if saved[0][1] in self._saving:
+            return
         self._saving[saved[0][1]] = fusion, match, saved
         sizes = fusion.asked("saved_bytes", self._seen(match)) if fusion.saved_bytes else {}
         self._sizes |= {ref: sizes.get(name, 0) for name, ref in saved}

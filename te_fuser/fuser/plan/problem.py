@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,20 +25,24 @@ from te_fuser.fuser.graph.refs import (
 )
 from te_fuser.fuser.plan.derivation import DerivedStretch
 from te_fuser.fuser.plan.plan import Refusal
+from te_fuser.fuser.plan.sections import sections_of
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
-from te_fuser.fusions.pattern import may_begin
+from te_fuser.fusions.pattern import most_ops
 from te_fuser.ops.binding import standing_in
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.device import Device
     from te_fuser.fusions.registry import Fusion
-    from te_fuser.ops.base import Gradient
+    from te_fuser.ops.base import FusableOperation, Gradient, Place
+
+
+_MAX_AGAIN = 4  # values that a range is tried with and without
 
 
 @dataclass(frozen=True)
@@ -78,19 +83,18 @@ def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     """Where the fusions in force fit, and where their conditions said no, with the reason."""
-    with standing_in(graph.stand_ins()):
-        return _find_matches(graph, options)
+    return _find_matches(graph, options, functools.partial(match_at, graph, options))
 
 
-def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
+def _find_matches(
+    graph: Graph, options: Options, match_of: Callable[[int, int], Match]
+) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
-    kinds = [op.kind for op in ops]
-    for fusion in registry.active():
-        first = {kind for kind in set(kinds) if may_begin(fusion.pattern, kind)}
-        for start in (k for k, kind in enumerate(kinds) if kind in first):
-            for stop in fusion.stops(ops, start, places):
-                match = match_at(graph, options, start, stop)
+    with standing_in(graph.stand_ins()):
+        for fusion in registry.active():
+            for start, stop in _fits(fusion, ops, places):
+                match = match_of(start, stop)
                 why = fusion.refusal(match)
                 if why is None and options.tuned and options.tuned.get(place_of(fusion, match)) == OFF:
                     why = "measured slower in its place by tune()"
@@ -99,6 +103,19 @@ def _find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, in
                 else:
                     refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
     return found, refusals
+
+
+def _fits(
+    fusion: Fusion, ops: Sequence[FusableOperation], places: Sequence[tuple[Place, ...]]
+) -> Iterator[tuple[int, int]]:
+    """Where a pattern fits; a run of so many kinds as it has at most is looked at once."""
+    kinds, most = [op.kind for op in ops], most_ops(fusion.pattern)
+    known: dict[Hashable, list[int]] = {}
+    for start in range(len(ops)):
+        run = start if most is None else tuple(kinds[start : start + most])
+        if run not in known:
+            known[run] = [stop - start for stop in fusion.stops(ops, start, places)]
+        yield from ((start, start + count) for count in known[run])
 
 
 class Problem:
@@ -113,15 +130,18 @@ class Problem:
         self.graph, self.asked, self.options = graph.rounded(), graph, options
         self.nodes = graph.nodes
         self._seen: dict[tuple[int, int], Match] = {}
-        self.matches, self.conditions = find_matches(graph, options)
+        self._recomputable: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.matches, self.conditions = _find_matches(graph, options, self.match)
         self.preferred = {
             (fusion.name, *fusion.covers("backward" if fusion.has_backward else "forward", start, stop))
             for fusion, start, stop in (self.matches if options.tuned else ())
             if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
         }
-        self.stretches = [DerivedStretch(self.graph, a, b) for a, b in self._runs()]
+        alike: dict[Hashable, DerivedStretch] = {}
+        self.stretches = [DerivedStretch(self.graph, a, b, alike) for a, b in self._runs()]
         self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
+        self.sections = sections_of(self)
 
     def _runs(self) -> list[tuple[int, int]]:
         groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
@@ -144,11 +164,31 @@ class Problem:
             found.append(sorted(ranges))
         return found
 
+    def stretch_of(self, node: int) -> DerivedStretch:
+        """The stretch that a row op lies in."""
+        return self.stretches[bisect.bisect_right(self.stretches, node, key=lambda s: s.start) - 1]
+
     def match(self, start: int, stop: int) -> Match:
         """What a fusion's condition and cost see of the ops start..stop-1."""
         if (start, stop) not in self._seen:
             self._seen[start, stop] = match_at(self.asked, self.options, start, stop)
         return self._seen[start, stop]
+
+    @functools.cached_property
+    def last_readers(self) -> dict[Ref, int]:
+        """The last op that reads a value in a form."""
+        readers = [(self.graph.ref(v.index), k) for v in self.graph.values for k in self.graph.consumers(v.index)]
+        return dict(sorted(readers, key=lambda found: found[1]))
+
+    @functools.cached_property
+    def forms_read(self) -> dict[int, frozenset[tuple[Form, bool]]]:
+        """Value that others are under another name -> their forms, and whether somebody reads one in that form."""
+        found: dict[int, set[tuple[Form, bool]]] = {}
+        for v in self.graph.values:
+            ref = self.graph.ref(v.index)
+            read = bool(self.graph.consumers(v.index)) or self.graph.leaves(v.index)
+            found.setdefault(ref.index, set()).add((ref.form, read))
+        return {root: frozenset(forms) for root, forms in found.items()}
 
     # ------------------------------------------------------------------------------------ gradients
 
@@ -187,6 +227,15 @@ class Problem:
                         first = self.graph.first(value)
                         found[first] = found.get(first, True) and self.is_hanging(node, gradient)
         return found
+
+    def recomputable(self, start: int, stop: int) -> tuple[int, ...]:
+        """Values of a range of row ops that only hanging nodes read."""
+        if (start, stop) not in self._recomputable:
+            made = {v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)}
+            leaving = map(self.graph.first, self.stretch_of(start).values_leaving(start, stop))
+            found = dict.fromkeys(v for v in leaving if v in made and self.hanging_reads.get(v))
+            self._recomputable[start, stop] = tuple(found)[:_MAX_AGAIN]
+        return self._recomputable[start, stop]
 
     # ----------------------------------------------------------------------------------------- refs
 

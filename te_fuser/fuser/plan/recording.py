@@ -54,7 +54,8 @@ def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -
 
     budget = problem.options.memory if isinstance(problem.options.memory, int) else None
     for k, segment in enumerate(plan.segments):
-        recorded = _recorded(problem, prices, segment)
+        # The price list holds the segment, so that its id is not given to another one.
+        recorded = prices.once((_recorded, id(segment)), lambda s=segment: _recorded(problem, prices, s))  # type: ignore[misc]
         if recorded is None:
             continue
         segments = (*plan.segments[:k], recorded, *plan.segments[k + 1 :])

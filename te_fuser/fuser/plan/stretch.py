@@ -22,6 +22,7 @@ from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
 from te_fuser.formula.traversal import topological
+from te_fuser.fuser.graph.checks import plain
 from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
 from te_fuser.ops.row_op import RowOp
@@ -44,6 +45,9 @@ class _Leaf:
         return self.axes, self.width, self.dtype
 
 
+_Wanted = dict[str, "tuple[Expr | None, KernelOutput]"]  # by the name of a leaf: it, and the tensor of its gradient
+
+
 class Stretch:
     """The row ops start..stop-1 of a graph as expressions over the tensors that enter them."""
 
@@ -54,6 +58,7 @@ class Stretch:
         self.marks: dict[str, int] = {}  # name of a value node -> value
         self.streams: dict[str, int] = {}
         self.roles: dict[int, str] = {}
+        self._differentiated: dict[tuple[int, int], tuple[_Range, _Wanted, list[Expr]]] = {}
         # statistics have the dtype of the arithmetic
         wide = graph.values[graph.nodes[start].input].spec.dtype == torch.float64
         self._wide = "float64" if wide else "float32"
@@ -162,16 +167,6 @@ class Stretch:
             raise NotOneKernel(f"the ops count samples along different dimensions {sorted(found)}")
         return found.pop() if found else None
 
-    def values_leaving(self, start: int, stop: int) -> list[int]:
-        """Values made in the range that somebody outside it reads."""
-        found = []
-        for node in self.graph.nodes[start:stop]:
-            for value in (node.output, *node.named_out):
-                outside = [c for c in self.graph.consumers(value) if not start <= c < stop]
-                if outside or self.graph.leaves(value):
-                    found.append(value)
-        return found
-
     def _cut(self, start: int) -> _Range:
         """Expressions of the range that begins at `start`: values made before it become leaves."""
         earlier = {name: v for name, v in self.marks.items() if (p := self.graph.producer(v)) is not None and p < start}
@@ -215,10 +210,6 @@ class Stretch:
         """The canonical expression with this digest."""
         return next(e for e in topological(self.env.values()) if e.digest == digest)
 
-    def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:
-        """Those of `digests` that ops of the range compute."""
-        return [d for d in digests if start <= self.first_made(d) < stop]
-
     def first_made(self, digest: str) -> int:
         """The first op whose output has that expression in it; -1 for none."""
         return self._first_made.get(digest, -1)
@@ -252,15 +243,14 @@ class Stretch:
         Raises:
             NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
         """
-        cut = self._cut(start)
-        seeds = self._seeds(start, stop, cut)
-        wanted = self._wanted(start, stop, cut) if seeds else {}
+        if (start, stop) not in self._differentiated:
+            self._differentiated[start, stop] = self._differentiate(start, stop)
+        cut, wanted, adjoints = self._differentiated[start, stop]
         if not wanted and not recompute:
             return None
-        adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])
         again = [cut.of(self.env[v]) for v in recompute]
         avoid = {self.graph.root(v) for v in recompute}
-        roots = [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()] + again
+        roots = adjoints + again
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         ways = [_by_output(roots, cut, readable_marks), roots]
         reduced, used = min((self._reduce(way, cut, readable_marks, silent) for way in ways if way), key=_full_reads)
@@ -273,14 +263,24 @@ class Stretch:
                 self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
             )
         read = {leaf.ref for leaf in used.used_leaves(gives.targets, gives.sums)}
-        bad = [self.graph.values[v].name for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)]
+        bad = [
+            plain(self.graph.values[v].name) for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)
+        ]
         if bad:
             raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
         return self._kernel(start, stop, "bwd", used, gives)
 
+    def _differentiate(self, start: int, stop: int) -> tuple[_Range, _Wanted, list[Expr]]:
+        """The range cut out, what its backward gives, and the adjoint of each of these."""
+        cut = self._cut(start)
+        seeds = self._seeds(start, stop, cut)
+        wanted = self._wanted(start, stop, cut) if seeds else {}
+        adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])
+        return cut, wanted, [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()]
+
     def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
         seeds: dict[Expr, Expr] = {}
-        for value in self.values_leaving(start, stop):
+        for value in values_leaving(self.graph, start, stop):
             v = self.graph.values[value]
             if not v.needs_grad:
                 continue
@@ -304,12 +304,12 @@ class Stretch:
         other = self.graph.ref(value) != self.graph.ref(node.output)
         return f"{role}.{name}" if other else f"{role}.branch"
 
-    def _wanted(self, start: int, stop: int, cut: _Range) -> dict[str, tuple[Expr | None, KernelOutput]]:
+    def _wanted(self, start: int, stop: int, cut: _Range) -> _Wanted:
         """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient.
 
         Where both ends of a fork enter, they are one leaf: one gets its whole adjoint, the other none, which is 0.
         """
-        wanted: dict[str, tuple[Expr | None, KernelOutput]] = {}
+        wanted: _Wanted = {}
         entering: dict[int, None] = {}
         parameters: dict[int, None] = {}
         inside: set[int] = set()
@@ -398,7 +398,18 @@ class Stretch:
         """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
         if direction == "fwd":
             return self.graph.ref(self.graph.nodes[start].input)
-        return gradient_ref(next(v for v in self.values_leaving(start, stop) if self.graph.needs_grad(v)))
+        return gradient_ref(next(v for v in values_leaving(self.graph, start, stop) if self.graph.needs_grad(v)))
+
+
+def values_leaving(graph: Graph, start: int, stop: int) -> list[int]:
+    """Values made in the range that somebody outside it reads."""
+    found = []
+    for node in graph.nodes[start:stop]:
+        for value in (node.output, *node.named_out):
+            outside = [c for c in graph.consumers(value) if not start <= c < stop]
+            if outside or graph.leaves(value):
+                found.append(value)
+    return found
 
 
 def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list[Expr]:

@@ -102,7 +102,7 @@ def test_a_shared_kernel_reads_and_makes_the_tensors_of_its_place() -> None:
 def test_results_and_refusals_are_those_of_the_stretch() -> None:
     graph = plan(branch(), branch()).graph
     for start, stop in ((0, 2), (7, 11)):
-        shared, exact = derivation.DerivedStretch(graph, start, stop), Stretch(graph, start, stop)
+        shared, exact = derivation.DerivedStretch(graph, start, stop, {}), Stretch(graph, start, stop)
         for _ in range(2):
             assert shared.backward(start, stop, frozenset(), frozenset()) == exact.backward(
                 start, stop, frozenset(), frozenset()

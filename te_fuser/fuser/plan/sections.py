@@ -1,0 +1,170 @@
+"""Sections: runs of ops that no candidate leaves. Covers are found in each by itself, and once for all that are alike.
+
+Two sections are alike where everything that a candidate, its price and its reasons depend on is equal, counted from
+the section's beginning. Conditions of fusions may ask more than that, so they are asked in every place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from te_fuser.fuser.graph.alike import spec_key
+from te_fuser.fuser.graph.checks import plain
+
+if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Node
+    from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fuser.plan.candidates import MatchOf
+    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fusions.registry import Fusion
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """The ops start..stop-1 with all that their candidates know of.
+
+    Attributes:
+        form: a number; equal for sections that are alike.
+        values: of the graph, in an order that sections which are alike share.
+        matches: where fusions fit in it.
+        stretches: those of the problem that lie in it, by number.
+    """
+
+    start: int
+    stop: int
+    form: int
+    values: tuple[int, ...]
+    matches: tuple[tuple[Fusion, int, int], ...]
+    stretches: tuple[int, ...]
+
+    @functools.cached_property
+    def numbers(self) -> dict[int, int]:
+        """Value -> its number here."""
+        return {v: k for k, v in enumerate(self.values)}
+
+    def has(self, node: int) -> bool:
+        """Whether an op is in it."""
+        return self.start <= node < self.stop
+
+    def of_values(self, values: Set[int]) -> frozenset[int]:
+        """Those of some values that are known here, by their numbers."""
+        return frozenset([k for k, v in enumerate(self.values) if v in values]) if values else frozenset()
+
+    def of_nodes(self, nodes: Set[int]) -> frozenset[int]:
+        """Those of some ops that are here, counted from its beginning."""
+        return frozenset([k - self.start for k in range(self.start, self.stop) if k in nodes])
+
+    def of_refs(self, refs: Mapping[tuple[bool, int], Iterable[Ref]]) -> frozenset[Ref]:
+        """Those of some refs that are known here, with the numbers that they have here.
+
+        Args:
+            refs: whether the index counts values, and the index -> those with it.
+        """
+        places = [(True, v, k) for k, v in enumerate(self.values)]
+        places += [(False, node, node - self.start) for node in range(self.start, self.stop)]
+        return frozenset([r._replace(index=k) for of, index, k in places for r in refs.get((of, index), ())])
+
+    def of_matches(self, matches: Iterable[MatchOf]) -> frozenset[MatchOf]:
+        """Those of some matches that are here, counted from its beginning."""
+        return frozenset([(f, (a - self.start, b - self.start)) for f, (a, b) in matches if self.has(a)])
+
+    def moved(self, value: int, there: Section) -> int:
+        """What a value of this section is in one that is like it."""
+        return there.values[self.numbers[value]]
+
+    def refs_in(self, there: Section, refs: Collection[Ref]) -> Collection[Ref]:
+        """What refs to values, ops and stretches of this section are in one that is like it."""
+        if there is self:
+            return refs
+        by = there.start - self.start
+        return [r._replace(index=self.moved(r.index, there) if r.is_of_a_value else r.index + by) for r in refs]
+
+
+def sections_of(problem: Problem) -> list[Section]:
+    """The sections of a problem, in their order."""
+    forms: dict[Hashable, int] = {}
+    return [_section(problem, start, stop, forms) for start, stop in _between_cuts(problem)]
+
+
+def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
+    """The shortest runs that no match and no stretch leaves."""
+    reach = list(range(1, len(problem.nodes) + 1))
+    for start, stop in [*((a, b) for _, a, b in problem.matches), *((s.start, s.stop) for s in problem.stretches)]:
+        reach[start] = max(reach[start], stop)
+    found, start, end = [], 0, 0
+    for place, stop in enumerate(reach, 1):
+        end = max(end, stop)
+        if end == place:
+            found.append((start, place))
+            start = place
+    return found
+
+
+def _section(problem: Problem, start: int, stop: int, forms: dict[Hashable, int]) -> Section:
+    graph, nodes = problem.graph, problem.nodes[start:stop]
+    values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
+    for v in [*values]:
+        values |= dict.fromkeys((graph.root(v), graph.first(v), graph.stored(graph.ref(v)).index))
+    matches = tuple(m for m in problem.matches if start <= m[1] < stop)
+    stretches = tuple(k for k, s in enumerate(problem.stretches) if start <= s.start < stop)
+    section = Section(start, stop, -1, tuple(values), matches, stretches)
+    form = forms.setdefault(_Form(problem, section).whole(), len(forms))
+    return replace(section, form=form)
+
+
+# ------------------------------------------------------------------------------------------------------- forms
+
+
+class _Form:
+    """Everything that the candidates of a section depend on, by numbers within it."""
+
+    def __init__(self, problem: Problem, section: Section) -> None:
+        self.problem, self.section, self.graph = problem, section, problem.graph
+        self.nodes = self.graph.nodes[section.start : section.stop]
+        parameters = dict.fromkeys(p for n in self.nodes for p in n.parameters.values())
+        self.parameters = {p: k for k, p in enumerate(parameters)}
+
+    def whole(self) -> Hashable:
+        """The form of the section."""
+        start, preferred = self.section.start, self.problem.preferred
+        return (
+            tuple(map(self._node, self.nodes)),
+            tuple((self.graph.parameter_specs[p], self.graph.parameter_needs[p]) for p in self.parameters),
+            tuple(map(self._value, self.section.values)),
+            tuple((fusion, a - start, b - start) for fusion, a, b in self.section.matches),
+            tuple(sorted((name, a - start, b - start) for name, a, b in preferred if self.section.has(a))),
+        )
+
+    def _node(self, node: Node) -> Hashable:
+        number = self.section.numbers
+        return (
+            node.likeness,
+            number[node.input],
+            number[node.output],
+            tuple(number[v] for v in node.named_out),
+            tuple((name, number[v]) for name, v in node.named_in.items()),
+            tuple((name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()),
+            node.role,
+            node.draws,
+        )
+
+    def _value(self, value: int) -> Hashable:
+        graph, section = self.graph, self.section
+        v = graph.values[value]
+        producer, readers = graph.producer(value), graph.consumers(value)
+        related = (graph.root(value), graph.first(value), graph.stored(graph.ref(value)).index)
+        made = producer is not None and (section.has(producer), self.graph.nodes[producer].is_row)
+        return (
+            plain(v.name),
+            spec_key(self.problem.asked.values[value].spec),
+            (v.axes, v.gradient, v.needs_grad),
+            tuple(section.numbers.get(r) for r in related),
+            made,
+            tuple(k - section.start if section.has(k) else None for k in readers),
+            graph.leaves(value),
+            self.problem.hanging_reads.get(value),
+            self.problem.forms_read[graph.root(value)],
+        )

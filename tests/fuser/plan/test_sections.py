@@ -1,0 +1,123 @@
+"""Equal layers are planned once and laid out again: the plan is that of the whole list, and little is asked twice."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.graph import graph
+from te_fuser.fuser.plan import backward_candidates, covers, forward_candidates
+from te_fuser.fuser.plan.plan import Plan
+from tests.plans.models import (
+    BF16,
+    FP32,
+    Case,
+    attention_branch,
+    autocast,
+    gpt,
+    llama,
+    mlp_branch,
+    packages,
+    user_fusions,
+)
+from tests.plans.text import DEVICES, plan_lines, plans_of
+
+
+def _mixed() -> list[torch.nn.Module]:
+    """Layers that are alike in pairs, and some that differ in an attribute, a size or what needs a gradient."""
+    parts = [*gpt(2, 256, 4, BF16), *gpt(2, 256, 4, BF16, dropout=0.2), mlp_branch(256, BF16, 0.1, ops.SwiGLU)]
+    parts += [mlp_branch(256, BF16, 0.1) for _ in range(3)]
+    parts[1].requires_grad_(False)
+    parts[9].requires_grad_(False)
+    return [*parts, ops.LayerNorm(256, eps=1e-3, dtype=BF16), ops.LayerNorm(256, dtype=BF16)]
+
+
+def _read_again() -> list[torch.nn.Module]:
+    """A named input and a bound value that several layers read, parameters that two of them share, named outputs."""
+    norm = ops.LayerNorm(64)
+    layer = [ops.Linear(64, 64), ops.GELU(), ops.Add("other"), norm]
+    again = [ops.Linear(64, 64), ops.GELU(), ops.Add("other"), norm]
+    return [ops.Fork("first"), *layer, ops.Output("norm"), *again, *(ops.Linear(64, 64), ops.ReLU()), ops.Add("first")]
+
+
+CASES = {
+    "gpt": Case(lambda: gpt(4, 1024, 16, BF16), (512, 4, 1024), BF16),
+    "gpt of few tokens": Case(lambda: gpt(4, 768, 12, FP32, dropout=0.0), (64, 1, 768)),
+    "gpt with packages": Case(lambda: gpt(3, 1024, 16, BF16), (512, 4, 1024), BF16, within=packages),
+    "gpt in inference": Case(lambda: gpt(3, 1024, 16, BF16), (512, 4, 1024), BF16, grad=False),
+    "autocast": Case(lambda: gpt(3, 1024, 16, FP32), (512, 4, 1024), within=lambda kind: autocast(BF16, kind)),
+    "users": Case(lambda: gpt(3, 1024, 16, BF16), (512, 4, 1024), BF16, within=user_fusions),
+    "llama": Case(lambda: [part for _ in range(3) for part in llama(1024, 16, BF16)], (4, 512, 1024), BF16),
+    "mixed": Case(_mixed, (128, 4, 256), BF16),
+    "read again": Case(_read_again, (48, 4, 64), inputs={"other": (48, 4, 64)}, outputs=("norm",)),
+    "dense mask": Case(
+        lambda: [attention_branch(256, 4, BF16, 0.0, mask="given") for _ in range(3)],
+        (128, 2, 256),
+        BF16,
+        inputs={"attention_mask": (2, 1, 128, 128)},
+    ),
+}
+MEMORY = ("fast", "balanced", "lean", 3 * 2**20)
+
+
+def _lines(case: Case, memory: Any) -> list[str]:
+    plans = [plan for device in DEVICES[:2] for plan in plans_of(case, device, memory)]
+    return [line for plan in plans for line in plan_lines(plan)]
+
+
+def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No section is like another one."""
+    numbers = itertools.count()
+    monkeypatch.setattr(graph, "likeness", lambda op: next(numbers))
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_that_of_the_whole_list(name: str, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = _lines(CASES[name], memory)
+    _apart(monkeypatch)
+    assert shared == _lines(CASES[name], memory)
+
+
+# ------------------------------------------------------------------------------------------------ what is asked
+
+
+def _asked(layers: int, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """How often planning finds the candidates of a section and a way through one."""
+    found: collections.Counter[str] = collections.Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **named: Any) -> Any:
+            found[name] += 1
+            return function(*arguments, **named)
+
+        return count
+
+    with monkeypatch.context() as patch:
+        for where in (backward_candidates.BackwardCandidates, forward_candidates.ForwardCandidates):
+            patch.setattr(where, "edges", counted(f"{where.__name__}.edges", where.edges))
+        patch.setattr(covers, "way_through", counted("way_through", covers.way_through))
+        _plan(layers)
+    return found
+
+
+def _plan(layers: int) -> Plan:
+    with torch.device("meta"):
+        model = te_fuser.Sequential(*gpt(layers, 768, 12, FP32))
+    return model.plan(torch.empty(64, 1, 768, device="meta", requires_grad=True), device="h200")
+
+
+def test_twelve_layers_ask_at_most_twice_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, twelve = _asked(1, monkeypatch), _asked(12, monkeypatch)
+    assert len(one) == 3
+    for what in one:
+        assert twelve[what] <= 2 * one[what], what
+    _apart(monkeypatch)
+    assert _asked(12, monkeypatch)["way_through"] > 8 * one["way_through"]  # the count sees it
