@@ -107,8 +107,9 @@ class Affine(Preset):
 
         Args:
             over: whether the weight's gradient is written over its main_grad.
-            given: which of weight and bias come with the call.
+            given: which of weight and bias come with the call, where there are parameters.
         """
+        given = ("weight", "bias") if self.skip_weight_param_allocation else given
         if self.norm is not None:
             yield from self.norm.ops(self)
         rows = self.share(self.out_features) if self.parallel_mode == "column" else self.out_features
@@ -142,7 +143,8 @@ class Affine(Preset):
         self.check_group()
         given = self._given_tensors(weight, bias)
         over = self.writes_over(is_first_microbatch)
-        run = self.variant(over=over, given=tuple(given)) if given or over else super().forward
+        instead = () if self.skip_weight_param_allocation else tuple(given)
+        run = self.variant(over=over, given=instead) if instead or over else super().forward
         with self._call[0].holding(**given) if given else nullcontext():
             made = run(inp, **self.with_outputs(call))
         return with_bias(made, self._bias(given)) if self.return_bias else made
@@ -181,19 +183,13 @@ class Affine(Preset):
             TypeError: where calls give or return more than one tensor.
         """
         self.check_one_value("to_torch()")
+        if self.skip_weight_param_allocation:
+            raise TypeError(f"to_torch(): {type(self).__name__} has no weight, by skip_weight_param_allocation")
         return linear_to_torch(self._whole("weight"), self._whole("bias") if self.use_bias else None)
 
     def _whole(self, name: str) -> torch.Tensor:
         parts: list[torch.Tensor] = [self.get_parameter(part) for part in self.parts[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def check_one_value(self, where: str) -> None:
-        super().check_one_value(where)
-        if self.skip_weight_param_allocation:
-            raise TypeError(
-                f"{where}: {type(self).__name__} takes its weight with each call, by skip_weight_param_allocation: "
-                "call it by itself"
-            )
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

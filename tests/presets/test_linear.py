@@ -140,11 +140,22 @@ def test_weights_of_the_call() -> None:
     with pytest.raises(TypeError, match="give bias in the call"):
         layer(x, w)
     with pytest.raises(TypeError, match="skip_weight_param_allocation"):
-        te_fuser.Sequential(layer)(x)
-    with pytest.raises(TypeError, match="skip_weight_param_allocation"):
         layer.to_torch()
     with pytest.raises(ValueError, match=r"weight"):
         layer(x, w[:5], b)
+
+
+def test_weights_of_the_call_in_a_list() -> None:
+    """A list around takes them by path, also where a hook makes a border."""
+    layer, x, w, b = made(skip_weight_param_allocation=True), tensor(3, IN), tensor(OUT, IN), tensor(OUT)
+    model = te_fuser.Sequential(layer, ops.GELU())
+    for _ in range(2):
+        got = model(x, **{"0.weight": w, "0.bias": b})
+        want = torch.nn.functional.gelu(linear(x, w, b), approximate="tanh")
+        assert_same(got, want, {"x": x, "w": w, "b": b})
+        with pytest.raises(TypeError, match="weight"):
+            model(x)
+        forward_hook(layer)
 
 
 def test_tensors_in_place_of_parameters() -> None:
