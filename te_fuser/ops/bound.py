@@ -80,6 +80,11 @@ class Bound(FusableOperation):
         return owner
 
     @property
+    def names(self) -> dict[str, str | tuple[str, ...]]:
+        """For each parameter of the op the owner's name for it, or several: what another one can be bound by."""
+        return {name: theirs[0] if len(theirs) == 1 else theirs for name, theirs in self._names.items()}
+
+    @property
     def revision(self) -> Any:
         """What changes when an attribute or a hook of the op does, or when the owner's parameters come or go."""
         owner = self._owner()

@@ -102,25 +102,45 @@ class Affine(Preset):
         self._settle()
         self.relist()
 
-    def variant_ops(self, over: bool = False, given: tuple[str, ...] = ()) -> Iterator[ops.FusableOperation]:  # type: ignore[override]
+    def variant_ops(self, over: bool = False, given: tuple[str, ...] = ()) -> Iterator[torch.nn.Module]:  # type: ignore[override]
         """The ops of a call.
 
         Args:
             over: whether the weight's gradient is written over its main_grad.
             given: which of weight and bias come with the call, where there are parameters.
         """
-        given = ("weight", "bias") if self.skip_weight_param_allocation else given
+        if not (over or given):
+            yield from self._ops()
+            return
+        for op in self:
+            yield self._from_call(self.writing_over(op) if over else op, given)
+
+    def _from_call(self, op: torch.nn.Module, given: tuple[str, ...]) -> torch.nn.Module:
+        """An op of this list, or one in its place that reads what comes with the call."""
+        if isinstance(op, ops.Bound) and op.owner is self:
+            own = op.op
+            if isinstance(own, ops.MatMul) and "weight" in given:
+                product = self.product(own.in_features, own.out_features, own.overwrite_main_grad)
+                return ops.Bound(product, self._call[0], weight="weight")
+            if isinstance(own, ops.Bias) and "bias" in given:
+                return ops.Bound(ops.Bias(own.features, device="meta"), self._call[0], bias="bias")
+        return op
+
+    def _ops(self) -> Iterator[torch.nn.Module]:
         if self.norm is not None:
             yield from self.norm.ops(self)
-        rows = self.share(self.out_features) if self.parallel_mode == "column" else self.out_features
-        columns = self.share(self.in_features) if self.parallel_mode == "row" else self.in_features
-        yield self._bound(self.product(columns, rows, over), "weight", given)
+        mode = self.parallel_mode
+        rows = self.share(self.out_features) if mode == "column" else self.out_features
+        columns = self.share(self.in_features) if mode == "row" else self.in_features
+        yield self._bound(self.product(columns, rows), "weight")
         if self.use_bias and not self.return_bias:
-            yield self._bound(ops.Bias(rows, device="meta"), "bias", given)
+            yield self._bound(ops.Bias(rows, device="meta"), "bias")
 
-    def _bound(self, op: ops.FusableOperation, name: str, given: tuple[str, ...]) -> ops.Bound:
-        owner, names = (self._call[0], (name,)) if name in given else (self, self.parts[name])
-        return ops.Bound(op, owner, **{name: names[0] if len(names) == 1 else names})
+    def _bound(self, op: ops.FusableOperation, name: str) -> ops.Bound:
+        if self.skip_weight_param_allocation:
+            return ops.Bound(op, self._call[0], **{name: name})
+        names = self.parts[name]
+        return ops.Bound(op, self, **{name: names[0] if len(names) == 1 else names})
 
     def forward(  # type: ignore[override]
         self,

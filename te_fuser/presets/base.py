@@ -152,6 +152,12 @@ class Preset(Together, Variants):
             in_features, out_features, accumulate_into_main_grad=adds, overwrite_main_grad=over, device="meta"
         )
 
+    def writing_over(self, op: torch.nn.Module) -> torch.nn.Module:
+        """An op of this list; for a product that adds to main_grad one that writes over it."""
+        if not (isinstance(op, ops.Bound) and isinstance(op.op, ops.MatMul) and op.op.accumulate_into_main_grad):
+            return op
+        return ops.Bound(self.product(op.op.in_features, op.op.out_features, over=True), op.owner, **op.names)
+
     def asked(self) -> tuple[str, ...]:
         """The named outputs that each call returns."""
         return ()

@@ -219,6 +219,31 @@ def test_two_micro_batches_in_flight() -> None:
     torch.testing.assert_close(m.fc2_weight.main_grad, plain.fc2_weight.grad)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_main_grad_where_the_rest_is_computed_again(first: bool) -> None:
+    m = mlp(fuse_wgrad_accumulation=True, params_dtype=torch.float32, checkpoint=True)
+    x, plain = tensor(3, HIDDEN, dtype=torch.float32), mlp(params_dtype=torch.float32)
+    plain(x).sum().backward()
+    for weight in (m.fc1_weight, m.fc2_weight):
+        weight.main_grad = torch.full_like(weight, 5.0)
+    m(x, is_first_microbatch=first).sum().backward()
+    want = plain.fc1_weight.grad + (0 if first else 5)
+    torch.testing.assert_close(m.fc1_weight.main_grad, want)
+
+
+def test_a_changed_list_is_changed_in_every_call() -> None:
+    m, x = mlp(fuse_wgrad_accumulation=True), tensor(3, HIDDEN)
+    m(x, is_first_microbatch=True)
+    m[3] = ops.ReLU()
+    for first in (None, True):
+        torch.testing.assert_close(m(x, is_first_microbatch=first), meaning(m, x, "relu")[0])
+
+
+def test_words_in_any_case() -> None:
+    m, x = mlp(activation="SwiGLU", normalization="rmsnorm"), tensor(3, HIDDEN)
+    torch.testing.assert_close(m(x), meaning(m, x, "swiglu")[0])
+
+
 def test_parallel_marks() -> None:
     m = mlp(set_parallel_mode=True, sequence_parallel=True)
     marks = {n: (getattr(p, "partition_dim", None), getattr(p, "sequence_parallel", None)) for n, p in named(m)}

@@ -201,6 +201,29 @@ def test_main_grad() -> None:
         made(fuse_wgrad_accumulation=True, parameters_split=SPLIT)
 
 
+def test_main_grad_of_a_weight_of_the_call() -> None:
+    layer, x = made(fuse_wgrad_accumulation=True, skip_weight_param_allocation=True, bias=False), tensor(3, IN)
+    own = made(fuse_wgrad_accumulation=True, bias=False)
+    want = torch.ones(3, OUT, dtype=torch.float64).T @ x.detach()
+    for one in (layer, own):
+        w = torch.nn.Parameter(tensor(OUT, IN, grad=False))
+        w.main_grad = torch.ones_like(w)
+        for first, expected in ((None, want + 1), (True, want), (False, 2 * want)):
+            y = one(x, w, is_first_microbatch=first)
+            torch.testing.assert_close(y, linear(x, w))
+            y.sum().backward()
+            torch.testing.assert_close(w.main_grad, expected)
+
+
+def test_a_changed_list_is_changed_in_every_call() -> None:
+    layer, x, w = made(fuse_wgrad_accumulation=True), tensor(3, IN), tensor(OUT, IN)
+    layer.append(ops.ReLU())
+    torch.testing.assert_close(layer(x), linear(x, layer.weight, layer.bias).relu())
+    torch.testing.assert_close(layer(x, is_first_microbatch=True), linear(x, layer.weight, layer.bias).relu())
+    w.main_grad = torch.zeros_like(w)
+    torch.testing.assert_close(layer(x, w, is_first_microbatch=True), linear(x, w, layer.bias).relu())
+
+
 def test_is_first_microbatch_changes_nothing_else() -> None:
     layer, x = made(), tensor(3, IN)
     for first in (None, True, False):
