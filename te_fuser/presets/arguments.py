@@ -106,7 +106,7 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
     known = {f.name for f in fields(arguments)}
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
-            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name, known)}")
+            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name)}")
         _check_asks_nothing(preset, name, keywords[name])
         level = _stacklevel()
         warnings.warn(
@@ -131,11 +131,26 @@ def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
         )
 
 
-def _nearest(preset: type, name: str, known: Iterable[str]) -> str:
-    own = inspect.signature(preset.__init__).parameters  # type: ignore[misc]
-    names = sorted({*own, *known} - {"self", "keywords"})
+def _nearest(preset: type, name: str) -> str:
+    names = sorted(inspect.signature(preset).parameters)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(names)}"
+
+
+def signature_of(init: Callable[..., Any], arguments: type[Placed]) -> inspect.Signature:
+    """The signature of a constructor, with its `**keywords` written out where it has some."""
+    signature = inspect.signature(init)
+    _, *own = signature.parameters.values()
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return signature.replace(parameters=own)
+    there = {parameter.name for parameter in own}
+    said = [(f.name, f.default, f.type) for f in fields(arguments)] + [(name, None, Any) for name in OPTIONS]
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, default, kind in said
+        if name not in there
+    ]
+    return signature.replace(parameters=[*own[:-1], *keywords])
 
 
 def default_device(device: torch.device | str | None) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -131,3 +132,22 @@ def test_no_warning_without_a_reason() -> None:
         warnings.simplefilter("error")
         for make in PRESETS.values():
             make(device="cpu", tp_group=None, tp_size=1, sequence_parallel=False)
+
+
+def test_signatures_have_all_arguments() -> None:
+    """help() shows them, and what asks for `device` finds it; a subclass has its own."""
+    found = inspect.signature(te_fuser.LayerNormMLP).parameters
+    assert list(found)[:4] == ["hidden_size", "ffn_hidden_size", "eps", "bias"]
+    assert found["activation"].default == "gelu" and found["device"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "keywords" not in found and "memory" in found
+    assert "parameters_split" in inspect.signature(te_fuser.Linear).parameters
+    assert list(inspect.signature(te_fuser.RMSNorm).parameters)[:2] == ["normalized_shape", "eps"]
+
+    class Small(te_fuser.Linear):
+        def __init__(self, features: int) -> None:
+            super().__init__(features, features, device="cpu")
+
+    assert list(inspect.signature(Small).parameters) == ["features"]
+    assert Small(3)(torch.ones(2, 3)).shape == (2, 3)
+    made = torch.nn.utils.skip_init(te_fuser.Linear, 4, 6, device="cpu")
+    assert made.weight.shape == (6, 4) and not made.weight.is_meta

@@ -204,6 +204,22 @@ def test_main_grad() -> None:
         m(x, "padding")
 
 
+def test_a_loop_that_copies_gradients_to_main_grad() -> None:
+    """Weights have none to copy, so what was added to their main_grad stays."""
+    m, plain = (mlp(fuse_wgrad_accumulation=fused, params_dtype=torch.bfloat16) for fused in (True, False))
+    x = tensor(3, HIDDEN, dtype=torch.bfloat16)
+    for p in m.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    m(x).sum().backward()
+    for p in m.parameters():
+        if p.grad is not None:
+            p.main_grad.copy_(p.grad)
+            p.grad = None
+    plain(x).sum().backward()
+    for p, want in zip(m.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.main_grad, want.grad.float(), rtol=0.02, atol=0.02)
+
+
 def test_two_micro_batches_in_flight() -> None:
     """The forward says whether main_grad is written over, not the parameter when backward runs."""
     m = mlp(fuse_wgrad_accumulation=True, params_dtype=torch.float32)
