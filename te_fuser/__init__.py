@@ -1,6 +1,6 @@
 """te_fuser: Transformer models from small fusable operations, run as few, large kernels."""
 
-from te_fuser import fusions, ops
+from te_fuser import fusions, ops, utils
 from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.checkpointing import CudaRNGStatesTracker, checkpoint
 from te_fuser.config import config
@@ -9,6 +9,7 @@ from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
 from te_fuser.presets import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
 from te_fuser.verify import VerificationError, VerifyReport, verify
@@ -28,13 +29,16 @@ __all__ = [
     "Variants",
     "VerificationError",
     "VerifyReport",
+    "autocast",
     "checkpoint",
     "config",
     "cuda_graph",
+    "fp8_autocast",
     "from_torch",
     "fusion",
     "fusions",
     "ops",
+    "utils",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -76,7 +76,7 @@ def test_names_exist(path: Path) -> None:
             found = getattr(found, part) if hasattr(found, part) else importlib.import_module(module)
 
 
-@pytest.mark.parametrize("part", ["fuser", "fusions", "kernels", "codegen", "formula", "verify"])
+@pytest.mark.parametrize("part", ["fuser", "fusions", "kernels", "codegen", "formula", "verify", "presets", "recipe"])
 def test_the_design_names_every_module(part: str) -> None:
     text = (ROOT / "docs" / "design.md").read_text()
     stems = {p.stem for p in (PACKAGE / part).rglob("*.py")} - {"__init__"}

@@ -51,6 +51,8 @@ KNOWS = {
         "compare",
         "_native",
     },
+    "recipe": set(),
+    "utils": {"recipe"},
     "presets": {"ops", "checkpointing", "flatten", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
 }

@@ -80,11 +80,18 @@ class Bound(FusableOperation):
         return owner
 
     @property
+    def names(self) -> dict[str, str | tuple[str, ...]]:
+        """For each parameter of the op the owner's name for it, or several: what another one can be bound by."""
+        return {name: theirs[0] if len(theirs) == 1 else theirs for name, theirs in self._names.items()}
+
+    @property
     def revision(self) -> Any:
         """What changes when an attribute or a hook of the op does, or when the owner's parameters come or go."""
-        owner = self._owner()
-        there = [] if owner is None else [_place(owner, name) for name in self._all_names()]
-        return (self.__dict__.get("revision", 0), revision_of(self.op), *there)
+        # Each call asks: nothing is looked for where torch.nn.Module would.
+        own = self.__dict__
+        owner = own["_owner"]()
+        there = [] if owner is None else [_place(owner, name) for names in own["_names"].values() for name in names]
+        return (own.get("revision", 0), revision_of(own["_modules"]["op"]), *there)
 
     @revision.setter
     def revision(self, number: int) -> None:
@@ -147,9 +154,11 @@ def _names_in(given: Any) -> tuple[str, ...]:
 
 def _place(owner: torch.nn.Module, name: str) -> tuple[int, bool]:
     """Which module has it, where that is one in the owner, and whether it is there."""
+    if "." not in name:
+        return 0, owner._parameters.get(name) is not None
     path, _, own = name.rpartition(".")
-    module = owner.get_submodule(path)
-    return id(module._parameters) if path else 0, module._parameters.get(own) is not None
+    parameters = owner.get_submodule(path)._parameters
+    return id(parameters), parameters.get(own) is not None
 
 
 def _nobody() -> None:

@@ -26,7 +26,7 @@ def hooks_of(m: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
 
 def revision_of(part: FusableOperation) -> tuple[Any, ...]:
     """What changes when an attribute or the hooks of an op do that another one is lowered to."""
-    return (part.revision, *[len(h) for h in hooks_of(part)])
+    return part.revision, *map(len, hooks_of(part))
 
 
 def refuse_hooks(whole: FusableOperation, name: str, part: FusableOperation) -> None:

@@ -132,6 +132,14 @@ class Together(torch.nn.Module):
                 for p, piece in zip(parts, buffer.split([p.shape[0] for p in parts]), strict=True):
                     p.data = piece
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in itertools.chain(*getattr(self, "_kept_together", ())):
+            t = destination.get(prefix + name)
+            if type(t) is torch.Tensor and not t.is_meta:
+                # The same memory as a storage of its own: what writes files takes the buffer for one tensor's.
+                destination[prefix + name] = torch.from_dlpack(t)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         made = super()._apply(fn, recurse)
         self._settle()

@@ -102,24 +102,45 @@ class Affine(Preset):
         self._settle()
         self.relist()
 
-    def variant_ops(self, over: bool = False, given: tuple[str, ...] = ()) -> Iterator[ops.FusableOperation]:  # type: ignore[override]
+    def variant_ops(self, over: bool = False, given: tuple[str, ...] = ()) -> Iterator[torch.nn.Module]:  # type: ignore[override]
         """The ops of a call.
 
         Args:
             over: whether the weight's gradient is written over its main_grad.
-            given: which of weight and bias come with the call.
+            given: which of weight and bias come with the call, where there are parameters.
         """
+        if not (over or given):
+            yield from self._ops()
+            return
+        for op in self:
+            yield self._from_call(self.writing_over(op) if over else op, given)
+
+    def _from_call(self, op: torch.nn.Module, given: tuple[str, ...]) -> torch.nn.Module:
+        """An op of this list, or one in its place that reads what comes with the call."""
+        if isinstance(op, ops.Bound) and op.owner is self:
+            own = op.op
+            if isinstance(own, ops.MatMul) and "weight" in given:
+                product = self.product(own.in_features, own.out_features, own.overwrite_main_grad)
+                return ops.Bound(product, self._call[0], weight="weight")
+            if isinstance(own, ops.Bias) and "bias" in given:
+                return ops.Bound(ops.Bias(own.features, device="meta"), self._call[0], bias="bias")
+        return op
+
+    def _ops(self) -> Iterator[torch.nn.Module]:
         if self.norm is not None:
             yield from self.norm.ops(self)
-        rows = self.share(self.out_features) if self.parallel_mode == "column" else self.out_features
-        columns = self.share(self.in_features) if self.parallel_mode == "row" else self.in_features
-        yield self._bound(self.product(columns, rows, over), "weight", given)
+        mode = self.parallel_mode
+        rows = self.share(self.out_features) if mode == "column" else self.out_features
+        columns = self.share(self.in_features) if mode == "row" else self.in_features
+        yield self._bound(self.product(columns, rows), "weight")
         if self.use_bias and not self.return_bias:
-            yield self._bound(ops.Bias(rows, device="meta"), "bias", given)
+            yield self._bound(ops.Bias(rows, device="meta"), "bias")
 
-    def _bound(self, op: ops.FusableOperation, name: str, given: tuple[str, ...]) -> ops.Bound:
-        owner, names = (self._call[0], (name,)) if name in given else (self, self.parts[name])
-        return ops.Bound(op, owner, **{name: names[0] if len(names) == 1 else names})
+    def _bound(self, op: ops.FusableOperation, name: str) -> ops.Bound:
+        if self.skip_weight_param_allocation:
+            return ops.Bound(op, self._call[0], **{name: name})
+        names = self.parts[name]
+        return ops.Bound(op, self, **{name: names[0] if len(names) == 1 else names})
 
     def forward(  # type: ignore[override]
         self,
@@ -142,7 +163,8 @@ class Affine(Preset):
         self.check_group()
         given = self._given_tensors(weight, bias)
         over = self.writes_over(is_first_microbatch)
-        run = self.variant(over=over, given=tuple(given)) if given or over else super().forward
+        instead = () if self.skip_weight_param_allocation else tuple(given)
+        run = self.variant(over=over, given=instead) if instead or over else super().forward
         with self._call[0].holding(**given) if given else nullcontext():
             made = run(inp, **self.with_outputs(call))
         return with_bias(made, self._bias(given)) if self.return_bias else made
@@ -181,19 +203,13 @@ class Affine(Preset):
             TypeError: where calls give or return more than one tensor.
         """
         self.check_one_value("to_torch()")
+        if self.skip_weight_param_allocation:
+            raise TypeError(f"to_torch(): {type(self).__name__} has no weight, by skip_weight_param_allocation")
         return linear_to_torch(self._whole("weight"), self._whole("bias") if self.use_bias else None)
 
     def _whole(self, name: str) -> torch.Tensor:
         parts: list[torch.Tensor] = [self.get_parameter(part) for part in self.parts[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def check_one_value(self, where: str) -> None:
-        super().check_one_value(where)
-        if self.skip_weight_param_allocation:
-            raise TypeError(
-                f"{where}: {type(self).__name__} takes its weight with each call, by skip_weight_param_allocation: "
-                "call it by itself"
-            )
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

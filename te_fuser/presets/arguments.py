@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
-import torch.utils._device
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="Placed")
@@ -105,10 +106,21 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
     known = {f.name for f in fields(arguments)}
     for name in [name for name in keywords if name not in known]:
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
-            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name, known)}")
+            raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name)}")
         _check_asks_nothing(preset, name, keywords[name])
-        warnings.warn(f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=4)
+        level = _stacklevel()
+        warnings.warn(
+            f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=level
+        )
     return arguments(**{name: value for name, value in keywords.items() if name in known})
+
+
+def _stacklevel() -> int:
+    """For `warnings.warn` in the function that asks: the caller of whatever preset is being made."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals["__name__"].startswith(str(__package__)):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
@@ -119,19 +131,34 @@ def _check_asks_nothing(kind: type, name: str, value: Any) -> None:
         )
 
 
-def _nearest(preset: type, name: str, known: Iterable[str]) -> str:
-    own = inspect.signature(preset.__init__).parameters  # type: ignore[misc]
-    names = sorted({*own, *known} - {"self", "keywords"})
+def _nearest(preset: type, name: str) -> str:
+    names = sorted(inspect.signature(preset).parameters)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; it takes {', '.join(names)}"
+
+
+def signature_of(init: Callable[..., Any], arguments: type[Placed]) -> inspect.Signature:
+    """The signature of a constructor, with its `**keywords` written out where it has some."""
+    signature = inspect.signature(init)
+    _, *own = signature.parameters.values()
+    if not own or own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return signature.replace(parameters=own)
+    there = {parameter.name for parameter in own}
+    said = [(f.name, f.default, f.type) for f in fields(arguments)] + [(name, None, Any) for name in OPTIONS]
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, default, kind in said
+        if name not in there
+    ]
+    return signature.replace(parameters=[*own[:-1], *keywords])
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
     """`device`; where it is None torch's default if one was set, else the GPU if there is one, else the CPU."""
     if device is not None:
         return torch.device(device)
-    set_by_user = torch.utils._device.CURRENT_DEVICE is not None
-    return torch.get_default_device() if set_by_user or not torch.cuda.is_available() else torch.device("cuda")
+    was_set = any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    return torch.get_default_device() if was_set or not torch.cuda.is_available() else torch.device("cuda")
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -13,7 +14,7 @@ import torch
 from te_fuser import ops
 from te_fuser.flatten import Group
 from te_fuser.ops import FusableOperation, Together
-from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, taken
+from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, signature_of, taken
 from te_fuser.variants import Variants
 
 
@@ -43,6 +44,11 @@ class Preset(Together, Variants):
     flattens = True
     arguments: ClassVar[type[Placed]] = Common
     common: Any
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = signature_of(cls.__init__, cls.arguments)  # for help, and for whoever looks for `device`
 
     def __init__(self, **keywords: Any) -> None:
         options = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
@@ -151,6 +157,12 @@ class Preset(Together, Variants):
         return ops.MatMul(
             in_features, out_features, accumulate_into_main_grad=adds, overwrite_main_grad=over, device="meta"
         )
+
+    def writing_over(self, op: torch.nn.Module) -> torch.nn.Module:
+        """An op of this list; for a product that adds to main_grad one that writes over it."""
+        if not (isinstance(op, ops.Bound) and isinstance(op.op, ops.MatMul) and op.op.accumulate_into_main_grad):
+            return op
+        return ops.Bound(self.product(op.op.in_features, op.op.out_features, over=True), op.owner, **op.names)
 
     def asked(self) -> tuple[str, ...]:
         """The named outputs that each call returns."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,22 +102,22 @@ class LayerNormMLP(Preset):
     def _activation(self) -> ops.FusableOperation:
         return activation_op(self.common.activation, self.common.activation_params)
 
-    def _product(self, in_features: int, out_features: int, weight: str, over: bool) -> ops.Bound:
-        return ops.Bound(self.product(in_features, out_features, over), self, weight=weight)
-
-    def variant_ops(self, over: bool = False) -> Iterator[torch.nn.Module]:  # type: ignore[override]
+    def variant_ops(self, over: bool = False) -> Iterable[torch.nn.Module]:  # type: ignore[override]
         """The ops of a call.
 
         Args:
             over: whether gradients of weights are written over their main_grad.
         """
+        return map(self.writing_over, self) if over else self._ops()
+
+    def _ops(self) -> Iterator[torch.nn.Module]:
         wide, ffn = self._between
         yield from self.norm.ops(self)
-        yield self._product(self.hidden_size, wide, "fc1_weight", over)
+        yield ops.Bound(self.product(self.hidden_size, wide), self, weight="fc1_weight")
         if self.use_fc1_bias:
             yield ops.Bound(ops.Bias(wide, device="meta"), self, bias="fc1_bias")
         yield self._activation()
-        yield self._product(ffn, self.hidden_size, "fc2_weight", over)
+        yield ops.Bound(self.product(ffn, self.hidden_size), self, weight="fc2_weight")
         if self.use_bias and not self.return_bias:
             yield ops.Bound(ops.Bias(self.hidden_size, device="meta"), self, bias="fc2_bias")
 

@@ -41,6 +41,10 @@ class Normed(Common):
     return_layernorm_output: bool = False
     return_layernorm_output_gathered: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "normalization", check_choice("normalization", self.normalization, _OPS))
+
     def norm(self, features: int, eps: float) -> Norm:
         """The norm."""
         output = "layernorm_output" if self.return_layernorm_output else None
@@ -69,7 +73,6 @@ class Norm:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("normalization", self.normalization, _OPS)
         if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or not self.eps >= 0:
             raise ValueError(f"eps is a number from 0 on, added to the variance, got {self.eps!r}: 1e-5, say")
 

@@ -190,3 +190,15 @@ def test_what_cannot_be_joined() -> None:
         Projection().keep_together("query_weight", "nothing")
     with pytest.raises(TypeError, match="takes a module and names of its parameters"):
         ops.Bound(ops.Bias(3), model, bias=())
+
+
+def test_a_state_dict_shares_memory_and_each_part_has_a_storage_of_its_own() -> None:
+    """What writes files takes a buffer for the memory of one tensor; what goes on with it sees the parameters."""
+    owner = ops.Together()
+    owner.a, owner.b = (torch.nn.Parameter(torch.randn(n, 3)) for n in (2, 4))
+    owner.keep_together("a", "b")
+    state = owner.state_dict()
+    assert [t.untyped_storage().nbytes() for t in state.values()] == [4 * 6, 4 * 12]
+    state["b"].zero_()
+    assert (owner.b == 0).all() and not state["b"].requires_grad
+    assert owner.state_dict(keep_vars=True)["a"] is owner.a

@@ -1,0 +1,153 @@
+"""What presets share: arguments of every one, those of other releases, devices and dtypes."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+
+PRESETS: dict[str, Any] = {
+    "Linear": lambda **k: te_fuser.Linear(4, 6, **k),
+    "LayerNormLinear": lambda **k: te_fuser.LayerNormLinear(4, 6, **k),
+    "LayerNormMLP": lambda **k: te_fuser.LayerNormMLP(4, 6, **k),
+    "LayerNorm": lambda **k: te_fuser.LayerNorm(4, **k),
+    "RMSNorm": lambda **k: te_fuser.RMSNorm(4, **k),
+}
+each = pytest.mark.parametrize("name", PRESETS)
+
+
+@each
+def test_params_dtype_and_device(name: str) -> None:
+    make = PRESETS[name]
+    held = list(make(device="cpu", params_dtype=torch.bfloat16).parameters())
+    assert {p.dtype for p in held} == {torch.bfloat16} and {p.device.type for p in held} == {"cpu"}
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {p.dtype for p in make(device="cpu").parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    assert {p.device.type for p in make().parameters()} == {here}
+    with torch.device("meta"):
+        assert all(p.is_meta for p in make().parameters())
+        assert not any(p.is_meta for p in make(device="cpu").parameters())
+    for bad in (torch.int32, "float32", 5):
+        with pytest.raises(TypeError, match="params_dtype is a floating-point dtype"):
+            make(params_dtype=bad)
+
+
+def test_the_default_device_is_the_gpu_where_there_is_one_and_none_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_fuser.presets.arguments import default_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_device(None).type == "cuda"
+    with torch.device("cpu"):
+        assert default_device(None).type == "cpu"
+    torch.set_default_device("meta")
+    try:
+        assert default_device(None).type == "meta"
+        assert default_device("cpu").type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert default_device(None).type == "cuda"
+
+
+@each
+def test_unknown_keywords_name_the_nearest(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name}\(\) takes no argument 'param_dtype'; did you mean 'params_dtype'\?"):
+        PRESETS[name](param_dtype=torch.float32)
+    with pytest.raises(TypeError, match=r"takes no argument 'zzzz'; it takes .*device, .*tp_size"):
+        PRESETS[name](zzzz=1)
+
+
+NOTHING = {
+    "name": "mlp",
+    "ub_name": "fc1",
+    "ub_bulk_wgrad": False,
+    "ub_overlap_rs_dgrad": None,
+    "ub_of_a_release_to_come": False,
+    "delay_wgrad_compute": False,
+    "symmetric_ar_type": None,
+    "save_original_input": True,
+    "cp_group": None,
+    "cp_comm_type": "p2p",
+}
+MISSING = {
+    "ub_overlap_ag": True,
+    "ub_split_rs": True,
+    "delay_wgrad_compute": True,
+    "symmetric_ar_type": "multimem_all_reduce",
+    "cp_stream": "a stream",
+    "cp_global_ranks": [0, 1],
+}
+
+
+@each
+def test_arguments_that_do_nothing(name: str) -> None:
+    for argument, value in NOTHING.items():
+        with pytest.warns(DeprecationWarning, match=f"{name}: {argument} does nothing here") as seen:
+            PRESETS[name](**{argument: value})
+        assert len(seen) == 1
+    for argument, value in MISSING.items():
+        with pytest.raises(NotImplementedError, match=f"{name}: {argument}=.* asks for what te_fuser does not have"):
+            PRESETS[name](**{argument: value})
+
+
+def test_the_warning_stands_at_the_callers_line() -> None:
+    with pytest.warns(DeprecationWarning) as seen:
+        te_fuser.Linear(4, 6, ub_name="qkv")
+        te_fuser.LayerNorm(4, name="norm")
+    assert {w.filename for w in seen} == {__file__}
+
+
+@each
+def test_options_of_lists(name: str) -> None:
+    preset = PRESETS[name](memory="lean", kernels="reference", device="cpu")
+    assert preset.memory == "lean" and preset.kernels == "reference"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"tp_size": 0}, "tp_size is a whole number from 1 on, got 0"),
+        ({"tp_size": 1.0}, "tp_size is a whole number, got 1.0"),
+        ({"sequence_parallel": "yes"}, "sequence_parallel is True or False, got 'yes'"),
+        ({"init_method": "normal"}, "init_method is a function, got 'normal'"),
+        ({"get_rng_state_tracker": 5}, "get_rng_state_tracker is a function, got 5"),
+        ({"fuse_wgrad_accumulation": 1}, "fuse_wgrad_accumulation is True or False, got 1"),
+    ],
+)
+def test_bad_values(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        te_fuser.LayerNormMLP(4, 6, **keywords)
+
+
+def test_no_warning_without_a_reason() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make in PRESETS.values():
+            make(device="cpu", tp_group=None, tp_size=1, sequence_parallel=False)
+
+
+def test_signatures_have_all_arguments() -> None:
+    """help() shows them, and what asks for `device` finds it; a subclass has its own."""
+    found = inspect.signature(te_fuser.LayerNormMLP).parameters
+    assert list(found)[:4] == ["hidden_size", "ffn_hidden_size", "eps", "bias"]
+    assert found["activation"].default == "gelu" and found["device"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "keywords" not in found and "memory" in found
+    assert "parameters_split" in inspect.signature(te_fuser.Linear).parameters
+    assert list(inspect.signature(te_fuser.RMSNorm).parameters)[:2] == ["normalized_shape", "eps"]
+
+    class Small(te_fuser.Linear):
+        def __init__(self, features: int) -> None:
+            super().__init__(features, features, device="cpu")
+
+    assert list(inspect.signature(Small).parameters) == ["features"]
+    assert Small(3)(torch.ones(2, 3)).shape == (2, 3)
+    made = torch.nn.utils.skip_init(te_fuser.Linear, 4, 6, device="cpu")
+    assert made.weight.shape == (6, 4) and not made.weight.is_meta

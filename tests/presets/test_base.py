@@ -1,0 +1,152 @@
+"""Preset: checkpoints, files, parameters that move, and lists around."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser
+from te_fuser import ops
+from tests.presets.cases import assert_same, leaves_of
+from tests.twins import randomize, tensor
+
+WIDTH = 6
+
+
+def model(**keywords: Any) -> Any:
+    given = {"device": "cpu", "params_dtype": torch.float64, **keywords}
+    return randomize(
+        te_fuser.Sequential(
+            te_fuser.LayerNormLinear(WIDTH, WIDTH, parameters_split=("a", "b"), **given),
+            te_fuser.RMSNorm(WIDTH, **given),
+            te_fuser.Residual(te_fuser.LayerNormMLP(WIDTH, 10, activation="swiglu", **given)),
+            te_fuser.Linear(WIDTH, 3, **given),
+        )
+    )
+
+
+def test_checkpoints_with_extra_state() -> None:
+    """Transformer Engine's have one in each module: skipped, and said once for the whole model."""
+    saved, x = model(), tensor(3, WIDTH)
+    state = saved.state_dict()
+    extra = {f"{path}_extra_state": torch.zeros(0) for path in ("0.", "1.", "2.0.", "3.")}
+    for given in ({**state, **extra}, {**state, **dict.fromkeys(extra)}):
+        fresh = model()
+        with pytest.warns(UserWarning, match="_extra_state is skipped") as seen:
+            keys = fresh.load_state_dict(given)
+        assert len(seen) == 1 and not keys.missing_keys and not keys.unexpected_keys
+        assert len(given) == len(state) + 4
+        assert torch.equal(fresh(x), saved(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model().load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*1\._extra"):
+        model().load_state_dict({**state, "1._extra": torch.zeros(0)})
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    saved, x = model(), tensor(3, WIDTH)
+    safetensors.save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    fresh = model()
+    fresh.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(fresh(x), saved(x))
+    safetensors.save_model(saved, str(tmp_path / "whole.safetensors"))
+    with torch.no_grad():
+        fresh[3].weight.zero_()
+    safetensors.load_model(fresh, str(tmp_path / "whole.safetensors"))
+    assert torch.equal(fresh(x), saved(x))
+
+
+def test_torch_save(tmp_path: Path) -> None:
+    saved, x = model(), tensor(3, WIDTH)
+    torch.save(saved.state_dict(), tmp_path / "state.pt")
+    fresh = model()
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(fresh(x), saved(x))
+    torch.save(saved, tmp_path / "model.pt")
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(x), saved(x))
+
+
+def test_a_stack_is_one_plan() -> None:
+    stack, x = te_fuser.Sequential(model()[:3], model()[:3]), tensor(3, WIDTH)
+    assert len(stack.plans(x)) == 1
+    plain = torch.nn.Sequential(*(m for part in stack for m in part))
+    assert_same(stack(x), plain(x), leaves_of(stack, x), tolerance=1e-9)
+
+
+def test_meta_and_to_empty() -> None:
+    made, x = model(device="meta"), tensor(3, WIDTH)
+    made.to_empty(device="cpu")
+    made.load_state_dict(model().state_dict())
+    assert torch.equal(made(x), model()(x))
+    assert not any("lie apart" in note for note in made.plan(x).notes)
+    for preset in made.modules():
+        if hasattr(preset, "reset_parameters"):
+            preset.reset_parameters()
+    assert (made[1].weight == 1).all() and 0 < made[3].weight.abs().max() < 0.2
+    made[1].reset_parameters(defer_init=True)
+
+
+def test_the_model_around_is_a_plain_one() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = te_fuser.LayerNormMLP(WIDTH, 10, device="cpu", params_dtype=torch.float64)
+            self.head = te_fuser.Linear(WIDTH, 3, device="cpu", params_dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x + self.mlp(x))
+
+    net, x = randomize(Net()), tensor(3, WIDTH)
+    kept = checkpoint(net, x, use_reentrant=False)
+    assert_same(kept, net(x), leaves_of(net, x), tolerance=1e-12)
+    again = te_fuser.checkpoint(net, x)
+    assert_same(again, net(x), leaves_of(net, x), tolerance=1e-12)
+
+
+def test_a_named_output_of_a_preset_in_a_list() -> None:
+    """Named outputs that ops put into a preset are asked of it as of any list."""
+    preset = te_fuser.Linear(WIDTH, WIDTH, device="cpu")
+    preset.insert(1, ops.Output("product"))
+    x = torch.randn(3, WIDTH)
+    y, product = preset(x, outputs=("product",))
+    torch.testing.assert_close(product, x @ preset.weight.T)
+    outer = te_fuser.Sequential(preset, ops.GELU())
+    torch.testing.assert_close(outer(x, outputs=("product",))[1], product)
+    preset.register_forward_hook(lambda *args: None)
+    torch.testing.assert_close(outer(x, outputs=("product",))[1], product)
+    assert torch.equal(preset(x), y)
+
+
+def test_threads() -> None:
+    made, x, wrong = model(), tensor(3, WIDTH, grad=False), []
+    want = made(x)
+
+    def run() -> None:
+        for _ in range(20):
+            if not torch.equal(made(x), want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert wrong == []
+
+
+def test_a_preset_is_freed() -> None:
+    import weakref
+
+    made = te_fuser.LayerNormMLP(WIDTH, 10, device="cpu")
+    made(torch.randn(3, WIDTH))
+    held = weakref.ref(made)
+    del made
+    assert held() is None

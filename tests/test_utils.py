@@ -1,0 +1,126 @@
+"""te_fuser.utils: the quickstart's helpers, and its layers, which share the plain one's parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser as te
+import te_fuser.utils as utils
+from tests.twins import randomize, tensor
+
+HIDDEN, FFN, HEADS = 12, 20, 3
+
+
+class Attending(torch.nn.Module):
+    """What the quickstart's layers share: attention between a projection of x and its sum with x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = utils.DotProductAttention(HEADS, HIDDEN // HEADS, 0.0)
+
+    def attended(self, qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.view(*qkv.shape[:2], HEADS, 3 * HIDDEN // HEADS).chunk(3, -1)
+        return self.projection(self.attention(q, k, v, None))
+
+
+class Basic(Attending):
+    def __init__(self, linear: Any = torch.nn.Linear, norm: Any = torch.nn.LayerNorm) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = norm(HIDDEN), norm(HIDDEN)
+        self.qkv_projection, self.projection = linear(HIDDEN, 3 * HIDDEN), linear(HIDDEN, HIDDEN)
+        self.mlp = utils.BasicMLP(HIDDEN, FFN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attended(self.qkv_projection(self.ln1(x)))
+        return x + self.mlp(self.ln2(x))
+
+
+class Fused(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_qkv, self.projection = te.LayerNormLinear(HIDDEN, 3 * HIDDEN), te.Linear(HIDDEN, HIDDEN)
+        self.ln_mlp = te.LayerNormMLP(HIDDEN, FFN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attended(self.ln_qkv(x))
+        return x + self.ln_mlp(x)
+
+
+def with_te_linears() -> Basic:
+    model = Basic(te.Linear, te.LayerNorm)
+    model.mlp.linear1, model.mlp.linear2 = te.Linear(HIDDEN, FFN), te.Linear(FFN, HIDDEN)
+    return model
+
+
+@pytest.mark.parametrize("which", ["basic", "fused"])
+def test_all_parameters_are_shared(which: str) -> None:
+    basic = randomize(Basic().double())
+    model: Any = (with_te_linears() if which == "basic" else Fused()).to(torch.float64).cpu()
+    x = tensor(5, 2, HIDDEN)
+    model(x)
+    share = (
+        utils.share_parameters_with_basic_te_model if which == "basic" else utils.share_parameters_with_fused_te_model
+    )
+    share(model, basic)
+    assert {id(p) for p in model.parameters()} == {id(p) for p in basic.parameters()}
+    torch.testing.assert_close(model(x), basic(x))
+    for m in (basic, model):
+        m(x).square().sum().backward()
+    grads = [p.grad.clone() for p in basic.parameters()]
+    basic.zero_grad()
+    basic(x).square().sum().backward()
+    for both, p in zip(grads, basic.parameters(), strict=True):
+        torch.testing.assert_close(both, 2 * p.grad)
+    torch.optim.SGD(basic.parameters(), lr=0.01).step()
+    torch.testing.assert_close(model(x), basic(x))
+
+
+def test_a_transformer_layers_parameters() -> None:
+    """Its parts have the names of the whole layer; a weight that was apart is one afterwards."""
+    layer = torch.nn.Module()
+    layer.self_attention = torch.nn.Module()
+    split = ("query", "key", "value")
+    layer.self_attention.layernorm_qkv = te.LayerNormLinear(HIDDEN, 3 * HIDDEN, parameters_split=split, device="cpu")
+    layer.self_attention.proj = te.Linear(HIDDEN, HIDDEN, device="cpu")
+    layer.layernorm_mlp = te.LayerNormMLP(HIDDEN, FFN, device="cpu")
+    basic = randomize(Basic())
+    utils.share_parameters_with_transformerlayer_te_model(layer, basic)
+    assert {id(p) for p in layer.parameters()} == {id(p) for p in basic.parameters()}
+    x = tensor(4, HIDDEN, dtype=torch.float32)
+    torch.testing.assert_close(layer.self_attention.layernorm_qkv(x), basic.qkv_projection(basic.ln1(x)))
+    torch.testing.assert_close(layer.layernorm_mlp(x), basic.mlp(basic.ln2(x)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention(masked: bool) -> None:
+    q, k, v = (tensor(5, 2, HEADS, 4, seed=seed) for seed in range(3))
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None] if masked else None
+    got = utils.DotProductAttention(HEADS, 4, 0.0)(q, k, v, mask)
+    heads = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
+    want = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=masked)
+    torch.testing.assert_close(got, want.permute(2, 0, 1, 3).reshape(5, 2, -1))
+    assert (utils.DotProductAttention(HEADS, 4, 1.0)(q, k, v) == 0).all()
+
+
+def test_speedometer(capsys: pytest.CaptureFixture[str]) -> None:
+    layer, x = te.LayerNormMLP(HIDDEN, FFN, device="cpu"), torch.randn(4, HIDDEN, requires_grad=True)
+    calls: list[Any] = []
+    layer.register_forward_hook(lambda *args: calls.append(1))
+    utils.speedometer(
+        layer,
+        x,
+        torch.ones_like(x),
+        forward_kwargs={"is_first_microbatch": False},
+        fp8_autocast_kwargs={"enabled": False, "fp8_recipe": te.recipe.DelayedScaling()},
+        timing_iters=2,
+        warmup_iters=1,
+    )
+    assert len(calls) == 3 and x.grad is not None
+    assert capsys.readouterr().out.startswith("Mean time: ")
+    with pytest.raises(NotImplementedError, match="FP8"):
+        utils.speedometer(layer, x, x.detach(), fp8_autocast_kwargs={"enabled": True}, timing_iters=1)
+    with pytest.raises(ValueError, match="timing_iters counts steps, got 0"):
+        utils.speedometer(layer, x, x.detach(), timing_iters=0)
