@@ -20,6 +20,7 @@ from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU
 from te_fuser.ops.head_norm import HeadNorm
 from te_fuser.ops.identity import Identity
 from te_fuser.ops.joined import Together
+from te_fuser.ops.key_value_cache import KeyValueCache
 from te_fuser.ops.l2_norm import L2Norm
 from te_fuser.ops.layer_norm import LayerNorm
 from te_fuser.ops.linear import Linear
@@ -69,6 +70,7 @@ __all__ = [
     "Given",
     "HeadNorm",
     "Identity",
+    "KeyValueCache",
     "L2Norm",
     "LayerNorm",
     "Linear",

@@ -160,8 +160,9 @@ class FusableOperation(torch.nn.Module):
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
+    writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
-    idles: ClassVar[bool] = False  # whether it gives x as it is in a call that gives none of its named inputs
+    idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
     by_torch: ClassVar[Callable[..., Any] | None] = None  # f(self, x, names) -> `TorchFunction`; of this class alone

@@ -24,7 +24,7 @@ class HeadNorm(UnfusedOperation):
 
     Args:
         head_dim: features of one head.
-        heads: query heads.
+        heads: query heads; 0: x holds keys and values alone.
         kv_heads: key and value heads packed with them; None: x holds heads alone, which have `weight` and `bias`.
         norm: "RMSNorm", "LayerNorm" or "L2Normalization".
         eps: added to s.
@@ -54,7 +54,7 @@ class HeadNorm(UnfusedOperation):
     ) -> None:
         super().__init__()
         if kv_heads is not None:
-            PackedHeads(heads, kv_heads, head_dim, "sequence_first", packing)
+            PackedHeads(heads or kv_heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads, self.packing = head_dim, heads, kv_heads, packing
         self.norm = one_of("norm", norm, NORMS)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
@@ -64,7 +64,7 @@ class HeadNorm(UnfusedOperation):
 
     def _names(self) -> tuple[str, ...]:
         own = NORMS[self.norm]
-        return (*own, *(f"key_{name}" for name in own if self.kv_heads is not None))
+        return (*(own if self.heads else ()), *(f"key_{name}" for name in own if self.kv_heads is not None))
 
     def reset_parameters(self) -> None:
         """Weights as if they were 1, biases 0."""
@@ -134,7 +134,8 @@ class HeadNorm(UnfusedOperation):
         """Queries, keys ("key_" before names of parameters) and values (None), each [.., groups, heads, head_dim]."""
         groups = (self.kv_heads or 1) if self.packing == "interleaved" else 1
         keys = 0 if self.kv_heads is None else self.kv_heads // groups
-        counts = {"": self.heads // groups} | ({"key_": keys, None: keys} if keys else {})
+        queries = {"": self.heads // groups} if self.heads else {}
+        counts = queries | ({"key_": keys, None: keys} if keys else {})
         cut = [t.reshape(*t.shape[:-1], groups, sum(counts.values()), self.head_dim) for t in tensors]
         split = [t.split(list(counts.values()), -2) for t in cut]
         for k, role in enumerate(counts):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name
-from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads, one_of
+from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -30,7 +31,10 @@ class RotaryByAngles(UnfusedOperation):
         angles: the name of the angles in the call, or two, of the queries' and the keys'; cosines and sines by
             `cos_sin` instead.
         cos_sin: the names of both.
-        starts: the name of whole numbers [B]: the position of each sample's first row; where not given, 0.
+        starts: the name of whole numbers [B]: the position of each sample's first row; where not given, 0. Rows behind
+            the last angles turn as these say.
+        offsets: for layout="tokens", the name of whole numbers [N + 1]: x is [tokens, features], and sequence n begins
+            with token offsets[n].
         layout, packing, style: see `RotaryEmbedding`.
 
     Raises:
@@ -39,7 +43,7 @@ class RotaryByAngles(UnfusedOperation):
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
 
-    idles = True
+    idles_without = _TABLES
     prototype_arguments = {"head_dim": 8, "heads": 2}
     other_choices = {"layout": "batch_first", "style": "interleaved"}
 
@@ -52,16 +56,20 @@ class RotaryByAngles(UnfusedOperation):
         angles: str | tuple[str, str] = "rotary_pos_emb",
         cos_sin: tuple[str, str] | None = None,
         starts: str | None = None,
+        offsets: str | None = None,
         layout: str = "sequence_first",
         packing: str = "interleaved",
         style: str = "half",
     ) -> None:
         super().__init__()
+        one_of("layout", layout, (*LAYOUTS, TOKENS))
+        if (layout == TOKENS) != (offsets is not None):
+            raise ValueError(f'layout="tokens" takes offsets, and no other does, got {layout!r} with {offsets!r}')
         if kv_heads is not None:
-            PackedHeads(heads, kv_heads, head_dim, layout, packing)
+            PackedHeads(heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads = head_dim, heads, kv_heads
-        self.angles, self.cos_sin, self.starts = angles, cos_sin, starts
-        self.layout, self.packing = one_of("layout", layout, LAYOUTS), packing
+        self.angles, self.cos_sin, self.starts, self.offsets = angles, cos_sin, starts, offsets
+        self.layout, self.packing = layout, packing
         self.style = one_of("style", style, STYLES)
         for given in self.named_inputs().values():
             check_name(given.name)
@@ -73,26 +81,44 @@ class RotaryByAngles(UnfusedOperation):
             names = {"angles": self.angles}
         else:
             names = dict(zip(("angles", "key_angles"), self.angles, strict=True))
-        names |= {} if self.starts is None else {"starts": self.starts}
+        names |= {name: own for name in ("starts", "offsets") if (own := getattr(self, name)) is not None}
         return {argument: NamedInput(name, None, optional=True, gradient=False) for argument, name in names.items()}
 
     def infer(self, x: Spec) -> Spec:
         """As x."""
         if self.kv_heads is not None:
-            PackedHeads(self.heads, self.kv_heads, self.head_dim, self.layout, self.packing).check(
-                type(self).__name__, x
-            )
+            packed = PackedHeads(self.heads, self.kv_heads, self.head_dim, self._order, self.packing)
+            packed.check(type(self).__name__, self._lifted(x))
             return x
         check_floating(x)
         check_features(self, x, self.heads * self.head_dim)
-        if len(x.shape) != 3:
-            raise ValueError(f"RotaryByAngles takes [S, B, features] or [B, S, features], got {list(x.shape)}")
+        if len(self._lifted(x).shape) != 3:
+            takes = "[tokens, features]" if self.offsets else "[S, B, features] or [B, S, features]"
+            raise ValueError(f"RotaryByAngles takes {takes}, got {list(x.shape)}")
         return x
 
+    @property
+    def _order(self) -> str:
+        return "sequence_first" if self.offsets else self.layout
+
+    def _lifted(self, x: Spec) -> Spec:
+        """Tokens as one sample."""
+        tokens = self.offsets is not None and len(x.shape) == 2
+        return replace(x, shape=(x.shape[0], 1, x.shape[1])) if tokens else x
+
     def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
+        x = self._lifted(x)
         if len(x.shape) != 3:
             return  # infer says what is wrong
-        sequence, batch = (x.shape[k] for k in LAYOUTS[self.layout])
+        sequence, batch = (x.shape[k] for k in LAYOUTS[self._order])
+        offsets = inputs.get("offsets")
+        if self.offsets is not None:
+            if offsets is None or len(offsets.shape) != 1 or offsets.dtype.is_floating_point:
+                got = "none" if offsets is None else f"{offsets.dtype} {[*offsets.shape]}"
+                raise ValueError(f"RotaryByAngles: {self.offsets} are whole numbers [sequences + 1], got {got}")
+            sequence, starting = 0, offsets.shape[0] - 1
+        else:
+            starting = batch
         if ("cos" in inputs) != ("sin" in inputs):
             raise ValueError("RotaryByAngles takes cosines and sines together, got one of them alone")
         for name in (n for n in _TABLES if n in inputs):
@@ -106,13 +132,15 @@ class RotaryByAngles(UnfusedOperation):
             if not given.dtype.is_floating_point:
                 raise TypeError(f"RotaryByAngles: {name} are floating-point numbers, got {given.dtype}")
         starts = inputs.get("starts")
-        if starts is not None and (starts.shape != (batch,) or starts.dtype.is_floating_point):
+        if starts is not None and (starts.shape != (starting,) or starts.dtype.is_floating_point):
             raise ValueError(
-                f"RotaryByAngles: starts are whole numbers [{batch}], got {starts.dtype} {list(starts.shape)}"
+                f"RotaryByAngles: starts are whole numbers [{starting}], got {starts.dtype} {list(starts.shape)}"
             )
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        return (Gradient(("input",), tuple(n for n in (*_TABLES, "starts") if n in names), "input_gradient"),)
+        return (
+            Gradient(("input",), tuple(n for n in (*_TABLES, "starts", "offsets") if n in names), "input_gradient"),
+        )
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
         return self._turned(call, x, self._turn)
@@ -122,13 +150,15 @@ class RotaryByAngles(UnfusedOperation):
         return {"input": self._turned(call, dy, self._turn_back)}
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
-        return alike(self, features, head_dim=features, heads=1, kv_heads=None)
+        layout = {"layout": "sequence_first", "offsets": None} if self.offsets else {}
+        return alike(self, features, head_dim=features, heads=1, kv_heads=None, **layout)
 
     def _turned(self, call: OpCall, x: torch.Tensor, turn: Any) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
+        shape, x = x.shape, x if self.offsets is None else x[:, None]
         tables = self._tables(call, x, wide)
         if tables is None:
-            return x.view_as(x)
+            return x.view(shape)
         groups = (self.kv_heads or 1) if self.packing == "interleaved" else 1
         heads = x.reshape(*x.shape[:2], groups, x.shape[2] // (groups * self.head_dim), self.head_dim)
         count = self.heads // groups
@@ -137,7 +167,7 @@ class RotaryByAngles(UnfusedOperation):
             self._with_others(part, table, turn, wide)
             for part, table in zip(heads.split([count, keys, heads.shape[3] - count - keys], 3), tables, strict=True)
         ]
-        return torch.cat(parts, 3).view(x.shape)
+        return torch.cat(parts, 3).view(shape)
 
     def _with_others(self, heads: torch.Tensor, table: Any, turn: Any, wide: torch.dtype) -> torch.Tensor:
         if table is None or not heads.numel():
@@ -172,12 +202,25 @@ class RotaryByAngles(UnfusedOperation):
 
     def _placed(self, call: OpCall, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The rows of a table that x has, as they broadcast against heads."""
-        sequence, batch = LAYOUTS[self.layout]
+        sequence, batch = LAYOUTS[self._order]
         length, samples, starts = x.shape[sequence], x.shape[batch], call.get("starts")
+        if self.offsets is not None:
+            return given[self._places(call, length)].unsqueeze(2)
         if starts is None:
             rows = given[:length]
         else:
             places = starts.to(x.device) + torch.arange(length, device=x.device)[:, None]
+            places = places.clamp(max=given.shape[0] - 1)  # padding may lie behind the table
             rows = given.expand(-1, samples, -1, -1)[places, torch.arange(samples, device=x.device)]
         rows = rows.unsqueeze(2)
         return rows if sequence == 0 else rows.transpose(0, 1)
+
+    def _places(self, call: OpCall, tokens: int) -> torch.Tensor:
+        """The position of each token in its sequence; those behind the last one are at 0."""
+        offsets, starts = call["offsets"].long(), call.get("starts")
+        at = torch.arange(tokens, device=offsets.device)
+        sequence = torch.bucketize(at, offsets[1:], right=True)
+        places = at - offsets[sequence]
+        if starts is not None:
+            places = places + torch.cat((starts.long(), starts.new_zeros(1, dtype=torch.long)))[sequence]
+        return places.masked_fill(sequence == len(offsets) - 1, 0)

@@ -30,12 +30,14 @@ class Promises:
         self._inputs = tuple((name, slots[ref]) for name, ref in step.inputs)
         self._outputs = tuple((ref, slots[ref]) for ref in step.writes())
         covered = [plan.graph.nodes[k] for k in range(step.start, step.stop)]
+        self._written = {name for node in covered for name in node.op.writes}
         direction = "forward" if any(step is s for s in plan.forward) else "backward"
         self.label = f"{direction} step {step.name!r} over {', '.join(node.label for node in covered)}"
 
     def before(self, slots: Slots) -> dict[str, torch.Tensor]:
         """What the step reads, to be compared with what is there when it has run."""
-        return {name: slots[k].clone() for name, k in self._inputs if isinstance(slots[k], torch.Tensor)}
+        looked_at = [(name, slots[k]) for name, k in self._inputs if name not in self._written]
+        return {name: t.clone() for name, t in looked_at if isinstance(t, torch.Tensor)}
 
     def broken(self, slots: Slots, before: Mapping[str, torch.Tensor]) -> Iterator[str]:
         """Which of its promises the step did not keep, in words."""

@@ -27,13 +27,13 @@ def meaning(op: ops.HeadNorm, x: torch.Tensor) -> torch.Tensor:
         return normed(op, x.unflatten(-1, (op.heads, D)), "").flatten(-2)
     groups = op.kv_heads if op.packing == "interleaved" else 1
     queries, others = op.heads // groups, op.kv_heads // groups
-    q, k, v = x.unflatten(-1, (groups, -1, D)).split([queries, others, others], -2)
-    return torch.cat((normed(op, q, ""), normed(op, k, "key_"), v), -2).flatten(-3)
+    q, k, v = x.unflatten(-1, (groups, queries + 2 * others, D)).split([queries, others, others], -2)
+    return torch.cat((normed(op, q, "") if op.heads else q, normed(op, k, "key_"), v), -2).flatten(-3)
 
 
 @pytest.mark.parametrize("packing", ["interleaved", "blocked"])
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm", "L2Normalization"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2), (3, None)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2), (3, None), (0, 2)])
 def test_values_and_gradients(packing: str, norm: str, heads: int, kv_heads: int | None) -> None:
     for centered in (False, True):
         op = ops.HeadNorm(D, heads=heads, kv_heads=kv_heads, norm=norm, packing=packing, zero_centered_gamma=centered)

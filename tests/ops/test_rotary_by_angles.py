@@ -87,6 +87,31 @@ def test_rounded_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(exact, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+def test_sequences_one_behind_the_other(kv_heads: int | None, dtype: torch.dtype) -> None:
+    """Each token by its place in its sequence, which may begin later; what lies behind the last stays in range."""
+    how = {"heads": 2, "kv_heads": kv_heads}
+    model = te_fuser.Sequential(ops.RotaryByAngles(D, layout="tokens", offsets="ends", starts="first", **how))
+    alone = te_fuser.Sequential(ops.RotaryByAngles(D, starts="first", **how))
+    features = (2 + 2 * (kv_heads or 0)) * D
+    x, angles = normal(12, features).to(dtype), angles_of("half").float()
+    ends, first = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 1, 2])
+    for starts in (None, first):
+        y, dx = gradients(model, x, rotary_pos_emb=angles, ends=ends, first=starts)
+        dy = normal(*y.shape, seed=5).to(dtype)
+        for n in (0, 2):
+            where = slice(ends[n], ends[n + 1])
+            part = x[where, None].detach().requires_grad_()
+            want = alone(part, rotary_pos_emb=angles, first=None if starts is None else starts[n : n + 1])
+            torch.testing.assert_close(y[where], want[:, 0])
+            torch.testing.assert_close(dx[where], torch.autograd.grad(want, part, dy[where, None])[0][:, 0])
+    with pytest.raises(ValueError, match=r"ends are whole numbers \[sequences \+ 1\], got none"):
+        model(x, rotary_pos_emb=angles)
+    with pytest.raises(ValueError, match="takes offsets, and no other does"):
+        ops.RotaryByAngles(D, layout="tokens", heads=2)
+
+
 def test_what_is_not_given_costs_nothing() -> None:
     """A list plans as if the op was not there, alone and in the middle."""
     op, x = ops.RotaryByAngles(D, heads=2, kv_heads=1), normal(S, B, 4 * D).float().requires_grad_()

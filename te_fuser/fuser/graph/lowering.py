@@ -15,9 +15,14 @@ Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
 
 
 def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
-    """The list without the ops that do nothing in this call, which gives none of their inputs."""
+    """The list without the ops that do nothing in this call, as what they work by is not there."""
     known = {*call.named, *[name for item in listed for name in item.names_out]}
-    return [item for item in listed if not item.lowered.op.idles or known.intersection(item.names_in.values())]
+
+    def works(item: ListedOp) -> bool:
+        by = item.lowered.op.idles_without
+        return not by or any(argument in by and name in known for argument, name in item.names_in.items())
+
+    return [item for item in listed if works(item)]
 
 
 PASSES: tuple[Pass, ...] = (without_idle, autocast)

@@ -1,0 +1,120 @@
+"""KeyValueCache: keys and values of new positions behind those of earlier calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
+from te_fuser.ops.checks import check_name
+from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads
+from te_fuser.ops.unfused_operation import UnfusedOperation
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class KeyValueCache(UnfusedOperation):
+    """Write keys and values of packed heads into caches of the call, and go on with the queries: y = q.
+
+    Caches are [L + 1, B, kv_heads * head_dim], in the order of the layout. Row s of sample b goes to position
+    starts[b] + s of it; rows from counts[b] on, and what would lie behind L, go to the last one, which nobody reads. So
+    an attention of keys that are apart, with key_lengths = starts + counts, sees earlier calls too. Nothing waits for
+    the device.
+
+    Args:
+        head_dim: features of one head.
+        heads: query heads.
+        kv_heads: key and value heads.
+        key_cache, value_cache: the names of the caches in the call, which are written to.
+        starts, counts: the names of whole numbers [B].
+        layout, packing: see `PackedHeads`.
+
+    Raises:
+        ValueError, TypeError: in a call, for tensors of other shapes or kinds.
+        RuntimeError: in backward.
+    """
+
+    writes = ("key_cache", "value_cache")
+    prototype_arguments = {"head_dim": 8, "heads": 2, "kv_heads": 1}
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        key_cache: str = "key_cache",
+        value_cache: str = "value_cache",
+        starts: str = "starts",
+        counts: str = "counts",
+        layout: str = "sequence_first",
+        packing: str = "interleaved",
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.heads, self.kv_heads = head_dim, heads, kv_heads
+        self.key_cache, self.value_cache = check_name(key_cache), check_name(value_cache)
+        self.starts, self.counts = check_name(starts), check_name(counts)
+        self.layout, self.packing = layout, packing
+        self._heads()
+
+    def _heads(self) -> PackedHeads:
+        return PackedHeads(self.heads, self.kv_heads, self.head_dim, self.layout, self.packing)
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        names = {name: getattr(self, name) for name in ("key_cache", "value_cache", "starts", "counts")}
+        return {argument: NamedInput(name, None, gradient=False) for argument, name in names.items()}
+
+    def infer(self, x: Spec) -> Spec:
+        """The queries."""
+        self._heads().check(type(self).__name__, x)
+        return x.with_features(self.heads * self.head_dim)
+
+    def check_inputs(self, x: Spec, inputs: Mapping[str, Spec]) -> None:
+        if len(x.shape) != 3:
+            return  # infer says what is wrong
+        sequence, batch = LAYOUTS[self.layout]
+        samples, features = x.shape[batch], self.kv_heads * self.head_dim
+        for argument in ("key_cache", "value_cache"):
+            spec = inputs[argument]
+            fits = len(spec.shape) == 3 and spec.shape[batch] == samples and spec.shape[2] == features
+            if not fits or spec.shape[sequence] < 1:
+                raise ValueError(
+                    f"KeyValueCache: a {argument} has {samples} samples of {features} features, in the order of "
+                    f"{self.layout!r}, got {list(spec.shape)}"
+                )
+            if spec.dtype != x.dtype:
+                raise TypeError(
+                    f"KeyValueCache: the {argument} is {spec.dtype}, and what is new {x.dtype}: use one dtype"
+                )
+        for argument in ("starts", "counts"):
+            spec = inputs[argument]
+            if spec.shape != (samples,) or spec.dtype not in _INTEGERS:
+                raise ValueError(
+                    f"KeyValueCache: {argument} are whole numbers [{samples}], got {spec.dtype} {list(spec.shape)}"
+                )
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return (Gradient(("input",), (), "no_gradient"),)
+
+    def no_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """None: what later calls read of the caches is not known.
+
+        Raises:
+            RuntimeError: in each call.
+        """
+        raise RuntimeError("KeyValueCache has no gradient: call the model under torch.no_grad()")
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        heads = self._heads()
+        q, k, v = heads.split(x.detach())
+        sequence, batch = LAYOUTS[self.layout]
+        rows = torch.arange(x.shape[sequence], device=x.device)
+        places = call["starts"].long() + rows[:, None]  # [S, B]
+        last = call["key_cache"].shape[sequence] - 1
+        places = places.masked_fill(rows[:, None] >= call["counts"], last).clamp_(max=last)
+        samples = torch.arange(x.shape[batch], device=x.device).expand_as(places)
+        index = (places, samples) if sequence == 0 else (samples, places)
+        for cache, part in ((call["key_cache"], k), (call["value_cache"], v)):
+            cache.index_put_(index, part.permute(2, 0, 1, 3).flatten(2))
+        return heads.merge_output(q)
