@@ -8,7 +8,19 @@ from te_fuser.from_torch import from_torch
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
 from te_fuser.ops import FusableOperation
-from te_fuser.presets import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from te_fuser.presets import (
+    DotProductAttention,
+    InferenceParams,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
+)
 from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
@@ -16,19 +28,25 @@ from te_fuser.verify import VerificationError, VerifyReport, verify
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DotProductAttention",
     "FusableOperation",
     "Fuser",
     "GraphedModel",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
     "Residual",
+    "RotaryPositionEmbedding",
     "Sequential",
+    "TransformerLayer",
     "Variants",
     "VerificationError",
     "VerifyReport",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
     "config",

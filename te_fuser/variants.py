@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Variants(Sequential):
     def __init__(self, *ops: Any, **options: Any) -> None:
         super().__init__(*ops, **options)
         self._variants: OrderedDict[Hashable, tuple[Sequential, list[torch.nn.Module]]] = OrderedDict()
-        self._made_from: list[torch.nn.Module | None] = []
+        self._made_from: list[tuple[Mapping[str, torch.nn.Module | None], list[torch.nn.Module | None]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_variants": OrderedDict(), "_made_from": []}
@@ -35,16 +35,23 @@ class Variants(Sequential):
         """The ops of a variant: ones of this list, and others bound to its parameters by `ops.Bound`."""
         raise NotImplementedError(f"{type(self).__name__} must define variant_ops(self, **how)")
 
+    def _is_made_from_now(self) -> bool:
+        """Whether this list and those in it have the members that the variants were made from."""
+        made_from = self._made_from
+        return bool(made_from) and all([*members.values()] == then for members, then in made_from)
+
     def variant(self, **how: Hashable) -> Sequential:
         """The list for calls of this kind, to be called, planned and explained as any other."""
-        members: list[torch.nn.Module | None] = list(self._modules.values())
-        if members != self._made_from:
+        if not self._is_made_from_now():
             self._variants.clear()
-            self._made_from = members
+            self._made_from = [
+                (m._modules, list(m._modules.values())) for m in self.modules() if isinstance(m, Sequential)
+            ]
         key = tuple(how.items())
         found = self._variants.get(key)
         if found is None:
             made = Sequential(*self.variant_ops(**how))
+            made.shares_names = self.shares_names
             own = set(self.modules())
             found = made, [m for m in made.modules() if m not in own]
             self._variants[key] = found

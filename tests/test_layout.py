@@ -53,7 +53,7 @@ KNOWS = {
     },
     "recipe": set(),
     "utils": {"recipe"},
-    "presets": {"ops", "checkpointing", "flatten", "variants"},
+    "presets": {"ops", "checkpointing", "flatten", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).

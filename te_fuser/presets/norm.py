@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -61,6 +61,7 @@ class Norm:
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: the factor is 1 + weight, which starts at 0.
         output: the name by which calls can ask for what it gives; None: they cannot.
+        fork: the name by which later ops of the lists around read it; None: none does.
 
     Raises:
         TypeError, ValueError: naming the argument, and what it takes.
@@ -71,6 +72,7 @@ class Norm:
     normalization: str = "LayerNorm"
     zero_centered_gamma: bool = False
     output: str | None = None
+    fork: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or not self.eps >= 0:
@@ -90,6 +92,8 @@ class Norm:
         yield ops.Bound(norm, preset, **{name: prefix + name for name in norm.parameter_names()})
         if self.output is not None:
             yield ops.Output(self.output)
+        if self.fork is not None:
+            yield ops.Fork(self.fork)
 
     def to_torch(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Module:
         """torch.nn's norm with the same function, over copies of these parameters."""
@@ -97,6 +101,13 @@ class Norm:
         made: torch.nn.Module = kind(weight.shape, self.eps, device=weight.device, dtype=weight.dtype)
         factor = weight.detach() + 1 if self.zero_centered_gamma else weight
         return filled(made, weight=factor, bias=bias)
+
+
+def share_norm(preset: Any, name: str) -> None:
+    """Let later ops of the list around a preset read by `name` what the norm at its head gives."""
+    preset.norm = replace(preset.norm, fork=name)
+    preset.shares_names = True
+    preset.relist()
 
 
 def filled(module: torch.nn.Module, **tensors: torch.Tensor | None) -> torch.nn.Module:

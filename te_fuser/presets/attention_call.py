@@ -1,0 +1,369 @@
+"""What a call says of an attention: which variant of the op it takes, and the tensors that this reads by name."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from te_fuser import ops
+from te_fuser.presets.arguments import check_choice, check_flag
+
+Window = tuple[int | None, int | None] | None
+
+MASK_TYPES = (
+    "no_mask",
+    "causal",
+    "padding",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+LAYOUTS = {"sbhd": "sequence_first", "bshd": "batch_first", "thd": "tokens"}
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+# What calls of an attention may say of it, by keyword.
+ARGUMENTS = (
+    "attention_mask",
+    "attn_mask_type",
+    "window_size",
+    "bottom_right_diagonal",
+    "qkv_format",
+    "core_attention_bias_type",
+    "core_attention_bias",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "fast_zero_fill",
+    "pad_between_seqs",
+)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A variant of an attention.
+
+    Attributes:
+        mask_type: one of `MASK_TYPES`.
+        window: (left, right), how many positions a query sees on each side; None: all.
+        bottom_right: whether the last query stands at the last key, else the first at the first.
+        qkv_format: "sbhd", "bshd" or "thd".
+        padded_by: what says the padding: a "mask", "keys" for a mask of the keys alone, "lengths" of samples; in "thd"
+            "offsets" of sequences, or "offsets and lengths"; "cache": how far caches are filled.
+        keys_alike: in "thd", whether the keys' sequences are the queries'.
+        longest: in "thd", no sequence is longer.
+        bias: "none", "given", "alibi" or "slopes".
+        mask: the name of its mask in the call.
+    """
+
+    mask_type: str = "causal"
+    window: Window = None
+    bottom_right: bool = False
+    qkv_format: str = "sbhd"
+    padded_by: str = "mask"
+    keys_alike: bool = False
+    longest: int | None = None
+    bias: str = "none"
+    mask: str = "attention_mask"
+
+    @classmethod
+    def of(cls, mask_type: Any, window_size: Any, bottom_right_diagonal: Any, qkv_format: Any) -> AttentionCall:
+        """That of a preset that was made with these arguments.
+
+        Raises:
+            TypeError, ValueError: naming the argument, and what it takes.
+        """
+        qkv_format = check_choice("qkv_format", qkv_format, LAYOUTS)
+        made = cls("no_mask", qkv_format=qkv_format, padded_by="offsets" if qkv_format == "thd" else "mask")
+        return made.changed(mask_type, window_size, bottom_right_diagonal)
+
+    def changed(
+        self, mask_type: Any = None, window_size: Any = None, bottom_right_diagonal: Any = None
+    ) -> AttentionCall:
+        """The same with another mask, as far as these are not None; a mask's type says the corner, unless it is given.
+
+        Raises:
+            TypeError, ValueError: naming the argument, and what it takes.
+        """
+        found = self
+        if mask_type is not None:
+            kind = check_choice("attn_mask_type", _in_one_word(mask_type), MASK_TYPES)
+            found = replace(found, mask_type=kind, bottom_right=kind not in ("causal", "padding_causal"))
+        if window_size is not None:
+            found = replace(found, window=_window(window_size))
+        if bottom_right_diagonal is not None:
+            found = replace(found, bottom_right=check_flag("bottom_right_diagonal", bottom_right_diagonal))
+        return found
+
+    def named(self, mask: str) -> AttentionCall:
+        """The same, whose mask is called so."""
+        return replace(self, mask=mask)
+
+    @property
+    def causal(self) -> bool:
+        """Whether later positions are hidden."""
+        return "causal" in self.mask_type
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether a boolean tensor says what is hidden."""
+        return self.mask_type == "arbitrary" or "padding" in self.mask_type and self.padded_by in ("mask", "keys")
+
+    @property
+    def begins(self) -> str:
+        """The name of where sequences of "thd" begin."""
+        return "cu_seqlens_q_padded" if "lengths" in self.padded_by else "cu_seqlens_q"
+
+    def with_caches(self, who: str) -> AttentionCall:
+        """The variant that continues sequences: the last token sees the last key.
+
+        Raises:
+            ValueError: where a tensor or sequences one behind the other would have to say what is hidden.
+        """
+        if self.mask_type == "arbitrary" or self.qkv_format == "thd":
+            what = "attn_mask_type='arbitrary'" if self.mask_type == "arbitrary" else "qkv_format='thd'"
+            raise ValueError(f"{who}: {what} with inference_params: give 'causal' masks, and 'sbhd' or 'bshd'")
+        return replace(self, bottom_right=True, padded_by="cache")
+
+    def hides(self, apart: bool) -> ops.AttentionMask:
+        """What is hidden, of keys that are packed with the queries or apart."""
+        counts = self.causal or self.window is not None or self.bias in ("alibi", "slopes")
+        # Of packed heads there are as many keys as queries: both corners are the same.
+        corner = "bottom_right" if apart and counts and self.bottom_right else "top_left"
+        return ops.AttentionMask(causal=self.causal, corner=corner, window=self.window, **self._named(apart))
+
+    def _named(self, apart: bool) -> dict[str, Any]:
+        if self.padded_by == "cache":
+            return {"lengths": "counts", "key_lengths": "filled"}
+        if self.mask_type == "arbitrary":
+            return {"given": self.mask}
+        found: dict[str, Any] = {}
+        if self.qkv_format == "thd":
+            found |= {"offsets": self.begins, "longest": self.longest}
+            if apart and not self.keys_alike:
+                found["key_offsets"] = self.begins.replace("_q", "_kv")
+        elif "padding" in self.mask_type and self.padded_by in ("mask", "keys"):
+            ours, theirs = (f"{self.mask}_q", f"{self.mask}_kv") if apart else (self.mask, "")
+            found |= {"padding": ours} if self.padded_by == "mask" else {}
+            found |= {"key_padding": theirs} if apart else {}
+        if "lengths" in self.padded_by and (self.qkv_format == "thd" or "padding" in self.mask_type):
+            found["lengths"] = "seqlens_q"
+            found |= {"key_lengths": "seqlens_kv"} if apart else {}
+        return found
+
+    def scores(self, soft_cap: float, sink: str) -> ops.AttentionScores:
+        """What is done to the scores."""
+        alibi = "alibi_slopes" if self.bias == "slopes" else self.bias == "alibi"
+        bias = "core_attention_bias" if self.bias == "given" else None
+        return ops.AttentionScores(soft_cap=soft_cap, bias=bias, alibi=alibi, sink=sink)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """An attention that calls ask something of.
+
+    Attributes:
+        who: what errors call it.
+        default: the variant of a call that says nothing.
+        apart: whether keys and values are apart from queries.
+        scale: the factor on its scores.
+        cross: whether keys are another tensor's than queries.
+    """
+
+    who: str
+    default: AttentionCall
+    apart: bool
+    scale: float
+    cross: bool = False
+
+    def understood(
+        self, given: Mapping[str, Any], caches: bool = False
+    ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
+        """The variant for these arguments, among `ARGUMENTS`, and the tensors that it reads.
+
+        Args:
+            caches: whether caches say how long sequences are.
+
+        Raises:
+            TypeError, ValueError: for what it does not take, or what is missing.
+        """
+        call = self.default
+        if given.get("qkv_format") is not None:
+            qkv_format = check_choice("qkv_format", given["qkv_format"], LAYOUTS)
+            call = replace(call, qkv_format=qkv_format, padded_by="offsets" if qkv_format == "thd" else "mask")
+        if self.default.mask_type == "no_mask" and self.cross and given.get("attn_mask_type") is None:
+            call = self._by_mask(call, given.get("attention_mask"))
+        call = call.changed(*[given.get(name) for name in ("attn_mask_type", "window_size", "bottom_right_diagonal")])
+        call, tensors = (call.with_caches(self.who), {}) if caches else self._padding(call, given)
+        call, added = self._bias(call, given)
+        return call, {**tensors, **added}
+
+    def _by_mask(self, call: AttentionCall, mask: Any) -> AttentionCall:
+        """No type is said: a mask that is given has the one that it looks like."""
+        if mask is None or call.qkv_format == "thd":
+            return call
+        return call.changed("padding" if isinstance(mask, (tuple, list)) else "arbitrary")
+
+    def _padding(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
+        ours, theirs = given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")
+        mask = given.get("attention_mask")
+        if call.qkv_format == "thd" and call.mask_type != "arbitrary":
+            self._refuse_mask(call, mask)
+            return self._sequences(call, given)
+        if call.mask_type == "arbitrary":
+            if call.qkv_format == "thd":
+                raise ValueError(f"{self.who}: qkv_format='thd' takes no {_type(call)}: sequences differ in length")
+            if mask is None:
+                raise ValueError(f"{self.who}: {_type(call)} reads a mask: give {call.mask}=..., True = hidden")
+            return call, {call.mask: _boolean(self.who, call.mask, mask)}
+        if "padding" not in call.mask_type:
+            self._refuse_mask(call, mask)
+            return call, {}
+        if mask is not None:
+            return self._padded_by_mask(call, mask)
+        if ours is None:
+            raise ValueError(
+                f"{self.who}: {_type(call)} reads what is padding: give {call.mask}=..., [batch, 1, 1, positions] with "
+                "True = padding, or cu_seqlens_q=... [batch + 1]"
+            )
+        lengths = {"seqlens_q": ours.diff()}
+        if self.apart:
+            lengths["seqlens_kv"] = lengths["seqlens_q"] if theirs is None or theirs is ours else theirs.diff()
+        return replace(call, padded_by="lengths"), lengths
+
+    def _padded_by_mask(self, call: AttentionCall, mask: Any) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
+        if not self.apart:
+            return replace(call, padded_by="mask"), {call.mask: _boolean(self.who, call.mask, mask)}
+        if isinstance(mask, torch.Tensor) and not self.cross:
+            mask = (mask, mask)
+        if not isinstance(mask, (tuple, list)) or len(mask) != 2 or mask[1] is None:
+            raise TypeError(
+                f"{self.who}: {call.mask} of keys apart is a pair of masks, of queries (or None) and of keys, got "
+                f"{mask if not isinstance(mask, torch.Tensor) else 'one tensor'}: give (query_mask, key_mask)"
+            )
+        ours, theirs = mask
+        tensors = {f"{call.mask}_kv": _boolean(self.who, call.mask, theirs)}
+        if ours is None:
+            return replace(call, padded_by="keys"), tensors
+        return replace(call, padded_by="mask"), {f"{call.mask}_q": _boolean(self.who, call.mask, ours), **tensors}
+
+    def _sequences(
+        self, call: AttentionCall, given: Mapping[str, Any]
+    ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
+        """Of "thd": where sequences begin, and how long they are where padding lies between them."""
+        found: dict[str, torch.Tensor] = {}
+        sides = ("q", "kv") if self.apart else ("q",)
+        lengths = [length for side in sides if (length := given.get(f"max_seqlen_{side}")) is not None]
+        if lengths:  # as few variants as there are powers of two
+            call = replace(call, longest=1 << (max(*lengths, 1) - 1).bit_length())
+        for side in sides:
+            ends, begins = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
+            if ends is None and side == "q":
+                raise ValueError(f"{self.who}: qkv_format='thd' takes cu_seqlens_q=..., [sequences + 1] whole numbers")
+            if ends is not None:
+                found[f"cu_seqlens_{side}"] = ends
+            if ends is not None and begins is not None:
+                found |= {f"cu_seqlens_{side}_padded": begins, f"seqlens_{side}": ends.diff()}
+        alike = found.get("cu_seqlens_kv") is None or found["cu_seqlens_kv"] is found["cu_seqlens_q"]
+        if "seqlens_q" not in found:
+            return replace(call, padded_by="offsets", keys_alike=self.apart and alike), _without(found, alike, "")
+        if self.apart and "seqlens_kv" not in found:
+            found["seqlens_kv"] = found["seqlens_q"] if alike else found["cu_seqlens_kv"].diff()
+            found["cu_seqlens_kv_padded"] = found["cu_seqlens_q_padded"] if alike else found["cu_seqlens_kv"]
+        found = {name: t for name, t in found.items() if name not in ("cu_seqlens_q", "cu_seqlens_kv")}
+        call = replace(call, padded_by="offsets and lengths", keys_alike=self.apart and alike)
+        return call, _without(found, alike, "_padded")
+
+    def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
+        if mask is not None:
+            say_once(
+                f"{self.who}: {_type(call)} reads no mask, and the {call.mask} that calls give changes nothing: leave "
+                "it out, or give a type that reads it ('padding', 'padding_causal' or 'arbitrary')"
+            )
+
+    def _bias(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
+        kind = check_choice("core_attention_bias_type", given.get("core_attention_bias_type") or "no_bias", BIAS_TYPES)
+        bias, slopes = given.get("core_attention_bias"), given.get("alibi_slopes")
+        if (bias is not None) != kind.endswith("scale_bias"):
+            what = "a core_attention_bias" if bias is not None else "no core_attention_bias"
+            raise ValueError(
+                f"{self.who}: core_attention_bias_type={kind!r} with {what}: a bias is added by 'post_scale_bias' or "
+                "'pre_scale_bias', and by these alone"
+            )
+        if slopes is not None and kind != "alibi":
+            raise ValueError(f"{self.who}: alibi_slopes are for core_attention_bias_type='alibi', got {kind!r}")
+        if bias is not None:
+            added = bias * self.scale if kind == "pre_scale_bias" else bias
+            return replace(call, bias="given"), {"core_attention_bias": added}
+        if kind != "alibi":
+            return call, {}
+        return replace(call, bias="alibi" if slopes is None else "slopes"), (
+            {} if slopes is None else {"alibi_slopes": slopes}
+        )
+
+
+def check_arguments(who: str, given: Mapping[str, Any], others: tuple[str, ...] = ()) -> None:
+    """Refuse keywords of a call that nobody knows, and values that ask for what is missing.
+
+    Raises:
+        TypeError: naming the nearest.
+    """
+    for name in given:
+        if name not in ARGUMENTS and name not in others:
+            close = difflib.get_close_matches(name, (*ARGUMENTS, *others), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{who} takes no argument {name!r} in a call{hint}")
+
+
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Warn, unless the process was told the same before."""
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=5)
+
+
+def _type(call: AttentionCall) -> str:
+    name = "enc_dec_attn_mask_type" if call.mask.startswith("enc_dec") else "attn_mask_type"
+    return f"{name}={call.mask_type!r}"
+
+
+def _without(found: dict[str, torch.Tensor], alike: bool, suffix: str) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in found.items() if not (alike and name == f"cu_seqlens_kv{suffix}")}
+
+
+def _in_one_word(mask_type: Any) -> Any:
+    """ "padding,causal", either way round, is "padding_causal"."""
+    if not isinstance(mask_type, str) or "," not in mask_type:
+        return mask_type
+    return "_".join(sorted((word.strip() for word in mask_type.split(",")), reverse=True))
+
+
+def _window(given: Any) -> Window:
+    sides = tuple(given) if isinstance(given, (tuple, list)) else ()
+    if len(sides) != 2 or any(not isinstance(side, int) or side < -1 for side in sides):
+        raise ValueError(f"window_size is (left, right), how many positions on each side, -1 for all; got {given!r}")
+    left, right = (None if side == -1 else side for side in sides)
+    return None if left is None and right is None else (left, right)
+
+
+def _boolean(who: str, name: str, mask: Any) -> torch.Tensor:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{who}: {name} is a boolean tensor, True = hidden, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"{who}: {name} is {mask.dtype}, and masks are boolean, True = hidden: of one that is added to the scores "
+            f"give {name} < 0, of one where 1 means seen give {name} == 0"
+        )
+    return mask

@@ -1,0 +1,186 @@
+"""DotProductAttention: queries, keys and values that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser import ops
+from te_fuser.ops.attention_heads import PACKINGS
+from te_fuser.presets.arguments import Placed, check_choice, check_flag, check_size
+from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
+from te_fuser.presets.base import Preset, cut
+
+KEYS = "keys "  # before a packing: of keys and values alone, which a cross attention has projected together
+CACHES = "caches"  # in place of a packing: keys and values lie in the caches of the call
+SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
+
+
+@dataclass(frozen=True)
+class DotProductAttentionArguments(Placed):
+    """What `DotProductAttention` takes as keywords, as it says, and where heads lie in the list of another preset."""
+
+    num_gqa_groups: int | None = None
+    qkv_format: str = "sbhd"
+    attn_mask_type: str = "causal"
+    window_size: Any = None
+    bottom_right_diagonal: bool | None = None
+    softmax_scale: float | None = None
+    softmax_type: str = "vanilla"
+    softcap: float = 0.0
+    layer_number: int | None = None
+    attention_type: str = "self"
+    get_rng_state_tracker: Callable[[], Any] | None = None
+    rng_tracker_name: str | None = None
+    packing: str = "apart"
+    mask: str = "attention_mask"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("attention_type", self.attention_type, ("self", "cross"))
+        check_choice("softmax_type", self.softmax_type, SINKS)
+        if self.layer_number is not None:
+            check_size("layer_number", self.layer_number)
+
+    def call(self) -> AttentionCall:
+        """The call that changes nothing."""
+        masked = (self.attn_mask_type, self.window_size, self.bottom_right_diagonal)
+        return AttentionCall.of(*masked, self.qkv_format).named(self.mask)
+
+
+class DotProductAttention(Preset):
+    """softmax(q k^T * scale, masked) v for each head; a row that sees nothing gives zeros.
+
+    In a list it reads queries [S, B, heads * channels], and keys and values as `key_layer` and `value_layer`.
+
+    Args:
+        num_attention_heads: heads of the queries.
+        kv_channels: features of a head, or (of keys, of values).
+        num_gqa_groups: heads of keys and values; None: as many as of queries.
+        attention_dropout: probability that a weight of a key is dropped.
+        qkv_format: "sbhd" [S, B, H, D], "bshd", or "thd": sequences one behind the other, by `cu_seqlens_q`.
+        attn_mask_type: "no_mask", "causal", "padding", "padding_causal", "causal_bottom_right",
+            "padding_causal_bottom_right" or "arbitrary".
+        window_size: (left, right), how many positions a query sees on each side, -1 for all.
+        bottom_right_diagonal: whether causality and windows count from the last query and key; None: as the mask's type
+            says.
+        softmax_scale: None: 1 / sqrt(channels).
+        softmax_type: "vanilla"; "off-by-one" has a logit 0 beside the keys, "learnable" the parameter `softmax_offset`
+            [heads].
+        softcap: scores become softcap * tanh(scores / softcap); 0: they stay.
+        layer_number: where it stands in a model, from 1 on.
+        attention_type: "self" or "cross".
+        **keywords: these, where parameters are, see `te_fuser.presets.arguments.Placed`, and options of lists.
+    """
+
+    flattens = True
+    arguments = DotProductAttentionArguments
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(num_gqa_groups=num_gqa_groups, **keywords)
+        said = self.common
+        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        if len(channels) != 2:
+            raise ValueError(f"kv_channels is a size, or (of keys, of values), got {kv_channels!r}")
+        self.channels = tuple(check_size("kv_channels", size) for size in channels)
+        self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
+        self.num_gqa_groups = groups_of(num_attention_heads, num_gqa_groups)
+        self.attention_dropout, self.layer_number = attention_dropout, said.layer_number
+        self.softmax_scale = self.channels[0] ** -0.5 if said.softmax_scale is None else said.softmax_scale
+        cross = said.attention_type == "cross"
+        self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
+        if said.softmax_type == "learnable":
+            self.declare("softmax_offset", [self.share(num_attention_heads)], 0.0, **cut(0, False))
+        self.reset_parameters()
+        self.relist()
+
+    def variant_ops(  # type: ignore[override]
+        self, call: AttentionCall | None = None, packing: str | None = None
+    ) -> Iterator[ops.FusableOperation]:
+        """The op of a call, with heads packed as it says."""
+        call = call or self.asking.default
+        softmax, packing = SINKS[self.common.softmax_type], packing or self.common.packing
+        packed = packing in PACKINGS
+        op = ops.DotProductAttention(
+            self.share(self.num_attention_heads),
+            self.channels[0],
+            kv_heads=self.share(self.num_gqa_groups),
+            mask=call.hides(not packed),
+            dropout=self.attention_dropout,
+            scale=self.softmax_scale,
+            layout=LAYOUTS[call.qkv_format],
+            packing=packing if packed else self._apart(packing),
+            scores=call.scores(self.common.softcap, softmax),
+        )
+        yield ops.Bound(op, self, sink="softmax_offset") if softmax == "learned" else op
+
+    def _apart(self, packing: str) -> ops.Apart:
+        if packing == CACHES:
+            return ops.Apart("key_cache", "value_cache", value_dim=self.channels[1])
+        if packing == "apart":
+            return ops.Apart("key_layer", "value_layer", value_dim=self.channels[1])
+        return ops.Apart(key_value="key_value", packing=packing.removeprefix(KEYS), value_dim=self.channels[1])
+
+    def forward(  # type: ignore[override]
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: Any = None,
+        *,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        **call: Any,
+    ) -> Any:
+        """[S, B, heads * channels of values], in the order of qkv_format.
+
+        Args:
+            query_layer, key_layer, value_layer: [S, B, H, D] in the order of qkv_format; keys and values may have
+                another length.
+            attention_mask: boolean, True = hidden, for a type of mask that reads it.
+            checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
+            **call: qkv_format, attn_mask_type, window_size, bottom_right_diagonal in place of the constructor's;
+                core_attention_bias_type and core_attention_bias, alibi_slopes; cu_seqlens_q and cu_seqlens_kv.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
+        """
+        self.check_group()
+        who, outputs = type(self).__name__, call.pop("outputs", ())
+        check_arguments(who, call)
+        check_flag("checkpoint_core_attention", checkpoint_core_attention)
+        if inference_params is not None:
+            raise NotImplementedError(f"{who}: caches are those of MultiheadAttention: give inference_params there")
+        how, tensors = self.asking.understood({"attention_mask": attention_mask, **call})
+        rows = 1 if how.qkv_format == "thd" else 2
+        x, key, value = (_flat(t, rows) for t in (query_layer, key_layer, value_layer))
+        usual = how == self.asking.default and self.common.packing == "apart"
+        run = super().forward if usual else self.variant(call=how, packing="apart")
+        return run(x, outputs=outputs, key_layer=key, value_layer=value, **tensors)
+
+
+def groups_of(heads: int, groups: int | None) -> int:
+    """Heads of keys and values, for so many of queries.
+
+    Raises:
+        TypeError, ValueError: when they cannot be shared so.
+    """
+    found = check_size("num_gqa_groups", heads if groups is None else groups)
+    if heads % found:
+        raise ValueError(f"num_gqa_groups={groups} does not divide num_attention_heads={heads}: give a divisor")
+    return found
+
+
+def _flat(t: torch.Tensor, rows: int) -> torch.Tensor:
+    """Heads as features of a row."""
+    return t.flatten(rows) if t.dim() == rows + 2 else t

@@ -1,0 +1,252 @@
+"""InferenceParams: keys and values of earlier calls, kept while a sequence is continued step by step."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.presets.arguments import check_size
+
+_PAGES = ("total_num_pages", "page_size", "custom_cache_manager")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The caches that an attention wants.
+
+    Attributes:
+        who: what errors call it.
+        key: what they are kept by: the number of its layer, or itself.
+        features: those of keys, and of values, in a row.
+        dtype: that of new keys and values.
+        positions_first: whether they are [L + 1, B, features], else [B, L + 1, features].
+    """
+
+    who: str
+    key: Hashable
+    features: tuple[int, int]
+    dtype: torch.dtype
+    positions_first: bool
+
+
+class InferenceParams:
+    """The keys and values of sequences that are continued step by step, for all layers of a model.
+
+    Before each step `pre_step` says which sequences it continues, and by how many tokens; row n of the batch is the
+    n-th of them, its tokens first and padding behind. Where nobody calls it, `sequence_len_offset` says at which
+    position all samples of a call begin, as Megatron has it. The lengths lie on the device, so that a step plans
+    nothing anew and waits for nothing, and a captured step is replayed for the next.
+
+    Args:
+        max_batch_size: sequences at a time.
+        max_sequence_length: positions of each.
+        num_heads_kv, head_dim_k, head_dim_v, dtype: of the caches; None: as the model's first call has them.
+        is_paged: False: te_fuser has no pages.
+        qkv_format, max_ctx_len: change nothing: caches lie as the layers' calls do.
+
+    Raises:
+        NotImplementedError: for pages, and managers of caches.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        **others: Any,
+    ) -> None:
+        self.max_batch_size = check_size("max_batch_size", max_batch_size)
+        self.max_sequence_length = check_size("max_sequence_length", max_sequence_length)
+        self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        asked = ["is_paged"] * bool(is_paged) + [name for name in _PAGES if others.get(name) is not None]
+        if asked:
+            raise NotImplementedError(f"InferenceParams: {asked[0]} asks for pages, which te_fuser does not have")
+        unknown = [name for name in others if name not in (*_PAGES, "max_ctx_len", "qkv_format")]
+        if unknown:
+            raise TypeError(f"InferenceParams() takes no argument {unknown[0]!r}")
+        self.sequence_len_offset, self.batch_size_offset = 0, 0
+        self.sequences: OrderedDict[Hashable, int] = OrderedDict()  # with what the step adds
+        self.key_value_memory_dict: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._steps: list[int] = []
+        self._lengths: dict[torch.device, Lengths] = {}
+        self._batch_dim: dict[Hashable, int] = {}
+
+    def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
+        """Say what the next step continues: sequence -> how many tokens, in the order of the batch's rows.
+
+        A sequence that is not among them has ended, and its place is free; one that is new begins.
+
+        Raises:
+            ValueError: when there are too many of them, or one gets too long; nothing has changed then.
+        """
+        if len(step_dict) > self.max_batch_size:
+            raise ValueError(
+                f"{len(step_dict)} sequences, and max_batch_size={self.max_batch_size}: end some, or enlarge it"
+            )
+        lengths = OrderedDict((name, self.sequences.get(name, 0) + count) for name, count in step_dict.items())
+        for name, length in lengths.items():
+            if step_dict[name] < 0 or length > self.max_sequence_length:
+                raise ValueError(
+                    f"sequence {name!r} would have {length} positions by {step_dict[name]} more, and "
+                    f"max_sequence_length={self.max_sequence_length}: enlarge it, or end the sequence"
+                )
+        self._move(list(self.sequences), list(lengths))
+        self.sequences, self._steps = lengths, list(step_dict.values())
+        for rows in self._lengths.values():
+            rows.put(list(lengths.values()), self._steps)
+
+    def reset(self) -> None:
+        """Forget all sequences; memory stays."""
+        self.sequences, self._steps = OrderedDict(), []
+        self.sequence_len_offset = self.batch_size_offset = 0
+        for rows in self._lengths.values():
+            rows.put([], [])
+
+    def _move(self, before: list[Hashable], now: list[Hashable]) -> None:
+        """Bring the caches of sequences that go on to their new rows."""
+        moved = [
+            (before.index(name), row) for row, name in enumerate(now) if name in before and before.index(name) != row
+        ]
+        if not moved:
+            return
+        for key, caches in self.key_value_memory_dict.items():
+            for cache in caches:
+                old, new = (torch.tensor(rows, device=cache.device) for rows in zip(*moved, strict=True))
+                cache.index_copy_(self._batch_dim[key], new, cache.index_select(self._batch_dim[key], old))
+
+    def rows(self, wanted: Wanted, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Starts, counts and lengths behind the step, whole numbers [batch] on the device, by `pre_step`.
+
+        Raises:
+            ValueError: when the call has other sizes than the step.
+        """
+        if not len(self._steps) <= batch <= self.max_batch_size or max(self._steps) > positions:
+            raise ValueError(
+                f"{wanted.who}: pre_step was told {len(self._steps)} sequences with {max(self._steps)} tokens at most, "
+                f"and the call has {batch} samples of {positions} (max_batch_size={self.max_batch_size})"
+            )
+        if device not in self._lengths:
+            self._lengths[device] = Lengths(self.max_batch_size, device)
+            self._lengths[device].put(list(self.sequences.values()), self._steps)
+        return tuple(t[:batch] for t in self._lengths[device].tensors)
+
+    def check(self, wanted: Wanted, heads: int) -> None:
+        """Refuse an attention whose heads are not those that the caches were announced for.
+
+        Raises:
+            ValueError: saying what it has.
+        """
+        channels = [features // heads for features in wanted.features]
+        said = (self.num_heads_kv, self.head_dim_k, self.head_dim_v)
+        for name, given, is_now in zip(
+            ("num_heads_kv", "head_dim_k", "head_dim_v"), said, (heads, *channels), strict=True
+        ):
+            if given is not None and given != is_now:
+                raise ValueError(f"InferenceParams({name}={given}), and {wanted.who} has {is_now}: leave it out")
+
+
+class Lengths:
+    """How long sequences are, on a device: tensors that stay where they are."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._all = torch.zeros(3, most, dtype=torch.int32, device=device)
+        self.tensors = tuple(self._all.unbind())  # starts, counts, lengths behind the step
+
+    def put(self, lengths: list[int], counts: list[int]) -> None:
+        """Say them anew; rows without a sequence have none."""
+        most = self._all.shape[1]
+        table = [[a - b for a, b in zip(lengths, counts, strict=True)], counts, lengths]
+        pinned = self._all.is_cuda
+        filled = torch.tensor([row + [0] * (most - len(row)) for row in table], dtype=torch.int32, pin_memory=pinned)
+        self._all.copy_(filled, non_blocking=pinned)
+
+
+def cached(params: Any, wanted: Wanted, heads: int, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an attention with caches reads by name, for x [positions, batch, ..] or [batch, positions, ..].
+
+    Args:
+        params: `InferenceParams`, or any object with max_batch_size, max_sequence_length, sequence_len_offset,
+            batch_size_offset and key_value_memory_dict, as Megatron's.
+
+    Raises:
+        TypeError, ValueError: for another object, or a call that does not fit.
+    """
+    missing = [name for name in _MEGATRONS if not hasattr(params, name)]
+    if missing:
+        raise TypeError(
+            f"{wanted.who}: inference_params is te_fuser.InferenceParams or has {', '.join(_MEGATRONS)}, got "
+            f"{type(params).__name__} without {missing[0]}"
+        )
+    positions, batch = x.shape[:2] if wanted.positions_first else (x.shape[1], x.shape[0])
+    first = int(params.batch_size_offset)
+    if first + batch > params.max_batch_size:
+        raise ValueError(
+            f"{wanted.who}: {first + batch} samples, and max_batch_size={params.max_batch_size}: enlarge it"
+        )
+    if isinstance(params, InferenceParams):
+        params.check(wanted, heads)
+        params._batch_dim[wanted.key] = int(wanted.positions_first)
+    if isinstance(params, InferenceParams) and params.sequences:
+        rows = params.rows(wanted, batch, positions, x.device)
+    else:
+        rows = _alike(params, wanted, batch, positions, x.device)
+    keys, values = _memory(params, wanted, x.device)
+    samples = (slice(None), slice(first, first + batch))
+    index = samples if wanted.positions_first else samples[::-1]
+    names = ("starts", "counts", "filled")
+    return {"key_cache": keys[index], "value_cache": values[index], **dict(zip(names, rows, strict=True))}
+
+
+_MEGATRONS = (
+    "max_batch_size",
+    "max_sequence_length",
+    "sequence_len_offset",
+    "batch_size_offset",
+    "key_value_memory_dict",
+)
+
+
+def _alike(params: Any, wanted: Wanted, batch: int, positions: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The same numbers for all samples, by `sequence_len_offset`."""
+    start = int(params.sequence_len_offset)
+    if start + positions > params.max_sequence_length:
+        raise ValueError(
+            f"{wanted.who}: {positions} positions behind {start} (sequence_len_offset), and max_sequence_length="
+            f"{params.max_sequence_length}: enlarge it"
+        )
+    return tuple(_full(number, batch, device) for number in (start, positions, start + positions))
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a step share them
+def _full(number: int, batch: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.full((batch,), number, dtype=torch.int32, device=device)
+
+
+def _memory(params: Any, wanted: Wanted, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caches, made at the first call; their last position is for what is no token."""
+    lead = (params.max_sequence_length + 1, params.max_batch_size)
+    shapes = [(*(lead if wanted.positions_first else lead[::-1]), size) for size in wanted.features]
+    dtype = getattr(params, "dtype", None) or wanted.dtype
+    found = params.key_value_memory_dict.get(wanted.key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        params.key_value_memory_dict[wanted.key] = found
+    if [t.shape for t in found] != [torch.Size(shape) for shape in shapes]:
+        raise ValueError(
+            f"{wanted.who}: key_value_memory_dict[{wanted.key!r}] holds {[list(t.shape) for t in found]}, and "
+            f"caches of {[list(shape) for shape in shapes]} are wanted: give each layer a layer_number of its own"
+        )
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,443 @@
+"""MultiheadAttention: projections, attention, and the projection behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser import ops
+from te_fuser.ops.head_norm import NORMS
+from te_fuser.presets.arguments import check_choice, check_flag, check_size
+from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
+from te_fuser.presets.base import Preset
+from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
+from te_fuser.presets.inference_params import Wanted, cached
+from te_fuser.presets.layer_norm_linear import LayerNormLinear
+from te_fuser.presets.linear import Linear
+from te_fuser.presets.linears import with_bias
+from te_fuser.presets.norm import Normed, share_norm
+
+_OUTPUT = "layernorm_output"
+_PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
+
+
+@dataclass(frozen=True)
+class HeadsArguments(Normed):
+    """What `MultiheadAttention` and `TransformerLayer` take of heads, as the former says."""
+
+    num_gqa_groups: int | None = None
+    kv_channels: int | None = None
+    bias: bool = True
+    set_parallel_mode: bool = False
+    fuse_qkv_params: bool = False
+    qkv_weight_interleaved: bool = True
+    rotary_pos_interleaved: bool = False
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
+    softmax_type: str = "vanilla"
+    window_size: Any = None
+    bottom_right_diagonal: bool | None = None
+    layer_number: int | None = None
+    layernorm_epsilon: float = 1e-5
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.qk_norm_type is not None:
+            check_choice("qk_norm_type", self.qk_norm_type, NORMS)
+        if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
+                "weight for queries, keys and values"
+            )
+        for name in ("seq_length", "micro_batch_size", "kv_channels"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class MultiheadAttentionArguments(HeadsArguments):
+    """What `MultiheadAttention` takes as keywords."""
+
+    attn_mask_type: str = "causal"
+    return_bias: bool = False
+    input_layernorm: bool = False
+    attention_type: str = "self"
+    qkv_format: str = "sbhd"
+    mask: str = "attention_mask"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("attention_type", self.attention_type, ("self", "cross"))
+
+
+class _HeadParameters(Preset):
+    """The parameters of a norm of heads, which an op of the list around reads: a list of no ops."""
+
+    flattens = True
+
+    def __init__(self, channels: int, norm: str, zero_centered: bool, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        for name in NORMS[norm]:
+            self.declare(name, [channels], float(name == "weight" and not zero_centered), **self.whole())
+        self.reset_parameters()
+
+    def variant_ops(self) -> Iterator[torch.nn.Module]:  # type: ignore[override]
+        """None."""
+        return iter(())
+
+
+class MultiheadAttention(Preset):
+    """y = attention(q, k, v) W^T + b, with q, k and v projected from x, or k and v from `encoder_output`.
+
+    Args:
+        hidden_size: features of x and y.
+        num_attention_heads: heads of the queries.
+        kv_channels: features of a head; None: hidden_size / num_attention_heads.
+        attention_dropout: probability that a weight of a key is dropped.
+        layernorm_epsilon: added to the variance of the norm.
+        num_gqa_groups: heads of keys and values; None: as many as of queries.
+        bias: whether the projections have one.
+        input_layernorm: whether x is normalized first: `layernorm_qkv` in place of `qkv`, for cross attention
+            `layernorm_query` in place of `query_layer`.
+        attention_type: "self", or "cross": keys and values are projected from `encoder_output`, by `key_value`.
+        fuse_qkv_params: one weight for queries, keys and values in place of query_weight, key_weight and value_weight.
+        qkv_weight_interleaved: in such a weight heads lie group by group [queries.., key, value], else all queries, all
+            keys, all values.
+        qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of each head, of queries (`q_norm`) and keys
+            (`k_norm`).
+        qk_norm_eps: added to their variance.
+        qk_norm_before_rope: they come before the rotation, else behind it.
+        rotary_pos_interleaved: neighbours are turned as pairs, else the halves of a head.
+        attn_mask_type, window_size, bottom_right_diagonal, softmax_type, layer_number, qkv_format: see
+            `DotProductAttention`.
+        return_bias: the last bias is not added but returned: (y, bias).
+        return_layernorm_output: with input_layernorm, calls return what the norm gives, too, behind everything else.
+        set_parallel_mode: ranks would cut the first projections by columns and the last by rows.
+        seq_length, micro_batch_size: where both are given, such calls are planned, and what they need is compiled, when
+            the preset is made.
+        **keywords: these, what presets share, see `te_fuser.presets.norm.Normed` and
+            `te_fuser.presets.arguments.Common`, and options of lists.
+    """
+
+    flattens = True
+    arguments = MultiheadAttentionArguments
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(kv_channels=kv_channels, layernorm_epsilon=layernorm_epsilon, **keywords)
+        said = self.common
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
+        self.num_gqa_groups = groups_of(num_attention_heads, said.num_gqa_groups)
+        self.attention_type, self.input_layernorm = said.attention_type, bool(said.input_layernorm)
+        self.layer_number, self.return_bias = said.layer_number, bool(said.return_bias)
+        self.channels = kv_channels or _channels(hidden_size, num_attention_heads)
+        self.qkv_weight_interleaved = bool(said.fuse_qkv_params and said.qkv_weight_interleaved)
+        self._make_parts(attention_dropout)
+        default, scale = self.core_attention.common.call(), self.core_attention.softmax_scale
+        self.asking = Asking(type(self).__name__, default, self.crosses, scale, self.crosses)
+        self._returns_norm = self.input_layernorm and bool(said.return_layernorm_output)
+        if self._returns_norm:
+            share_norm(self.first, _OUTPUT)
+        self.relist()
+        if said.seq_length is not None and said.micro_batch_size is not None and not self.crosses:
+            self.plan_ahead(example(self.proj, default.qkv_format, said, hidden_size))
+
+    # --------------------------------------------------------------------------------------- parts
+
+    @property
+    def crosses(self) -> bool:
+        """Whether keys and values are another tensor's."""
+        return self.attention_type == "cross"
+
+    @property
+    def first(self) -> Preset:
+        """The projection of x."""
+        names = ("layernorm_query", "query_layer") if self.crosses else ("layernorm_qkv", "qkv")
+        return self.get_submodule(names[not self.input_layernorm])  # type: ignore[return-value]
+
+    def _make_parts(self, attention_dropout: float) -> None:
+        said, packing = self.common, "interleaved" if self.qkv_weight_interleaved else "blocked"
+        queries, keys = (heads * self.channels for heads in (self.num_attention_heads, self.num_gqa_groups))
+        if self.crosses:
+            self._project("query", {"query": queries})
+            self.key_value = self._linear(2 * keys, {"key": keys, "value": keys})
+        else:
+            self._project("qkv", {"query": queries, "key": keys, "value": keys})
+        if said.qk_norm_type is not None and NORMS[said.qk_norm_type]:
+            shape = (self.channels, said.qk_norm_type, bool(said.zero_centered_gamma))
+            self.q_norm, self.k_norm = (_HeadParameters(*shape, **self.keywords()) for _ in range(2))
+        names = ("softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type")
+        self.core_attention = DotProductAttention(
+            self.num_attention_heads,
+            self.channels,
+            self.num_gqa_groups,
+            attention_dropout,
+            packing=f"{KEYS}{packing}" if self.crosses else packing,
+            mask=said.mask,
+            attention_type=said.attention_type,
+            **{name: getattr(said, name) for name in names},
+            **{name: self.keywords()[name] for name in ("params_dtype", "device", "tp_group", "tp_size")},
+        )
+        self.proj = Linear(
+            queries,
+            self.hidden_size,
+            said.bias,
+            parallel_mode="row" if said.set_parallel_mode else None,
+            **self.keywords(init_method=said.output_layer_init_method),
+        )
+        if self.return_bias:
+            self.proj.return_bias = True
+            self.proj.relist()
+
+    def _project(self, what: str, split: Mapping[str, int]) -> None:
+        """The projection of x, behind a norm or not."""
+        rows = sum(split.values())
+        if not self.input_layernorm:
+            parts = split if len(split) > 1 else {}
+            self.add_module("query_layer" if what == "query" else what, self._linear(rows, parts))
+            return
+        made = LayerNormLinear(
+            self.hidden_size,
+            rows,
+            self.common.layernorm_epsilon,
+            self.common.bias,
+            **self._cut(split),
+            **self.keywords(Normed, return_layernorm_output=False, return_layernorm_output_gathered=False),
+        )
+        self.add_module(f"layernorm_{what}", made)
+
+    def _linear(self, rows: int, split: Mapping[str, int]) -> Linear:
+        return Linear(self.hidden_size, rows, self.common.bias, **self._cut(split), **self.keywords())
+
+    def _cut(self, split: Mapping[str, int]) -> dict[str, Any]:
+        parallel = "column" if self.common.set_parallel_mode else None
+        return {"parallel_mode": parallel, "parameters_split": None if self.common.fuse_qkv_params else split or None}
+
+    def share_norm(self, name: str) -> None:
+        """Let later ops of the list around read by `name` what the norm at the head gives."""
+        share_norm(self.first, name)
+        self.shares_names = True
+        self.relist()
+
+    # --------------------------------------------------------------------------------------- lists
+
+    def relist(self) -> None:
+        norms = [(name, part) for name, part in self._modules.items() if isinstance(part, _HeadParameters)]
+        found = dict([*norms, *self._named_ops()])
+        self._modules.clear()
+        self._modules.update(found)
+
+    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
+        """The ops of a call, as `understood` says it."""
+        return (op for _, op in self._named_ops(**how))
+
+    def _named_ops(
+        self,
+        call: AttentionCall | None = None,
+        rotary: str = "one",
+        over: bool = False,
+        caches: bool = False,
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        call = call or self.core_attention.common.call()
+        names = {module: name for name, module in self._modules.items()}
+        yield names[self.first], _first_or_later(self.first, over)
+        yield from self._turned(call, rotary, caches)
+        if self.crosses:
+            yield "query", ops.Fork("query")
+            yield "encoder_output", ops.Take("encoder_output")
+            yield "key_value", _first_or_later(self.key_value, over)
+            if self.common.qk_norm_type is not None:
+                yield "key_norm", self._head_norm(keys_alone=True)
+            yield "keys", ops.Fork("key_value")
+            yield "queries", ops.Take("query")
+        if caches:
+            layout = LAYOUTS[call.qkv_format]
+            yield "cache", ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
+            yield "core_attention", self.core_attention.variant(call=call, packing=CACHES)
+        else:
+            usual = call == self.core_attention.common.call()
+            yield "core_attention", self.core_attention if usual else self.core_attention.variant(call=call)
+        yield "proj", _first_or_later(self.proj, over)
+        if self._returns_norm:
+            yield "output", ops.Fork("attention_output")
+            yield "normed", ops.Take(_OUTPUT)
+            yield "layernorm_output", ops.Output(_OUTPUT)
+            yield "result", ops.Take("attention_output")
+
+    def _turned(self, call: AttentionCall, rotary: str, caches: bool) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Norms of heads and the rotation, which does nothing where a call gives no angles."""
+        norm = None if self.common.qk_norm_type is None else self._head_norm()
+        if norm is not None and self.common.qk_norm_before_rope:
+            yield "qk_norm", norm
+        if not self.crosses:
+            yield (
+                "rotary",
+                ops.RotaryByAngles(
+                    self.channels,
+                    **self._heads(),
+                    angles=_PAIR if rotary == "pair" else "rotary_pos_emb",
+                    starts="starts" if caches else None,
+                    layout=LAYOUTS[call.qkv_format],
+                    offsets=call.begins if call.qkv_format == "thd" else None,
+                    style="interleaved" if self.common.rotary_pos_interleaved else "half",
+                ),
+            )
+        if norm is not None and not self.common.qk_norm_before_rope:
+            yield "qk_norm", norm
+
+    def _heads(self, keys_alone: bool = False) -> dict[str, Any]:
+        """What an op on heads is told of them: queries, those with keys and values, or these alone."""
+        heads, groups = self.share(self.num_attention_heads), self.share(self.num_gqa_groups)
+        packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
+        kv_heads = groups if keys_alone or not self.crosses else None
+        return {"heads": 0 if keys_alone else heads, "kv_heads": kv_heads, "packing": packing}
+
+    def _head_norm(self, keys_alone: bool = False) -> ops.FusableOperation:
+        said = self.common
+        norm = ops.HeadNorm(
+            self.channels,
+            **self._heads(keys_alone),
+            norm=said.qk_norm_type,
+            eps=said.qk_norm_eps,
+            zero_centered_gamma=bool(said.zero_centered_gamma),
+            device="meta",
+        )
+        names = {n: f"k_norm.{n[4:]}" if n.startswith("key_") else f"q_norm.{n}" for n in norm.parameter_names()}
+        return ops.Bound(norm, self, **names) if names else norm
+
+    # --------------------------------------------------------------------------------------- calls
+
+    def understood(
+        self,
+        given: Mapping[str, Any],
+        rotary_pos_emb: Any = None,
+        is_first_microbatch: bool | None = None,
+        inference_params: Any = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> tuple[dict[str, Hashable], dict[str, torch.Tensor]]:
+        """What is different from the list itself, for `variant`, and the tensors that ops read by name.
+
+        Args:
+            hidden_states: what caches are made for, where there are inference_params.
+
+        Raises:
+            TypeError, ValueError: for what the preset does not take, or what is missing.
+        """
+        continues = inference_params is not None and not self.crosses
+        call, tensors = self.asking.understood(given, continues)
+        how: dict[str, Hashable] = {} if call == self.asking.default else {"call": call}
+        if continues:
+            assert hidden_states is not None
+            how["caches"] = True
+            tensors |= self._cached(inference_params, call, hidden_states, rotary_pos_emb)
+        if self.writes_over(is_first_microbatch):
+            how["over"] = True
+        if rotary_pos_emb is not None:
+            if self.crosses:
+                raise ValueError(f"{type(self).__name__}: rotary_pos_emb is for attention_type='self', got 'cross'")
+            pair = isinstance(rotary_pos_emb, (tuple, list))
+            how |= {"rotary": "pair"} if pair else {}
+            tensors |= zip(_PAIR, rotary_pos_emb, strict=True) if pair else {"rotary_pos_emb": rotary_pos_emb}.items()
+        return how, tensors
+
+    def _cached(self, params: Any, call: AttentionCall, x: torch.Tensor, angles: Any) -> dict[str, torch.Tensor]:
+        groups, kind = self.share(self.num_gqa_groups), x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        who, key = type(self).__name__, self if self.layer_number is None else self.layer_number
+        sizes = (groups * self.channels,) * 2
+        tables = angles if isinstance(angles, (tuple, list)) else (angles,)
+        if any(t is not None and t.shape[0] < params.max_sequence_length for t in tables):
+            raise ValueError(
+                f"{who}: rotary_pos_emb has {tables[0].shape[0]} positions, and sequences may have "
+                f"{params.max_sequence_length} (max_sequence_length): give angles for all"
+            )
+        return cached(params, Wanted(who, key, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        encoder_output: torch.Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
+        **call: Any,
+    ) -> Any:
+        """y[, bias][, layernorm_output].
+
+        Args:
+            hidden_states: [S, B, hidden_size] in the order of qkv_format, [T, hidden_size] for "thd".
+            attention_mask: boolean, True = hidden, for a type of mask that reads it; a pair for cross attention.
+            encoder_output: what keys and values are projected from in cross attention.
+            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it.
+            checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
+            inference_params: `InferenceParams`: hidden_states continue sequences, whose keys and values it holds.
+            rotary_pos_emb: angles [S, 1, 1, D], or a pair, of queries and keys; with inference_params those of all
+                positions, from the first on.
+            **call: see `DotProductAttention.forward`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
+        """
+        self.check_group()
+        outputs = (*((_OUTPUT,) if self._returns_norm else ()), *call.pop("outputs", ()))
+        check_arguments(type(self).__name__, call, ("encoder_output", "rotary_pos_emb", "is_first_microbatch"))
+        check_flag("checkpoint_core_attention", checkpoint_core_attention)
+        check_tensor(type(self).__name__, "encoder_output", encoder_output, self.crosses)
+        given = {"attention_mask": attention_mask, **call}
+        how, tensors = self.understood(given, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states)
+        if encoder_output is not None:
+            tensors["encoder_output"] = encoder_output
+        run = self.variant(**how) if how else super().forward
+        made = run(hidden_states, outputs=outputs, **tensors)
+        return with_bias(made, self.proj._parameters.get("bias")) if self.return_bias else made
+
+
+def check_tensor(who: str, name: str, given: Any, wanted: bool) -> None:
+    """Refuse what is no tensor, or not taken.
+
+    Raises:
+        TypeError, ValueError: saying what to give.
+    """
+    if isinstance(given, str):
+        raise TypeError(
+            f"{who}: {name} takes a tensor, got {given!r}: give the type of a mask by its keyword, attn_mask_type="
+        )
+    if wanted and not isinstance(given, torch.Tensor):
+        raise TypeError(f"{who}: cross attention takes {name}=..., a tensor, got {type(given).__name__}")
+    if not wanted and given is not None:
+        raise ValueError(f"{who}: {name} is for cross attention, and this preset has none: leave it out")
+
+
+def example(like: torch.nn.Module, qkv_format: str, said: HeadsArguments, hidden_size: int) -> torch.Tensor:
+    """An input of the sizes that a preset is to plan ahead for."""
+    sizes = [said.seq_length or 1, said.micro_batch_size or 1]
+    shape = sizes if qkv_format == "sbhd" else sizes[::-1]
+    return next(like.parameters()).new_empty([*shape, hidden_size], requires_grad=True)
+
+
+def _first_or_later(part: Any, over: bool) -> torch.nn.Module:
+    """A preset, or the variant that writes gradients over main_grad."""
+    return part.variant(over=True) if over else part  # type: ignore[no-any-return]
+
+
+def _channels(hidden_size: int, heads: int) -> int:
+    if hidden_size % heads:
+        raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={heads}: give kv_channels")
+    return hidden_size // heads

@@ -1,0 +1,116 @@
+"""RotaryPositionEmbedding: the angles of positions; and heads turned by them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from te_fuser import ops
+from te_fuser.presets.arguments import check_choice, default_device
+from te_fuser.presets.attention_call import LAYOUTS
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles [positions, 1, 1, dim] of rotary embedding: position * base^(-2 k / dim), for each pair of features k.
+
+    Args:
+        dim: features of a head.
+        rotary_percent: the share of them that turns, the first ones.
+        seq_len_interpolation_factor: positions are divided by it, where pretrained_max_position_embeddings is given.
+        pretrained_max_position_embeddings: what a model was trained with: where there are more positions than so many
+            times the factor, they are squeezed into these.
+        rotary_base: the base.
+        interleaved: whether neighbours are pairs, else the halves of what turns.
+        device: where the angles are; None: torch's default if one was set, else the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: when an odd number of features would turn.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021); Chen et al., "Extending
+    Context Window of Large Language Models via Positional Interpolation" (2023).
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        turning = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if turning % 2 or turning < 2:
+            raise ValueError(f"features turn in pairs: dim={dim} with rotary_percent={rotary_percent} gives {turning}")
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base, self.interleaved = rotary_base, interleaved
+        exponents = torch.arange(0, turning, 2, dtype=torch.float64) / turning
+        frequencies = (rotary_base**-exponents).float()
+        self.register_buffer("inv_freq", frequencies.to(default_device(device)))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """[max_seq_len, 1, 1, dim] in float32, for the positions from `offset` on."""
+        at = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
+        angles = (at * self._squeezed(max_seq_len))[:, None] * self.inv_freq.float()
+        whole = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return whole[:, None, None]
+
+    def _squeezed(self, positions: int) -> float:
+        trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+        if trained is None or factor is None:
+            return 1.0
+        return trained / positions if positions > trained * factor else 1.0 / factor
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """Heads turned by angles, in a new tensor: see `ops.RotaryByAngles`.
+
+    Args:
+        t: [S, B, H, D], [B, S, H, D] or [T, H, D], as tensor_format says.
+        freqs: angles [S or more, 1, 1, D or fewer], as `RotaryPositionEmbedding` gives them.
+        tensor_format: "sbhd", "bshd" or "thd".
+        start_positions: [B], the position of each sample's first row; None: 0.
+        interleaved: whether neighbours are pairs, else the halves of what turns.
+        fused: changes nothing: there is one way.
+        cu_seqlens: of "thd", where sequences begin, [sequences + 1].
+        cp_size, cp_rank: 1 and 0: te_fuser does not split sequences over ranks.
+
+    Raises:
+        TypeError, ValueError: for tensors of other shapes or kinds.
+        NotImplementedError: for cp_size > 1.
+    """
+    if cp_size != 1 or cp_rank != 0:
+        raise NotImplementedError(f"cp_size={cp_size}, cp_rank={cp_rank}: te_fuser splits no sequences; leave them out")
+    check_choice("tensor_format", tensor_format, LAYOUTS)
+    packed = tensor_format == "thd"
+    if t.dim() != 4 - packed:
+        raise ValueError(f"t is {4 - packed}-dimensional for tensor_format={tensor_format!r}, got {list(t.shape)}")
+    if packed and cu_seqlens is None:
+        raise ValueError("tensor_format='thd' takes cu_seqlens=..., [sequences + 1] whole numbers")
+    heads, size = t.shape[-2:]
+    op = _op(size, heads, LAYOUTS[tensor_format], "interleaved" if interleaved else "half")
+    given = {"freqs": freqs, "start_positions": start_positions, "cu_seqlens": cu_seqlens if packed else None}
+    return op(t.flatten(-2), **given).view(t.shape)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=64)  # an op keeps its plans
+def _op(size: int, heads: int, layout: str, style: str) -> ops.RotaryByAngles:
+    starts, offsets = "start_positions", "cu_seqlens" if layout == "tokens" else None
+    names = {"angles": "freqs", "starts": starts, "offsets": offsets}
+    return ops.RotaryByAngles(size, heads=heads, layout=layout, style=style, **names)  # type: ignore[arg-type]

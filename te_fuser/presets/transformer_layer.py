@@ -1,0 +1,308 @@
+"""TransformerLayer: attention and an MLP, each in a residual branch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser import ops
+from te_fuser.ops.checks import check_probability
+from te_fuser.presets.arguments import check_choice, check_flag, check_size
+from te_fuser.presets.attention_call import LAYOUTS, check_arguments
+from te_fuser.presets.base import Preset
+from te_fuser.presets.layer_norm import LayerNorm
+from te_fuser.presets.layer_norm_mlp import LayerNormMLP
+from te_fuser.presets.multihead_attention import HeadsArguments, MultiheadAttention, check_tensor, example
+from te_fuser.presets.norm import Normed, share_norm
+from te_fuser.presets.rms_norm import RMSNorm
+from te_fuser.sequential import Sequential
+
+_NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_BATCH = {"sbhd": 1, "bshd": 0}
+_CROSS = {  # what calls say of cross attention -> what that calls it
+    "enc_dec_attn_mask": "attention_mask",
+    "enc_dec_attn_mask_type": "attn_mask_type",
+    "enc_dec_window_size": "window_size",
+    "enc_dec_bottom_right_diagonal": "bottom_right_diagonal",
+}
+_BOTH = (  # what calls say of both
+    "core_attention_bias_type",
+    "core_attention_bias",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+)
+_OWN = ("self_attn_mask_type", *_CROSS, "encoder_output", "is_first_microbatch", "inference_params", "rotary_pos_emb")
+
+
+@dataclass(frozen=True)
+class TransformerLayerArguments(HeadsArguments):
+    """What `TransformerLayer` takes as keywords."""
+
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    self_attn_mask_type: str = "causal"
+    enc_dec_attn_mask_type: str | None = None
+    enc_dec_window_size: Any = None
+    enc_dec_bottom_right_diagonal: bool | None = None
+    apply_query_key_layer_scaling: bool = True
+    attention_softmax_in_fp32: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    output_layernorm: bool = False
+    parallel_attention_mlp: bool = False
+    layer_type: str = "encoder"
+    drop_path_rate: float = 0.0
+    activation: str = "gelu"
+    activation_params: Mapping[str, float] | None = None
+    attn_input_format: str = "sbhd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("layer_type", self.layer_type, ("encoder", "decoder"))
+        check_choice("attn_input_format", self.attn_input_format, LAYOUTS)
+        check_probability(self.hidden_dropout)
+        check_probability(self.drop_path_rate)
+        if self.drop_path_rate and self.attn_input_format == "thd":
+            raise ValueError("drop_path_rate drops samples, and attn_input_format='thd' has none: leave one out")
+        others = ("apply_residual_connection_post_layernorm", "output_layernorm")
+        given = [name for name in others if getattr(self, name)] + ["layer_type"] * (self.layer_type == "decoder")
+        if self.parallel_attention_mlp and given:
+            raise ValueError(f"parallel_attention_mlp=True stands alone, got {given[0]} too: leave one out")
+        if self.return_layernorm_output:
+            raise ValueError("return_layernorm_output is for the parts of a layer: ask its layernorm_mlp")
+
+
+class TransformerLayer(Preset):
+    """h = x + drop(attention(norm(x))), y = h + drop(mlp(norm(h))), in the order of GPT, BERT or T5.
+
+    Its parts are presets: `self_attention`, `inter_attention` in a decoder, `layernorm_mlp`, and `layernorm` with
+    output_layernorm.
+
+    Args:
+        hidden_size: features of x and y, [S, B, hidden_size] in the order of attn_input_format.
+        ffn_hidden_size: features between the products of the MLP.
+        num_attention_heads: heads of the queries.
+        layernorm_epsilon: added to the variance of the norms.
+        hidden_dropout: probability that an element of a branch is dropped.
+        attention_dropout: probability that a weight of a key is dropped.
+        self_attn_mask_type, window_size, bottom_right_diagonal: of self attention, see `DotProductAttention`.
+        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of cross attention; None for the
+            type: as the mask that a call gives looks, none without one.
+        apply_query_key_layer_scaling, attention_softmax_in_fp32: change nothing: scores are float32 in any case.
+        apply_residual_connection_post_layernorm: branches are added to what their norm gives, else to what it takes.
+        output_layernorm: the layer ends with a norm, and self attention begins with none.
+        parallel_attention_mlp: attention and MLP both read x: y = x + drop(attention(norm(x)) + mlp(norm(x))).
+        layer_type: "encoder", or "decoder" with cross attention to `encoder_output` between the two.
+        drop_path_rate: probability that a branch is dropped for a sample.
+        num_gqa_groups, kv_channels, bias, fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_eps,
+        qk_norm_before_rope, rotary_pos_interleaved, softmax_type, layer_number, set_parallel_mode: see
+            `MultiheadAttention`.
+        activation, activation_params: see `LayerNormMLP`.
+        attn_input_format: "sbhd", "bshd" or "thd".
+        seq_length, micro_batch_size: where both are given, such calls are planned, and what they need is compiled, when
+            the layer is made.
+        **keywords: these, what presets share, see `te_fuser.presets.norm.Normed` and
+            `te_fuser.presets.arguments.Common`, and options of lists.
+    """
+
+    flattens = True
+    arguments = TransformerLayerArguments
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        said = self.common
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.layer_type, self.layer_number = said.layer_type, said.layer_number
+        self.self_attention = self._attention(num_attention_heads, "self")
+        if self.decodes:
+            self.inter_attention = self._attention(num_attention_heads, "cross")
+        common = {"return_layernorm_output": False, "return_layernorm_output_gathered": False}
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            said.layernorm_epsilon,
+            said.bias,
+            activation=said.activation,
+            activation_params=said.activation_params,
+            set_parallel_mode=said.set_parallel_mode,
+            **self.keywords(Normed, **common),
+        )
+        if said.output_layernorm:
+            names = ("params_dtype", "device", "sequence_parallel", "tp_group", "tp_size")
+            placed = {name: self.keywords()[name] for name in names}
+            gamma = bool(said.zero_centered_gamma)
+            kind = _NORMS[said.normalization]
+            self.layernorm = kind(hidden_size, said.layernorm_epsilon, zero_centered_gamma=gamma, **placed)
+        if said.apply_residual_connection_post_layernorm:
+            self._add_to_norms()
+        self.relist()
+        if said.seq_length is not None and said.micro_batch_size is not None and not self.decodes:
+            self.plan_ahead(example(self.self_attention, said.attn_input_format, said, hidden_size))
+
+    def _attention(self, heads: int, attention_type: str) -> MultiheadAttention:
+        said, cross = self.common, attention_type == "cross"
+        prefix = "enc_dec_" if cross else ""
+        return MultiheadAttention(
+            self.hidden_size,
+            heads,
+            attention_type=attention_type,
+            attention_dropout=said.attention_dropout,
+            input_layernorm=cross or not said.output_layernorm,
+            attn_mask_type=(said.enc_dec_attn_mask_type or "no_mask") if cross else said.self_attn_mask_type,
+            mask="enc_dec_attn_mask" if cross else "attention_mask",
+            qkv_format=said.attn_input_format,
+            **self.keywords(
+                HeadsArguments,
+                window_size=getattr(said, f"{prefix}window_size"),
+                bottom_right_diagonal=getattr(said, f"{prefix}bottom_right_diagonal"),
+                seq_length=None,
+                micro_batch_size=None,
+            ),
+        )
+
+    def _add_to_norms(self) -> None:
+        """Let branches be added to what their norms give."""
+        if self.self_attention.input_layernorm:
+            self.self_attention.share_norm("self_attention_residual")
+        if self.decodes:
+            self.inter_attention.share_norm("inter_attention_residual")
+        share_norm(self.layernorm_mlp, "mlp_residual")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there is cross attention."""
+        return self.layer_type == "decoder"
+
+    # --------------------------------------------------------------------------------------- lists
+
+    def relist(self) -> None:
+        found = dict(self._named_ops())
+        self._modules.clear()
+        self._modules.update(found)
+
+    def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
+        """The ops of a call, as its forward understands it."""
+        return (op for _, op in self._named_ops(**how))
+
+    def _named_ops(
+        self,
+        self_attention: tuple[tuple[str, Hashable], ...] = (),
+        inter_attention: tuple[tuple[str, Hashable], ...] = (),
+        over: bool = False,
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The list, with these variants of its attentions.
+
+        Args:
+            over: whether gradients of weights are written over their main_grad.
+        """
+        attention = _variant(self.self_attention, self_attention)
+        mlp = self.layernorm_mlp.variant(over=True) if over else self.layernorm_mlp
+        if self.common.parallel_attention_mlp:
+            yield "self_attention_fork", ops.Fork("residual")
+            yield "self_attention", attention
+            yield "mlp_fork", ops.Fork("self_attention")
+            yield "mlp_take", ops.Take("residual")
+            yield "layernorm_mlp", mlp
+            yield "mlp_add", ops.Add("self_attention")
+            yield "mlp_end", self._end("residual")
+            return
+        added = bool(self.common.apply_residual_connection_post_layernorm)
+        yield from self._branch("self_attention", attention, added and self.self_attention.input_layernorm)
+        if self.decodes:
+            yield from self._branch("inter_attention", _variant(self.inter_attention, inter_attention), added)
+        yield from self._branch("mlp", mlp, added)
+        if self.common.output_layernorm:
+            yield "layernorm", self.layernorm
+
+    def _branch(self, name: str, part: torch.nn.Module, to_norm: bool) -> Iterator[tuple[str, torch.nn.Module]]:
+        if not to_norm:
+            yield f"{name}_fork", ops.Fork(f"{name}_residual")
+        yield "layernorm_mlp" if name == "mlp" else name, part
+        yield f"{name}_end", self._end(f"{name}_residual")
+
+    def _end(self, residual: str) -> Sequential:
+        """What comes behind a branch."""
+        said = self.common
+        paths = [ops.DropPath(said.drop_path_rate, _BATCH[said.attn_input_format])] if said.drop_path_rate else []
+        return Sequential(ops.Dropout(said.hidden_dropout), *paths, ops.Add(residual))
+
+    # --------------------------------------------------------------------------------------- calls
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: Any = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool | None = False,
+        inference_params: Any = None,
+        rotary_pos_emb: Any = None,
+        **call: Any,
+    ) -> torch.Tensor:
+        """y, as hidden_states.
+
+        Args:
+            hidden_states: [S, B, hidden_size] in the order of attn_input_format, [T, hidden_size] for "thd".
+            attention_mask: boolean, True = hidden, for a type of mask that reads it: [B, 1, 1, S] of padding,
+                broadcastable to [B, heads, S, S] for "arbitrary".
+            encoder_output: what a decoder's cross attention reads.
+            enc_dec_attn_mask: its mask: a pair of padding masks, of queries (or None) and of keys, or one tensor,
+                broadcastable to [B, heads, queries, keys].
+            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it.
+            checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
+            inference_params: `InferenceParams`: hidden_states continue sequences, whose keys and values it holds.
+            rotary_pos_emb: angles [S, 1, 1, D] of self attention, or a pair, of queries and keys; with inference_params
+                those of all positions, from the first on.
+            **call: self_attn_mask_type, window_size, bottom_right_diagonal, enc_dec_attn_mask_type,
+                enc_dec_window_size, enc_dec_bottom_right_diagonal in place of the constructor's;
+                core_attention_bias_type and core_attention_bias, alibi_slopes; cu_seqlens_q and cu_seqlens_kv.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: for what the layer was not made for, before anything runs.
+        """
+        self.check_group()
+        who, outputs = type(self).__name__, call.pop("outputs", ())
+        self._check_call(encoder_output, checkpoint_core_attention, call)
+        ours = {name: item for name, item in call.items() if name not in _CROSS}
+        ours |= {"attention_mask": attention_mask, "attn_mask_type": ours.pop("self_attn_mask_type", None)}
+        found, tensors = self.self_attention.understood(
+            ours, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states
+        )
+        how: dict[str, Hashable] = {"self_attention": tuple(found.items())} if found else {}
+        if self.decodes:
+            theirs = {plain: call.get(name) for name, plain in _CROSS.items()}
+            theirs |= {name: call[name] for name in _BOTH if name in call}
+            theirs["attention_mask"] = enc_dec_attn_mask
+            crossing, others = self.inter_attention.understood(theirs, None, is_first_microbatch)
+            how |= {"inter_attention": tuple(crossing.items())} if crossing else {}
+            tensors |= others
+            assert encoder_output is not None
+            tensors["encoder_output"] = encoder_output
+        elif enc_dec_attn_mask is not None:
+            raise ValueError(f"{who}: enc_dec_attn_mask is for layer_type='decoder': leave it out")
+        if self.writes_over(is_first_microbatch):
+            how["over"] = True
+        run = self.variant(**how) if how else super().forward
+        return run(hidden_states, outputs=outputs, **tensors)  # type: ignore[no-any-return]
+
+    def _check_call(self, encoder_output: Any, checkpoint_core_attention: Any, call: Mapping[str, Any]) -> None:
+        who = type(self).__name__
+        if isinstance(encoder_output, str):
+            raise TypeError(
+                f"{who}: encoder_output takes a tensor, got {encoder_output!r}: give the type of a mask by its "
+                f"keyword, self_attn_mask_type={encoder_output!r}"
+            )
+        check_tensor(who, "encoder_output", encoder_output, self.decodes)
+        check_flag("checkpoint_core_attention", checkpoint_core_attention)
+        if call:
+            check_arguments(who, call, _OWN)
+
+
+def _variant(attention: MultiheadAttention, how: tuple[tuple[str, Hashable], ...]) -> torch.nn.Module:
+    return attention.variant(**dict(how)) if how else attention

@@ -1,0 +1,135 @@
+"""te_fuser.DotProductAttention: each argument, against explicit PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from tests.presets.layers import around
+from tests.presets.plain import Call, attend, causal
+from tests.twins import tensor
+
+S, K, B, H, G, D, E = 7, 5, 3, 4, 2, 6, 3
+ORDERS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # to [B, H, S, D]
+
+
+def parts(order: str = "sbhd", keys: int = K) -> list[torch.Tensor]:
+    """q, k and v in that order."""
+    sizes = ((S, H, D), (keys, G, D), (keys, G, E))
+    made = [tensor(B, s, h, d, seed=k) for k, (s, h, d) in enumerate(sizes)]
+    return made if order == "bshd" else [t.transpose(0, 1).detach().requires_grad_() for t in made]
+
+
+def assert_as_meant(made: Any, call: Call, qkv: list[torch.Tensor], order: str = "sbhd", **given: Any) -> None:
+    scale = made.softmax_scale
+    y = made(*qkv, **given)
+    want = attend(*[t.permute(ORDERS[order]) for t in qkv], call, scale)
+    want = want.permute(2, 0, 1, 3) if order == "sbhd" else want.permute(0, 2, 1, 3)
+    torch.testing.assert_close(y, want.flatten(2))
+    leaves = [*qkv, *made.parameters()]
+    dy = tensor(*y.shape, grad=False)
+    for ours, theirs in zip(*[torch.autograd.grad(t, leaves, dy) for t in (y, want.flatten(2))], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def attention(*args: Any, **keywords: Any) -> Any:
+    return te_fuser.DotProductAttention(*(args or (H, (D, E), G)), device="cpu", **keywords).double()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_values_and_gradients(order: str) -> None:
+    made = attention(qkv_format=order)
+    assert_as_meant(made, Call(causal(S, K)), parts(order), order)
+    assert_as_meant(attention(), Call(causal(S, K)), parts(order), order, qkv_format=order)
+    assert_as_meant(attention(H, D), Call(causal(S)), [tensor(S, B, H, D, seed=k) for k in range(3)])
+
+
+def test_scores() -> None:
+    no_mask = {"attn_mask_type": "no_mask"}
+    assert_as_meant(attention(softmax_scale=0.5, **no_mask), Call(), parts())
+    assert_as_meant(attention(softcap=0.7, **no_mask), Call(soft_cap=0.7), parts())
+    zero = torch.zeros(H, dtype=torch.float64)
+    assert_as_meant(attention(softmax_type="off-by-one", **no_mask), Call(sink=zero), parts())
+    made = attention(softmax_type="learnable", **no_mask)
+    assert list(made.state_dict()) == ["softmax_offset"] and made.softmax_offset.shape == (H,)
+    torch.nn.init.normal_(made.softmax_offset)
+    assert_as_meant(made, Call(sink=made.softmax_offset), parts())
+
+
+def test_masks() -> None:
+    made, pads = attention(attention_type="cross"), [tensor(B, 1, 1, n) > 0.5 for n in (S, K)]
+    assert_as_meant(made, Call(around(*pads)), parts(), attention_mask=tuple(pads), attn_mask_type="padding")
+    mask = tensor(B, H, S, K) > 0.5
+    assert_as_meant(made, Call(mask), parts(), attention_mask=mask, attn_mask_type="arbitrary")
+    hidden = causal(S, K, "bottom_right") | around(*pads)
+    given = {"attention_mask": tuple(pads), "attn_mask_type": "padding_causal_bottom_right"}
+    assert_as_meant(made, Call(hidden), parts(), **given)
+    for kind in ("padding,causal", "causal,padding"):
+        torch.testing.assert_close(
+            made(*parts(), tuple(pads), attn_mask_type=kind),
+            made(*parts(), tuple(pads), attn_mask_type="padding_causal"),
+        )
+    own = attention(attn_mask_type="padding")
+    assert_as_meant(own, Call(around(pads[0])), parts(keys=S), attention_mask=pads[0])
+    counts = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 1, 5, 7])
+    behind = [torch.arange(n) >= c.diff()[:, None, None, None] for n, c in zip((S, K), counts, strict=True)]
+    assert_as_meant(own, Call(around(*behind)), parts(), cu_seqlens_q=counts[0], cu_seqlens_kv=counts[1])
+    window = causal(S, K, "bottom_right", (1, 2))
+    assert_as_meant(attention(attn_mask_type="no_mask", window_size=(1, 2)), Call(window), parts())
+    top = causal(S, K, "top_left", (1, 2))
+    assert_as_meant(made, Call(top), parts(), attn_mask_type="no_mask", window_size=(1, 2), bottom_right_diagonal=False)
+
+
+def test_sequences_one_behind_the_other() -> None:
+    made = attention(qkv_format="thd")
+    ends, others = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 1, 4, 9])
+    q, k, v = (tensor(n, h, d, seed=m) for m, (n, h, d) in enumerate(((7, H, D), (9, G, D), (9, G, E))))
+    y = made(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=others, max_seqlen_q=4, max_seqlen_kv=5)
+    for n in range(3):
+        mine, theirs = slice(ends[n], ends[n + 1]), slice(others[n], others[n + 1])
+        one = [t[None, where].transpose(1, 2) for t, where in ((q, mine), (k, theirs), (v, theirs))]
+        want = attend(*one, Call(causal(one[0].shape[2], one[1].shape[2])), made.softmax_scale)
+        torch.testing.assert_close(y[mine], want[0].transpose(0, 1).flatten(1))
+    same = made(q, k[:7], v[:7], cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    torch.testing.assert_close(same, made(q, k[:7], v[:7], cu_seqlens_q=ends))
+    begins = {"cu_seqlens_q_padded": torch.tensor([0, 4, 4, 7]), "cu_seqlens_q": torch.tensor([0, 3, 3, 6])}
+    y = made(q, k[:7], v[:7], **begins)
+    want = made(q[:3], k[:3], v[:3], cu_seqlens_q=torch.tensor([0, 3]))
+    torch.testing.assert_close(y[:3], want)
+    with pytest.raises(ValueError, match="takes cu_seqlens_q"):
+        made(q, k, v)
+    with pytest.raises(ValueError, match="takes no attn_mask_type='arbitrary'"):
+        made(q, k, v, PAD, attn_mask_type="arbitrary", cu_seqlens_q=ends)
+
+
+PAD = torch.ones(1, 1, 7, 7, dtype=torch.bool)
+
+
+def test_dropout_and_lists() -> None:
+    made, (q, k, v) = attention(H, D, attention_dropout=0.5), [tensor(S, B, H, D, seed=n) for n in range(3)]
+    assert not torch.equal(made(q, k, v), made(q, k, v))
+    made.eval()
+    model = te_fuser.Sequential(ops.Scale(value=2.0), made, ops.GELU())
+    key, value = k.flatten(2), v.flatten(2)
+    want = torch.nn.functional.gelu(made(2.0 * q, k, v), approximate="tanh")
+    torch.testing.assert_close(model(q.flatten(2), key_layer=key, value_layer=value), want)
+
+
+def test_bad_arguments() -> None:
+    q, k, v = parts()
+    with pytest.raises(ValueError, match="num_gqa_groups=3 does not divide"):
+        attention(H, D, 3)
+    with pytest.raises(TypeError, match="did you mean 'qkv_format'"):
+        attention(H, D, qkv_formt="thd")
+    with pytest.raises(NotImplementedError, match="asks for what te_fuser does not have"):
+        attention(H, D, cp_group=object())
+    with pytest.raises(ValueError, match="alibi_slopes are for core_attention_bias_type='alibi'"):
+        attention()(q, k, v, alibi_slopes=torch.ones(H))
+    with pytest.raises(TypeError, match="did you mean 'cu_seqlens_q'"):
+        attention()(q, k, v, cu_seqlen_q=None)
+    with pytest.raises(NotImplementedError, match="give inference_params there"):
+        attention()(q, k, v, inference_params=object())

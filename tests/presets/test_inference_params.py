@@ -1,0 +1,198 @@
+"""Decoding step by step with caches: as the whole sequence at once."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser.fuser.run import fuser
+from tests.presets.layers import layer
+from tests.twins import tensor
+
+F, L = 24, 9
+Params = te_fuser.InferenceParams
+TABLE = te_fuser.RotaryPositionEmbedding(6, device="cpu")(L)
+
+
+def run(made: Any, x: torch.Tensor, params: Any, **call: Any) -> torch.Tensor:
+    """A step on x [S, B, F], whatever the layer's order is."""
+    lead = 0 if made.common.attn_input_format == "sbhd" else 1
+    with torch.no_grad():
+        return made(x.transpose(0, lead), inference_params=params, **call).transpose(0, lead)
+
+
+def whole(made: Any, x: torch.Tensor, **call: Any) -> torch.Tensor:
+    lead = 0 if made.common.attn_input_format == "sbhd" else 1
+    return made(x.transpose(0, lead), **call).transpose(0, lead).detach()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "fused": {"fuse_qkv_params": True, "num_gqa_groups": 2, "layer_number": 2},
+    "batch_first": {"attn_input_format": "bshd", "rotary_pos_interleaved": True},
+    "norms": {"qk_norm_type": "RMSNorm", "window_size": (3, 0)},
+    "bert": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
+    "sinks": {"softmax_type": "learnable", "self_attn_mask_type": "padding_causal"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_as_the_whole(kind: str) -> None:
+    keywords = KINDS[kind]
+    made, x = layer(**keywords), tensor(L, 3, F, grad=False)
+    causal = {"self_attn_mask_type": "causal"}
+    for angles in (None, TABLE, (TABLE, TABLE * 0.5)):
+        want, params, at = whole(made, x, rotary_pos_emb=angles, **causal), Params(4, L), 0
+        for count in (4, 1, 1, 3):
+            params.pre_step(OrderedDict((n, count) for n in range(3)))
+            y = run(made, x[at : at + count], params, rotary_pos_emb=angles)
+            torch.testing.assert_close(y, want[at : at + count])
+            at += count
+
+
+def test_sequences_begin_end_and_change_places() -> None:
+    """Each of another length, padded behind; what ended makes room."""
+    made, text = layer(), {name: tensor(L, 1, F, grad=False, seed=k)[:, 0] for k, name in enumerate("abcd")}
+    want = {name: whole(made, x[:, None], rotary_pos_emb=TABLE)[:, 0] for name, x in text.items()}
+    params, done = Params(3, L), dict.fromkeys(text, 0)
+    for step in (
+        {"a": 3, "b": 5},
+        {"a": 1, "b": 1, "c": 4},
+        {"c": 2, "a": 1},
+        {"d": 9, "c": 1},
+        {"c": 1, "d": 0},
+        {"a": 4},
+    ):
+        done |= {name: 0 for name in text if name not in step}
+        params.pre_step(OrderedDict(step))
+        x = torch.full((max(step.values()), len(step), F), 7.0, dtype=torch.float64)
+        for row, (name, count) in enumerate(step.items()):
+            x[:count, row] = text[name][done[name] : done[name] + count]
+        y = run(made, x, params, rotary_pos_emb=TABLE)
+        for row, (name, count) in enumerate(step.items()):
+            torch.testing.assert_close(y[:count, row], want[name][done[name] : done[name] + count])
+            done[name] += count
+
+
+@pytest.mark.parametrize("make", [Params, SimpleNamespace])
+def test_one_offset_for_all_as_megatron_has_it(make: Any) -> None:
+    layers, x = [layer(layer_number=n) for n in (1, 2)], tensor(L, 4, F, grad=False)
+    sizes = {"max_batch_size": 4, "max_sequence_length": L}
+    others = {"sequence_len_offset": 0, "batch_size_offset": 0, "key_value_memory_dict": {}}
+    params = make(**sizes) if make is Params else make(**sizes, **others)
+    want = whole(layers[1], whole(layers[0], x))
+    for first, count in ((0, 5), (5, 1), (6, 3)):
+        params.sequence_len_offset = first
+        for start in (0, 2):
+            params.batch_size_offset = start
+            h = x[first : first + count, start : start + 2]
+            for made in layers:
+                h = run(made, h, params, attention_mask=torch.ones(1, 1, L, L, dtype=torch.bool))
+            torch.testing.assert_close(h, want[first : first + count, start : start + 2])
+    assert sorted(params.key_value_memory_dict) == [1, 2]
+    params.sequence_len_offset = 7
+    with pytest.raises(ValueError, match=r"3 positions behind 7 \(sequence_len_offset\), and max_sequence_length=9"):
+        run(layers[0], x[:3, :2], params)
+    with pytest.raises(ValueError, match="6 samples, and max_batch_size=4"):
+        params.batch_size_offset = 2
+        run(layers[0], x[:1], params)
+
+
+def test_decoders_keep_what_they_attend_to() -> None:
+    made, x, memory = layer(layer_type="decoder"), tensor(L, 2, F, grad=False), tensor(5, 2, F, grad=False, seed=2)
+    want, params = whole(made, x, encoder_output=memory), Params(2, L)
+    for at in range(L):
+        params.pre_step({0: 1, 1: 1})
+        torch.testing.assert_close(run(made, x[at : at + 1], params, encoder_output=memory), want[at : at + 1])
+
+
+def test_a_step_plans_nothing_anew_and_reads_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, planned, params = layer(layer_number=1), tensor(1, 2, F, grad=False), [], Params(2, L)
+    make_plan = fuser.make_plan
+    monkeypatch.setattr(fuser, "make_plan", lambda *args: planned.append(1) or make_plan(*args))
+    for step in range(L):
+        params.pre_step({"a": 1, "b": int(step < 4)})
+        if step == 1:
+            memory = [t.data_ptr() for t in params.key_value_memory_dict[1]]
+            for name in ("item", "tolist", "__int__", "__bool__", "__float__", "cpu"):
+                monkeypatch.setattr(torch.Tensor, name, refuse)
+        run(made, x, params, rotary_pos_emb=TABLE)
+    assert len(planned) == 1
+    assert memory == [t.data_ptr() for t in params.key_value_memory_dict[1]]
+
+
+def refuse(*args: Any) -> None:
+    raise AssertionError("a value was read")
+
+
+def test_lengths_stay_where_they_are() -> None:
+    """So that a captured step goes on by them: the same call, with what `pre_step` has put there since."""
+    made, x, params = layer(), tensor(L, 1, F, grad=False), Params(1, L)
+    want = whole(made, x)
+    params.pre_step({0: 1})
+    run(made, x[:1], params)
+    (tensors,) = [lengths.tensors for lengths in params._lengths.values()]
+    places = [t.data_ptr() for t in tensors]
+    for at in range(1, 4):
+        params.pre_step({0: 1})
+        torch.testing.assert_close(run(made, x[at : at + 1], params), want[at : at + 1])
+        assert [t.tolist() for t in tensors] == [[at], [1], [at + 1]]
+    assert places == [t.data_ptr() for lengths in params._lengths.values() for t in lengths.tensors]
+    params.reset()
+    assert not params.sequences and not tensors[2].any()
+    params.pre_step({1: L})
+    torch.testing.assert_close(run(made, x, params), want)
+
+
+def test_sizes_that_are_said_and_dtypes() -> None:
+    made, x = layer(params_dtype=torch.float32), tensor(2, 2, F, dtype=torch.float32, grad=False)
+    params = Params(2, L, num_heads_kv=4, head_dim_k=6, dtype=torch.float32, qkv_format="sbhd", max_ctx_len=L)
+    params.pre_step({0: 2, 1: 2})
+    torch.testing.assert_close(run(made, x, params), whole(made, x))
+    with torch.autocast("cpu", torch.bfloat16):
+        other = Params(2, L)
+        other.pre_step({0: 2, 1: 2})
+        torch.testing.assert_close(run(made, x, other), whole(made, x), rtol=0.05, atol=0.05)
+    assert {t.dtype for pair in other.key_value_memory_dict.values() for t in pair} == {torch.bfloat16}
+    twin = copy.deepcopy(params)
+    twin.pre_step({0: 1, 1: 1})
+    assert params.sequences == {0: 2, 1: 2}
+    with pytest.raises(ValueError, match=r"InferenceParams\(num_heads_kv=2\), and MultiheadAttention has 4"):
+        run(made, x, Params(2, L, num_heads_kv=2))
+
+
+def test_what_is_refused() -> None:
+    made, x, params = layer(), tensor(2, 2, F, grad=False), Params(2, L)
+    with pytest.raises(NotImplementedError, match="is_paged asks for pages"):
+        Params(2, L, is_paged=True)
+    with pytest.raises(TypeError, match="takes no argument 'pages'"):
+        Params(2, L, pages=3)
+    with pytest.raises(ValueError, match="3 sequences, and max_batch_size=2"):
+        params.pre_step({0: 1, 1: 1, 2: 1})
+    params.pre_step({0: 8, 1: 2})
+    with pytest.raises(ValueError, match="sequence 0 would have 10 positions by 2 more, and max_sequence_length=9"):
+        params.pre_step({1: 1, 0: 2})
+    assert params.sequences == {0: 8, 1: 2}
+    with pytest.raises(
+        ValueError, match="pre_step was told 2 sequences with 8 tokens at most, and the call has 2 samples"
+    ):
+        run(made, x, params)
+    params.pre_step({0: 1, 1: 2})
+    with pytest.raises(ValueError, match="attn_mask_type='arbitrary' with inference_params"):
+        run(made, x, params, self_attn_mask_type="arbitrary")
+    with pytest.raises(ValueError, match="rotary_pos_emb has 2 positions, and sequences may have 9"):
+        run(made, x, params, rotary_pos_emb=TABLE[:2])
+    with pytest.raises(TypeError, match=r"inference_params is te_fuser.InferenceParams or has max_batch_size"):
+        run(made, x, object())
+    both = layer(layer_number=1), layer(layer_number=1, kv_channels=5)
+    params = Params(2, L)
+    params.pre_step({0: 2, 1: 2})
+    run(both[0], x, params)
+    with pytest.raises(ValueError, match="give each layer a layer_number of its own"):
+        run(both[1], x, params)

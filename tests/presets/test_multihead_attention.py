@@ -1,0 +1,90 @@
+"""te_fuser.MultiheadAttention: what its layer does not show, against explicit PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from tests.presets import plain
+from tests.presets.plain import Call, causal
+from tests.twins import randomize, tensor
+
+S, B, F, H, K = 7, 3, 24, 4, 5
+
+
+def attention(**keywords: Any) -> Any:
+    own = {"attention_dropout": 0.0, "device": "cpu", "params_dtype": torch.float64}
+    return randomize(te_fuser.MultiheadAttention(F, H, **{**own, **keywords}))
+
+
+def assert_as_meant(made: Any, call: Call, **given: Any) -> None:
+    x = tensor(S, B, F)
+    y = made(x, **given)
+    memory = None if call.memory is None else call.memory.transpose(0, 1)
+    want, h = plain.attention(made, x.transpose(0, 1), Call(**{**vars(call), "memory": memory}))
+    ours, theirs = [y], [want.transpose(0, 1)]
+    if isinstance(y, tuple):
+        ours = [y[0], y[-1]]
+        theirs.append(h.transpose(0, 1))
+    leaves = [x, *made.parameters(), *([] if call.memory is None else [call.memory])]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+    dys = [tensor(*t.shape, grad=False, seed=k) for k, t in enumerate(theirs)]
+    for mine, other in zip(*[torch.autograd.grad(t, leaves, dys) for t in (ours, theirs)], strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"fuse_qkv_params": True}, {"num_gqa_groups": 1, "kv_channels": 5}])
+def test_self_and_cross_attention(keywords: dict[str, Any]) -> None:
+    memory = tensor(K, B, F, seed=3)
+    for norm in (False, True):
+        assert_as_meant(attention(input_layernorm=norm, **keywords), Call(causal(S)))
+        made = attention(input_layernorm=norm, attention_type="cross", attn_mask_type="no_mask", **keywords)
+        assert_as_meant(made, Call(memory=memory), encoder_output=memory)
+
+
+def test_what_it_returns() -> None:
+    made, x = attention(input_layernorm=True, return_layernorm_output=True), tensor(S, B, F)
+    assert_as_meant(made, Call(causal(S)))
+    assert_as_meant(made, Call(causal(S, window=(1, 0))), window_size=(1, 0))
+    both = attention(input_layernorm=True, return_layernorm_output=True, return_bias=True)
+    y, bias, h = both(x)
+    want, normed = plain.attention(both, x.transpose(0, 1), Call(causal(S)))
+    torch.testing.assert_close(y + bias, want.transpose(0, 1))
+    torch.testing.assert_close(h, normed.transpose(0, 1))
+    assert bias is both.proj.bias
+    with pytest.raises(TypeError, match="returns several values, by return_bias and return_layernorm_output"):
+        te_fuser.Sequential(both, ops.GELU())(x)
+
+
+def test_its_parts_run_alone() -> None:
+    """Under Transformer Engine's names: the projections, and attention of heads that are apart."""
+    made, x = attention(fuse_qkv_params=True), tensor(S, B, F)
+    heads = made.qkv(x).view(S, B, H, 3, F // H)
+    out = made.core_attention(*heads.unbind(3))
+    torch.testing.assert_close(made.proj(out), made(x))
+
+
+def test_names() -> None:
+    names = {n.rpartition(".")[0] for n in attention(qk_norm_type="RMSNorm", softmax_type="learnable").state_dict()}
+    assert names == {"q_norm", "k_norm", "qkv", "core_attention", "proj"}
+    names = {n.rpartition(".")[0] for n in attention(attention_type="cross").state_dict()}
+    assert names == {"query_layer", "key_value", "proj"}
+    made = attention(set_parallel_mode=True, softmax_type="learnable")
+    assert made.qkv.query_weight.partition_dim == 0 and made.proj.weight.partition_dim == 1
+
+
+def test_bad_calls() -> None:
+    made, x = attention(), tensor(S, B, F)
+    with pytest.raises(ValueError, match="encoder_output is for cross attention"):
+        made(x, None, x)
+    with pytest.raises(ValueError, match="rotary_pos_emb is for attention_type='self'"):
+        attention(attention_type="cross", attn_mask_type="no_mask")(
+            x, encoder_output=x, rotary_pos_emb=torch.zeros(S, 1, 1, 2)
+        )
+    with pytest.raises(ValueError, match="attention_type='both' is unknown"):
+        attention(attention_type="both")
