@@ -23,6 +23,13 @@ from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 
 
+class Options(dict[str, Any]):
+    """Options of a list by name, which who knows the list holds.
+
+    No plain dict: of these torch.export leaves copies in the list.
+    """
+
+
 class Option:
     """How a list is planned: as it says itself, else as the list around it says, else as `default` says."""
 
@@ -54,8 +61,8 @@ class OpList(torch.nn.Sequential):
 
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
-    _given: dict[str, Any]
-    _around: dict[str, Any]  # the options of the list around, for one that runs by its own __call__ in there
+    _given: Options
+    _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
     def options(self) -> dict[str, Any]:
         """The options by name, as they hold."""
