@@ -14,7 +14,7 @@ from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, named_tensors
+from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
 from te_fuser.fuser.run.known import Facts, still_hold
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
@@ -314,7 +314,12 @@ class Sequential(OpList):
             walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
-        """The same result op by op from their meaning, in plain differentiable PyTorch operations."""
+        """The same result op by op from their meaning, in plain differentiable PyTorch operations.
+
+        It is a run: plain modules between ops are called as in forward, their hooks included.
+        """
+        if type(self._prepared()[0]) is Group:
+            check_tensor(x)
         return walk_parts(self._prepared(), x, inputs, self._wanted(outputs), _reference)
 
     def operations(self) -> list[FusableOperation]:

@@ -23,7 +23,7 @@ from te_fuser.fuser.run.known import Facts, Known, Modes, Ops
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.segment import refusing
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
-from te_fuser.fuser.run.tracers import in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
+from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
 from te_fuser.ops.sizes import Questions
@@ -357,6 +357,17 @@ def check_options(memory: str | int, kernels: str, fallback: str) -> None:
         raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
 
 
+def check_tensor(x: Any) -> None:
+    """Check that the main input is a tensor, which is all that a reference asks.
+
+    Raises:
+        TypeError: when it is none.
+    """
+    refuse_proxy(x)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+
+
 def check_input(x: Any, planning: bool = False) -> None:
     """Check the main input of a call; one without values is enough for planning.
 
@@ -364,13 +375,11 @@ def check_input(x: Any, planning: bool = False) -> None:
         TypeError: when x is not a plain tensor.
         ValueError: when x has no feature dimension.
     """
-    refuse_proxy(x)
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+    check_tensor(x)
     if type(x) not in PLAIN and not stands_in(x):
         raise TypeError(
             f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
-            "keep this model out of tracing (torch.compiler.disable), or trace model.reference, which is plain PyTorch"
+            f"keep it out of tracing (torch.compiler.disable), or trace {REFERENCE}, which is plain PyTorch"
         )
     if not stands_in(x):
         refuse_tracers()
@@ -382,7 +391,7 @@ def check_input(x: Any, planning: bool = False) -> None:
     if torch._C._are_functorch_transforms_active():
         raise TypeError(
             "te_fuser does not run inside torch.func transforms or vmap; call the model outside, or transform "
-            "model.reference, which is plain PyTorch"
+            f"{REFERENCE}, which is plain PyTorch"
         )
     if x.layout != torch.strided or x.is_conj() or x.is_neg() or x.is_nested:
         raise TypeError(_DENSE)

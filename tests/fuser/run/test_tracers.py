@@ -103,9 +103,16 @@ def test_ops_alone_refuse_and_stay_as_they_were(op: ops.FusableOperation, called
     want = op(X) if called else copy.deepcopy(op)(X)
     for trace, _ in REFUSED.values():
         if trace is not with_parameter_tangent:
-            with pytest.raises(TypeError, match=r"model\.reference"):
+            with pytest.raises(TypeError, match=r"of a single op, te_fuser\.Sequential\(op\)\.reference\(x\)"):
                 trace(op)  # type: ignore[arg-type]
     assert torch.equal(op(X), want)
+
+
+def test_what_a_single_op_advises_for_double_backward_works() -> None:
+    op, x = ops.GELU(), X.double().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"of a single op, te_fuser\.Sequential\(op\)\.reference\(x\)"):
+        torch.autograd.grad(op(x).sum(), x, create_graph=True)
+    assert torch.autograd.gradgradcheck(Sequential(op).reference, x)
 
 
 def test_other_modes_see_the_call() -> None:
