@@ -113,8 +113,8 @@ class Fuser:
             graph = self._graph(x, named_tensors(inputs), outputs, self.parameters(), self._ops.training())
             return results_like(graph, outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
-        prepared, parameters = self.prepare_call(x, inputs, outputs)
-        return execute(prepared, x, inputs, parameters)
+        prepared, parameters, promised = self._prepare_call(x, inputs, outputs)
+        return execute(prepared if promised is None else prepared.first(promised), x, inputs, parameters)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
@@ -132,14 +132,20 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
+        return self._prepare_call(x, inputs, outputs)[:2]
+
+    def _prepare_call(
+        self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> tuple[Prepared, list[torch.Tensor], Graph | None]:
+        """The same, and where the call was planned just now, its graph."""
         check_input(x)
         parameters = self.parameters()
         if in_dual_level():
             refuse_tangents((x, *inputs.values(), *parameters))
         modes = self._ops.modes(x.device.type, outputs, self._revisions)
-        found = self._found(x, inputs, outputs, parameters, modes)
+        found, graph = self._found(x, inputs, outputs, parameters, modes)
         self._note(x, inputs, parameters, modes, found)
-        return found, parameters
+        return found, parameters, graph
 
     def _note(
         self,
@@ -164,15 +170,15 @@ class Fuser:
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
         modes: Modes,
-    ) -> Prepared:
-        """The prepared plan for a call that is not like the last one."""
+    ) -> tuple[Prepared, Graph | None]:
+        """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""
         shapes, form = self._signature(x, inputs, parameters, modes)
         found = self._kept.find(shapes, form)
         if found is not None:
-            return found
+            return found, None
         questions = Questions()
-        plan = self._planned(make_plan, questions, x, inputs, outputs, parameters, modes.training)
-        return self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs))
+        plan, graph = self._planned(make_plan, questions, x, inputs, outputs, parameters, modes.training)
+        return self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs)), graph.exact()
 
     def _signature(
         self,
@@ -207,15 +213,15 @@ class Fuser:
         parameters: Sequence[torch.Tensor],
         training: tuple[bool, ...],
         device: Device | None = None,
-    ) -> Plan:
-        """A plan of a call, with what is asked of its sizes."""
+    ) -> tuple[Plan, Graph]:
+        """A plan of a call, with what is asked of its sizes, and its graph."""
         graph, options = self.asked(x, inputs, outputs, parameters, device, training, questions)
         try:
-            return make(graph, options)
+            return make(graph, options), graph
         except Exception:  # maybe it takes none but plain numbers; what else is wrong is raised again
             plan = make(graph.exact(), options)
             questions.tie()
-            return plan
+            return plan, graph
 
     def forget_plans(self) -> None:
         """Plan anew at the next call."""
@@ -256,7 +262,7 @@ class Fuser:
             parameters = self._bound.looked_at()
             given = named_tensors(inputs or {})
             modes = self._ops.training()
-            return self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)
+            return self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)[0]
 
     def asked(
         self,

@@ -17,6 +17,7 @@ from te_fuser.ops.joined import JoinedBinding, parts_of
 from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.steps.step import SlotMap, Step
 
@@ -42,6 +43,7 @@ class Segment:
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
         joined: the places of parameters that may be joined from several; then these come after all other tensors.
+        promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
     values_in: tuple[int, ...]
@@ -63,11 +65,12 @@ class Segment:
     take_kept: Picker
     take_gradients: Picker
     joined: tuple[int, ...] = ()
+    promised: Graph | None = None
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
         slots = self.forward.slots(tensors)
-        watched.run(self.forward, slots)
+        watched.run(self.forward, slots, promised=self.promised)
         return slots
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
@@ -151,9 +154,9 @@ class SegmentFunction(torch.autograd.Function):
         kind = segment.device
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
-                watched.run(program, slots, may_overwrite, backward=True)
+                watched.run(program, slots, may_overwrite, True, segment.promised)
         else:
-            watched.run(program, slots, may_overwrite, backward=True)
+            watched.run(program, slots, may_overwrite, True, segment.promised)
         given = segment.take_gradients(slots)
         if segment.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
