@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import _native, dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, bindings_of, list_ops, with_attributes
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, bindings_of, emptied, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
@@ -262,7 +262,10 @@ class Fuser:
             parameters = self._bound.looked_at()
             given = named_tensors(inputs or {})
             modes = self._ops.training()
-            return self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)[0]
+            plan, _ = self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)
+        for node in plan.graph.nodes:  # nobody runs it, and who keeps it shall not keep a model
+            emptied(node.op)
+        return plan
 
     def asked(
         self,

@@ -223,6 +223,9 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
         if segment.joined:  # autograd knows their parts
             tensors += [part for k in segment.joined for part in parts_of(tensors[k])]
         return _apply(segment, *tensors)  # type: ignore[no-any-return]
+    if segment.unrecorded:
+        with torch.no_grad():
+            return segment.results(segment.run_forward(tensors))
     return segment.results(segment.run_forward(tensors))
 
 
