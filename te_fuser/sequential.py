@@ -343,7 +343,7 @@ class Residual(Sequential):
 class _Structure:
     """What a list comes to, and the facts by which it is known to be that still.
 
-    No tuple, list or dict that is an attribute of the list: of these torch.export leaves copies, and of what is in them.
+    An object, as of tuples, lists and dicts that are attributes of a module torch.export leaves copies.
     """
 
     facts: Facts

@@ -76,7 +76,11 @@ FORMULAS = {
             r"clamp takes numbers as limits, got a tensor; by tensors: minimum\(maximum\(x, low\), high\)",
         ],
     ),
-    "clamped_by_nothing": (formula(lambda x: clamp(x, None, 1.0)), TypeError, ["clamp takes numbers as limits, got None"]),
+    "clamped_by_nothing": (
+        formula(lambda x: clamp(x, None, 1.0)),
+        TypeError,
+        ["clamp takes numbers as limits, got None"],
+    ),
     "thirds_of_eight": (formula(lambda x: split(x, 3)[0]), ValueError, [r"^op 1 \(Given '1'\)", "8 features into 3"]),
     "another_width": (
         Narrow,
