@@ -68,7 +68,7 @@ class AdaptiveLayerNorm(RowOp):
         return {"scale": NamedInput(self.scale, axes), "shift": NamedInput(self.shift, axes)}
 
     def compute(self, x: Any, scale: Any, shift: Any) -> Any:
-        return normalize(x, self.eps) * (1.0 + scale) + shift
+        return normalize(x, self.eps, self.features) * (1.0 + scale) + shift
 
     def infer(self, x: Spec) -> Spec:
         check_features(self, x, self.features)
