@@ -166,7 +166,9 @@ def judge_alike(
             near = neighbouring(number - 1)
             apart = {name: distance(near[name], t) for name, t in wanted.items()}
             # What becomes infinite on other data says nothing of how far apart finite results may be.
-            moved = {name: d.or_more(apart[name]) if math.isfinite(apart[name].largest) else d for name, d in moved.items()}
+            moved = {
+                name: d.or_more(apart[name]) if math.isfinite(apart[name].largest) else d for name, d in moved.items()
+            }
         both = {name: (d + d) * _TIMES_PLAIN for name, d in moved.items()}  # either may err by so much
         rows = [_row(case, name, found[name], t, t, both[name], scales[name], whose) for name, t in wanted.items()]
         if _settled(rows, number):
