@@ -1,8 +1,10 @@
 """How far a result may lie from float64: at most twice as far as plain PyTorch in the same dtype, plus one ulp.
 
-PyTorch's libraries differ in how many products they add up one after the other before they begin anew, and what a sum of n
-errs by grows with its square root (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019). So
-where the data have sums that long, a result may also err by what the longest such run errs more than the shortest.
+PyTorch's libraries differ in how many products they add up one after the other before they begin anew, and what a sum
+of n errs by grows with its square root. So where the data have sums that long, a result may also err by what the
+longest such run errs more than the shortest.
+
+Source: Higham and Mary, "A new approach to probabilistic rounding error analysis" (2019).
 
 What plain PyTorch errs by is itself a matter of luck on few elements. So where the data at hand would fail a result,
 plain PyTorch is asked again on neighbouring data, moved by at most an ulp, and its largest error counts.

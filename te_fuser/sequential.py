@@ -21,7 +21,7 @@ from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of, silenced
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
@@ -310,8 +310,8 @@ class Sequential(OpList):
             with spared(self.parameters()):
                 return run(group, unhooked(x), {name: unhooked(t) for name, t in given.items()}, wanted)
 
-        with undisturbed(self, x):
-            walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked)
+        with undisturbed(self, x), silenced(self):
+            walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked, Border.tried)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """The same result op by op from their meaning, in plain differentiable PyTorch operations.
