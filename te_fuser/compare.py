@@ -1,14 +1,20 @@
 """How far a result may lie from float64: at most twice as far as plain PyTorch in the same dtype, plus one ulp.
 
+PyTorch's libraries differ in how many products they add up one after the other before they begin anew, and what a sum
+of n errs by grows with its square root. So where the data have sums that long, a result may also err by what the
+longest such run errs more than the shortest.
+
+Source: Higham and Mary, "A new approach to probabilistic rounding error analysis" (2019).
+
 What plain PyTorch errs by is itself a matter of luck on few elements. So where the data at hand would fail a result,
 plain PyTorch is asked again on neighbouring data, moved by at most an ulp, and its largest error counts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
 
 import torch
 
@@ -24,6 +30,7 @@ _TIMES_PLAIN = 2.0
 _NEIGHBOURS = 24
 _FEW, _HOPELESS = 3, 30.0  # luck does not explain such a multiple of what so many neighbours allow
 _AT_ONCE = 1 << 24  # elements that are compared at a time: in float64 they take several times their memory
+_RUNS = (192, 1024)  # products that MKL and oneDNN add up one after the other, in float32
 _EXACT_ULPS = 512.0  # what it is compared with has float64's rounding errors too
 # What float64 may err by is not seen in float64: float32's error, scaled, is the yardstick.
 _NARROWED = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -134,7 +141,8 @@ def judge(
             moved = evaluate(doubled(sample), True)
             erred = {name: d + distance(moved[name], exact[name]) for name, d in erred.items()}
         plain = {name: d.or_more(erred[name]) for name, d in plain.items()}
-        rows = [_row(case, name, found[name], exact[name], shown[name], plain[name], scales[name]) for name in exact]
+        room = {name: plain[name] * _TIMES_PLAIN + scales[name] * _of_sums(data, found[name].dtype) for name in exact}
+        rows = [_row(case, name, found[name], exact[name], shown[name], room[name], scales[name]) for name in exact]
         if _settled(rows, number):
             break
     return rows
@@ -160,8 +168,10 @@ def judge_alike(
             near = neighbouring(number - 1)
             apart = {name: distance(near[name], t) for name, t in wanted.items()}
             # What becomes infinite on other data says nothing of how far apart finite results may be.
-            moved = {name: d.or_more(apart[name]) if isfinite(apart[name].largest) else d for name, d in moved.items()}
-        both = {name: d + d for name, d in moved.items()}  # either may err by so much
+            moved = {
+                name: d.or_more(apart[name]) if math.isfinite(apart[name].largest) else d for name, d in moved.items()
+            }
+        both = {name: (d + d) * _TIMES_PLAIN for name, d in moved.items()}  # either may err by so much
         rows = [_row(case, name, found[name], t, t, both[name], scales[name], whose) for name, t in wanted.items()]
         if _settled(rows, number):
             break
@@ -214,7 +224,7 @@ def _row(
     found: torch.Tensor,
     exact: torch.Tensor,
     shown: torch.Tensor,
-    plain: Distance,
+    room: Distance,
     scale: Distance,
     whose: str = "plain PyTorch",
 ) -> Row:
@@ -222,9 +232,19 @@ def _row(
         return Row(case, name, note=f"is {_kind(found)}, {whose} gives {_kind(shown)}")
     ulp = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
     ulp *= _EXACT_ULPS if found.dtype == torch.float64 else 1.0
-    error, allowed = distance(found, exact), plain * _TIMES_PLAIN + scale * ulp
+    error, allowed = distance(found, exact), room + scale * ulp
     largest, rms = scale.largest or 1.0, scale.rms or 1.0
     return Row(case, name, error.largest / largest, allowed.largest / largest, error.rms / rms, allowed.rms / rms)
+
+
+def _of_sums(data: Tensors, dtype: torch.dtype) -> float:
+    """What the longest sums of the data may err by in float32 beyond plain PyTorch's, as a share of their scale."""
+    if dtype == torch.float64:
+        return 0.0
+    shortest, longest = _RUNS
+    terms = max((max(t.shape[-1], t.numel() // max(t.shape[-1], 1)) for t in data.values() if t.dim()), default=0)
+    runs = min(max(terms, shortest), longest)
+    return torch.finfo(torch.float32).eps / 2 * (math.sqrt(runs) - math.sqrt(shortest))
 
 
 def _kind(t: torch.Tensor) -> str:

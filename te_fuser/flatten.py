@@ -20,7 +20,14 @@ from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
-from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.ops.hooks import GLOBAL_HOOKS, has_users_hooks, hooks_of
+
+
+class Options(dict[str, Any]):
+    """Options of a list by name, which who knows the list holds.
+
+    No plain dict: of these torch.export leaves copies in the list.
+    """
 
 
 class Option:
@@ -54,8 +61,8 @@ class OpList(torch.nn.Sequential):
 
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
-    _given: dict[str, Any]
-    _around: dict[str, Any]  # the options of the list around, for one that runs by its own __call__ in there
+    _given: Options
+    _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
     def options(self) -> dict[str, Any]:
         """The options by name, as they hold."""
@@ -87,6 +94,17 @@ class Border:
         made = self._made(self.module, x, given, asked)
         self.last.note(self.module, (x, *given.values()), asked, made)
         return self._named(made, asked, values)
+
+    def tried(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
+        """The module's result in a run that only measures and calls no hooks of users.
+
+        Where it has such, which may change what it gives, that is random numbers in the form of its last result.
+        """
+        given, asked = self._given(values), self._asked(wanted)
+        gave = self.last.gave(self.module, (x, *given.values()), asked) if has_users_hooks(self.module) else None
+        if gave is None:
+            return self._named(self._made(self.module, x, given, asked), asked, values)
+        return self._named([_random(*form) for form in gave], asked, values)
 
     def looked_at(self, x: Any, values: dict[str, torch.Tensor], wanted: Sequence[str]) -> Any:
         """What stands for the module's result, where x and `values` are stand-ins: nothing of the module runs.
@@ -157,6 +175,11 @@ class Group:
             for reader, held in tensors.items():
                 stack.enter_context(reader.holding(**held))
             return run(self, x, {name: t for name, t in given.items() if name not in self.held}, asked)
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, needs_grad: bool) -> torch.Tensor:
+    numbers = torch.randn(tuple(shape), device=device).to(dtype)
+    return numbers.requires_grad_(needs_grad)
 
 
 Part = Union[Border, Group]  # noqa: UP007 - a type alias at run time

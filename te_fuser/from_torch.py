@@ -210,6 +210,8 @@ def _share(module: nn.Module, op: Any) -> Any:
 
 def _linear(m: nn.Linear) -> Any:
     _check_plain(m)
+    if not m.out_features:
+        raise _Cannot("it gives 0 features, and no op adds a bias to none or goes on with them")
     return _share(m, ops.Linear(m.in_features, m.out_features, bias=m.bias is not None, device="meta"))
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from te_fuser.flatten import Border, Group, GroupRun, OpList, Part, flatten, qualified, walk_parts
+from te_fuser.flatten import Border, Group, GroupRun, OpList, Options, Part, flatten, qualified, walk_parts
 from te_fuser.fuser.graph.listed import bindings_of
 from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, named_tensors
+from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
 from te_fuser.fuser.run.known import Facts, still_hold
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of, silenced
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
@@ -59,23 +59,14 @@ class Sequential(OpList):
         verify: bool | None = None,
     ) -> None:
         super().__init__(*ops)
-        self._given, self._around = {}, {}
+        self._given, self._around = Options(), Options()
         self.memory, self.kernels, self.fallback, self.verify = memory, kernels, fallback, verify
         check_options(self.memory, self.kernels, self.fallback)
-        self._parts: list[Part] = []
-        self._alone: Fuser | None = None  # where one plan is all
-        self._token: Facts | None = None
+        self._structure: _Structure | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold locks and kernels: a copy and a pickle of the model make their own.
-        return {
-            **self.__dict__,
-            "_given": dict(self._given),
-            "_around": {},
-            "_parts": [],
-            "_alone": None,
-            "_token": None,
-        }
+        return {**self.__dict__, "_given": Options(self._given), "_around": Options(), "_structure": None}
 
     # ------------------------------------------------------------------------------ list semantics
 
@@ -127,12 +118,13 @@ class Sequential(OpList):
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         if type(x) not in PLAIN:
             refuse_proxy(x)
-        if self._token is None or not still_hold(self._token):
-            self._rebuild()
+        structure = self._structure
+        if structure is None or not still_hold(structure.facts):
+            structure = self._structure = _structure_of(self)
         wanted = self._wanted(outputs) if outputs else ()
-        if self._alone is not None:
-            return self._alone.run(x, inputs, wanted)
-        return walk_parts(self._parts, x, inputs, wanted, _run_group)
+        if structure.alone is not None:
+            return structure.alone.run(x, inputs, wanted)
+        return walk_parts(structure.parts, x, inputs, wanted, _run_group)
 
     def _wanted(self, outputs: Sequence[str]) -> tuple[str, ...]:
         if isinstance(outputs, str):
@@ -145,31 +137,10 @@ class Sequential(OpList):
     def _prepared(self) -> list[Part]:
         if torch.compiler.is_compiling():  # of the reference, into which compilers look; they see no native code
             return flatten(self)
-        if self._token is None or not still_hold(self._token):
-            self._rebuild()
-        return self._parts
-
-    def _rebuild(self) -> None:
-        containers = [m for m in self.modules() if isinstance(m, Sequential)]
-        lists = [c._modules for c in containers]  # not the containers: this one would hold itself
-        watched = [m for modules in lists for m in modules.values() if m is not None]
-        hooks = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
-        ops = [(m, "revision", m.revision) for m in watched if isinstance(m, FusableOperation)]
-        inner = [vars(m) for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
-        options = [self._around, *(c._given for c in containers)]
-        facts = Facts(
-            members=tuple([(modules, tuple(dict.values(modules))) for modules in lists]),
-            empty=tuple([h for h in hooks if not h]),
-            filled=tuple([h for h in hooks if h]),
-            items=tuple([(own, "forward", own.get("forward")) for own in inner]),
-            attributes=tuple(ops),
-            pairs=tuple([(o, dict(o)) for o in options]),
-        )
-        self._parts = flatten(self)
-        first = self._parts[0]
-        plain = len(self._parts) == 1 and isinstance(first, Group) and not (first.verify or first.held)
-        self._alone = first.fuser if plain else None  # type: ignore[union-attr]
-        self._token = facts
+        structure = self._structure
+        if structure is None or not still_hold(structure.facts):
+            structure = self._structure = _structure_of(self)
+        return structure.parts
 
     # ------------------------------------------------------------------------------- looking inside
 
@@ -181,7 +152,7 @@ class Sequential(OpList):
         """
         found = self.plans(x, outputs=outputs, device=device, **inputs)
         if len(found) != 1:
-            by_options = any(part.notes for part in self._parts if isinstance(part, Group))
+            by_options = any(part.notes for part in self._prepared() if isinstance(part, Group))
             what = "plain modules and lists with other options" if by_options else "plain modules"
             raise ValueError(f"{what} split this list into {len(found)} plans; use plans(x)")
         return found[0]
@@ -339,11 +310,16 @@ class Sequential(OpList):
             with spared(self.parameters()):
                 return run(group, unhooked(x), {name: unhooked(t) for name, t in given.items()}, wanted)
 
-        with undisturbed(self, x):
-            walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked)
+        with undisturbed(self, x), silenced(self):
+            walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked, Border.tried)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
-        """The same result op by op from their meaning, in plain differentiable PyTorch operations."""
+        """The same result op by op from their meaning, in plain differentiable PyTorch operations.
+
+        It is a run: plain modules between ops are called as in forward, their hooks included.
+        """
+        if type(self._prepared()[0]) is Group:
+            check_tensor(x)
         return walk_parts(self._prepared(), x, inputs, self._wanted(outputs), _reference)
 
     def operations(self) -> list[FusableOperation]:
@@ -361,6 +337,40 @@ class Residual(Sequential):
     """
 
     adds_input: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, eq=False)
+class _Structure:
+    """What a list comes to, and the facts by which it is known to be that still.
+
+    An object, as of tuples, lists and dicts that are attributes of a module torch.export leaves copies.
+    """
+
+    facts: Facts
+    parts: list[Part]
+    alone: Fuser | None  # where one plan is all
+
+
+def _structure_of(model: Sequential) -> _Structure:
+    containers = [m for m in model.modules() if isinstance(m, Sequential)]
+    lists = [c._modules for c in containers]  # not the containers: the model would hold itself
+    watched = [m for modules in lists for m in modules.values() if m is not None]
+    hooks = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
+    ops = [(m, "revision", m.revision) for m in watched if isinstance(m, FusableOperation)]
+    inner = [vars(m) for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
+    options = [model._around, *(c._given for c in containers)]
+    facts = Facts(
+        members=tuple([(modules, tuple(dict.values(modules))) for modules in lists]),
+        empty=tuple([h for h in hooks if not h]),
+        filled=tuple([h for h in hooks if h]),
+        items=tuple([(own, "forward", own.get("forward")) for own in inner]),
+        attributes=tuple(ops),
+        pairs=tuple([(o, dict(o)) for o in options]),
+    )
+    parts = flatten(model)
+    first = parts[0]
+    plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held)
+    return _Structure(facts, parts, first.fuser if plain else None)  # type: ignore[union-attr]
 
 
 def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_distances_are_those_of_all_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tolerance_is_twice_plain_and_an_ulp() -> None:
-    data = {"x": torch.linspace(1.0, 2.0, 1000)}
+    data = {"x": torch.linspace(1.0, 2.0, 100)}
 
     def evaluate(given: Any, exact: bool) -> Any:
         # Plain PyTorch errs by 1e-5 here, whatever the data.
@@ -87,6 +88,39 @@ def test_tolerance_is_twice_plain_and_an_ulp() -> None:
         (row,) = judge("case", {"y": data["x"] * (1 + factor * 1e-5)}, data, evaluate)
         assert row.passed is passes
         assert abs(row.allowed - 2e-5) < 1e-6
+
+
+def runs_of(length: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a^T b, whose products are added up one after the other, so many at a time."""
+    total = torch.zeros(a.shape[1], b.shape[1])
+    for begin in range(0, a.shape[0], length):
+        run = torch.zeros_like(total)
+        for x, y in zip(a[begin : begin + length], b[begin : begin + length], strict=True):
+            run += torch.outer(x, y)
+        total += run
+    return total
+
+
+@pytest.mark.parametrize(("rows", "longer"), [(100, False), (192, False), (1024, True)])
+def test_long_sums_may_err_as_those_of_pytorchs_libraries_do(
+    rows: int, longer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain PyTorch's runs are of 192 here: a product whose are of 1,024 errs 2.3 times as much."""
+    rng = torch.Generator().manual_seed(5)
+    data = {"x": torch.randn(rows, 48, generator=rng), "dy": torch.randn(rows, 48, generator=rng)}
+    exact = data["x"].double().t() @ data["dy"].double()
+    plain = runs_of(192, data["x"], data["dy"])
+
+    def evaluate(given: Any, exactly: bool) -> Any:
+        return {"dw": given["x"].t() @ given["dy"] if exactly else plain}
+
+    (row,) = judge("case", {"dw": runs_of(1024, data["x"], data["dy"])}, data, evaluate)
+    assert row.passed
+    room = row.rms_allowed - 2 * ((plain - exact).square().mean() / exact.square().mean()).sqrt().item()
+    assert room == pytest.approx(torch.finfo(torch.float32).eps * (1 + (math.sqrt(rows) - math.sqrt(192)) / 2 * longer))
+    monkeypatch.setattr(compare, "_RUNS", (1024, 1024))
+    (row,) = judge("case", {"dw": runs_of(1024, data["x"], data["dy"])}, data, evaluate)
+    assert row.passed is not longer
 
 
 def test_root_mean_square_error_counts() -> None:

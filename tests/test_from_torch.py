@@ -274,6 +274,12 @@ def patched() -> nn.Module:
     return m
 
 
+def to_nothing() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is nothing to initialize
+        return nn.Linear(E, 0)
+
+
 CANNOT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "conv": (lambda: nn.Conv1d(S, S, 1), "no op means what it does"),
     "subclass": (lambda: OwnLinear(E, E), "a Linear with a forward of its own"),
@@ -285,6 +291,7 @@ CANNOT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "eps": (lambda: nn.RMSNorm(E, elementwise_affine=False), "its eps follows the dtype of x"),
     "own_block": (lambda: Louder(E, 3, 20, batch_first=True), "a TransformerEncoderLayer with a _ff_block of its own"),
     "own_layer": (lambda: OwnLayer(E, 3, 20, batch_first=True), "a TransformerEncoderLayer with a forward of its own"),
+    "no_features": (to_nothing, "it gives 0 features"),
     "hooked_list": (lambda: hooked_list(), "it has hooks"),
     "activation": (
         lambda: nn.TransformerEncoderLayer(E, 3, 20, batch_first=True, activation=F.mish),

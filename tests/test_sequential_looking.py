@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 import torch.utils.checkpoint
 from torch import nn
 
@@ -19,6 +22,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run import fuser as running
 from te_fuser.fuser.show.explain import Explanation
 from te_fuser.look import NotSeenError
+from te_fuser.ops.hooks import silenced
 from tests.plans.text import plan_lines
 from tests.twins import sequential
 
@@ -208,6 +212,58 @@ def test_no_hook_fires() -> None:
     assert all(p.backward for p in plans)
 
 
+def tuned(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
+    return model.tune(x, rounds=1, seconds=0.001)
+
+
+def measured(model: te_fuser.Sequential, x: torch.Tensor) -> Any:
+    return model.explain(x, measure=True)
+
+
+@pytest.mark.parametrize("look", [measured, tuned])
+def test_no_hook_of_users_fires_where_real_data_run(look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of PyTorch do, as a pruned weight is computed by one; in other threads all do, and afterwards."""
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    fired: list[str] = []
+
+    def hook(*call: Any) -> None:
+        fired.append("hook")
+
+    model = sequential(ops.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), ops.Linear(8, 8), ops.ReLU())
+    model = model.float().requires_grad_()
+    torch.nn.utils.prune.l1_unstructured(model[1][0], "weight", 0.5)
+    for m in (model[1], model[1][0], model[3]):
+        m.register_forward_hook(hook)
+        m.register_forward_pre_hook(hook)
+        m.register_full_backward_hook(hook)
+    with torch.no_grad():
+        model[1][0].weight_orig.zero_()  # what the pruning's hook computes the weight from
+    look(model, x_of(5, 8))
+    assert fired == [] and not model[1][0].weight.any()
+    with silenced(model):
+        model(x_of(5, 8))
+        assert fired == []
+        thread = threading.Thread(target=lambda: model(x_of(5, 8)))
+        thread.start()
+        thread.join()
+    assert len(fired) == 6
+    model(x_of(5, 8)).sum().backward()
+    assert len(fired) == 15
+
+
+@pytest.mark.parametrize("look", [measured, tuned])
+def test_what_a_hook_makes_of_a_result_is_known_from_the_last_call(
+    look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    recurrent = nn.GRU(8, 8)
+    recurrent.register_forward_hook(lambda m, args, made: made[0])
+    model, x = sequential(ops.GELU(), recurrent, ops.Linear(8, 8), dtype=torch.float32), x_of(5, 8)
+    want = model(x)
+    assert look(model, x)
+    assert torch.equal(model(x), want)
+
+
 def test_looking_within_a_checkpoint() -> None:
     """What stands in for tensors is not among those that are saved and computed again."""
     model = split().eval()
@@ -392,8 +448,8 @@ def test_the_plans_shown_are_those_that_run(seed: int, ran: list[Plan]) -> None:
         assert_unchanged(model, before)
         ran.clear()
         model(x)
-        own = {id(n.op._parameters) for plan in shown for n in plan.graph.nodes}  # which copies of an op share
-        outer = [plan for plan in ran if any(id(n.op._parameters) in own for n in plan.graph.nodes)]
+        own = {id(kept.plan) for kept in model.plans_kept()}  # not those of modules that run by themselves
+        outer = [plan for plan in ran if id(plan) in own]
         assert text_of(shown) == text_of(outer)
         again = model.plans(x)
         assert text_of(again) == text_of(outer)

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 import torch
@@ -276,7 +277,11 @@ def minimum(a: Operand, b: Operand) -> Any:
 
 
 def clamp(x: Operand, low: float = -math.inf, high: float = math.inf) -> Any:
-    """x limited to [low, high]; the gradient passes where low <= x <= high, as in torch."""
+    """x limited to [low, high], two numbers; the gradient passes where low <= x <= high, as in torch."""
+    for bound in (low, high):
+        if not isinstance(bound, Real):
+            kind = "a tensor" if isinstance(bound, (Expr, torch.Tensor)) else repr(bound)
+            raise TypeError(f"clamp takes numbers as limits, got {kind}; by tensors: minimum(maximum(x, low), high)")
     if isinstance(x, Expr):
         return expr.unary("clamp", x, (float(low), float(high)))
     return torch.clamp(x, low, high)

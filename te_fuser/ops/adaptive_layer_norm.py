@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.formula import Axes
 from te_fuser.ops.base import NamedInput, Spec
-from te_fuser.ops.checks import check_batch_dim, check_features, check_name, feature_size
+from te_fuser.ops.checks import check_batch_dim, check_eps, check_features, check_name, feature_size
 from te_fuser.ops.layer_norm import normalize
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.row_op import RowOp
@@ -55,7 +55,7 @@ class AdaptiveLayerNorm(RowOp):
         if per == "sample" and batch_dim is None:
             raise ValueError("AdaptiveLayerNorm per sample needs batch_dim, the dimension of x that counts samples")
         self.features = feature_size(features)
-        self.eps = eps
+        self.eps = check_eps(self, eps)
         self.scale, self.shift = check_name(scale), check_name(shift)
         self.per = per
         self.sample_dim = batch_dim if per == "sample" else None
@@ -68,7 +68,7 @@ class AdaptiveLayerNorm(RowOp):
         return {"scale": NamedInput(self.scale, axes), "shift": NamedInput(self.shift, axes)}
 
     def compute(self, x: Any, scale: Any, shift: Any) -> Any:
-        return normalize(x, self.eps) * (1.0 + scale) + shift
+        return normalize(x, self.eps, self.features) * (1.0 + scale) + shift
 
     def infer(self, x: Spec) -> Spec:
         check_features(self, x, self.features)

@@ -131,11 +131,18 @@ class LoweredOp:
     places: tuple[Place, ...] = ()  # in the fused operations that it comes from, the outermost first
 
 
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A fused operation in its place in a list, as patterns see it."""
+
+    kind: type[FusableOperation]
+
+
 @dataclass(frozen=True)
 class Place:
     """Which of a fused operation's `count` elementary ops one is."""
 
-    whole: FusableOperation
+    whole: Whole
     index: int
     count: int
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import keyword
 import math
+import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -72,6 +74,55 @@ def check_probability(p: float) -> float:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"a drop probability lies in [0, 1], got {p}")
     return float(p)
+
+
+def check_eps(op: FusableOperation, eps: float) -> float:
+    """What a norm adds so as not to divide by 0.
+
+    Raises:
+        ValueError: when it is no finite number from 0 on.
+        TypeError: when it is no number.
+    """
+    found = real_number(type(op).__name__, "eps", eps)
+    if not 0.0 <= found < math.inf:
+        raise ValueError(f"{type(op).__name__}: eps is a small number, such as 1e-5, got {eps!r}")
+    return found
+
+
+def real_number(op: str, name: str, value: Any) -> float:
+    """An argument of an op that is a number.
+
+    Raises:
+        TypeError: when it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op} takes a number as {name}, got {value!r}")
+    return float(value)
+
+
+def whole_number(op: str, name: str, value: int) -> int:
+    """An argument of an op that is a whole number.
+
+    Raises:
+        TypeError: when it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{op} takes a whole number as {name}, got {value!r}")
+    return operator.index(value)
+
+
+def check_last(op: FusableOperation, dim: int) -> None:
+    """Take the `dim` that torch.nn's module of that name has, where it is the last one.
+
+    Raises:
+        ValueError: when it is another.
+    """
+    if dim != -1:
+        name = type(op).__name__
+        raise ValueError(
+            f"{name} goes over the features of each row, dim=-1, got dim={dim!r}: put torch.nn.{name}({dim!r}) into "
+            "the list, which runs by itself"
+        )
 
 
 def check_batch_dim(op: FusableOperation, x: Spec, batch_dim: int) -> None:

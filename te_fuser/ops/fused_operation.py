@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from te_fuser.ops.base import FusableOperation, LoweredOp, Place, Spec
+from te_fuser.ops.base import FusableOperation, LoweredOp, Place, Spec, Whole
 from te_fuser.ops.hooks import refuse_hooks, revision_of
 
 
@@ -50,7 +50,8 @@ class FusedOperation(FusableOperation):
         for name, part in self.parts().items():
             refuse_hooks(self, name, part)
         found = [replace(low, suffix=f".{n}{low.suffix}") for n, part in self.parts().items() for low in part.lower()]
-        return [replace(low, places=(Place(self, k, len(found)), *low.places)) for k, low in enumerate(found)]
+        whole = Whole(self.kind)
+        return [replace(low, places=(Place(whole, k, len(found)), *low.places)) for k, low in enumerate(found)]
 
     def infer(self, x: Spec) -> Spec:
         for part in self.parts().values():

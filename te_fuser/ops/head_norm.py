@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
-from te_fuser.ops.checks import check_features
+from te_fuser.ops.checks import check_eps, check_features
 from te_fuser.ops.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -57,7 +57,7 @@ class HeadNorm(UnfusedOperation):
             PackedHeads(heads or kv_heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads, self.packing = head_dim, heads, kv_heads, packing
         self.norm = one_of("norm", norm, NORMS)
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps, self.zero_centered_gamma = check_eps(self, eps), zero_centered_gamma
         for name in self._names():
             self.register_parameter(name, empty(head_dim, dtype=dtype, device=device))
         self.reset_parameters()

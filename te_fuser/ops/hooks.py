@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from te_fuser.ops.base import FusableOperation
 
 _module = torch.nn.modules.module
 # Those that run for all modules: while there is one, every op runs by its own __call__.
-GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     _module._global_forward_hooks,
     _module._global_forward_pre_hooks,
     _module._global_backward_hooks,
@@ -19,9 +21,39 @@ GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
 )
 
 
-def hooks_of(m: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
+def hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     """The hooks that a module's own __call__ would run, by kind."""
     return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is none of PyTorch's, without which a module may not run (fully_shard, prune, weight_norm)."""
+    named = getattr(getattr(hook, "func", hook), "__module__", None) or ""  # of a functools.partial its function
+    return named.partition(".")[0] != "torch"
+
+
+def has_users_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module or one in it has a hook that is none of PyTorch's."""
+    return any(_is_users(hook) for m in module.modules() for hooks in hooks_of(m) for hook in hooks.values())
+
+
+@contextmanager
+def silenced(module: torch.nn.Module) -> Iterator[None]:
+    """In here no hook of the module or of those in it runs in this thread, nor one for all modules, but PyTorch's."""
+    here = threading.get_ident()
+
+    def quiet(hook: Any) -> Any:
+        return lambda *args, **kwargs: None if threading.get_ident() == here else hook(*args, **kwargs)
+
+    kinds = [*GLOBAL_HOOKS, *(hooks for m in module.modules() for hooks in hooks_of(m))]
+    loud = [(hooks, {key: hook for key, hook in hooks.items() if _is_users(hook)}) for hooks in kinds]
+    for hooks, found in loud:
+        hooks.update({key: quiet(hook) for key, hook in found.items()})
+    try:
+        yield
+    finally:
+        for hooks, found in loud:
+            hooks.update({key: hook for key, hook in found.items() if key in hooks})
 
 
 def revision_of(part: FusableOperation) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_fuser.formula import row_sum, rsqrt
+from te_fuser.ops.checks import check_eps
 from te_fuser.ops.row_op import RowOp
 
 
@@ -22,7 +23,7 @@ class L2Norm(RowOp):
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = check_eps(self, eps)
 
     def compute(self, x: Any) -> Any:
         return x * rsqrt(row_sum(x * x) + self.eps)

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
 from te_fuser.ops.bound import Bound
-from te_fuser.ops.checks import check_floating, feature_size
+from te_fuser.ops.checks import check_eps, check_floating, feature_size
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 from te_fuser.ops.reshape import Flatten, Unflatten
 from te_fuser.ops.row_op import RowOp
@@ -42,7 +42,7 @@ class Norm(RowOp):
         sizes = tuple(features) if isinstance(features, (tuple, list)) else ()
         self.normalized_shape = tuple(map(feature_size, sizes)) if len(sizes) > 1 else (feature_size(features),)
         self.features = math.prod(self.normalized_shape)
-        self.eps = eps
+        self.eps = check_eps(self, eps)
         self.zero_centered_gamma = zero_centered_gamma
         self.elementwise_affine = parameters["weight"]
         for name, there in parameters.items():

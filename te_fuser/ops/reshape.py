@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.ops.base import OpCall, Spec
-from te_fuser.ops.checks import check_floating, resolve_shape
+from te_fuser.ops.checks import check_floating, resolve_shape, whole_number
 from te_fuser.ops.tensor_function import TorchFunction
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -81,7 +81,8 @@ class Flatten(Reshape):
 
     def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
         super().__init__()
-        self.start_dim, self.end_dim = start_dim, end_dim
+        self.start_dim = whole_number("Flatten", "start_dim", start_dim)
+        self.end_dim = whole_number("Flatten", "end_dim", end_dim)
 
     def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         first, last = _dimension(self.start_dim, shape), _dimension(self.end_dim, shape)
@@ -113,7 +114,7 @@ class Unflatten(Reshape):
 
     def __init__(self, dim: int, unflattened_size: Sequence[int]) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = whole_number("Unflatten", "dim", dim)
         self.unflattened_size = _sizes("Unflatten", (unflattened_size,))
 
     def target(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -133,8 +134,8 @@ class Unflatten(Reshape):
 
 def _sizes(op: str, shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
     """Sizes given one by one or as one sequence."""
-    given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    sizes = tuple(int(size) for size in given)  # type: ignore[arg-type, union-attr]
+    given = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    sizes = tuple(whole_number(op, "each size", size) for size in given)  # type: ignore[arg-type]
     if sizes.count(-1) > 1 or any(size < -1 for size in sizes):
         raise ValueError(f"{op} takes sizes of which one may be -1, got {list(sizes)}")
     return sizes

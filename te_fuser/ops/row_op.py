@@ -105,7 +105,7 @@ class RowOp(FusableOperation):
 
     def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        rows = (x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)).to(wide)
+        rows = (x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)).to(wide)
         given = self.named_inputs()
         axes = {name: g.axes for name, g in given.items()}
         stream = call.random or random.RandomStream(0, 0, 0, *batch_layout(x.shape, self.batch_dim()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.checks import feature_size
+from te_fuser.ops.checks import feature_size, real_number
 from te_fuser.ops.parameters import empty, fill, randomized
 from te_fuser.ops.row_op import RowOp
 
@@ -38,7 +38,7 @@ class Scale(RowOp):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.value = float(value)
+        self.value = real_number("Scale", "value", value)
         self.features = None if features is None or features == () else feature_size(features)
         if features is None:
             self.register_parameter("weight", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_fuser.formula import detach, exp, row_max, row_sum
+from te_fuser.ops.checks import check_last
 from te_fuser.ops.row_op import RowOp
 
 
@@ -17,9 +18,16 @@ class Softmax(RowOp):
     """Turn the features of each row into probabilities: y = exp(x) / sum(exp(x)).
 
     Like torch.nn.Softmax(dim=-1): -inf gives 0, and a row of nothing else NaN.
+
+    Args:
+        dim: -1; what goes over another dimension stays torch.nn's module.
     """
 
     autocast = "float32"
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        check_last(self, dim)
 
     def compute(self, x: Any) -> Any:
         e = exp(shifted(x))

@@ -57,6 +57,7 @@ def verify(
     Raises:
         VerificationError: when a result differs, naming case, tensor and error; or when a fusion is never taken.
     """
+    _check_given(x, dtypes)
     if isinstance(subject, (str, Fusion)):
         return _verify_fusion(subject, ops, dtypes or _DTYPES, device, kernels, raise_on_failure)
     if x is None and (outputs or inputs):
@@ -68,6 +69,15 @@ def verify(
         reasons = "; ".join(dict.fromkeys(why for _, why in skipped))
         raise VerificationError(f"{report.title}: no example input fits, so nothing was verified: {reasons}; give x")
     return _finished(report, raise_on_failure)
+
+
+def _check_given(x: object, dtypes: object) -> None:
+    """Refuse what is no tensor and what are no dtypes."""
+    if x is not None and not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a tensor to call the model with, verify(model, x), got {x!r}")
+    listed = isinstance(dtypes, Sequence) and all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+    if dtypes is not None and not listed:
+        raise TypeError(f"dtypes are a list of PyTorch's, verify(model, dtypes=[torch.float32]), got {dtypes!r}")
 
 
 def _listed(subject: FusableOperation | Sequential, kernels: str) -> Sequential:

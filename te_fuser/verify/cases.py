@@ -12,7 +12,7 @@ from te_fuser.dtypes import text_of
 # Rows around the multiples that kernels work in, and an outer and a batch dimension.
 LEADING = ((1,), (7,), (16,), (33,), (128,), (515,), (3, 11), (1, 16))
 # More rows than any schedule begins at to share them out or to sum otherwise, where features leave room for so many.
-_MANY_ROWS, _LONG, _MANY_ELEMENTS = 20_011, 613, 1 << 20
+_MANY_ROWS, _LONG, _MANY_ELEMENTS = 20_011, 1_031, 1 << 20
 VARIANT_LEADING = (17,)
 LAYOUT_LEADING = (5, 4)  # strides mean more with one dimension more
 

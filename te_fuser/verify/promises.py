@@ -11,15 +11,11 @@ from typing import Any
 import torch
 
 from te_fuser.compare import same_bits
-from te_fuser.dtypes import text_of
-from te_fuser.fuser.graph.graph import Graph
-from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, VALUE, Ref
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load
+from te_fuser.fuser.run.watched import misshapen
 from te_fuser.fuser.steps.step import Runner, SlotMap, Slots, Step
-
-_SPECIFIED = (VALUE, RECOMPUTED, GRADIENT)
 
 
 class Promises:
@@ -45,8 +41,8 @@ class Promises:
             if name in before and not same_bits(before[name], slots[k]):
                 yield f"it changed its input {name!r}"
         for ref, k in self._outputs:
-            if isinstance(slots[k], torch.Tensor):
-                yield from _misshapen(self._graph, ref, slots[k])
+            if isinstance(slots[k], torch.Tensor) and (what := misshapen(self._graph, ref, slots[k])) is not None:
+                yield what
         yield from self._shared(slots)
 
     def _shared(self, slots: Slots) -> Iterator[str]:
@@ -59,18 +55,6 @@ class Promises:
             if memory is not None and memory in taken:
                 yield f"{what} lies in the memory of {taken[memory]}, and its body says that it is plain"
             taken[memory] = what
-
-
-def _misshapen(graph: Graph, ref: Ref, found: torch.Tensor) -> Iterator[str]:
-    """Where a tensor is not what was planned: in shape, device, or dtype."""
-    spec = ref.spec(graph) if ref.kind in (*_SPECIFIED, PARAMETER_GRADIENT) else None
-    if spec is None:
-        return
-    # Of a parameter's gradient autograd makes the parameter's dtype, and what is expanded it adds up.
-    same = found.device == spec.device and (ref.kind is PARAMETER_GRADIENT or found.dtype == spec.dtype)
-    if tuple(found.shape) != spec.shape or not same:
-        made, wanted = ((text_of(t.dtype), list(t.shape), str(t.device)) for t in (found, spec))
-        yield f"{ref.label(graph)} is {' '.join(map(str, made))}, the plan says {' '.join(map(str, wanted))}"
 
 
 def memory_of(t: Any) -> int | None:

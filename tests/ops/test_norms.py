@@ -13,6 +13,7 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.ops.base import OpCall, Spec
 from tests.ops.check import DTYPES, assert_as_good_as_torch, normal, values_and_gradients
+from tests.recorded import recorded
 
 SHAPE, N = (7, 5, 48), 48
 
@@ -163,3 +164,21 @@ def test_several_dimensions_that_do_not_fit() -> None:
                 norm(torch.randn(other))
     with pytest.raises(TypeError, match="whole number"):
         ops.RMSNorm((3, 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [1, 8])
+def test_layer_norm_over_few_features_is_as_exact_as_its_meaning(features: int, dtype: torch.dtype) -> None:
+    """One feature is 0 exactly, as is its gradient; half precision on a CPU is added up in float32."""
+    op = ops.LayerNorm(features)
+    torch.nn.init.normal_(op.weight)
+    torch.nn.init.normal_(op.bias)
+    with recorded():
+        assert te_fuser.verify(op.to(dtype), torch.randn(515, features, dtype=dtype)).passed
+        assert te_fuser.verify(op, dtypes=[dtype]).passed
+
+
+def test_adaptive_layer_norm_of_one_feature() -> None:
+    x, scale, shift = (torch.randn(7, 1) for _ in range(3))
+    assert te_fuser.verify(ops.AdaptiveLayerNorm(1, per="row"), x, scale=scale, shift=shift).passed
+    assert torch.equal(ops.AdaptiveLayerNorm(1, per="row")(x, scale=scale, shift=shift), shift)

@@ -8,7 +8,7 @@ from torch import nn
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.formula import row_sum, split
+from te_fuser.formula import clamp, row_sum, split
 from tests.refused import refused
 from tests.twins import tensor
 
@@ -68,6 +68,19 @@ FORMULAS = {
     "an_index": (formula(lambda x: x[0]), TypeError, [r"^op 1 \(Given '1'\)", USE_FORMULA]),
     "a_branch": (formula(lambda x: x if x > 0 else -x), TypeError, [r"^op 1 \(Given '1'\)", "use where"]),
     "a_tuple": (formula(lambda x: (x, x)), TypeError, [r"^op 1 \(Given '1'\)", "expressions and numbers, not tuple"]),
+    "clamped_by_tensors": (
+        formula(lambda x: clamp(x, x * 0.5, x * 2.0)),
+        TypeError,
+        [
+            r"^op 1 \(Given '1'\)",
+            r"clamp takes numbers as limits, got a tensor; by tensors: minimum\(maximum\(x, low\), high\)",
+        ],
+    ),
+    "clamped_by_nothing": (
+        formula(lambda x: clamp(x, None, 1.0)),
+        TypeError,
+        ["clamp takes numbers as limits, got None"],
+    ),
     "thirds_of_eight": (formula(lambda x: split(x, 3)[0]), ValueError, [r"^op 1 \(Given '1'\)", "8 features into 3"]),
     "another_width": (
         Narrow,

@@ -188,6 +188,11 @@ def _check_gradients(label: str, op: UnfusedOperation, bindings: Mapping[str, Bi
         if twice:
             raise ValueError(f"{label}: two nodes of its backward produce {min(twice)!r}; let one of them give it")
         produced.update(gradient.produces)
+    if not produced and "output" not in op.non_differentiable:
+        raise ValueError(
+            f'{label}: its gradients() lists none, so nothing before it would get one; list "input" in a Gradient, or '
+            'say that its output has none: non_differentiable = ("output",)'
+        )
 
 
 def check_some_features(label: str, op: FusableOperation, x: Spec) -> None:

@@ -57,6 +57,12 @@ def _given(node: Node) -> Iterable[int]:
     return dict.fromkeys(able.values())
 
 
+def stops_gradients(node: Node) -> bool:
+    """Whether an op hands no gradient on to its main input, though its own code may be such that autograd would."""
+    declared = isinstance(node.op, UnfusedOperation) and "output" in node.op.non_differentiable
+    return declared or node.input not in _given(node)
+
+
 def _reached(
     nodes: Sequence[Node], values: Sequence[Value], given: Mapping[int, list[int]], leaving: set[int]
 ) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,9 @@ from te_fuser.ops.row_op import RowOp
 if TYPE_CHECKING:
     from te_fuser.ops.binding import Binding, Key, StandIns
     from te_fuser.ops.sizes import Questions
+
+
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,34 @@ class ListedOp:
     stream: int = -1
 
     def as_now(self, training: bool) -> ListedOp:
-        """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these."""
+        """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these.
+
+        It does not keep the owners of its parameters alive.
+        """
         op = with_attributes(self.lowered.op, {**self.lowered.op.__dict__, "training": training})
-        return replace(self, lowered=replace(self.lowered, op=op))
+        bindings = {name: b.weak() for name, b in self.lowered.bindings.items()}
+        return replace(self, lowered=replace(self.lowered, op=op, bindings=bindings))
 
 
-def with_attributes(op: FusableOperation, attributes: dict[str, Any]) -> FusableOperation:
+def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:
     """Another object of the op's class with these attributes; it does not keep the op alive."""
     made = object.__new__(type(op))
     object.__setattr__(made, "__dict__", attributes)
     return made
+
+
+def emptied(module: torch.nn.Module) -> None:
+    """Leave of the parameters of an op's copy, and of the modules in it, only what they are like."""
+    held = module.__dict__
+    held["_parameters"] = {name: None if p is None else _like(p) for name, p in held["_parameters"].items()}
+    inner = {name: m for name, m in held["_modules"].items() if not isinstance(m, torch.jit.ScriptModule)}
+    held["_modules"] = {name: None if m is None else with_attributes(m, {**m.__dict__}) for name, m in inner.items()}
+    for made in filter(None, held["_modules"].values()):
+        emptied(made)
+
+
+def _like(p: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import _native, dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, bindings_of, list_ops, with_attributes
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, bindings_of, emptied, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
@@ -23,7 +23,7 @@ from te_fuser.fuser.run.known import Facts, Known, Modes, Ops
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.segment import refusing
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
-from te_fuser.fuser.run.tracers import in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
+from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
 from te_fuser.ops.sizes import Questions
@@ -113,8 +113,8 @@ class Fuser:
             graph = self._graph(x, named_tensors(inputs), outputs, self.parameters(), self._ops.training())
             return results_like(graph, outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
-        prepared, parameters = self.prepare_call(x, inputs, outputs)
-        return execute(prepared, x, inputs, parameters)
+        prepared, parameters, promised = self._prepare_call(x, inputs, outputs)
+        return execute(prepared if promised is None else prepared.first(promised), x, inputs, parameters)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
@@ -132,14 +132,20 @@ class Fuser:
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
     ) -> tuple[Prepared, list[torch.Tensor]]:
         """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
+        return self._prepare_call(x, inputs, outputs)[:2]
+
+    def _prepare_call(
+        self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+    ) -> tuple[Prepared, list[torch.Tensor], Graph | None]:
+        """The same, and where the call was planned just now, its graph."""
         check_input(x)
         parameters = self.parameters()
         if in_dual_level():
             refuse_tangents((x, *inputs.values(), *parameters))
         modes = self._ops.modes(x.device.type, outputs, self._revisions)
-        found = self._found(x, inputs, outputs, parameters, modes)
+        found, graph = self._found(x, inputs, outputs, parameters, modes)
         self._note(x, inputs, parameters, modes, found)
-        return found, parameters
+        return found, parameters, graph
 
     def _note(
         self,
@@ -164,15 +170,15 @@ class Fuser:
         outputs: tuple[str, ...],
         parameters: Sequence[torch.Tensor],
         modes: Modes,
-    ) -> Prepared:
-        """The prepared plan for a call that is not like the last one."""
+    ) -> tuple[Prepared, Graph | None]:
+        """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""
         shapes, form = self._signature(x, inputs, parameters, modes)
         found = self._kept.find(shapes, form)
         if found is not None:
-            return found
+            return found, None
         questions = Questions()
-        plan = self._planned(make_plan, questions, x, inputs, outputs, parameters, modes.training)
-        return self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs))
+        plan, graph = self._planned(make_plan, questions, x, inputs, outputs, parameters, modes.training)
+        return self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs)), graph.exact()
 
     def _signature(
         self,
@@ -207,15 +213,15 @@ class Fuser:
         parameters: Sequence[torch.Tensor],
         training: tuple[bool, ...],
         device: Device | None = None,
-    ) -> Plan:
-        """A plan of a call, with what is asked of its sizes."""
+    ) -> tuple[Plan, Graph]:
+        """A plan of a call, with what is asked of its sizes, and its graph."""
         graph, options = self.asked(x, inputs, outputs, parameters, device, training, questions)
         try:
-            return make(graph, options)
+            return make(graph, options), graph
         except Exception:  # maybe it takes none but plain numbers; what else is wrong is raised again
             plan = make(graph.exact(), options)
             questions.tie()
-            return plan
+            return plan, graph
 
     def forget_plans(self) -> None:
         """Plan anew at the next call."""
@@ -256,7 +262,10 @@ class Fuser:
             parameters = self._bound.looked_at()
             given = named_tensors(inputs or {})
             modes = self._ops.training()
-            return self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)
+            plan, _ = self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)
+        for node in plan.graph.nodes:  # nobody runs it, and who keeps it shall not keep a model
+            emptied(node.op)
+        return plan
 
     def asked(
         self,
@@ -357,6 +366,17 @@ def check_options(memory: str | int, kernels: str, fallback: str) -> None:
         raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
 
 
+def check_tensor(x: Any) -> None:
+    """Check that the main input is a tensor, which is all that a reference asks.
+
+    Raises:
+        TypeError: when it is none.
+    """
+    refuse_proxy(x)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+
+
 def check_input(x: Any, planning: bool = False) -> None:
     """Check the main input of a call; one without values is enough for planning.
 
@@ -364,13 +384,11 @@ def check_input(x: Any, planning: bool = False) -> None:
         TypeError: when x is not a plain tensor.
         ValueError: when x has no feature dimension.
     """
-    refuse_proxy(x)
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+    check_tensor(x)
     if type(x) not in PLAIN and not stands_in(x):
         raise TypeError(
             f"te_fuser runs plain tensors, got {type(x).__name__}; unwrap it outside (DTensor: to_local()), "
-            "keep this model out of tracing (torch.compiler.disable), or trace model.reference, which is plain PyTorch"
+            f"keep it out of tracing (torch.compiler.disable), or trace {REFERENCE}, which is plain PyTorch"
         )
     if not stands_in(x):
         refuse_tracers()
@@ -382,7 +400,7 @@ def check_input(x: Any, planning: bool = False) -> None:
     if torch._C._are_functorch_transforms_active():
         raise TypeError(
             "te_fuser does not run inside torch.func transforms or vmap; call the model outside, or transform "
-            "model.reference, which is plain PyTorch"
+            f"{REFERENCE}, which is plain PyTorch"
         )
     if x.layout != torch.strided or x.is_conj() or x.is_neg() or x.is_nested:
         raise TypeError(_DENSE)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from te_fuser import _native
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.written import WrittenKernel
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.plan import Plan
     from te_fuser.fuser.steps.step import KernelFunction
@@ -49,6 +50,10 @@ class Prepared:
     result: int
     extras: tuple[int, ...]
     function: Callable[..., torch.Tensor] | None = None
+
+    def first(self, promised: Graph) -> Prepared:
+        """For the call that it was made for, whose graph is `promised`: what its steps make is looked at."""
+        return replace(self, segments=tuple(replace(s, promised=promised) for s in self.segments), function=None)
 
     @functools.cached_property
     def alone(self) -> Segment | None:
@@ -218,6 +223,9 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
         if segment.joined:  # autograd knows their parts
             tensors += [part for k in segment.joined for part in parts_of(tensors[k])]
         return _apply(segment, *tensors)  # type: ignore[no-any-return]
+    if segment.unrecorded:
+        with torch.no_grad():
+            return segment.results(segment.run_forward(tensors))
     return segment.results(segment.run_forward(tensors))
 
 

@@ -16,6 +16,14 @@ Wrapper = Callable[[Step, Runner, SlotMap], Runner]
 
 
 @dataclass(frozen=True)
+class Author:
+    """Whose code a step runs, and the refs and slots of what that makes."""
+
+    name: str
+    made: tuple[tuple[Ref, int], ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """Steps in order, and after each the slots nobody reads any more.
 
@@ -25,6 +33,7 @@ class Program:
     Attributes:
         names: each step with the ops that it covers.
         made: the names and slots of what each step makes.
+        authors: of each step that runs an op's or a fusion's code; None of one whose kernel is generated.
     """
 
     run: Callable[..., None]
@@ -34,6 +43,7 @@ class Program:
     blank: tuple[None, ...]
     names: tuple[str, ...] = ()
     made: tuple[tuple[tuple[str, int], ...], ...] = ()
+    authors: tuple[Author | None, ...] = ()
 
     def slots(self, tensors: Iterable[torch.Tensor | None]) -> Slots:
         """Slots that hold the inputs."""
@@ -84,9 +94,18 @@ def build_program(
         [(r, dead.get(k, [])) for k, r in enumerate(runners)], loaded.sums if may_wait else None, may_wait
     )
     blank = (None,) * (len(slots) - len(numbers_in) + 1)
-    names = tuple(f"{s.name}: {', '.join(loaded.labels[s.start : s.stop])}" for s in steps)
+    ops = [", ".join(loaded.labels[s.start : s.stop]) for s in steps]
+    names = tuple(f"{s.name}: {labels}" for s, labels in zip(steps, ops, strict=True))
     made = tuple(tuple((name, slots[r]) for name, r in s.outputs) for s in steps)
-    return Program(native.run, len(slots), numbers_in, numbers_out, blank, names, made), slots
+    authors = tuple(_author(s, labels, slots) for s, labels in zip(steps, ops, strict=True))
+    return Program(native.run, len(slots), numbers_in, numbers_out, blank, names, made, authors), slots
+
+
+def _author(step: Step, ops: str, slots: SlotMap) -> Author | None:
+    if step.task.description is not None:
+        return None
+    name = f"fusion {step.name!r} over {ops}" if step.task.what == "fusion" else ops
+    return Author(name, tuple((ref, slots[ref]) for ref in step.writes()))
 
 
 def _sums_may_wait(step: Step, number: int, slots: SlotMap, last: Mapping[int, int], held: Container[int]) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser import _native
+from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
@@ -17,6 +18,7 @@ from te_fuser.ops.joined import JoinedBinding, parts_of
 from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
+    from te_fuser.fuser.graph.graph import Graph
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
     from te_fuser.fuser.steps.step import SlotMap, Step
 
@@ -42,6 +44,8 @@ class Segment:
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
         joined: the places of parameters that may be joined from several; then these come after all other tensors.
+        unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
+        promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
     values_in: tuple[int, ...]
@@ -63,11 +67,13 @@ class Segment:
     take_kept: Picker
     take_gradients: Picker
     joined: tuple[int, ...] = ()
+    promised: Graph | None = None
+    unrecorded: bool = False
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
         slots = self.forward.slots(tensors)
-        watched.run(self.forward, slots)
+        watched.run(self.forward, slots, promised=self.promised)
         return slots
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
@@ -151,9 +157,9 @@ class SegmentFunction(torch.autograd.Function):
         kind = segment.device
         if torch.is_autocast_enabled(kind):  # backward() inside of it: the plan has the casts already
             with torch.autocast(kind, enabled=False):
-                watched.run(program, slots, may_overwrite, backward=True)
+                watched.run(program, slots, may_overwrite, True, segment.promised)
         else:
-            watched.run(program, slots, may_overwrite, backward=True)
+            watched.run(program, slots, may_overwrite, True, segment.promised)
         given = segment.take_gradients(slots)
         if segment.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
@@ -206,7 +212,8 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
     bindings = plan.graph.parameters
     joined = frozenset(parameter_ref(k) for k, b in enumerate(bindings) if isinstance(b, JoinedBinding))
-    return tuple(_build(segment, plan.x.device.type, loaded, joined) for segment in plan.segments)
+    stops = any(map(stops_gradients, plan.graph.nodes))
+    return tuple(_build(segment, plan.x.device.type, loaded, joined, stops) for segment in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,7 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
     )
 
 
-def _build(segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[Ref]) -> Segment:
+def _build(segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[Ref], stops: bool) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
@@ -261,6 +268,7 @@ def _build(segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[
         _picker(back.kept),
         _picker(back.gradients_out),
         tuple(k for k, ref in enumerate(segment.takes) if ref in joined),
+        unrecorded=stops and not segment.backward and not segment.recorded,
     )
 
 

@@ -10,8 +10,9 @@ from torch.autograd import forward_ad
 
 _C = torch._C
 _MODES = _C._TorchDispatchModeKey
+REFERENCE = "model.reference(x) (of a single op, te_fuser.Sequential(op).reference(x))"  # what runs in our place
 _INSTEAD = (
-    "trace a module whose forward is model.reference(x), which is plain PyTorch: docs/works-with.md shows one, for "
+    f"trace a module whose forward is {REFERENCE}, which is plain PyTorch: docs/works-with.md shows one, for "
     "make_fx, torch.jit.trace, torch.export and torch.compile"
 )
 
@@ -40,7 +41,7 @@ def refuse_proxy(x: Any) -> None:
     if isinstance(x, torch.fx.Proxy):
         raise TypeError(
             "te_fuser does not run under torch.fx.symbolic_trace, whose proxies have no shape to plan for; make the "
-            "model a leaf (Tracer.is_leaf_module), or trace it with a tensor: make_fx(lambda x: model.reference(x))(x)"
+            f"model a leaf (Tracer.is_leaf_module), or give make_fx a function that calls {REFERENCE}"
         )
 
 
@@ -53,7 +54,7 @@ def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise TypeError(
             "te_fuser has no forward-mode derivatives, and the result would have no tangent; differentiate "
-            "model.reference(x), which is plain PyTorch, in the forward_ad.dual_level() or by torch.func.jvp"
+            f"{REFERENCE}, which is plain PyTorch, in the forward_ad.dual_level() or by torch.func.jvp"
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from te_fuser import Sequential, ops
-from te_fuser.ops.base import NamedInput, OpCall
+from te_fuser import Sequential, ops, verify
+from te_fuser.ops.base import Gradient, NamedInput, OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.pairs import WIDTH, Exported, Pair
 
@@ -118,3 +118,55 @@ def test_readers_of_a_value_in_either_order(order: tuple[int, int]) -> None:
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=True)
     got, want = (torch.autograd.grad(run(x).square().sum(), x) for run in (ours, ours.reference))
     torch.testing.assert_close(got, want)
+
+
+class WeightAlone(UnfusedOperation):
+    """y = x * weight, which gives the weight's gradient alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((WIDTH,), 2.0))
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return (Gradient(("weight",), ("input",), "weight_gradient"),)
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return x * call["weight"]
+
+    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weight": (dy * call["input"]).sum(0)}
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return x.detach() * call["weight"]
+
+
+class NoGradients(WeightAlone):
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        return ()
+
+
+class Ended(NoGradients):
+    non_differentiable = ("output",)
+
+
+@pytest.mark.parametrize("before", [(), (ops.Linear(WIDTH, WIDTH),), (ops.GELU(),)])
+@pytest.mark.parametrize("behind", [(), (ops.GELU(),), (ops.Linear(WIDTH, WIDTH),)])
+@pytest.mark.parametrize("kind", [WeightAlone, Ended])
+def test_what_gradients_does_not_list_gets_none_as_after_detach(kind: Any, before: Any, behind: Any) -> None:
+    """Also where the list ends there: what the op runs is no business of autograd's."""
+    model, x = Sequential(*before, kind(), *behind), torch.randn(5, WIDTH, requires_grad=True)
+    verify(model, x)
+    y, wanted = model(x), [x, *model.parameters()]
+    meant = model.reference(x)
+    assert y.requires_grad == meant.requires_grad
+    if y.requires_grad:
+        dy = torch.randn_like(y)
+        got, want = (torch.autograd.grad(r, wanted, dy, allow_unused=True) for r in (y, meant))
+        assert [g is None for g in got] == [g is None for g in want] and got[0] is None
+        torch.testing.assert_close([g for g in got if g is not None], [g for g in want if g is not None])
+
+
+def test_gradients_that_list_nothing_are_an_error() -> None:
+    words = r"op 1 \(NoGradients '1'\): its gradients\(\) lists none.*non_differentiable = \(\"output\",\)"
+    with pytest.raises(ValueError, match=words):
+        Sequential(ops.GELU(), NoGradients())(torch.randn(5, WIDTH))

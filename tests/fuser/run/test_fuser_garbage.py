@@ -75,6 +75,32 @@ def test_a_dropped_model_is_freed_at_once(name: str, no_collector: None) -> None
     assert not left, [type(each).__name__ for each in left]
 
 
+class Inside(ops.UnfusedOperation):
+    """An op with a module of torch.nn in it, which is no formula's business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8))
+
+    def op_forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).detach()  # type: ignore[no-any-return]
+
+    def op_backward(self, call: Any, dy: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(dy)
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if "alone" not in n and n != "fused operation alone"] + ["inside"])
+@pytest.mark.parametrize("measure", [False, True])
+def test_who_keeps_a_plan_that_is_shown_keeps_no_model(name: str, measure: bool, no_collector: None) -> None:
+    model, x = MODELS.get(name, lambda: Sequential(Inside(), ops.GELU()))(), torch.randn(3, 2, 8, requires_grad=True)
+    plans, shown = model.plans(x), model.explain(x, measure=measure)
+    gc.collect()  # PyTorch's stand-ins leave cycles through the frames of who made them
+    left = [weakref.ref(each) for each in (*model.modules(), *model.parameters())]
+    del model
+    assert [type(found).__name__ for each in left if (found := each()) is not None] == []
+    assert str(shown) and plans[0].graph.nodes[0].label
+
+
 def test_an_op_alone_is_itself_to_the_end() -> None:
     """What its plans hold is another object, which sees every change and shows what the op's forward leaves behind."""
     op, x = ops.LayerNorm(8), torch.randn(3, 8)

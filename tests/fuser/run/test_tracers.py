@@ -103,9 +103,16 @@ def test_ops_alone_refuse_and_stay_as_they_were(op: ops.FusableOperation, called
     want = op(X) if called else copy.deepcopy(op)(X)
     for trace, _ in REFUSED.values():
         if trace is not with_parameter_tangent:
-            with pytest.raises(TypeError, match=r"model\.reference"):
+            with pytest.raises(TypeError, match=r"of a single op, te_fuser\.Sequential\(op\)\.reference\(x\)"):
                 trace(op)  # type: ignore[arg-type]
     assert torch.equal(op(X), want)
+
+
+def test_what_a_single_op_advises_for_double_backward_works() -> None:
+    op, x = ops.GELU(), X.double().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"of a single op, te_fuser\.Sequential\(op\)\.reference\(x\)"):
+        torch.autograd.grad(op(x).sum(), x, create_graph=True)
+    assert torch.autograd.gradgradcheck(Sequential(op).reference, x)
 
 
 def test_other_modes_see_the_call() -> None:
@@ -163,3 +170,28 @@ def test_a_model_may_be_a_leaf() -> None:
     whole = torch.nn.Sequential(made(), torch.nn.Tanh())
     graphed = torch.fx.GraphModule(whole, Tracer().trace(whole))
     assert torch.equal(graphed(X), whole(X))
+
+
+@pytest.mark.parametrize("change", ["hook", "list", "option", "inner option"])
+def test_changes_are_seen_after_refused_traces(change: str) -> None:
+    """torch.export leaves copies of the lists and dicts that are attributes of modules."""
+    model, seen = made(), list[str]()
+    model(X)
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(model, X)
+    with pytest.raises(TypeError, match="FakeTensor"):
+        torch.export.export(model, (X,), strict=False)
+    if change == "hook":
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+        try:
+            model(X)
+        finally:
+            hook.remove()
+        assert seen[:3] == ["LayerNorm", "Linear", "DotProductAttention"]
+    elif change == "list":
+        want = 2.0 * model(X)
+        model.append(ops.Scale(value=2.0))
+        torch.testing.assert_close(model(X), want)
+    else:
+        (model[-1] if change == "inner option" else model).memory = "lean"
+        assert model.plans(X)[-1].memory == "lean"
