@@ -327,7 +327,8 @@ class GraphBuilder:
     def _tie_features(self, value: int) -> None:
         """What a formula reads has so many features in every call of a plan."""
         v = self.values[value]
-        self.values[value] = dataclasses.replace(v, spec=_with_tied_features(v.spec))
+        if type(v.spec.features) is not int:
+            self.values[value] = dataclasses.replace(v, spec=_with_tied_features(v.spec))
 
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
@@ -377,7 +378,7 @@ class GraphBuilder:
     def _told(
         self, label: str, listed: ListedOp, like: Hashable, x: Spec, named: Mapping[str, Spec]
     ) -> tuple[Mapping[str, Spec], bool]:
-        """What an op says of its outputs, and whether it hands its input through; asked once of those that are alike."""
+        """What an op says of its outputs, and whether it hands its input through; once for all that are alike."""
         parameters = [(name, self.call.parameters[b.key].spec) for name, b in listed.lowered.bindings.items()]
         read = tuple((name, spec_key(spec)) for name, spec in (*named.items(), *parameters))
         key = like, spec_key(x), read

@@ -231,7 +231,7 @@ class Covering:
         found = []
         for section, way in zip(self.sections, ways, strict=True):
             by = section.start - way.found.section.start
-            found += [replace(r, start=r.start + by, stop=r.stop + by) if by else r for r in refusals(way)]
+            found += [Refusal(r.direction, r.start + by, r.stop + by, r.name, r.reason) for r in refusals(way)]
         return sorted(found, key=lambda r: self._rank.get(r.name, -1))
 
 
