@@ -110,10 +110,10 @@ class Sequential(OpList):
             from te_fuser.fuser.run.outside_tracing import outside_tracing
 
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
-        fuser, token = self._alone, self._token
-        if type(x) not in PLAIN or outputs or fuser is None or token is None or not still_hold(token):
+        known = self._structure
+        if type(x) not in PLAIN or outputs or known is None or known.alone is None or not still_hold(known.facts):
             return self._run(x, outputs, inputs)
-        return fuser.run(x, inputs)
+        return known.alone.run(x, inputs)
 
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         if type(x) not in PLAIN:
