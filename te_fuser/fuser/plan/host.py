@@ -39,8 +39,8 @@ _CALLS = {
 # By calls on tiny tensors, one thread of an AMD EPYC (9005), torch 2.13.
 CPU_HOST = Host({kind: cpu for kind, (cpu, _) in _CALLS.items()}, node=(3e-6, 4e-6), gradient=0.3e-6, guard=1.7e-6)
 # The host of an H200: from what eager PyTorch, te_fuser and an idle node take at 16 x 256 (docs/performance.md,
-# by hand, commit 6ac7f2f). On another one, where eager took 1.3 times as long, a step of attention took 274 us
-# forward and 213 to 425 backward, one of quack's products 297: they state that as so many calls of PyTorch.
+# by hand, commit 6ac7f2f). Steps of attention and of quack's products state theirs as so many calls of PyTorch, more
+# than they take by now: what that leaves to others in small sizes was measured to be faster, or as fast.
 GPU_HOST = Host({kind: gpu for kind, (_, gpu) in _CALLS.items()}, node=(9e-6, 14e-6), gradient=0.5e-6, guard=4e-6)
 FREE_HOST = Host(dict.fromkeys(_CALLS, 0.0))
 
