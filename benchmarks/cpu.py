@@ -3,6 +3,7 @@
 python -m benchmarks.cpu                      # everything, some ten minutes; writes a record into results/
 python -m benchmarks.cpu --case host --quick  # one family, fewer rounds, nothing is written
 python -m benchmarks.cpu --case lengths       # calls of ever new lengths, from the first on
+python -m benchmarks.cpu --case planning      # how long plans take, of one layer and of twelve
 python -m benchmarks.cpu --write-docs         # everything, and the tables in docs/performance.md
 """
 
@@ -12,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import lengths, models
+from benchmarks import lengths, models, planning
 from benchmarks.common import (
     RESULTS,
     ROOT,
@@ -70,7 +71,11 @@ FAMILIES = (
     Family("swiglu", models.swiglu, CHAINS, NEVER_SLOWER),
     Family("host", models.four_ops, ((16, 256),), 0.8, (torch.float32,)),
 )
-LENGTHS = "lengths"
+# What is measured as a whole, not as calls in turns: name -> f(whether in small sizes, the options of models).
+WHOLE: dict[str, Callable[[bool, dict[str, Any]], Iterator[dict[str, Any]]]] = {
+    "lengths": lambda quick, options: lengths.measured(lengths.QUICK if quick else lengths.Sizes(), options),
+    "planning": lambda quick, options: planning.measured(planning.QUICK if quick else planning.Sizes(), options),
+}
 DIRECTIONS = ("forward", "forward+backward")  # forward: under no_grad
 
 
@@ -164,11 +169,11 @@ def rich_table(entries: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def lengths_table(entries: Sequence[dict[str, Any]]) -> Table:
-    """The results of calls of ever new lengths for a terminal."""
-    table = Table(title="all calls of a course together: seconds, and MiB", title_justify="left")
+def whole_table(entries: Sequence[dict[str, Any]]) -> Table:
+    """The results of what is measured as a whole for a terminal."""
+    table = Table(title="as a whole: seconds of all calls, MiB, or ms of planning", title_justify="left")
     for k, head in enumerate(("case", "measured", "ratio", "goal", "met")):
-        table.add_column(head, justify="right" if k > 1 else "left", no_wrap=True)
+        table.add_column(head, justify="right" if k > 1 else "left", no_wrap=k != 1)
     for entry in entries:
         numbers = ", ".join(f"{name} {value:.2f}" for name, value in entry["measured"].items())
         met = "yes" if entry["met"] else "no"
@@ -183,7 +188,7 @@ DOCUMENT_HEADER = ("case", "goal", *(f"{d}: {c}" for d in DIRECTIONS for c in ("
 def document_rows(entries: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """The lines of a document's table: both directions of a case beside each other, ratios beyond the goal in bold."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for entry in (e for e in entries if e["family"] != LENGTHS):
+    for entry in (e for e in entries if e["family"] not in WHOLE):
         name = entry["case"].removesuffix(f" {entry['direction']}")
         _, eager, ours, ratio, spread, goal, _ = table_row(entry)
         text = f"{ratio} ± {spread}"
@@ -228,7 +233,7 @@ def _memory(text: str) -> str | int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    names = [*(f.name for f in FAMILIES), LENGTHS]
+    names = [*(f.name for f in FAMILIES), *WHOLE]
     parser = command_parser("benchmarks.cpu", __doc__)
     parser.add_argument("--case", nargs="+", choices=names, metavar="NAME", help=f"only these: {', '.join(names)}")
     parser.add_argument("--size", nargs="+", type=_size, default=(), metavar="TxH", help="tokens x hidden instead")
@@ -269,13 +274,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if entries:
         console.print(rich_table(entries))
         _warn_of_noise(entries, console)
-    of_lengths = []
-    if not chosen.case or LENGTHS in chosen.case:
-        of_lengths = list(lengths.measured(lengths.QUICK if chosen.quick else lengths.Sizes(), options))
-        console.print(lengths_table(of_lengths))
+    asked = [f for name, f in WHOLE.items() if not chosen.case or name in chosen.case]
+    whole = [entry for measure in asked for entry in measure(chosen.quick, options)]
+    if whole:
+        console.print(whole_table(whole))
     path = chosen.record or (record_path() if chosen.is_full else None)
     if path is not None:
-        write_record(path, [*entries, *of_lengths], {**options, "rounds": effort.rounds})
+        write_record(path, [*entries, *whole], {**options, "rounds": effort.rounds})
         console.print(f"record: {path}")
     if chosen.write_docs:
         records = [json.loads(p.read_text()) for p in sorted(RESULTS.glob("cpu-*.json"))]
