@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -78,20 +79,36 @@ def test_all_parameters_are_shared(which: str) -> None:
     torch.testing.assert_close(model(x), basic(x))
 
 
-def test_a_transformer_layers_parameters() -> None:
-    """Its parts have the names of the whole layer; a weight that was apart is one afterwards."""
-    layer = torch.nn.Module()
-    layer.self_attention = torch.nn.Module()
-    split = ("query", "key", "value")
-    layer.self_attention.layernorm_qkv = te.LayerNormLinear(HIDDEN, 3 * HIDDEN, parameters_split=split, device="cpu")
-    layer.self_attention.proj = te.Linear(HIDDEN, HIDDEN, device="cpu")
-    layer.layernorm_mlp = te.LayerNormMLP(HIDDEN, FFN, device="cpu")
-    basic = randomize(Basic())
+class Causal(Basic):
+    """The plain layer with the mask that a TransformerLayer has."""
+
+    def attended(self, qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv.view(*qkv.shape[:2], HEADS, 3 * HIDDEN // HEADS).chunk(3, -1)
+        mask = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)[None, None]
+        return self.projection(self.attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_transformer_layers_parameters(fused: bool, called_before: bool) -> None:
+    """A weight for queries, keys and values takes the place of three, with heads as they lie in it."""
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+    layer = te.TransformerLayer(HIDDEN, FFN, HEADS, fuse_qkv_params=fused, **options).double()
+    basic, x = randomize(Causal().double()), tensor(5, 2, HIDDEN)
+    around = te.Sequential(layer, te.LayerNorm(HIDDEN, device="cpu", params_dtype=torch.float64))
+    padding = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
+    padded = {"attention_mask": padding, "self_attn_mask_type": "padding_causal"}
+    if called_before:
+        layer(x), around(x), layer(x, **padded)
     utils.share_parameters_with_transformerlayer_te_model(layer, basic)
     assert {id(p) for p in layer.parameters()} == {id(p) for p in basic.parameters()}
-    x = tensor(4, HIDDEN, dtype=torch.float32)
-    torch.testing.assert_close(layer.self_attention.layernorm_qkv(x), basic.qkv_projection(basic.ln1(x)))
-    torch.testing.assert_close(layer.layernorm_mlp(x), basic.mlp(basic.ln2(x)))
+    want = basic(x)
+    for got in (layer(x), layer(x, **padded), copy.deepcopy(layer)(x)):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(around(x), torch.nn.functional.layer_norm(want, (HIDDEN,)))
+    grads = [torch.autograd.grad(y.square().sum(), list(basic.parameters())) for y in (layer(x), basic(x))]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,7 +145,6 @@ class MultiheadAttention(Preset):
         self.attention_type, self.input_layernorm = said.attention_type, bool(said.input_layernorm)
         self.layer_number, self.return_bias = said.layer_number, bool(said.return_bias)
         self.channels = kv_channels or _channels(hidden_size, num_attention_heads)
-        self.qkv_weight_interleaved = bool(said.fuse_qkv_params and said.qkv_weight_interleaved)
         self._make_parts(attention_dropout)
         default, scale = self.core_attention.common.call(), self.core_attention.softmax_scale
         self.asking = Asking(type(self).__name__, default, self.crosses, scale, self.crosses)
@@ -169,8 +168,32 @@ class MultiheadAttention(Preset):
         names = ("layernorm_query", "query_layer") if self.crosses else ("layernorm_qkv", "qkv")
         return self.get_submodule(names[not self.input_layernorm])  # type: ignore[return-value]
 
+    @property
+    def qkv_weight_interleaved(self) -> bool:
+        """Whether heads lie group by group: as was said, where one weight has queries, keys and values together."""
+        projection: Any = self.key_value if self.crosses else self.first
+        return bool(self.common.qkv_weight_interleaved) and len(projection.parts["weight"]) == 1
+
+    @property
+    def _packing(self) -> str:
+        """How heads lie that attention reads."""
+        packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
+        return f"{KEYS}{packing}" if self.crosses else packing
+
+    def _pack(self) -> None:
+        """Read heads as they lie in a weight that has come in place of several."""
+        core = self.core_attention
+        if core.common.packing != self._packing:
+            core.common = replace(core.common, packing=self._packing)
+            core.relist()
+            self.relist()
+
+    def check_nested(self, path: str) -> None:
+        super().check_nested(path)
+        self._pack()
+
     def _make_parts(self, attention_dropout: float) -> None:
-        said, packing = self.common, "interleaved" if self.qkv_weight_interleaved else "blocked"
+        said = self.common
         queries, keys = (heads * self.channels for heads in (self.num_attention_heads, self.num_gqa_groups))
         if self.crosses:
             self._project("query", {"query": queries})
@@ -186,7 +209,7 @@ class MultiheadAttention(Preset):
             self.channels,
             self.num_gqa_groups,
             attention_dropout,
-            packing=f"{KEYS}{packing}" if self.crosses else packing,
+            packing=self._packing,
             mask=said.mask,
             attention_type=said.attention_type,
             **{name: getattr(said, name) for name in names},
@@ -337,6 +360,7 @@ class MultiheadAttention(Preset):
         Raises:
             TypeError, ValueError: for what the preset does not take, or what is missing.
         """
+        self._pack()
         continues = inference_params is not None and not self.crosses
         call, tensors = self.asking.understood(given, continues)
         how: dict[str, Hashable] = {} if call == self.asking.default else {"call": call}

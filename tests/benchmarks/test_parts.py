@@ -51,7 +51,7 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: Bench, tmp_pa
         ours = entry["contenders"]["te_fuser"]
         assert "left_out" not in entry and ours["joules"] == 0.0 and ours["mhz"] == 1980
     entries = part["cases"]
-    assert any("torch.compile" in e["contenders"] for e in entries) == (name not in ("stack", "growth"))
+    assert any("torch.compile" in e["contenders"] for e in entries) == (name not in ("stack", "growth", "presets"))
     if name in ("layer", "layer-fp16", "mlp", "llama", "stack"):
         for data in entries[0]["contenders"].values():
             assert data["order"] == [0, 1] and data["by_name"][1]["kernel"] == "layer_norm_fwd"

@@ -313,16 +313,21 @@ def test_checkpoints_copies_and_pickles() -> None:
             twin.double()
 
 
-def test_weights_assigned_to_a_split_layer() -> None:
-    made, x = layer(), tensor(S, B, F)
-    made(x, window_size=(1, 0))
-    before = made(x)
-    qkv = made.self_attention.layernorm_qkv
-    weight = torch.nn.Parameter(torch.cat([getattr(qkv, f"{n}_weight") for n in ("query", "key", "value")]).detach())
-    qkv.weight = weight
-    torch.testing.assert_close(made(x), before)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_weight_assigned_to_a_split_layer(interleaved: bool) -> None:
+    """It is read as that of a layer with fuse_qkv_params, in every kind of call."""
+    made, x = layer(qkv_weight_interleaved=interleaved), tensor(S, B, F)
+    made(x), made(x, window_size=(1, 0))
+    fused = layer(fuse_qkv_params=True, qkv_weight_interleaved=interleaved)
+    state = {name: t for name, t in made.state_dict().items() if "query" not in name}
+    fused.load_state_dict(state, strict=False)
+    qkv, theirs = made.self_attention.layernorm_qkv, fused.self_attention.layernorm_qkv
+    qkv.weight, qkv.bias = theirs.weight, theirs.bias
+    assert made.state_dict().keys() == fused.state_dict().keys()
+    for how in ({}, {"window_size": (1, 0)}):
+        torch.testing.assert_close(made(x, **how), fused(x, **how))
     made(x, window_size=(1, 0)).sum().backward()
-    assert weight.grad is not None and "self_attention.layernorm_qkv.weight" in made.state_dict()
+    assert theirs.weight.grad is not None
 
 
 def test_sizes_ahead() -> None:

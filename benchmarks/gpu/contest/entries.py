@@ -36,7 +36,8 @@ def why(error: Exception) -> str:
 _LONGEST_REASON = 500
 
 
-def _memory(rival: Rival, card: Card) -> dict[str, Any]:
+def memory_of(rival: Rival, card: Card) -> dict[str, Any]:
+    """What a step keeps for backward, and its peak where there is a GPU."""
     rival.clear()
     peak = peak_bytes(rival.forward_and_backward, card)
     rival.clear()
@@ -58,7 +59,7 @@ def _add_kernels(entry: Entry, steps: Mapping[str, Step], card: Card) -> None:
 
 def _add_memory(entry: Entry, found: Mapping[str, Rival], card: Card) -> None:
     for name, rival in found.items():
-        entry["contenders"][name] |= _memory(rival, card)
+        entry["contenders"][name] |= memory_of(rival, card)
     eager = entry["contenders"]["eager"].get("peak_mib")
     for data in entry["contenders"].values():
         if eager and "peak_mib" in data:

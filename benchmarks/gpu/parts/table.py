@@ -11,6 +11,7 @@ from benchmarks.gpu.parts.first_call import first_call
 from benchmarks.gpu.parts.glue import glue
 from benchmarks.gpu.parts.host import HOST_HIDDEN, HOST_TOKENS, host
 from benchmarks.gpu.parts.models import STACKED, growth, layer, layer_fp16, llama, mlp, stack
+from benchmarks.gpu.parts.presets import presets
 from benchmarks.gpu.parts.small import DECODING_LAYERS, decoding, small
 from benchmarks.gpu.parts.train import train, train_exact
 
@@ -34,6 +35,9 @@ PARTS: dict[str, Part] = {
     "mlp": Part("LayerNorm-GELU and RMSNorm-SwiGLU MLPs, Linear + bias + residual", mlp, 260),
     "llama": Part("a Llama layer: RMSNorm, RoPE, 32 query and 8 key/value heads, SwiGLU", llama, 75),
     "stack": Part(f"{STACKED} seed layers in one Sequential and apart", stack, 70),
+    "presets": Part(
+        "presets beside the lists of their ops, time and memory, and the host at small sizes", presets, 120
+    ),
     "glue": Part("what stands between products, in GB/s and share of a copy", glue, 150),
     "growth": Part("time and memory with the tokens and with the hidden size", growth, 130),
     "first-call": Part("the first call in a new process, empty and warm kernel cache", first_call, 100),

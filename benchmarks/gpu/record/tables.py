@@ -41,6 +41,8 @@ COLUMNS = (
     Column("over floor", "over_floor", "{:.3f}"),
     Column("over eager", "over_eager", "{:.3f}"),
     Column("over best rival", "over_best_rival", "{:.3f}"),
+    Column("over list", "over_list", "{:.3f}"),
+    Column("us over list", "us_over_list", "{:.1f}"),
     Column("over own products", "over_own_products", "{:.3f}"),
     Column("GB/s", "gbps", "{:.0f}"),
     Column("of copy", "of_copy", "{:.0%}"),
