@@ -159,8 +159,8 @@ def _optional_parts() -> dict[str, str]:
     from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, quack_matmul
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    packages = (cudnn_frontend.FIT, flash_attn_4.FIT, quack_matmul.FIT)
-    return {fit.name: fit.state(torch.version.cuda, capability) for fit in packages}
+    packages = (cudnn_frontend.PACKAGE, flash_attn_4.PACKAGE, quack_matmul.PACKAGE)
+    return {package.name: package.state(torch.version.cuda, capability) for package in packages}
 
 
 def _torch_part() -> str:

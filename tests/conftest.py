@@ -88,9 +88,9 @@ def _nothing_tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _no_optional_packages() -> Iterator[None]:
     """Plans are those of a machine without them, unless a test puts one in place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cudnn_frontend, "installed_version", lambda: None)
-        patch.setattr(flash_attn_4, "installed_version", lambda: None)
-        patch.setattr(quack_matmul, "installed_version", lambda: None)
+        patch.setattr(cudnn_frontend.PACKAGE, "version", lambda: None)
+        patch.setattr(flash_attn_4.PACKAGE, "version", lambda: None)
+        patch.setattr(quack_matmul.PACKAGE, "version", lambda: None)
         yield
 
 

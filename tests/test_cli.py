@@ -171,8 +171,8 @@ def test_the_extras_bring_what_the_code_asks_for() -> None:
     project = tomllib.loads((Path(cli.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for module in (cudnn_frontend, flash_attn_4, quack_matmul):
-        assert [module.FIT.requirement("12.9")] in extras.values()
-        assert module.FIT.requirement("13.0") in [*extras["hopper-cu13"], *extras["cudnn"]]
+        assert [module.PACKAGE.requirement("12.9")] in extras.values()
+        assert module.PACKAGE.requirement("13.0") in [*extras["hopper-cu13"], *extras["cudnn"]]
     assert extras["hopper"] == ["te_fuser[cudnn,flash-attn-4,quack]"]
 
 

@@ -145,26 +145,32 @@ def takes_every_row_as_dense(m: Any, x: torch.Tensor) -> torch.Tensor:
     return bias_relu_body(m, x.as_strided(x.shape, torch.empty(x.shape).stride()))
 
 
+def wrong_forward(body: Any) -> Fusion:
+    return fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(body)
+
+
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "dtype", "words"),
     [
-        (forgets_bias, "output: error"),
-        (emits_the_wrong_value, "gradient of"),
-        (overwrites_its_input, "input: was changed by the run"),
-        (gives_float32, "output: is float32 .*, plain PyTorch gives bfloat16"),
-        (rounds_twice, r"float32 .*: .*error .* allowed"),
-        (is_not_repeatable, "is not repeated bit for bit"),
-        (reads_undeclared, "KeyError: .*is not declared"),
-        (takes_every_row_as_dense, "transposed input"),
+        (forgets_bias, torch.bfloat16, "output: error"),
+        (emits_the_wrong_value, torch.float32, "gradient of"),
+        (overwrites_its_input, torch.float32, "input: was changed by the run"),
+        (gives_float32, torch.bfloat16, "output: is float32 .*, plain PyTorch gives bfloat16"),
+        (rounds_twice, torch.float32, r"float32 .*: .*error .* allowed"),
+        (is_not_repeatable, torch.float32, "is not repeated bit for bit"),
+        (reads_undeclared, torch.float32, "KeyError: .*is not declared"),
+        (takes_every_row_as_dense, torch.float32, "transposed input"),
     ],
 )  # fmt: skip
-def test_wrong_forward_is_found(body: Any, words: str) -> None:
-    wrong = fusion(forward=[ops.Bias, ops.ReLU], emits=["0.output"], details=Details(registered=False))(body)
-    report = check(wrong, raise_on_failure=False)
+def test_wrong_forward_is_found(body: Any, dtype: torch.dtype, words: str) -> None:
+    report = check(wrong_forward(body), raise_on_failure=False, dtypes=[dtype])
     assert not report.passed
     assert any(re.search(words, str(row)) for row in report.failures), report.failures[:3]
-    with pytest.raises(VerificationError, match=body.__name__):
-        check(wrong)
+
+
+def test_the_error_names_the_fusion() -> None:
+    with pytest.raises(VerificationError, match="forgets_bias"):
+        check(wrong_forward(forgets_bias))
 
 
 def sums_too_few_rows(m: Any, dy: torch.Tensor) -> Any:
@@ -192,7 +198,7 @@ def forgets_bias_gradient(m: Any, dy: torch.Tensor) -> Any:
 def test_wrong_backward_is_found(body: Any, words: str) -> None:
     wrong = fusion(backward=[ops.Bias, ops.ReLU], reads=["output"], details=Details(registered=False))(body)
     with pytest.raises(VerificationError, match=words):
-        check(wrong)
+        check(wrong, dtypes=[torch.float32])
 
 
 def test_gradients_need_not_repeat_where_no_library_promises_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def attention(sizes: Sizes, dropout: float, provider: Provider) -> Iterator[tupl
 def products(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Call] | str]]:
     """Quack's, and one of PyTorch's beside them."""
     yield f"torch.mm, {sizes.name}", lambda: _plain(sizes)
-    why = quack_matmul.missing() or quack_matmul.unusable() or quack_matmul.unusable_by_gates()
+    why = quack_matmul.PACKAGE.missing() or quack_matmul.unusable() or quack_matmul.unusable_by_gates()
     if why is not None:
         yield f"quack, {sizes.name}", why
         return

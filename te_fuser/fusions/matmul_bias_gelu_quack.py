@@ -56,7 +56,7 @@ def why_not_here(m: Match, unusable: Callable[[], str | None]) -> str | None:
     major, minor = m.capability or torch.cuda.get_device_capability(m.device)
     if major != 9:
         return f"it was measured on compute capability 9 alone, this GPU has {major}.{minor}"
-    return products.missing() or (unusable() if torch.cuda.is_available() else None)
+    return products.PACKAGE.missing() or (unusable() if torch.cuda.is_available() else None)
 
 
 def cost_of_product(m: Match, kind: str, share: float, at: int = 0) -> Cost:

@@ -31,7 +31,7 @@ def plan(
 ) -> Plan:
     """The plan for a device by its name and an input without memory; without a name, for the CPU."""
     where = "meta" if device else "cpu"
-    model = Sequential(*ops, memory=memory, kernels=kernels).to(where, dtype)
+    model = Sequential(*ops, memory=memory, kernels=kernels).to(dtype).to_empty(device=where)
     x = torch.empty(rows, features, dtype=dtype, device=where, requires_grad=grad)
     for p in model.parameters():
         p.requires_grad_(grad)
@@ -40,7 +40,7 @@ def plan(
 
 def gelu_mlp(gelu: str = "tanh", inner: int = 16384) -> tuple[FusableOperation, ...]:
     """The two products around a GELU, 4096 -> inner -> 4096."""
-    return Linear(4096, inner), GELU(gelu), Linear(inner, 4096)
+    return Linear(4096, inner, device="meta"), GELU(gelu), Linear(inner, 4096, device="meta")
 
 
 # (approximation of GELU, inner features, dtype, why its slope cannot be in an epilogue)

@@ -58,7 +58,7 @@ def unreadable(n_in: int, n_out: int) -> str:
 
 def install(patch: pytest.MonkeyPatch, version: str | None = fake_quack.VERSION) -> None:
     """The package as if it were there, for plans of a GPU that is not."""
-    patch.setattr(quack_matmul, "installed_version", lambda: version)
+    patch.setattr(quack_matmul.PACKAGE, "version", lambda: version)
     patch.setattr(quack_matmul, "unusable", lambda: None)
 
 

@@ -26,7 +26,7 @@ MASK_OF_8192 = 8192 * 16384 // 8
 
 
 def mlp(inner: int = 16384) -> tuple[FusableOperation, ...]:
-    return ops.Linear(4096, inner), ops.ReLU(), ops.Linear(inner, 4096)
+    return ops.Linear(4096, inner, device="meta"), ops.ReLU(), ops.Linear(inner, 4096, device="meta")
 
 
 def forced(*parts: FusableOperation, name: str = NAME, **options: object) -> Plan:
@@ -123,7 +123,7 @@ def test_where_relus_output_is_read_elsewhere_too() -> None:
 
 
 def test_main_grad_has_its_own() -> None:
-    last = ops.Linear(16384, 4096, accumulate_into_main_grad=True)
+    last = ops.Linear(16384, 4096, accumulate_into_main_grad=True, device="meta")
     assert reasons(plan(*mlp()[:2], last), NAME) == {"the weight's gradient goes to its main_grad"}
 
 
@@ -149,7 +149,7 @@ def test_one_product_gives_the_gradients_of_input_and_bias() -> None:
 
 
 def test_a_frozen_bias_needs_no_sum() -> None:
-    first = ops.Linear(4096, 16384)
+    first = ops.Linear(4096, 16384, device="meta")
     model = te_fuser.Sequential(first, *mlp()[1:]).to("meta", torch.bfloat16)
     first.bias.requires_grad_(False)
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -28,7 +28,7 @@ FEATURES = 3 * HEADS * DIM
 @pytest.fixture
 def installed(monkeypatch):
     """The package as if it were there, for plans of a GPU that is not."""
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: fake_cudnn.VERSION)
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: fake_cudnn.VERSION)
 
 
 def plan(*parts: Any) -> Plan:
@@ -81,7 +81,7 @@ def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
     p = plan(ops.Bias(features), ops.DotProductAttention(head_dim=DIM, **grouped))
     (reason,) = {r.reason for r in p.refusals if r.name == NAME}
     assert "no common stride in packing='interleaved'" in reason and covered(p)[TWIN] == (0, 2)
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: None)
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: None)
     p = plan(ops.Bias(FEATURES), attention())
     (reason,) = {r.reason for r in p.refusals if r.name == NAME}
     assert reason == 'nvidia-cudnn-frontend is not installed: pip install "nvidia-cudnn-frontend>=1.32"'

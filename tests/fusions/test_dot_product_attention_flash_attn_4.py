@@ -25,7 +25,7 @@ HEADS, DIM = 32, 128
 @pytest.fixture
 def installed(monkeypatch):
     """The package as if it were there, for plans of a GPU that is not."""
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: fake_flash_attn.VERSION)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: fake_flash_attn.VERSION)
     monkeypatch.setattr(flash_attn_4, "unusable", lambda: None)
 
 
@@ -93,7 +93,7 @@ def test_with_dropout_it_is_not_taken(installed) -> None:
 
 
 def test_beside_the_front_end_the_cheaper_one_is_taken(installed, monkeypatch) -> None:
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: "1.32.0")
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: "1.32.0")
     assert taken(plan(*seed_layer())) == [NAME, NAME]
     with fusions.disabled(NAME):
         assert taken(plan(*seed_layer())) == [FRONT_END, FRONT_END]
@@ -107,7 +107,7 @@ def test_plans_say_why_it_is_not_taken(installed, monkeypatch) -> None:
     for device in ("b200", "a100"):
         (reason,) = reasons(plan(attention(), device=device))
         assert "it is meant for compute capability 9 alone" in reason
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: None)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: None)
     assert reasons(plan(attention())) == {'flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36"'}
 
 

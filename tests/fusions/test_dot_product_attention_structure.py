@@ -22,7 +22,7 @@ BOTH = {"lengths": "lengths", "key_lengths": "lengths"}
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package as if it were there, for plans of a GPU that is not."""
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: fake_flash_attn.VERSION)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: fake_flash_attn.VERSION)
     monkeypatch.setattr(flash_attn_4, "unusable", lambda: None)
 
 

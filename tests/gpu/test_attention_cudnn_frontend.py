@@ -25,7 +25,7 @@ from tests.gpu.packing_providers import (
 from tests.gpu.test_attention_in_plans import check, gradients, launched, names, projected
 from tests.twins import randomize
 
-VERSION = installed_version(cudnn_frontend.PACKAGE)
+VERSION = installed_version(cudnn_frontend.PACKAGE.name)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(VERSION is None, reason=f"needs {cudnn_frontend.PACKAGE}"),
@@ -36,7 +36,7 @@ NAME = f"attention_{PROVIDER.name}"
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: VERSION)
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: VERSION)
 
 
 @pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])

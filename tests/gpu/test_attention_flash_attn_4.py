@@ -28,7 +28,7 @@ from tests.gpu.test_attention_in_plans import check, gradients, launched, names,
 from tests.kernels.attention.cases import by_provider
 from tests.twins import randomize
 
-VERSION = installed_version(flash_attn_4.PACKAGE)
+VERSION = installed_version(flash_attn_4.PACKAGE.name)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(VERSION is None, reason=f"needs {flash_attn_4.PACKAGE}"),
@@ -40,12 +40,12 @@ NAME = f"attention_{PROVIDER.name}"
 @pytest.fixture(autouse=True)
 def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of small attention."""
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: VERSION)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: VERSION)
     monkeypatch.setattr(type(PROVIDER), "calls", (1.0, 1.0))
 
 
 def test_it_can_be_used() -> None:
-    assert flash_attn_4.missing() is None and flash_attn_4.unusable() is None
+    assert flash_attn_4.PACKAGE.missing() is None and flash_attn_4.unusable() is None
     op = ops.DotProductAttention(4, 128, mask="causal")
     x = Spec((128, 2, op.packed.features), torch.bfloat16, torch.device("cuda", 0))
     assert PROVIDER.reason_not(AttentionProblem.of(op.settings(), x, needs_grad=True)) is None

@@ -14,8 +14,8 @@ from tests.gpu.test_attention_apart import check, gradients, takes
 from tests.kernels.attention import structured
 from tests.twins import randomize
 
-FLASH_4 = installed_version(flash_attn_4.PACKAGE)
-FRONT_END = installed_version(cudnn_frontend.PACKAGE)
+FLASH_4 = installed_version(flash_attn_4.PACKAGE.name)
+FRONT_END = installed_version(cudnn_frontend.PACKAGE.name)
 NEEDS_PACKAGE = pytest.mark.skipif(FLASH_4 is None, reason=f"needs {flash_attn_4.PACKAGE}")
 NEEDS_FRONT_END = pytest.mark.skipif(FRONT_END is None, reason=f"needs {cudnn_frontend.PACKAGE}")
 TOLD = [
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def _in_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages too, and also of small attention."""
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: FLASH_4)
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: FRONT_END)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: FLASH_4)
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: FRONT_END)
     for provider in PROVIDERS:
         monkeypatch.setattr(type(provider), "calls", (0.0, 0.0))
         monkeypatch.setattr(type(provider), "speed", Speed.constant(100.0, 100.0))

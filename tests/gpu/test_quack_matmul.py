@@ -18,7 +18,7 @@ from te_fuser.kernels.packages import quack_matmul as products
 from tests.gpu.packing_providers import installed_version
 from tests.twins import randomize
 
-VERSION = installed_version(products.PACKAGE)
+VERSION = installed_version(products.PACKAGE.name)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(VERSION is None, reason=f"needs {products.PACKAGE}")]
 GATED = "swiglu_matmul_quack"
 NAMES = ("matmul_bias_gelu_quack", "matmul_bias_gelu_quack_aux", "bias_gelu_matmul_quack", GATED)
@@ -28,7 +28,7 @@ EPS = 2.0**-8
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "installed_version", lambda: VERSION)
+    monkeypatch.setattr(products.PACKAGE, "version", lambda: VERSION)
 
 
 def tensors(rows: tuple[int, ...], inner: int, outer: int) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 import te_fuser
@@ -126,14 +127,10 @@ def autocast(dtype: torch.dtype, kind: str) -> Iterator[None]:
 def packages(kind: str) -> Iterator[None]:
     """All optional packages as if they were installed."""
     modules = (cudnn_frontend, flash_attn_4, quack_matmul)
-    before = [m.installed_version for m in modules]
-    for m in modules:
-        m.installed_version = lambda: "99.0"  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for m in modules:
+            patch.setattr(m.PACKAGE, "version", lambda: "99.0")
         yield
-    finally:
-        for m, version in zip(modules, before, strict=True):
-            m.installed_version = version  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

@@ -21,17 +21,13 @@ import torch
 from te_fuser.codegen.progress import Progress
 from te_fuser.kernels.attention.views import HeadsForm, lying
 from te_fuser.kernels.packages.optional import (
-    Fit,
+    Package,
     current_stream,
     give_context,
     refuse_capture,
-    version_of,
-    why_missing,
 )
 
-PACKAGE = "nvidia-cudnn-frontend"
-_OLDEST = "1.32"
-FIT = Fit(PACKAGE, _OLDEST, hopper_alone=False)
+PACKAGE = Package("nvidia-cudnn-frontend", "1.32", hopper_alone=False)
 _UNMADE = "a graph of cuDNN for attention that is not built yet"  # in a capture
 _IO_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 _lock = threading.RLock()
@@ -39,16 +35,6 @@ _lock = threading.RLock()
 Described = Callable[[Any, Any], "tuple[Any, tuple[int, ...]]"]
 P = TypeVar("P", bound="Problem")
 G = TypeVar("G", bound="Graph")
-
-
-def installed_version() -> str | None:
-    """The version of the front end that is installed, if any."""
-    return version_of(PACKAGE)
-
-
-def missing() -> str | None:
-    """Why there is no front end to use, found without importing it; None where there is one."""
-    return why_missing(PACKAGE, _OLDEST, installed_version())
 
 
 def unusable(cudnn_version: int) -> str | None:

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.packages.optional import FirstRuns, Fit, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, Package, why_changed
 from te_fuser.kernels.packages.replay import replay_of
 
-PACKAGE = "flash-attn-4"
-_OLDEST = "4.0.0b36"
-FIT = Fit(PACKAGE, _OLDEST, libraries_13="nvidia-cutlass-dsl-libs-cu13")
+PACKAGE = Package("flash-attn-4", "4.0.0b36", libraries_13="nvidia-cutlass-dsl-libs-cu13")
 _MODULE = "flash_attn.cute.interface"
 # The package's functions below autograd, with the arguments that they are given here.
 _RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -32,30 +30,17 @@ _TAKEN = {
 # Those that have a cache of compiled functions of their own.
 _COMPILED = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
 _BLOCK = 64  # positions: with so few, the package compiles for a single block
-runs = FirstRuns(PACKAGE)
-
-
-def installed_version() -> str | None:
-    """The version of the package that is installed, if any."""
-    return version_of(PACKAGE)
-
-
-def missing() -> str | None:
-    """Why there is no package to use, found without importing it; None where there is one."""
-    return why_missing(PACKAGE, _OLDEST, installed_version())
+runs = FirstRuns(PACKAGE.name)
 
 
 @functools.cache
 def unusable() -> str | None:
     """Why the package that is installed cannot be called; None when it can."""
-    return why_unusable(
-        PACKAGE,
-        _OLDEST,
-        installed_version(),
+    return PACKAGE.unusable(
         lambda: [
             *(why_changed(_module(), name, taken) for name, taken in _TAKEN.items()),
             *(why_changed(_module(), f"{name}.compile_cache") for name in _COMPILED),
-        ],
+        ]
     )
 
 

@@ -32,9 +32,9 @@ def version_of(package: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Where a package is of use, which `te-fuser version` says.
+@dataclass(eq=False)
+class Package:
+    """A package that may be installed: whether it is there and can be called, and where it is of use.
 
     Attributes:
         name, oldest: the package, and the oldest version that serves.
@@ -46,6 +46,36 @@ class Fit:
     oldest: str
     hopper_alone: bool = True
     libraries_13: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def version(self) -> str | None:
+        """The one that is installed, if any."""
+        return version_of(self.name)
+
+    def missing(self) -> str | None:
+        """Why there is none to use, found without importing it; None where there is one."""
+        version, install = self.version(), f'pip install "{self.name}>={self.oldest}"'
+        if version is None:
+            return f"{self.name} is not installed: {install}"
+        if TorchVersion(version) < self.oldest:
+            return f"it needs {self.name} {self.oldest}, found {version}: {install}"
+        return None
+
+    def unusable(self, changes: Callable[[], Iterable[str | None]]) -> str | None:
+        """Why the one that is installed, called as the oldest was, cannot be; None when it can.
+
+        Args:
+            changes: imports it and gives what `why_changed` says of each function.
+        """
+        version = self.version()
+        try:
+            with Progress(f"importing {self.name} {version}"):
+                gone = [words for words in changes() if words]
+        except Exception as error:  # whatever an import of it may raise
+            return f"{self.name} does not load: {type(error).__name__}: {error}"
+        return f"{self.name} {version} is not as it was in {self.oldest}: {'; '.join(gone)}" if gone else None
 
     def requirement(self, cuda: str) -> str:
         """What pip is told where PyTorch is built for that CUDA."""
@@ -79,16 +109,6 @@ class Fit:
         return f"it is used on compute capability {wanted}, this GPU has {capability[0]}.{capability[1]}"
 
 
-def why_missing(package: str, oldest: str, version: str | None) -> str | None:
-    """Why a package of that version (None: it is not there) is none to use; None where it is."""
-    install = f'pip install "{package}>={oldest}"'
-    if version is None:
-        return f"{package} is not installed: {install}"
-    if TorchVersion(version) < oldest:
-        return f"it needs {package} {oldest}, found {version}: {install}"
-    return None
-
-
 def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
     """Why a function, class or method ("A.f") is no more what was written for; None if it takes these arguments."""
     try:
@@ -98,22 +118,6 @@ def why_changed(owner: Any, name: str, taken: Sequence[str] = ()) -> str | None:
     parameters = inspect.signature(function).parameters if taken else ()
     lost = [argument for argument in taken if argument not in parameters]
     return f"{name} takes no {', '.join(lost)}" if lost else None
-
-
-def why_unusable(
-    package: str, oldest: str, version: str | None, changes: Callable[[], Iterable[str | None]]
-) -> str | None:
-    """Why a package of that version, written for as it was in `oldest`, cannot be called; None when it can.
-
-    Args:
-        changes: imports it and gives what `why_changed` says of each function.
-    """
-    try:
-        with Progress(f"importing {package} {version}"):
-            gone = [words for words in changes() if words]
-    except Exception as error:  # whatever an import of it may raise
-        return f"{package} does not load: {type(error).__name__}: {error}"
-    return f"{package} {version} is not as it was in {oldest}: {'; '.join(gone)}" if gone else None
 
 
 def give_context(device: int) -> None:

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 
-from te_fuser.kernels.packages.optional import FirstRuns, Fit, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, Package, why_changed
 
-PACKAGE = "quack-kernels"
 MULTIPLE = 8  # of elements in a row: what its loads and stores need
-_OLDEST = "0.6.5"
 _CONFIG, _FRONTEND = "quack.gemm_config", "quack.epilogue.frontend"
-FIT = Fit(PACKAGE, _OLDEST, libraries_13="nvidia-cutlass-dsl-libs-cu13")
+PACKAGE = Package("quack-kernels", "0.6.5", libraries_13="nvidia-cutlass-dsl-libs-cu13")
 _EPILOGUES = "te_fuser.kernels.packages.quack_epilogues"
 _GATED_EPILOGUES = "te_fuser.kernels.packages.quack_gated_epilogues"
 # What plans have of it.
@@ -37,18 +35,8 @@ _TAKEN = {
     (_EPILOGUES, "dgelu_with_sum.plan"): _PLANNED,
 }
 _TAKEN_BY_GATES = {(_GATED_EPILOGUES, "dswiglu_of_halves.plan"): _PLANNED}
-runs = FirstRuns(PACKAGE)
+runs = FirstRuns(PACKAGE.name)
 _Launch = Callable[..., Any]
-
-
-def installed_version() -> str | None:
-    """The version of the package that is installed, if any."""
-    return version_of(PACKAGE)
-
-
-def missing() -> str | None:
-    """Why there is no package to use, found without importing it; None where there is one."""
-    return why_missing(PACKAGE, _OLDEST, installed_version())
 
 
 @functools.cache
@@ -64,11 +52,8 @@ def unusable_by_gates() -> str | None:
 
 
 def _why_not_as_it_was(called: Mapping[tuple[str, str], tuple[str, ...]]) -> str | None:
-    return why_unusable(
-        PACKAGE,
-        _OLDEST,
-        installed_version(),
-        lambda: (why_changed(_module(module), name, taken) for (module, name), taken in called.items()),
+    return PACKAGE.unusable(
+        lambda: (why_changed(_module(module), name, taken) for (module, name), taken in called.items())
     )
 
 

@@ -15,7 +15,7 @@ def in_place(patch, module, modules, version):
 
     `patch` is pytest's monkeypatch.
     """
-    patch.setattr(module, "installed_version", lambda: version)
+    patch.setattr(module.PACKAGE, "version", lambda: version)
     for name, made in modules.items():
         patch.setitem(sys.modules, name, made)
     if hasattr(module, "give_context"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from te_fuser.kernels.packages import optional as optional_packages
-from te_fuser.kernels.packages.optional import FirstRuns, version_of, why_changed, why_missing, why_unusable
+from te_fuser.kernels.packages.optional import FirstRuns, Package, version_of, why_changed
 from tests.kernels.attention.cases import in_threads
 from tests.kernels.packages import fake_packages
 
@@ -26,11 +26,18 @@ def test_importing_the_package_imports_none_of_them():
     assert found.stdout.strip() == "set()"
 
 
+def made(oldest, version):
+    """A package of which that version is installed."""
+    package = Package("one", oldest)
+    package.version = lambda: version
+    return package
+
+
 def test_versions():
     assert version_of("torch") is not None and version_of("no-such-package-anywhere") is None
-    assert why_missing("one", "1.2", None) == 'one is not installed: pip install "one>=1.2"'
-    assert why_missing("one", "1.10", "1.9") == 'it needs one 1.10, found 1.9: pip install "one>=1.10"'
-    assert why_missing("one", "1.9", "1.10") is None
+    assert made("1.2", None).missing() == 'one is not installed: pip install "one>=1.2"'
+    assert made("1.10", "1.9").missing() == 'it needs one 1.10, found 1.9: pip install "one>=1.10"'
+    assert made("1.9", "1.10").missing() is None
 
 
 def test_functions_that_changed():
@@ -122,7 +129,7 @@ def test_imports_and_first_runs_that_take_long_are_named_and_later_runs_are_not(
         yield
 
     monkeypatch.setattr(optional_packages, "Progress", progress)
-    assert why_unusable("one", "1.2", "1.3", lambda: ()) is None
+    assert made("1.2", "1.3").unusable(lambda: ()) is None
     for _ in range(2):
         run(runs, lambda: None)
     assert named == ["importing one 1.3", "one prepares a kernel that it did not run in this process yet"]

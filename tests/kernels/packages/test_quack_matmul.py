@@ -225,13 +225,13 @@ def test_one_row_of_an_odd_stride(package):
 )
 def test_missing(version, reason, monkeypatch):
     """Nothing is imported for it."""
-    monkeypatch.setattr(quack_matmul, "installed_version", lambda: version)
+    monkeypatch.setattr(quack_matmul.PACKAGE, "version", lambda: version)
     monkeypatch.setattr(quack_matmul, "_module", lambda name: pytest.fail("the package was imported"))
-    assert quack_matmul.missing() == reason
+    assert quack_matmul.PACKAGE.missing() == reason
 
 
 def test_the_package_in_place_is_usable(package):
-    assert quack_matmul.missing() is None and quack_matmul.unusable() is None and package.calls == []
+    assert quack_matmul.PACKAGE.missing() is None and quack_matmul.unusable() is None and package.calls == []
 
 
 @pytest.mark.parametrize("error", [ImportError("no libcudart"), RuntimeError("no driver"), KeyError("CUDA_HOME")])

@@ -54,7 +54,7 @@ class CudaCudnnFrontend(CudnnProvider):
     speed = CudnnProvider.speed.times(1.0, 0.98)
     conditions = (
         *CudnnProvider.conditions,
-        lambda p: cudnn_frontend.missing(),
+        lambda p: cudnn_frontend.PACKAGE.missing(),
         NO_MASK,
         capability(9),
         ONE_STRIDE,

@@ -59,7 +59,7 @@ class CudaFlashAttn4(CudaProvider):
     speed = CudnnProvider.speed.times(0.292 / 0.298, 0.800 / 0.915)
     conditions = (
         runs_on("cuda"),
-        lambda p: flash_attn_4.missing(),
+        lambda p: flash_attn_4.PACKAGE.missing(),
         switched_on("cuda_flash"),
         takes(torch.bfloat16, torch.float16),
         needs(

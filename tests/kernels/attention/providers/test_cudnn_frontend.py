@@ -86,7 +86,7 @@ def test_heads_without_a_common_stride_are_refused():
     ):
         settings = DotProductAttention(head_dim=64, **options).settings()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cudnn_frontend, "installed_version", lambda: fake_cudnn.VERSION)
+            patch.setattr(cudnn_frontend.PACKAGE, "version", lambda: fake_cudnn.VERSION)
             reason = PROVIDER.reason_not(problem(settings=settings, samples=samples))
         assert (reason is None) == taken
         assert taken or "no common stride in packing='interleaved' with layout='batch_first'" in reason
@@ -109,7 +109,7 @@ def test_heads_without_a_common_stride_are_refused():
 )
 def test_what_it_says_of_a_gpu_that_is_not_at_hand(version, changes, words, monkeypatch):
     """Nothing is imported for it."""
-    monkeypatch.setattr(cudnn_frontend, "installed_version", lambda: version)
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: version)
     monkeypatch.setattr(cudnn_frontend, "_package", lambda: pytest.fail("the front end was imported"))
     reason = PROVIDER.reason_not(problem(**changes))
     assert reason is None if words is None else words in reason

@@ -98,7 +98,7 @@ def test_gradients_before_packing_are_views_of_the_packed_one(package):
 )
 def test_what_it_says_of_a_gpu_that_is_not_at_hand(version, changes, words, monkeypatch):
     """Nothing is imported for it."""
-    monkeypatch.setattr(flash_attn_4, "installed_version", lambda: version)
+    monkeypatch.setattr(flash_attn_4.PACKAGE, "version", lambda: version)
     monkeypatch.setattr(flash_attn_4, "_module", lambda: pytest.fail("the package was imported"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     reason = PROVIDER.reason_not(wide(**changes))
