@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
-from te_fuser.ops.binding import Binding, WeakBinding, has_tensor
+from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, place_of
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import refuse_hooks, revision_of
 from te_fuser.ops.joined import JoinedBinding
+from te_fuser.ops.transposed import Transposed, TransposedBinding
 
 
 class Bound(FusableOperation):
@@ -28,7 +29,7 @@ class Bound(FusableOperation):
         op: an elementary op; of one that stands for several, as Linear does, bind each.
         owner: the module to read from, which may get its parameters later.
         **names: for each parameter of the op the owner's name for it ("part.weight" is that of a module in it), or
-            several, to be joined along dimension 0: see `Together`.
+            several, to be joined along dimension 0: see `Together`; or `Transposed(name)`.
 
     Raises:
         TypeError: when `op` is no elementary op, `owner` no module, or `names` are not those of its parameters.
@@ -38,7 +39,9 @@ class Bound(FusableOperation):
 
     _owner: Callable[[], torch.nn.Module | None]
 
-    def __init__(self, op: FusableOperation, owner: torch.nn.Module, /, **names: str | Sequence[str]) -> None:
+    def __init__(
+        self, op: FusableOperation, owner: torch.nn.Module, /, **names: str | Sequence[str] | Transposed
+    ) -> None:
         super().__init__()
         if not isinstance(op, FusableOperation) or [low.op for low in op.lower()] != [op]:
             raise TypeError(f"Bound takes one elementary op, got {type(op).__name__}; bind the ops it stands for")
@@ -103,21 +106,19 @@ class Bound(FusableOperation):
         return [replace(low, bindings={**bindings, **low.bindings}) for low in self.op.lower()]
 
     def _all_names(self) -> list[str]:
-        return [name for names in self._names.values() for name in names]
+        return [name for names in self._names.values() for name in _plain(names)]
 
-    def _binding(self, names: tuple[str, ...]) -> Binding:
-        path, _, _ = names[0].rpartition(".")
-        owner = self.owner.get_submodule(path)
-        names = tuple([name.removeprefix(f"{path}.") for name in names])
-        for name in names:
+    def _binding(self, names: tuple[str, ...] | Transposed) -> Binding:
+        for owner, name in [place_of(self.owner, name) for name in _plain(names)]:
             if not (has_tensor(owner, name) or isinstance(owner, Given)):
                 raise AttributeError(
                     f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                     "of that name"
                 )
+        if isinstance(names, Transposed):
+            return TransposedBinding(owner, name)
         if len(names) > 1:
-            return JoinedBinding(owner, names)
-        (name,) = names
+            return JoinedBinding(self.owner, names)
         # Plans that an op is part of may outlive it; of those that it runs by alone `run_alone` takes care.
         return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 
@@ -143,13 +144,23 @@ class Bound(FusableOperation):
         return self.op.reference(call, x)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={' + '.join(theirs)}" for name, theirs in self._names.items())
+        return ", ".join(f"{name}={_written(theirs)}" for name, theirs in self._names.items())
 
 
-def _names_in(given: Any) -> tuple[str, ...]:
+def _names_in(given: Any) -> tuple[str, ...] | Transposed:
     """The names that somebody gave for a parameter; empty where these are no names."""
+    if isinstance(given, Transposed):
+        return given
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     return names if all(isinstance(name, str) for name in names) else ()
+
+
+def _plain(names: tuple[str, ...] | Transposed) -> tuple[str, ...]:
+    return (names.name,) if isinstance(names, Transposed) else names
+
+
+def _written(names: tuple[str, ...] | Transposed) -> str:
+    return f"{names.name}.T" if isinstance(names, Transposed) else " + ".join(names)
 
 
 def _place(owner: torch.nn.Module, name: str) -> tuple[int, bool]:
