@@ -127,7 +127,7 @@ class Block(ops.Together):
 
     def run(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """y of x, [B, S, features]."""
-        if torch.compiler.is_compiling() or any(GLOBAL_HOOKS) or type(x) not in (torch.Tensor, nn.Parameter):
+        if _is_traced(x) or any(GLOBAL_HOOKS):
             return self.original(x, call)
         made = self._made()
         how = self._how(x, call, made)
@@ -303,6 +303,13 @@ def _seen(children: Iterable[Mapping[str, nn.Module | None]]) -> list[Any]:
         for m in modules.values():
             found += (m, type(m), None if m is None else m.__dict__.get("forward"))
     return found
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether it is not values that the call is about."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return type(x) not in (torch.Tensor, nn.Parameter)
 
 
 def _recording() -> bool:

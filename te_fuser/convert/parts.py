@@ -96,7 +96,8 @@ def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
     if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
         return "it has a forward of its own"
     if type(module).forward is not kind.forward:
-        return f"it is a {type(module).__name__}, no {kind.__name__}"
+        name = type(module).__name__
+        return f"it is a {f'{type(module).__module__}.{name}' if name == kind.__name__ else name}, no {kind.__name__}"
     for name, parameter in module._parameters.items():
         if parameter is not None and type(parameter) not in (nn.Parameter, torch.Tensor):
             return f"its {name} is a {type(parameter).__name__}"

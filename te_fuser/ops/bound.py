@@ -56,6 +56,7 @@ class Bound(FusableOperation):
             setattr(op, name, None)
         self.op = op
         self._names = {name: given_names[name] for name in own}
+        self._transposed = frozenset(name for name, theirs in names.items() if isinstance(theirs, Transposed))
         self._owner = weakref.ref(owner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,9 +84,15 @@ class Bound(FusableOperation):
         return owner
 
     @property
-    def names(self) -> dict[str, str | tuple[str, ...]]:
+    def names(self) -> dict[str, str | tuple[str, ...] | Transposed]:
         """For each parameter of the op the owner's name for it, or several: what another one can be bound by."""
-        return {name: theirs[0] if len(theirs) == 1 else theirs for name, theirs in self._names.items()}
+        return {name: self._given(name) for name in self._names}
+
+    def _given(self, name: str) -> str | tuple[str, ...] | Transposed:
+        theirs = self._names[name]
+        if name in self._transposed:
+            return Transposed(theirs[0])
+        return theirs[0] if len(theirs) == 1 else theirs
 
     @property
     def revision(self) -> Any:
@@ -102,20 +109,21 @@ class Bound(FusableOperation):
 
     def lower(self) -> list[LoweredOp]:
         refuse_hooks(self, "op", self.op)
-        bindings = {name: self._binding(theirs) for name, theirs in self._names.items()}
+        bindings = {name: self._binding(name) for name in self._names}
         return [replace(low, bindings={**bindings, **low.bindings}) for low in self.op.lower()]
 
     def _all_names(self) -> list[str]:
-        return [name for names in self._names.values() for name in _plain(names)]
+        return [name for names in self._names.values() for name in names]
 
-    def _binding(self, names: tuple[str, ...] | Transposed) -> Binding:
-        for owner, name in [place_of(self.owner, name) for name in _plain(names)]:
+    def _binding(self, parameter: str) -> Binding:
+        names = self._names[parameter]
+        for owner, name in [place_of(self.owner, name) for name in names]:
             if not (has_tensor(owner, name) or isinstance(owner, Given)):
                 raise AttributeError(
                     f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                     "of that name"
                 )
-        if isinstance(names, Transposed):
+        if parameter in self._transposed:
             return TransposedBinding(owner, name)
         if len(names) > 1:
             return JoinedBinding(self.owner, names)
@@ -144,32 +152,26 @@ class Bound(FusableOperation):
         return self.op.reference(call, x)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={_written(theirs)}" for name, theirs in self._names.items())
+        turned = {name: ".T" for name in self._transposed}
+        return ", ".join(f"{name}={' + '.join(theirs)}{turned.get(name, '')}" for name, theirs in self._names.items())
 
 
-def _names_in(given: Any) -> tuple[str, ...] | Transposed:
+def _names_in(given: Any) -> tuple[str, ...]:
     """The names that somebody gave for a parameter; empty where these are no names."""
-    if isinstance(given, Transposed):
-        return given
+    given = given.name if isinstance(given, Transposed) else given
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     return names if all(isinstance(name, str) for name in names) else ()
 
 
-def _plain(names: tuple[str, ...] | Transposed) -> tuple[str, ...]:
-    return (names.name,) if isinstance(names, Transposed) else names
-
-
-def _written(names: tuple[str, ...] | Transposed) -> str:
-    return f"{names.name}.T" if isinstance(names, Transposed) else " + ".join(names)
-
-
 def _place(owner: torch.nn.Module, name: str) -> tuple[int, bool]:
-    """Which module has it, where that is one in the owner, and whether it is there."""
+    """Which module has it, where that is one in the owner, and whether it is there; asked in each call."""
     if "." not in name:
         return 0, owner._parameters.get(name) is not None
-    path, _, own = name.rpartition(".")
-    parameters = owner.get_submodule(path)._parameters
-    return id(parameters), parameters.get(own) is not None
+    *path, own = name.split(".")
+    module: torch.nn.Module | None = owner
+    for step in path:
+        module = None if module is None else module._modules.get(step)
+    return (0, False) if module is None else (id(module._parameters), module._parameters.get(own) is not None)
 
 
 def _nobody() -> None:
