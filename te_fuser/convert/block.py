@@ -27,8 +27,8 @@ from te_fuser.convert.parts import Parts, why_left
 from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
 from te_fuser.sequential import Sequential
 
-if int(transformers.__version__.split(".")[0]) < 5:
-    raise ImportError(f"te_fuser.convert takes models of transformers 5 or newer, got {transformers.__version__}")
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+    raise ImportError(f"te_fuser.convert takes models of transformers 5.17 or newer, got {transformers.__version__}")
 
 # Arguments of a call that attention functions read, and the op does not.
 _BEYOND = ("position_bias", "cache")
@@ -152,7 +152,7 @@ class Block(ops.Together):
         attention = self._attention()
         if self.attention in made.left or (attention._forward_hooks and _recording()):
             return _MODULE
-        if not self._known_function() or any(call.others.get(name) is not None for name in _BEYOND):
+        if not self.knows_function() or any(call.others.get(name) is not None for name in _BEYOND):
             return _FUNCTION
         return self._hides(x, call) if self._sees_itself(x, call) else _FUNCTION
 
@@ -162,7 +162,7 @@ class Block(ops.Together):
         if mask is None:
             asked = call.others.get("is_causal")
             causal = self._attention().is_causal if asked is None else asked
-            return "causal" if causal and x.shape[1] > 1 and not self._is_eager() else "none"
+            return "causal" if causal and x.shape[1] > 1 and not self.is_eager() else "none"
         if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-1] != x.shape[1]:
             return _FUNCTION
         return "given" if mask.dtype == torch.bool else "added" if mask.is_floating_point() else _FUNCTION
@@ -176,7 +176,7 @@ class Block(ops.Together):
             known = type(past.layers[number]) if number < len(past.layers) else DynamicLayer
             return known in (DynamicLayer, DynamicSlidingWindowLayer) and past.get_seq_length(number) == 0
         # transformers leaves the mask of several positions away where they are the first; asking would wait for a GPU.
-        return type(past) is StaticCache and call.mask is None and x.shape[1] > 1 and not self._is_eager()
+        return type(past) is StaticCache and call.mask is None and x.shape[1] > 1 and not self.is_eager()
 
     def _by_function(self, packed: torch.Tensor, call: Call) -> torch.Tensor:
         """Attention of the model's own function, to what is in the cache too."""
@@ -200,12 +200,13 @@ class Block(ops.Together):
     def _attention(self) -> Any:
         return self._modules[self.attention]
 
-    def _is_eager(self) -> bool:
+    def is_eager(self) -> bool:
+        """Whether the model computes attention by matrix products and a softmax."""
         return self._attention().config._attn_implementation == "eager"  # type: ignore[no-any-return]
 
-    def _known_function(self) -> bool:
+    def knows_function(self) -> bool:
         """Whether the op computes what the model's attention function does."""
-        return self._is_eager() or self._function() is sdpa_attention_forward
+        return self.is_eager() or self._function() is sdpa_attention_forward
 
     def _function(self) -> Any:
         eager = sys.modules[self.was.__module__].eager_attention_forward  # type: ignore[attr-defined]
@@ -218,7 +219,7 @@ class Block(ops.Together):
         left = dict(self._made().left)
         if "forward" in self.__dict__:
             left[""] = "it has a forward of its own"
-        if self.attention not in left and not self._known_function():
+        if self.attention not in left and not self.knows_function():
             name = self._attention().config._attn_implementation
             left[self.attention] = f"attention is computed by its function, {name!r}"
         return left

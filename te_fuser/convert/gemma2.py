@@ -44,6 +44,10 @@ class Gemma2DecoderLayer(FourNorms, theirs.Gemma2DecoderLayer):
     norm_class = theirs.Gemma2RMSNorm
     mlp_class = theirs.Gemma2MLP
 
+    def knows_function(self) -> bool:
+        # Of scores with a cap PyTorch's function computes nothing, and what transformers does then is its own matter.
+        return super().knows_function() and (self.is_eager() or not self._attention().attn_logit_softcapping)
+
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "soft_cap": self._attention().attn_logit_softcapping or 0.0}
 

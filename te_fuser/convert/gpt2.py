@@ -80,7 +80,7 @@ class GPT2Block(Block, theirs.GPT2Block):
 
     def attention_left(self) -> str | None:
         attention = self._attention()
-        upcast = attention.reorder_and_upcast_attn and self._is_eager()
+        upcast = attention.reorder_and_upcast_attn and self.is_eager()
         return "it computes scores in a way of its own (reorder_and_upcast_attn)" if upcast else None
 
     def settings(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _SMALL: dict[str, Any] = {
 }
 _GATED: dict[str, Any] = {**_SMALL, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 8}
 _WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+_CAPPED: dict[str, Any] = {"sliding_window": 5, "query_pre_attn_scalar": 24, "attn_implementation": "eager"}
 # Family -> the name of its configuration and of its model, and what the configuration says.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**_GATED, "attention_bias": True, "mlp_bias": True}),
@@ -36,7 +37,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GATED, **_WINDOW}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_SMALL, "embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0}),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", _GATED),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GATED, "sliding_window": 5, "query_pre_attn_scalar": 24}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GATED, **_CAPPED}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GATED, "sliding_window": 5, "sliding_window_pattern": 2}),
 }
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
