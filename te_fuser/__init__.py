@@ -4,6 +4,7 @@ from te_fuser import fusions, ops, utils
 from te_fuser.capture import GraphedModel, cuda_graph
 from te_fuser.checkpointing import CudaRNGStatesTracker, checkpoint
 from te_fuser.config import config
+from te_fuser.convert import Conversion, convert, revert
 from te_fuser.from_torch import from_torch
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fusions import fusion
@@ -28,6 +29,7 @@ from te_fuser.verify import VerificationError, VerifyReport, verify
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "Conversion",
     "DotProductAttention",
     "FusableOperation",
     "Fuser",
@@ -50,12 +52,14 @@ __all__ = [
     "autocast",
     "checkpoint",
     "config",
+    "convert",
     "cuda_graph",
     "fp8_autocast",
     "from_torch",
     "fusion",
     "fusions",
     "ops",
+    "revert",
     "utils",
     "verify",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -278,3 +279,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _bits(t: torch.Tensor) -> torch.Tensor:
     # A clone, because one element with any stride counts as contiguous and still cannot be viewed as bytes.
     return t.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+@contextmanager
+def in_eval_mode(*modules: torch.nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped and no statistic of a batch is taken."""
+    before = {part: part.training for module in modules for part in module.modules()}
+    for part in before:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, training in before.items():
+            part.training = training

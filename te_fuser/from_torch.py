@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from te_fuser import ops
-from te_fuser.compare import distance
+from te_fuser.compare import distance, in_eval_mode
 from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.attention_mask import MASKS
 from te_fuser.ops.base import FusableOperation
@@ -358,7 +357,7 @@ def _check(module: nn.Module, made: nn.Module, x: torch.Tensor | None, mask: str
     device, positions = inputs[0].device, inputs[0].shape[1 if batch_first else 0] if mask != "none" else 0
     hidden = _random_mask(positions, causal, asked, device) if mask != "none" else None
     named = {"attention_mask": hidden} if asked and hidden is not None else {}
-    with _in_eval_mode(module, made), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
+    with in_eval_mode(module, made), torch.autocast(device.type, enabled=False), torch.inference_mode(False):
         x, wanted = _by_module(module, inputs, hidden, "random numbers" if x is None else "x")
         found = _with_gradient(lambda x: Sequential(made).reference(x, outputs=(), **named), x)
     for what, want in wanted.items():
@@ -455,16 +454,3 @@ def _random_mask(positions: int, causal: bool, given: bool, device: torch.device
     if causal:
         hidden |= torch.ones_like(hidden).triu(1)
     return hidden.fill_diagonal_(False).to(device)
-
-
-@contextmanager
-def _in_eval_mode(*modules: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped and no statistic of a batch is taken."""
-    before = {part: part.training for module in modules for part in module.modules()}
-    for part in before:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, training in before.items():
-            part.training = training

@@ -38,6 +38,7 @@ KNOWS = {
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
     "variants": {"sequential"},
+    "convert": {"ops", "sequential", "compare"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
@@ -108,6 +109,7 @@ OP_HELPERS = {
     "rows",
     "sizes",
     "tensor_function",
+    "transposed",
 }
 ASPECTS = {
     "": {

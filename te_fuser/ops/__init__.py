@@ -42,6 +42,7 @@ from te_fuser.ops.softmax import Softmax
 from te_fuser.ops.srelu import SReLU
 from te_fuser.ops.take import Take
 from te_fuser.ops.tanh import Tanh
+from te_fuser.ops.transposed import Transposed
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "Take",
     "Tanh",
     "Together",
+    "Transposed",
     "Unflatten",
     "UnfusedOperation",
 ]

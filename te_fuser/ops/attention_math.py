@@ -116,6 +116,10 @@ def backward(
     capped = _capped(_scores(q, k, terms.scale), terms)
     finished = _finished(capped.clone() if terms.soft_cap else capped, terms)
     probabilities = finished.sub_(logsumexp[..., None]).exp_()
+    if terms.added is not None and terms.sink is None:
+        # Where something huge was added to all scores of a row, as masks do, logsumexp has lost how many there are.
+        total = probabilities.sum(-1, keepdim=True)
+        probabilities.div_(total.masked_fill_(total == 0, 1.0))
     dprobabilities = _scores(output, v, 1.0)
     dropped = probabilities
     if factors is not None:

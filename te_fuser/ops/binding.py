@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +17,8 @@ Key = tuple[int, str]
 @dataclass(frozen=True)
 class Binding:
     """A parameter by its owner and name; the tensor is looked up in each call, since it may be replaced."""
+
+    tells: ClassVar[bool] = False  # of one that is computed: whether `look` knows what stands for it
 
     owner: torch.nn.Module
     name: str
@@ -71,6 +74,16 @@ class WeakBinding(Binding):
         if found is None:
             raise ReferenceError(f"the module whose {self.name!r} is to be read is gone")
         return found
+
+
+def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that has the parameter of that name, and its name there: `q_proj.weight` is that of a part.
+
+    Raises:
+        AttributeError: when there is no such part.
+    """
+    path, _, last = name.rpartition(".")
+    return (owner.get_submodule(path) if path else owner), last
 
 
 def has_tensor(owner: torch.nn.Module, name: str) -> bool:

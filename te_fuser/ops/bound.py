@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
-from te_fuser.ops.binding import Binding, WeakBinding, has_tensor
+from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, place_of
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import refuse_hooks, revision_of
 from te_fuser.ops.joined import JoinedBinding
+from te_fuser.ops.transposed import Transposed, TransposedBinding
 
 
 class Bound(FusableOperation):
@@ -28,7 +29,7 @@ class Bound(FusableOperation):
         op: an elementary op; of one that stands for several, as Linear does, bind each.
         owner: the module to read from, which may get its parameters later.
         **names: for each parameter of the op the owner's name for it ("part.weight" is that of a module in it), or
-            several, to be joined along dimension 0: see `Together`.
+            several, to be joined along dimension 0: see `Together`; or `Transposed(name)`.
 
     Raises:
         TypeError: when `op` is no elementary op, `owner` no module, or `names` are not those of its parameters.
@@ -38,7 +39,9 @@ class Bound(FusableOperation):
 
     _owner: Callable[[], torch.nn.Module | None]
 
-    def __init__(self, op: FusableOperation, owner: torch.nn.Module, /, **names: str | Sequence[str]) -> None:
+    def __init__(
+        self, op: FusableOperation, owner: torch.nn.Module, /, **names: str | Sequence[str] | Transposed
+    ) -> None:
         super().__init__()
         if not isinstance(op, FusableOperation) or [low.op for low in op.lower()] != [op]:
             raise TypeError(f"Bound takes one elementary op, got {type(op).__name__}; bind the ops it stands for")
@@ -53,6 +56,7 @@ class Bound(FusableOperation):
             setattr(op, name, None)
         self.op = op
         self._names = {name: given_names[name] for name in own}
+        self._transposed = frozenset(name for name, theirs in names.items() if isinstance(theirs, Transposed))
         self._owner = weakref.ref(owner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,9 +84,15 @@ class Bound(FusableOperation):
         return owner
 
     @property
-    def names(self) -> dict[str, str | tuple[str, ...]]:
+    def names(self) -> dict[str, str | tuple[str, ...] | Transposed]:
         """For each parameter of the op the owner's name for it, or several: what another one can be bound by."""
-        return {name: theirs[0] if len(theirs) == 1 else theirs for name, theirs in self._names.items()}
+        return {name: self._given(name) for name in self._names}
+
+    def _given(self, name: str) -> str | tuple[str, ...] | Transposed:
+        theirs = self._names[name]
+        if name in self._transposed:
+            return Transposed(theirs[0])
+        return theirs[0] if len(theirs) == 1 else theirs
 
     @property
     def revision(self) -> Any:
@@ -99,25 +109,24 @@ class Bound(FusableOperation):
 
     def lower(self) -> list[LoweredOp]:
         refuse_hooks(self, "op", self.op)
-        bindings = {name: self._binding(theirs) for name, theirs in self._names.items()}
+        bindings = {name: self._binding(name) for name in self._names}
         return [replace(low, bindings={**bindings, **low.bindings}) for low in self.op.lower()]
 
     def _all_names(self) -> list[str]:
         return [name for names in self._names.values() for name in names]
 
-    def _binding(self, names: tuple[str, ...]) -> Binding:
-        path, _, _ = names[0].rpartition(".")
-        owner = self.owner.get_submodule(path)
-        names = tuple([name.removeprefix(f"{path}.") for name in names])
-        for name in names:
+    def _binding(self, parameter: str) -> Binding:
+        names = self._names[parameter]
+        for owner, name in [place_of(self.owner, name) for name in names]:
             if not (has_tensor(owner, name) or isinstance(owner, Given)):
                 raise AttributeError(
                     f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
                     "of that name"
                 )
+        if parameter in self._transposed:
+            return TransposedBinding(owner, name)
         if len(names) > 1:
-            return JoinedBinding(owner, names)
-        (name,) = names
+            return JoinedBinding(self.owner, names)
         # Plans that an op is part of may outlive it; of those that it runs by alone `run_alone` takes care.
         return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 
@@ -143,22 +152,26 @@ class Bound(FusableOperation):
         return self.op.reference(call, x)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={' + '.join(theirs)}" for name, theirs in self._names.items())
+        turned = {name: ".T" for name in self._transposed}
+        return ", ".join(f"{name}={' + '.join(theirs)}{turned.get(name, '')}" for name, theirs in self._names.items())
 
 
 def _names_in(given: Any) -> tuple[str, ...]:
     """The names that somebody gave for a parameter; empty where these are no names."""
+    given = given.name if isinstance(given, Transposed) else given
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     return names if all(isinstance(name, str) for name in names) else ()
 
 
 def _place(owner: torch.nn.Module, name: str) -> tuple[int, bool]:
-    """Which module has it, where that is one in the owner, and whether it is there."""
+    """Which module has it, where that is one in the owner, and whether it is there; asked in each call."""
     if "." not in name:
         return 0, owner._parameters.get(name) is not None
-    path, _, own = name.rpartition(".")
-    parameters = owner.get_submodule(path)._parameters
-    return id(parameters), parameters.get(own) is not None
+    *path, own = name.split(".")
+    module: torch.nn.Module | None = owner
+    for step in path:
+        module = None if module is None else module._modules.get(step)
+    return (0, False) if module is None else (id(module._parameters), module._parameters.get(own) is not None)
 
 
 def _nobody() -> None:

@@ -128,7 +128,8 @@ class HeadNorm(UnfusedOperation):
         weight = call.get(f"{role}weight")
         if weight is None:
             return 1.0
-        return weight + 1 if self.zero_centered_gamma else weight
+        # A sum in bfloat16 would round what the weight says.
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1 if self.zero_centered_gamma else weight
 
     def _parts(self, *tensors: torch.Tensor) -> Iterator[tuple[str | None, list[torch.Tensor]]]:
         """Queries, keys ("key_" before names of parameters) and values (None), each [.., groups, heads, head_dim]."""

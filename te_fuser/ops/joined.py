@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.ops.binding import WeakBinding
+from te_fuser.ops.binding import WeakBinding, place_of
 
 _PARTS = "_te_fuser_parts"  # attribute of a joined tensor: what it was joined from
 
 
 class JoinedBinding(WeakBinding):
-    """Parameters of one module, by their names, as one: [a; b; ..] along dimension 0.
+    """Parameters of one module and its parts, by their names, as one: [a; b; ..] along dimension 0.
 
     A call gets a tensor that knows its parts, and each of these the gradient that is its share.
     """
+
+    tells: ClassVar[bool] = True
 
     names: tuple[str, ...]
 
     def __init__(self, owner: torch.nn.Module, names: tuple[str, ...]) -> None:
         super().__init__(owner, ", ".join(names))
         object.__setattr__(self, "names", names)
+        places = [(weakref.ref(part), last) for part, last in (place_of(owner, name) for name in names)]
+        object.__setattr__(self, "_places", places)
         object.__setattr__(self, "_known", None)  # where parts lay that need no copy
 
     @property
@@ -37,7 +42,7 @@ class JoinedBinding(WeakBinding):
             ValueError, TypeError: when they cannot be joined.
         """
         owner = self.owner
-        found = [getattr(owner, name) for name in self.names]
+        found = [getattr(part(), last) for part, last in self.__dict__["_places"]]
         first = found[0]
         for name, t in zip(self.names, found, strict=True):
             if not t.dim() or t.shape[1:] != first.shape[1:]:
@@ -54,8 +59,8 @@ class JoinedBinding(WeakBinding):
         return torch.cat(self.parts())
 
     def taken(self) -> torch.Tensor:
-        parameters = self.owner._parameters
-        parts: list[torch.Tensor] = [p for name in self.names if (p := parameters.get(name)) is not None]
+        places = self.__dict__["_places"]
+        parts: list[torch.Tensor] = [p for part, last in places if (p := part()._parameters.get(last)) is not None]
         now = [(p.data_ptr(), p.shape, p.dtype) for p in parts]
         if now != self.__dict__["_known"]:
             parts = self.parts()
@@ -106,8 +111,9 @@ def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 class Together(torch.nn.Module):
     """A module that keeps groups of its parameters in one buffer each, so that joining them takes no copy.
 
-    `keep_together("query_weight", "key_weight", "value_weight")` says so, once they are there. They stay parameters of
-    their own, under their names; `.to()` and the like, loading, deepcopy and pickle keep them together.
+    `keep_together("query_weight", "key_weight", "value_weight")` says so, once they are there; names of parts'
+    parameters are `part.weight`. They stay parameters of their own, under their names; `.to()` and the like, loading,
+    deepcopy and pickle keep them together.
 
     Raises:
         AttributeError: when there is no such parameter.
@@ -123,7 +129,7 @@ class Together(torch.nn.Module):
     def _settle(self) -> None:
         """What follows whenever parameters may be others than before."""
         for names in getattr(self, "_kept_together", ()):
-            parts = [p for name in names if (p := self._parameters.get(name)) is not None]
+            parts = self._found(names)
             kinds = {(type(p.data), p.dtype, p.device, p.shape[1:]) for p in parts}
             if len(parts) < len(names) or len(kinds) > 1 or parts[0].is_meta or lie_together(parts):
                 continue
@@ -132,13 +138,21 @@ class Together(torch.nn.Module):
                 for p, piece in zip(parts, buffer.split([p.shape[0] for p in parts]), strict=True):
                     p.data = piece
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        made = super().state_dict(*args, prefix=prefix, **kwargs)
         for name in itertools.chain(*getattr(self, "_kept_together", ())):
-            t = destination.get(prefix + name)
+            t = made.get(prefix + name)
             if type(t) is torch.Tensor and not t.is_meta:
                 # The same memory as a storage of its own: what writes files takes the buffer for one tensor's.
-                destination[prefix + name] = torch.from_dlpack(t)
+                made[prefix + name] = torch.from_dlpack(t)
+        return made
+
+    def _found(self, names: Sequence[str]) -> list[torch.nn.Parameter]:
+        try:
+            places = [place_of(self, name) for name in names]
+        except AttributeError:  # a part was taken out
+            return []
+        return [p for part, last in places if (p := part._parameters.get(last)) is not None]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         made = super()._apply(fn, recurse)

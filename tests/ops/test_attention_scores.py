@@ -108,6 +108,20 @@ def test_a_row_that_a_bias_hides_altogether_is_zero():
         torch.testing.assert_close(reference.detach(), y)
 
 
+@pytest.mark.parametrize("huge", [torch.finfo(torch.float32).min, -1e9])
+def test_a_row_that_a_huge_bias_hides_altogether_has_equal_probabilities(huge):
+    """As masks by addition do it; the row's gradients too are those of equal probabilities."""
+    op = DotProductAttention(1, DIM, layout="batch_first", scores=ops.AttentionScores(bias="bias"))
+    x, bias = tensor(1, 5, 3 * DIM).float().requires_grad_(), torch.zeros(5, 5)
+    bias[0], bias[1, :3] = huge, huge
+    q, k, v = x.split(DIM, -1)
+    want = (q @ k.mT * DIM**-0.5 + bias).softmax(-1) @ v
+    dy = tensor(*want.shape, seed=4).float()
+    y, dx, _ = run(op, x.detach(), dy, {"attention_bias": bias})
+    torch.testing.assert_close(y, want.detach())
+    torch.testing.assert_close(dx, torch.autograd.grad(want, x, dy)[0])
+
+
 def test_gradients_have_their_dtypes():
     op = DotProductAttention(2, 4, scores=AttentionScores(bias="bias", sink="learned"), layout="batch_first")
     assert op.sink.dtype == torch.float32 and (op.sink == 0).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,3 +75,11 @@ def test_what_does_not_fit() -> None:
         ops.HeadNorm(D, heads=2, kv_heads=1)(torch.zeros(2, 24))
     with pytest.raises(ValueError, match="norm"):
         ops.HeadNorm(D, heads=2, norm="BatchNorm")
+
+
+def test_a_small_centered_weight_is_not_rounded_away() -> None:
+    op = ops.HeadNorm(D, heads=2, kv_heads=1, zero_centered_gamma=True)
+    op.weight.data.fill_(2.0**-9)  # 1 + that is 1 in bfloat16
+    model, x = te_fuser.Sequential(op).bfloat16(), 100 * normal(64, 4 * D).bfloat16()
+    share = (model(x).double() / meaning(copy.deepcopy(op).double(), x.double()))[:, : 2 * D].mean()
+    assert abs(share - 1) < 2.0**-11

@@ -202,3 +202,55 @@ def test_a_state_dict_shares_memory_and_each_part_has_a_storage_of_its_own() -> 
     state["b"].zero_()
     assert (owner.b == 0).all() and not state["b"].requires_grad
     assert owner.state_dict(keep_vars=True)["a"] is owner.a
+
+
+class Attention(ops.Together):
+    """A module whose parts own what one product reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for k, (name, rows) in enumerate(ROWS.items()):
+            part = torch.nn.Linear(WIDTH, rows, bias=False)
+            part.weight = torch.nn.Parameter(normal(rows, WIDTH, seed=k))
+            setattr(self, name, part)
+        self.names = [f"{name}.weight" for name in ROWS]
+        self.keep_together(*self.names)
+
+    def ops(self) -> te_fuser.Sequential:
+        product = ops.Bound(ops.MatMul(WIDTH, OUT, device="meta"), self, weight=self.names)
+        return te_fuser.Sequential(product, ops.GELU(), kernels="reference")
+
+    def meaning(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [self.get_submodule(name)(x) for name in ROWS]
+        return torch.nn.functional.gelu(torch.cat(parts, -1), approximate="tanh")
+
+
+def test_parameters_of_several_parts() -> None:
+    first, x = Attention(), normal(3, WIDTH).requires_grad_()
+    for owner in (first, copy.deepcopy(first).float().double()):
+        assert joined.lie_together(list(owner.parameters()))
+        model = owner.ops()
+        y, want = model(x), owner.meaning(x)
+        torch.testing.assert_close(y, want)
+        leaves, dy = [x, *owner.parameters()], normal(*y.shape, seed=3)
+        for ours, theirs in zip(*[torch.autograd.grad(t, leaves, dy) for t in (y, want)], strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert not model.plan(x).notes
+    states = torch.nn.ModuleDict({"inside": owner}).state_dict()
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in states.values())
+    assert list(states) == [f"inside.{name}" for name in owner.names]
+
+
+def test_a_part_may_be_another_or_go() -> None:
+    owner, x = Attention(), normal(3, WIDTH)
+    model = owner.ops()
+    model(x)
+    owner.key = torch.nn.Linear(WIDTH, 3, bias=False).double()
+    torch.testing.assert_close(model(x), owner.meaning(x))
+    assert "lie apart" in " ".join(model.plan(x).notes)
+    owner.double()
+    assert joined.lie_together(list(owner.parameters()))
+    del owner.key
+    owner.float()
+    with pytest.raises(AttributeError):
+        model(x)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fuser.look import LastCall, NotSeenError, looking, maker_of
-from te_fuser.ops.joined import JoinedBinding
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
@@ -20,7 +19,7 @@ class Parameters:
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
         self.bindings = tuple(bindings)
-        told = [k for k, b in enumerate(bindings) if b.computed and not isinstance(b, JoinedBinding)]
+        told = [k for k, b in enumerate(bindings) if b.computed and not b.tells]
         self._last = {number: LastCall() for number in told}
 
     def get(self) -> list[torch.Tensor]:

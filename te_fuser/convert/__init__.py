@@ -1,0 +1,5 @@
+"""Models of transformers, their layers run by lists of ops: a file for each family."""
+
+from te_fuser.convert.conversion import Conversion, convert, revert
+
+__all__ = ["Conversion", "convert", "revert"]

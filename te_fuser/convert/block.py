@@ -1,0 +1,329 @@
+"""Block: a decoder layer of transformers whose forward runs lists of ops, bound to the parameters of its modules.
+
+A layer is y = h + feed(h) with h = x + project(attend(q, k, v)) and q, k, v = front(x). Where all that is known of the
+mask and the cache, it is one list. Else attention is a border, run by the model's own function, with the cache's update
+before it; or the whole of the model's attention module is. Modules that are not what their class says (with hooks, or
+wrapped by others) are borders as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import nn
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import output_capturing
+
+from te_fuser import ops
+from te_fuser.convert.parts import Parts, why_left
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.sequential import Sequential
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+    raise ImportError(f"te_fuser.convert takes models of transformers 5.17 or newer, got {transformers.__version__}")
+
+# Arguments of a call that attention functions read, and the op does not.
+_BEYOND = ("position_bias", "cache")
+_MODULE, _FUNCTION = "module", "function"  # who runs attention, where it is no op
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer is called with beside its input.
+
+    Attributes:
+        mask: what transformers made of the attention mask: None, [B, 1, S, T] booleans, True = seen, or what is added.
+        past: the cache of keys and values, or None.
+        angles: cosines and sines, [B or 1, S, D] each; None where nothing turns.
+        others: all else, by keyword.
+    """
+
+    mask: Any
+    past: Any
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The angles as `RotaryByAngles` takes them, [S, B or 1, 1, D]."""
+        if self.angles is None:
+            return {}
+        return {name: t.transpose(0, 1).unsqueeze(2) for name, t in zip(("cos", "sin"), self.angles, strict=True)}
+
+
+@dataclass
+class _Made:
+    """What a layer has made for its calls, as long as its modules are what they were."""
+
+    seen: list[Any]
+    left: dict[str, str]
+    lists: dict[Hashable, Sequential] = field(default_factory=dict)
+    watched: Any = None
+
+
+class Block(ops.Together):
+    """A layer of the class `was`, run by lists of ops. A family says what they consist of."""
+
+    was: ClassVar[Any]
+    attention: ClassVar[str] = "self_attn"  # the path of the attention module
+    attention_class: ClassVar[Any]
+
+    @classmethod
+    def why_not(cls, layer: Any) -> str | None:
+        """Why a layer cannot be one of these; None where it can."""
+        return None
+
+    # ------------------------------------------------------------------------------- what a family says
+
+    def front(self, parts: Parts) -> list[nn.Module]:
+        """From x to packed queries, keys and values, [all queries | all keys | all values], turned by their angles."""
+        raise NotImplementedError
+
+    def norm_before(self, parts: Parts) -> list[nn.Module]:
+        """The norm of what attention reads."""
+        raise NotImplementedError
+
+    def project(self, parts: Parts) -> list[nn.Module]:
+        """The projection of attention's output; a part of the attention module."""
+        raise NotImplementedError
+
+    def back(self, parts: Parts) -> list[nn.Module]:
+        """From what attention gives to y; the layer's input is called "residual"."""
+        raise NotImplementedError
+
+    def attention_left(self) -> str | None:
+        """Why the attention module runs by itself, beside what `why_left` says; None if it does not."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Heads, their size and scale, dropout and soft cap, as they hold now."""
+        raise NotImplementedError
+
+    def function_options(self) -> dict[str, Any]:
+        """What the model's attention function is given beside queries, keys, values and mask."""
+        raise NotImplementedError
+
+    def modes(self) -> tuple[Hashable, ...]:
+        """What lists depend on beside their modules: how much is dropped."""
+        return ()
+
+    def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """The layer's own forward."""
+        raise NotImplementedError
+
+    def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """What the attention module gives of x."""
+        raise NotImplementedError
+
+    # -------------------------------------------------------------------------------------- running
+
+    def run(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        """y of x, [B, S, features]."""
+        if _is_traced(x) or any(GLOBAL_HOOKS):
+            return self.original(x, call)
+        made = self._made()
+        how = self._how(x, call, made)
+        if how == _MODULE:
+            attended = self.by_module(self._list(made, "norm")(x), call)
+            return self._list(made, "behind")(attended, residual=x)  # type: ignore[no-any-return]
+        if how == _FUNCTION:
+            packed = self._list(made, "front")(x, **call.tables)
+            return self._list(made, "back")(self._by_function(packed, call), residual=x)  # type: ignore[no-any-return]
+        whole, given = self._list(made, "whole", how), call.tables
+        if how in ("given", "added"):
+            given["mask"] = _hidden(call.mask) if how == "given" else call.mask
+        if call.past is None:
+            return whole(x, **given)  # type: ignore[no-any-return]
+        y, packed = whole(x, outputs=("packed",), **given)
+        _, key, value = self._heads(packed)
+        call.past.update(key, value, self._attention().layer_idx)
+        return y  # type: ignore[no-any-return]
+
+    def _how(self, x: torch.Tensor, call: Call, made: _Made) -> str:
+        """Who runs attention: the op, by what it hides, or the model."""
+        attention = self._attention()
+        if self.attention in made.left or (attention._forward_hooks and _recording()):
+            return _MODULE
+        if not self.knows_function() or any(call.others.get(name) is not None for name in _BEYOND):
+            return _FUNCTION
+        return self._hides(x, call) if self._sees_itself(x, call) else _FUNCTION
+
+    def _hides(self, x: torch.Tensor, call: Call) -> str:
+        """What attention to the layer's own positions hides."""
+        mask = call.mask
+        if mask is None:
+            asked = call.others.get("is_causal")
+            causal = self._attention().is_causal if asked is None else asked
+            return "causal" if causal and x.shape[1] > 1 and not self.is_eager() else "none"
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-1] != x.shape[1]:
+            return _FUNCTION
+        return "given" if mask.dtype == torch.bool else "added" if mask.is_floating_point() else _FUNCTION
+
+    def _sees_itself(self, x: torch.Tensor, call: Call) -> bool:
+        """Whether the keys are those of x and no others: nothing is in the cache yet, whatever it does with them."""
+        past, number = call.past, self._attention().layer_idx
+        if past is None:
+            return True
+        if type(past) is DynamicCache:
+            known = type(past.layers[number]) if number < len(past.layers) else DynamicLayer
+            return known in (DynamicLayer, DynamicSlidingWindowLayer) and past.get_seq_length(number) == 0
+        # transformers leaves the mask of several positions away where they are the first; asking would wait for a GPU.
+        return type(past) is StaticCache and call.mask is None and x.shape[1] > 1 and not self.is_eager()
+
+    def _by_function(self, packed: torch.Tensor, call: Call) -> torch.Tensor:
+        """Attention of the model's own function, to what is in the cache too."""
+        attention = self._attention()
+        query, key, value = self._heads(packed)
+        if call.past is not None:
+            key, value = call.past.update(key, value, attention.layer_idx)
+        options = {**self.function_options(), **call.others}
+        y, _ = self._function()(attention, query, key, value, call.mask, **options)
+        return y.reshape(*packed.shape[:2], -1)  # type: ignore[no-any-return]
+
+    def _heads(self, packed: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Queries, keys and values, [B, heads, S, size of a head] each, all views."""
+        s = self.settings()
+        counts = s["heads"], s["kv_heads"], s["kv_heads"]
+        heads = packed.view(*packed.shape[:2], sum(counts), s["head_dim"]).transpose(1, 2)
+        return heads.split(counts, 1)
+
+    # ------------------------------------------------------------------------------ how attention runs
+
+    def _attention(self) -> Any:
+        return self._modules[self.attention]
+
+    def is_eager(self) -> bool:
+        """Whether the model computes attention by matrix products and a softmax."""
+        return self._attention().config._attn_implementation == "eager"  # type: ignore[no-any-return]
+
+    def knows_function(self) -> bool:
+        """Whether the op computes what the model's attention function does."""
+        return self.is_eager() or self._function() is sdpa_attention_forward
+
+    def _function(self) -> Any:
+        eager = sys.modules[self.was.__module__].eager_attention_forward  # type: ignore[attr-defined]
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self._attention().config._attn_implementation, eager)
+
+    # --------------------------------------------------------------------------------------- lists
+
+    def left(self) -> dict[str, str]:
+        """Path in the layer -> why the module there runs by itself."""
+        left = dict(self._made().left)
+        if "forward" in self.__dict__:
+            left[""] = "it has a forward of its own"
+        if self.attention not in left and not self.knows_function():
+            name = self._attention().config._attn_implementation
+            left[self.attention] = f"attention is computed by its function, {name!r}"
+        return left
+
+    def _made(self) -> _Made:
+        made = self.__dict__.get("_te_fuser")
+        if made is None or not self._unchanged(made):
+            made = self._make()
+            self.__dict__["_te_fuser"] = made
+        return made
+
+    def _make(self) -> _Made:
+        parts = Parts(self)
+        why = why_left(self._attention(), self.attention_class) or self.attention_left()
+        self._ops(parts, "whole", "none")
+        if why is not None:
+            parts.left = {path: said for path, said in parts.left.items() if not path.startswith(f"{self.attention}.")}
+            parts.left[self.attention] = why
+        modules = list(self.modules())
+        hooks = [h for m in modules[1:] for h in hooks_of(m)]
+        watched = [m._modules for m in modules], [h for h in hooks if h], [h for h in hooks if not h]
+        return _Made(_seen(watched[0]), parts.left, watched=watched)
+
+    def _unchanged(self, made: _Made) -> bool:
+        children, hooks, no_hooks = made.watched
+        return all(hooks) and not any(no_hooks) and _seen(children) == made.seen
+
+    def _list(self, made: _Made, part: str, hides: str = "") -> Sequential:
+        key = part, hides, self.modes()
+        found = made.lists.get(key)
+        if found is None:
+            options = self.__dict__.get("_te_fuser_options", {})
+            found = made.lists[key] = Sequential(*self._ops(Parts(self), part, hides), **options)
+        return found
+
+    def _ops(self, parts: Parts, part: str, hides: str) -> list[nn.Module]:
+        if part == "norm":
+            return self.norm_before(parts)
+        if part == "front":
+            return self.norm_before(parts) + self.front(parts)
+        if part == "behind":
+            return self.back(parts)
+        if part == "back":
+            return self.project(parts) + self.back(parts)
+        front = [ops.Fork("residual"), *self._ops(parts, "front", ""), ops.Output("packed")]
+        return [*front, self._op(hides), *self._ops(parts, "back", "")]
+
+    def _op(self, hides: str) -> nn.Module:
+        """Attention to the layer's own positions."""
+        settings = self.settings()
+        bias = "mask" if hides == "added" else None
+        scores = ops.AttentionScores(soft_cap=settings.pop("soft_cap", 0.0), bias=bias)
+        mask = "none" if hides == "added" else hides
+        layout: Any = {"layout": "batch_first", "packing": "blocked"}
+        return ops.DotProductAttention(**settings, mask=mask, mask_name="mask", scores=scores, **layout)
+
+    def keep_joined(self) -> None:
+        """Lay weights and biases that one product reads in one buffer each."""
+        parts = Parts(self)
+        self._ops(parts, "whole", "none")
+        for names in parts.joined:
+            self.keep_together(*names)
+
+    def restore(self) -> None:
+        """Be of the class that this layer had."""
+        for name in ("_te_fuser", "_te_fuser_options", "_kept_together"):
+            self.__dict__.pop(name, None)
+        self.__class__ = self.was
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Lists hold plans: a copy and a pickle of the model make their own.
+        return {name: value for name, value in self.__dict__.items() if name != "_te_fuser"}
+
+    def extra_repr(self) -> str:
+        return "run by te_fuser"
+
+
+def _seen(children: Iterable[Mapping[str, nn.Module | None]]) -> list[Any]:
+    """What a change of a layer's modules changes: which they are, of which class, and forwards that were put there."""
+    found: list[Any] = []
+    for modules in children:
+        for m in modules.values():
+            found += (m, type(m), None if m is None else m.__dict__.get("forward"))
+    return found
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether it is not values that the call is about."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return type(x) not in (torch.Tensor, nn.Parameter)
+
+
+def _recording() -> bool:
+    """Whether the call asks for attention's probabilities, which hooks of its module record."""
+    asked = output_capturing._active_collector.get() or {}
+    return any("attentions" in name for name in asked)
+
+
+def _hidden(seen: torch.Tensor) -> torch.Tensor:
+    """What is hidden, of what is seen; all layers of a call are given one mask, which has it as long as it lives."""
+    if seen.is_inference():
+        return ~seen
+    known = seen.__dict__.get("_te_fuser_hidden")
+    if known is None or known[0] != seen._version:
+        known = seen.__dict__["_te_fuser_hidden"] = seen._version, ~seen
+    return known[1]  # type: ignore[no-any-return]

@@ -1,0 +1,207 @@
+"""convert: the layers of a model of transformers run by te_fuser, in place, checked on random input; revert."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_fuser.compare import distance, in_eval_mode
+from te_fuser.sequential import Sequential
+
+# Where transformers has a family -> where this package does.
+_FAMILIES = {
+    f"transformers.models.{name}.modeling_{name}": f"te_fuser.convert.{name}"
+    for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+}
+_ROWS = (2, 7)  # samples and positions of the check
+
+
+@dataclass
+class Conversion:
+    """What `convert` did; prints as text.
+
+    Attributes:
+        model: the model, converted in place.
+        converted: the paths of its layers that run by te_fuser.
+        error: how far output and input gradient lie from the original's, at most, relative to the largest of each, on
+            random input; None where that was not checked.
+    """
+
+    model: nn.Module
+    converted: tuple[str, ...]
+    error: float | None = None
+    _refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Path -> why the module there runs by itself, as it is now: hooks and adapters may come later."""
+        found = dict(self._refused)
+        for path in self.converted:
+            block: Any = self.model.get_submodule(path)
+            found |= {f"{path}.{inner}".strip("."): why for inner, why in block.left().items()}
+        return found
+
+    def __str__(self) -> str:
+        error = "not checked" if self.error is None else f"{self.error:.1e} from the original"
+        lines = [f"{type(self.model).__name__}: {len(self.converted)} layers run by te_fuser, {error}"]
+        lines += [f"  {path} is left: {why}" for path, why in self.left.items()]
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversion:
+    """Let the layers of a model of transformers run by te_fuser, in place.
+
+    Takes GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 1 to 3. Modules, names and parameters stay the model's own; only
+    how a layer runs changes, and `revert` undoes that. What a layer's list cannot stand for runs by itself: `.left` of
+    what comes back says what, and why.
+
+    Args:
+        model: the model, or any module that has such layers; other modules in it stay as they are.
+        check: compare output and input gradient with the original's, in eval mode, on random input.
+        **options: those of the layers' lists: `memory`, `kernels`, `fallback` and `verify` of `Sequential`.
+
+    Raises:
+        TypeError: when it is no module, or has no such layer.
+        ValueError: when there is nothing to check with: give check=False.
+        RuntimeError: when the check finds another output or gradient; the model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert takes a model of transformers, got {model!r}")
+    Sequential(**options)  # raises for an option that there is not
+    conversion, new = _swapped(model, options)
+    if not conversion.converted and not conversion._refused:
+        raise TypeError(
+            f"convert knows the layers of transformers' GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 1 to 3, and "
+            f"{type(model).__name__} has none of them: for modules of torch.nn take te_fuser.from_torch"
+        )
+    if check and conversion.converted:
+        try:
+            conversion.error = _checked(model)
+        except Exception:
+            for module in new:
+                module.restore()
+            raise
+    for module in new:
+        module.keep_joined()
+    return conversion
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Let the layers of a converted model run by their own classes again; gives the model.
+
+    Parameters stay, with the values that they have.
+    """
+    for block in _blocks(model):
+        block.restore()
+    return model
+
+
+def _swapped(model: nn.Module, options: dict[str, Any]) -> tuple[Conversion, list[Any]]:
+    """What became of each layer, and those that were not converted before."""
+    converted, refused, new = list[str](), dict[str, str](), list[Any]()
+    for path, module in model.named_modules():
+        kind = _kind_of(type(module))
+        why = None if kind is None else _why_not(module, kind)
+        if why is not None:
+            refused[path] = why
+        if kind is None or why is not None:
+            continue
+        if type(module) is not kind:
+            module.__class__ = kind
+            new.append(module)
+        module.__dict__["_te_fuser_options"] = options
+        converted.append(path)
+    return Conversion(model, tuple(converted), None, refused), new
+
+
+def _kind_of(kind: type[nn.Module]) -> Any:
+    """The class that runs a layer of this class; None where there is none."""
+    for ancestor in kind.__mro__:
+        family = _FAMILIES.get(ancestor.__module__)
+        if family is not None:
+            for found in importlib.import_module(family).BLOCKS:
+                if found.was is ancestor:
+                    return found
+    return None
+
+
+def _why_not(layer: nn.Module, kind: Any) -> str | None:
+    """Why a layer stays as it is; None where `kind` can run it."""
+    if type(layer) not in (kind.was, kind):
+        return f"it is a {type(layer).__name__}, which may compute something else than a {kind.was.__name__}"
+    if "forward" in layer.__dict__:
+        return "it has a forward of its own"
+    return kind.why_not(layer)  # type: ignore[no-any-return]
+
+
+def _blocks(model: nn.Module) -> list[Any]:
+    """The layers that are converted."""
+    return [m for m in model.modules() if type(m) is _kind_of(type(m))]
+
+
+# ------------------------------------------------------------------------------------------------------ the check
+
+
+def _checked(model: nn.Module) -> float:
+    """How far a converted model lies from what it was.
+
+    Raises:
+        ValueError: where no module turns tokens into what layers take.
+        RuntimeError: when it is too far.
+    """
+    stacks = [m for m in model.modules() if any(_blocks(c) for c in m.children() if isinstance(c, nn.ModuleList))]
+    stacks = [m for m in stacks if hasattr(m, "get_input_embeddings")]
+    if not stacks:
+        raise ValueError("convert checks itself on a model with embeddings, and finds none: give check=False")
+    worst = 0.0
+    for stack in stacks:
+        if any(p.is_meta for p in stack.parameters()):
+            raise ValueError("convert cannot check a model on the meta device: give check=False")
+        with in_eval_mode(stack), torch.inference_mode(False):
+            found = _results(stack)
+            with _as_they_were(stack):
+                wanted = _results(stack)
+        for what, want in wanted.items():
+            scale, apart = want.abs().max().item(), distance(found[what], want).largest
+            # In float64 too the original's norms round to float32.
+            allowed = max(torch.finfo(t).eps for t in (want.dtype, torch.float32)) ** 0.5
+            if apart > allowed * max(torch.finfo(want.dtype).tiny, scale):
+                raise RuntimeError(
+                    f"convert: the {what} of {type(stack).__name__} lies {apart:.2e} from the original's, whose "
+                    f"largest is {scale:.2e}: one of its modules computes something else than its class does, or not "
+                    "the same twice; the model is as it was"
+                )
+            worst = max(worst, apart / scale if scale else 0.0)
+    return worst
+
+
+def _results(stack: Any) -> dict[str, torch.Tensor]:
+    """The last layer's output for random tokens, and the gradient of their embeddings."""
+    embed = stack.get_input_embeddings()
+    rng = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(embed.weight.shape[0], _ROWS, generator=rng, device="cpu").to(embed.weight.device)
+    with torch.autocast(embed.weight.device.type, enabled=False), torch.enable_grad():
+        x = embed(tokens).detach().requires_grad_()
+        y = stack(inputs_embeds=x, use_cache=False).last_hidden_state
+        dy = torch.randn(y.shape, generator=rng, device="cpu").to(y)
+        return {"output": y.detach(), "input's gradient": torch.autograd.grad(y, x, dy)[0]}
+
+
+@contextmanager
+def _as_they_were(model: nn.Module) -> Iterator[None]:
+    """Inside, converted layers run as they did before."""
+    blocks = _blocks(model)
+    kinds = [type(block) for block in blocks]
+    for block in blocks:
+        block.__class__ = block.was
+    try:
+        yield
+    finally:
+        for block, kind in zip(blocks, kinds, strict=True):
+            block.__class__ = kind

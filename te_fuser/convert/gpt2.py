@@ -1,0 +1,143 @@
+"""GPT-2's layers: LayerNorm, projections with weights [in, out], GELU, dropout in both branches."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import EncoderDecoderCache, activations
+from transformers.models.gpt2 import modeling_gpt2 as theirs
+from transformers.pytorch_utils import Conv1D
+
+from te_fuser import ops
+from te_fuser.convert.block import Block, Call
+from te_fuser.convert.parts import Parts, Theirs
+from te_fuser.ops.base import FusableOperation
+
+# Class of an activation -> the op.
+_ACTIVATIONS: dict[type[nn.Module], Any] = {
+    activations.NewGELUActivation: ops.GELU,
+    activations.GELUTanh: ops.GELU,
+    activations.GELUActivation: lambda: ops.GELU("none"),
+    nn.ReLU: ops.ReLU,
+    nn.SiLU: ops.SiLU,
+    activations.SiLUActivation: ops.SiLU,
+}
+
+
+class GPT2Block(Block, theirs.GPT2Block):
+    """transformers' layer, run by lists of ops: x + attend(norm(x)), then x + mlp(norm(x))."""
+
+    was = theirs.GPT2Block
+    attention = "attn"
+    attention_class = theirs.GPT2Attention
+
+    @classmethod
+    def why_not(cls, layer: Any) -> str | None:
+        return "it attends to an encoder too" if hasattr(layer, "crossattention") else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        use_cache: bool | None = False,
+        **others: Any,
+    ) -> torch.Tensor:
+        """y of x = hidden_states, as transformers' layer takes its call."""
+        past = past_key_values.self_attention_cache if type(past_key_values) is EncoderDecoderCache else past_key_values
+        call = Call(attention_mask, past, None, {**others, "use_cache": use_cache})
+        if encoder_hidden_states is None:
+            return self.run(hidden_states, call)
+        return self.was.forward(self, hidden_states, past, attention_mask, encoder_hidden_states)  # type: ignore[no-any-return]
+
+    def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return self.was.forward(self, x, **_keywords(call))  # type: ignore[no-any-return]
+
+    def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        y, _ = self._attention()(x, **_keywords(call))
+        return y  # type: ignore[no-any-return]
+
+    # --------------------------------------------------------------------------------------- lists
+
+    def norm_before(self, parts: Parts) -> list[nn.Module]:
+        return _norm(parts, "ln_1")
+
+    def front(self, parts: Parts) -> list[nn.Module]:
+        return _conv(parts, "attn.c_attn")
+
+    def project(self, parts: Parts) -> list[nn.Module]:
+        return [*_conv(parts, "attn.c_proj"), *_dropout(parts, "attn.resid_dropout")]
+
+    def back(self, parts: Parts) -> list[nn.Module]:
+        return [ops.Add("residual"), ops.Fork("middle"), *_norm(parts, "ln_2"), *_mlp(parts), ops.Add("middle")]
+
+    # ----------------------------------------------------------------------------------- attention
+
+    def attention_left(self) -> str | None:
+        attention = self._attention()
+        upcast = attention.reorder_and_upcast_attn and self.is_eager()
+        return "it computes scores in a way of its own (reorder_and_upcast_attn)" if upcast else None
+
+    def settings(self) -> dict[str, Any]:
+        attention = self._attention()
+        heads = {"heads": attention.num_heads, "kv_heads": attention.num_heads, "head_dim": attention.head_dim}
+        return {**heads, "scale": attention.scaling, "dropout": self._attention_dropout()}
+
+    def function_options(self) -> dict[str, Any]:
+        return {"scaling": self._attention().scaling, "dropout": self._attention_dropout()}
+
+    def modes(self) -> tuple[Hashable, ...]:
+        dropped: list[Any] = [self._attention().resid_dropout, self.mlp.dropout]  # type: ignore[union-attr]
+        return (self._attention_dropout(), *(getattr(m, "p", 0.0) if m.training else 0.0 for m in dropped))
+
+    def _attention_dropout(self) -> float:
+        attention = self._attention()
+        return attention.attn_dropout.p if attention.training else 0.0  # type: ignore[no-any-return]
+
+
+def _keywords(call: Call) -> dict[str, Any]:
+    return {"attention_mask": call.mask, "past_key_values": call.past, **call.others}
+
+
+def _norm(parts: Parts, path: str) -> list[nn.Module]:
+    return parts.norm(path, nn.LayerNorm, _layer_norm)
+
+
+def _layer_norm(norm: Any) -> FusableOperation:
+    return ops.LayerNorm(norm.weight.shape[0], norm.eps, device="meta")
+
+
+def _conv(parts: Parts, path: str) -> list[nn.Module]:
+    """A Conv1D: a product with a weight [in, out], and a bias."""
+    module: Any = parts.module(path)
+    if parts.is_left(path, Conv1D):
+        return [Theirs(module)]
+    features = module.weight.shape
+    product = ops.Bound(ops.MatMul(*features, device="meta"), parts.owner, weight=ops.Transposed(f"{path}.weight"))
+    return [product, ops.Bound(ops.Bias(features[1], device="meta"), parts.owner, bias=f"{path}.bias")]
+
+
+def _dropout(parts: Parts, path: str) -> list[nn.Module]:
+    module: Any = parts.module(path)
+    if parts.is_left(path, nn.Dropout):
+        return [Theirs(module)]
+    return [ops.Dropout(module.p)] if module.training and module.p > 0 else []
+
+
+def _mlp(parts: Parts) -> list[nn.Module]:
+    mlp: Any = parts.module("mlp")
+    if parts.is_left("mlp", theirs.GPT2MLP):
+        return [Theirs(mlp)]
+    act = _ACTIVATIONS.get(type(mlp.act))
+    if act is None or parts.is_left("mlp.act", type(mlp.act)):
+        parts.left.setdefault("mlp.act", f"no op is its activation, {type(mlp.act).__name__}")
+    activation = Theirs(mlp.act) if "mlp.act" in parts.left else act()  # type: ignore[misc]
+    return [*_conv(parts, "mlp.c_fc"), activation, *_conv(parts, "mlp.c_proj"), *_dropout(parts, "mlp.dropout")]
+
+
+BLOCKS = (GPT2Block,)

@@ -1,0 +1,138 @@
+"""Llama's layers: RMSNorm, rotary positions, grouped queries, a gated MLP; and what other families share with them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import activations
+from transformers.models.llama import modeling_llama as theirs
+
+from te_fuser import ops
+from te_fuser.convert.block import Block, Call
+from te_fuser.convert.parts import Parts, Theirs
+from te_fuser.ops.base import FusableOperation
+
+_QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# Class of an activation -> the op that gates by it.
+_GATES: dict[type[nn.Module], Any] = {
+    nn.SiLU: ops.SwiGLU,
+    activations.SiLUActivation: ops.SwiGLU,
+    activations.GELUTanh: ops.GEGLU,
+    activations.NewGELUActivation: ops.GEGLU,
+    nn.ReLU: ops.ReGLU,
+}
+
+
+class LlamaLike(Block):
+    """x + attend(norm(x)), then x + down(act(gate(norm(x))) * up(norm(x)))."""
+
+    norm_class: ClassVar[Any]
+    mlp_class: ClassVar[Any]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: Any = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """y of x = hidden_states, as transformers' layer takes its call."""
+        others |= {"position_ids": position_ids, "use_cache": use_cache}
+        return self.run(hidden_states, Call(attention_mask, past_key_values, position_embeddings, others))
+
+    def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return self.was.forward(self, x, **_keywords(call))  # type: ignore[no-any-return]
+
+    def by_module(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        y, _ = self._attention()(hidden_states=x, **_keywords(call))
+        return y  # type: ignore[no-any-return]
+
+    # --------------------------------------------------------------------------------------- lists
+
+    def norm_before(self, parts: Parts) -> list[nn.Module]:
+        return self.norm(parts, "input_layernorm")
+
+    def front(self, parts: Parts) -> list[nn.Module]:
+        turn = ops.RotaryByAngles(cos_sin=("cos", "sin"), layout="batch_first", packing="blocked", **self._heads_are())
+        return [*parts.linear(*_QUERIES_KEYS_VALUES), *self.norm_heads(parts), turn]
+
+    def norm_heads(self, parts: Parts) -> list[nn.Module]:
+        """The norms of query and key heads; most have none."""
+        return []
+
+    def project(self, parts: Parts) -> list[nn.Module]:
+        return parts.linear("self_attn.o_proj")
+
+    def back(self, parts: Parts) -> list[nn.Module]:
+        norm = self.norm(parts, "post_attention_layernorm")
+        return [ops.Add("residual"), ops.Fork("middle"), *norm, *self.mlp_ops(parts), ops.Add("middle")]
+
+    def mlp_ops(self, parts: Parts) -> list[nn.Module]:
+        """The MLP, its gate and its linear half as one product."""
+        mlp: Any = parts.module("mlp")
+        if parts.is_left("mlp", self.mlp_class):
+            return [Theirs(mlp)]
+        gate = _GATES.get(type(mlp.act_fn))
+        if gate is None:
+            parts.left["mlp"] = f"no op gates by its activation, {type(mlp.act_fn).__name__}"
+            return [Theirs(mlp)]
+        if parts.is_left("mlp.act_fn", type(mlp.act_fn)):
+            return [Theirs(mlp)]
+        return [*parts.linear("mlp.gate_proj", "mlp.up_proj"), gate(), *parts.linear("mlp.down_proj")]
+
+    def norm(self, parts: Parts, path: str) -> list[nn.Module]:
+        """The norm of that path."""
+        return parts.norm(path, self.norm_class, self.norm_op)
+
+    def norm_op(self, norm: Any) -> FusableOperation:
+        """What the family's norm computes."""
+        return ops.RMSNorm(norm.weight.shape[0], norm.variance_epsilon, device="meta")
+
+    # ----------------------------------------------------------------------------------- attention
+
+    def settings(self) -> dict[str, Any]:
+        attention = self._attention()
+        return {**self._heads_are(), "scale": attention.scaling, "dropout": self._dropout()}
+
+    def function_options(self) -> dict[str, Any]:
+        return {"scaling": self._attention().scaling, "dropout": self._dropout()}
+
+    def modes(self) -> tuple[Hashable, ...]:
+        return (self._dropout(),)
+
+    def _heads_are(self) -> dict[str, Any]:
+        attention = self._attention()
+        heads = attention.config.num_attention_heads
+        return {"heads": heads, "kv_heads": heads // attention.num_key_value_groups, "head_dim": attention.head_dim}
+
+    def _dropout(self) -> float:
+        attention = self._attention()
+        return attention.attention_dropout if attention.training else 0.0  # type: ignore[no-any-return]
+
+
+def _keywords(call: Call) -> dict[str, Any]:
+    """What a layer and its attention module are called with beside x."""
+    return {
+        "attention_mask": call.mask,
+        "past_key_values": call.past,
+        "position_embeddings": call.angles,
+        **call.others,
+    }
+
+
+class LlamaDecoderLayer(LlamaLike, theirs.LlamaDecoderLayer):
+    """transformers' layer, run by lists of ops."""
+
+    was = theirs.LlamaDecoderLayer
+    attention_class = theirs.LlamaAttention
+    norm_class = theirs.LlamaRMSNorm
+    mlp_class = theirs.LlamaMLP
+
+
+BLOCKS = (LlamaDecoderLayer,)

@@ -1,0 +1,104 @@
+"""What stands for a module of a layer in a list: an op that is bound to its parameters, or the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_fuser import ops
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.hooks import hooks_of
+
+_RECORDING = "transformers.utils.output_capturing"  # whose hooks do nothing unless a call asks for what they record
+
+
+class Theirs(nn.Module):
+    """Modules of the model as one of a list, which run by their own __call__: [m(x) for each, joined by features].
+
+    They are the model's, and so no submodules of this one.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_run"] = modules
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [m(x) for m in self.__dict__["_run"]]
+        return made[0] if len(made) == 1 else torch.cat(made, -1)
+
+
+@dataclass
+class Parts:
+    """The parts of one layer, as a list takes them.
+
+    Attributes:
+        owner: the layer.
+        left: path in the layer -> why the module there runs by itself.
+        joined: names of parameters that an op reads as one.
+    """
+
+    owner: nn.Module
+    left: dict[str, str] = field(default_factory=dict)
+    joined: list[list[str]] = field(default_factory=list)
+
+    def module(self, path: str) -> nn.Module:
+        """The module of that path in the layer."""
+        return self.owner.get_submodule(path)
+
+    def is_left(self, path: str, kind: type[nn.Module]) -> bool:
+        """Whether the module there has to run by itself; `left` then says why."""
+        why = why_left(self.module(path), kind)
+        if why is not None:
+            self.left[path] = why
+        return why is not None
+
+    def linear(self, *paths: str) -> list[nn.Module]:
+        """The torch.nn.Linears there, of one input, as one product: their outputs one behind the other."""
+        modules: list[Any] = [self.module(path) for path in paths]
+        left = [self.is_left(path, nn.Linear) for path in paths]
+        if any(left) or self._differ(paths, modules):
+            return [Theirs(*modules)]
+        columns = sum(m.out_features for m in modules)
+        product = ops.MatMul(modules[0].in_features, columns, device="meta")
+        made: list[nn.Module] = [ops.Bound(product, self.owner, weight=self._join("weight", paths))]
+        if modules[0].bias is not None:
+            made.append(ops.Bound(ops.Bias(columns, device="meta"), self.owner, bias=self._join("bias", paths)))
+        return made
+
+    def _join(self, name: str, paths: Sequence[str]) -> list[str]:
+        names = [f"{path}.{name}" for path in paths]
+        if len(names) > 1:
+            self.joined.append(names)
+        return names
+
+    def _differ(self, paths: Sequence[str], modules: Sequence[Any]) -> bool:
+        kinds = {(m.weight.dtype, m.weight.device, m.bias is None) for m in modules}
+        if len(kinds) > 1:
+            self.left[paths[0]] = f"its dtype, device or bias is not that of {', '.join(paths[1:])}"
+        return len(kinds) > 1
+
+    def norm(self, path: str, kind: type[nn.Module], made: Callable[[Any], FusableOperation]) -> list[nn.Module]:
+        """The norm there, which has its weight and bias, as `made` turns it into an op."""
+        module = self.module(path)
+        if self.is_left(path, kind):
+            return [Theirs(module)]
+        return [ops.Bound(made(module), self.owner, **{name: f"{path}.{name}" for name in module._parameters})]
+
+
+def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Why a module is not what its class says, so that it runs by itself; None where it is."""
+    if any(getattr(hook, "__module__", "") != _RECORDING for hooks in hooks_of(module) for hook in hooks.values()):
+        return "it has hooks, which run with the module alone"
+    if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
+        return "it has a forward of its own"
+    if type(module).forward is not kind.forward:
+        name = type(module).__name__
+        return f"it is a {f'{type(module).__module__}.{name}' if name == kind.__name__ else name}, no {kind.__name__}"
+    for name, parameter in module._parameters.items():
+        if parameter is not None and type(parameter) not in (nn.Parameter, torch.Tensor):
+            return f"its {name} is a {type(parameter).__name__}"
+    return None

@@ -1,0 +1,48 @@
+"""Qwen3's layers: Llama's, with norms of query and key heads, and a window in some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.models.qwen3 import modeling_qwen3 as theirs
+
+from te_fuser import ops
+from te_fuser.convert.llama import LlamaLike
+from te_fuser.convert.parts import Parts, why_left
+
+_NORMS = ("q_norm", "k_norm")
+
+
+class HeadNorms(LlamaLike):
+    """A layer that norms query and key heads before they are turned."""
+
+    def norm_heads(self, parts: Parts) -> list[nn.Module]:
+        norm: Any = self.norm_op(parts.module("self_attn.q_norm"))
+        how = {"eps": norm.eps, "zero_centered_gamma": norm.zero_centered_gamma}
+        op = ops.HeadNorm(**self._heads_are(), **how, packing="blocked", device="meta")
+        names = {"weight": "self_attn.q_norm.weight", "key_weight": "self_attn.k_norm.weight"}
+        return [ops.Bound(op, self, **names)]
+
+    def attention_left(self) -> str | None:
+        norms = {name: self._attention()._modules[name] for name in _NORMS}
+        for name, norm in norms.items():
+            why = why_left(norm, self.norm_class)
+            if why is not None:
+                return f"of its {name}: {why}"
+        return None
+
+    def function_options(self) -> dict[str, Any]:
+        return {**super().function_options(), "sliding_window": self._attention().sliding_window}
+
+
+class Qwen3DecoderLayer(HeadNorms, theirs.Qwen3DecoderLayer):
+    """transformers' layer, run by lists of ops."""
+
+    was = theirs.Qwen3DecoderLayer
+    attention_class = theirs.Qwen3Attention
+    norm_class = theirs.Qwen3RMSNorm
+    mlp_class = theirs.Qwen3MLP
+
+
+BLOCKS = (Qwen3DecoderLayer,)

@@ -1,0 +1,157 @@
+"""convert and revert: what becomes of a model, what is said of it, and what goes on working."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import te_fuser
+from te_fuser.ops.joined import lie_together
+from tests.convert.models import FAMILY, assert_alike, both, model_of, results, tokens, transformers
+
+IDS = tokens()
+
+
+@FAMILY
+def test_modules_and_parameters_stay_the_models_own(family: str) -> None:
+    model = model_of(family)
+    kinds = {name: type(m) for name, m in model.named_modules()}
+    parameters = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    states = model.state_dict()
+    wanted = results(model, IDS)
+    made = te_fuser.convert(model)
+    assert made.model is model and made.left == {} and 0 <= made.error < 1e-5
+    layers = "transformer.h" if family == "gpt2" else "model.layers"
+    assert made.converted == (f"{layers}.0", f"{layers}.1")
+    assert {name: id(p) for name, p in model.named_parameters()} == {n: p for n, (p, _) in parameters.items()}
+    assert model.state_dict().keys() == states.keys()
+    assert dict(model.named_modules()).keys() == kinds.keys()
+    assert all(issubclass(type(m), kinds[name]) for name, m in model.named_modules())
+    assert_alike(results(model, IDS), wanted)
+    assert te_fuser.revert(model) is model
+    assert {name: type(m) for name, m in model.named_modules()} == kinds
+    again = results(model, IDS)
+    assert all(torch.equal(again[name], want) for name, want in wanted.items())
+    assert all(torch.equal(p, parameters[name][1]) for name, p in model.named_parameters())
+    assert not any("te_fuser" in name for m in model.modules() for name in m.__dict__)
+
+
+def test_what_is_said() -> None:
+    model = model_of("llama", torch.float32)
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+    made = te_fuser.convert(model)
+    assert made.left == {"model.layers.1.mlp": "no op gates by its activation, Tanh"}
+    assert str(made).startswith("LlamaForCausalLM: 2 layers run by te_fuser, ")
+    assert str(made).endswith("  model.layers.1.mlp is left: no op gates by its activation, Tanh")
+    assert "run by te_fuser" in repr(model.model.layers[0]) and type(model.model.layers[0]).__name__ in str(model)
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: None)
+    assert made.left["model.layers.0.self_attn"] == "it has hooks, which run with the module alone"
+    model.model.layers[0].forward = lambda x, **_: x
+    assert made.left["model.layers.0"] == "it has a forward of its own"
+    again = te_fuser.convert(model, check=False)
+    assert again.converted == ("model.layers.1",) and again.error is None and "not checked" in str(again)
+
+
+def test_layers_of_other_classes_are_left() -> None:
+    model = model_of("llama")
+    kind = type(model.model.layers[1])
+    model.model.layers[1].__class__ = type("Mine", (kind,), {})
+    made = te_fuser.convert(model)
+    assert made.converted == ("model.layers.0",)
+    words = "it is a Mine, which may compute something else than a LlamaDecoderLayer"
+    assert made.left == {"model.layers.1": words}
+    encoded = model_of("gpt2", add_cross_attention=True)
+    made = te_fuser.convert(encoded)
+    assert made.converted == () and set(made.left.values()) == {"it attends to an encoder too"}
+
+
+def test_what_cannot_be_converted() -> None:
+    with pytest.raises(TypeError, match=r"convert takes a model of transformers, got \[1\]"):
+        te_fuser.convert([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Linear has none of them: for modules of torch.nn take te_fuser.from_torch"):
+        te_fuser.convert(nn.Linear(2, 2))
+    layer = model_of("llama").model.layers[0]
+    with pytest.raises(ValueError, match="on a model with embeddings, and finds none: give check=False"):
+        te_fuser.convert(layer)
+    assert type(layer).__module__.startswith("transformers.")
+    assert te_fuser.convert(layer, check=False).converted == ("",)
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64))
+    with pytest.raises(ValueError, match="meta device: give check=False"):
+        te_fuser.convert(empty)
+    assert te_fuser.convert(empty, check=False).converted == ("model.layers.0",)
+    with pytest.raises(TypeError, match="unexpected"):
+        te_fuser.convert(model_of("llama"), memories="lean")
+
+
+def test_a_check_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_fuser.convert.llama import LlamaLike
+
+    model = model_of("llama")
+    want = results(model, IDS)
+    monkeypatch.setattr(LlamaLike, "norm_op", lambda self, norm: te_fuser.ops.RMSNorm(16, 0.5, device="meta"))
+    with pytest.raises(RuntimeError, match="the output of LlamaModel lies .* from the original's, whose largest is"):
+        te_fuser.convert(model)
+    assert type(model.model.layers[0]).__module__.startswith("transformers.")
+    assert torch.equal(results(model, IDS)["logits"], want["logits"])
+
+
+def test_weights_that_a_product_reads_stay_together() -> None:
+    model, original = both("qwen2")
+    te_fuser.convert(model)
+    for each in (model, model.float().double(), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        attention = each.model.layers[0].self_attn
+        names = ("q_proj", "k_proj", "v_proj")
+        for what in ("weight", "bias"):
+            assert lie_together([getattr(attention.get_submodule(name), what) for name in names])
+        mlp = each.model.layers[1].mlp
+        assert lie_together([mlp.gate_proj.weight, mlp.up_proj.weight])
+        assert_alike(results(each, IDS), results(original, IDS), 1e-5)
+    wanted = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
+    model.load_state_dict(wanted)
+    assert_alike(model.state_dict(), wanted)
+    assert lie_together([mlp.gate_proj.weight, mlp.up_proj.weight])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_it_is_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    model, original = both(family, torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = type(original).from_pretrained(tmp_path)
+    assert_alike(loaded.state_dict(), original.state_dict(), 0)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    original.load_state_dict(torch.load(file, weights_only=True))
+    te_fuser.convert(loaded)
+    assert_alike(results(loaded, IDS), results(original, IDS), 1e-4)
+
+
+def test_options_go_to_the_lists() -> None:
+    model = model_of("llama", torch.float32)
+    te_fuser.convert(model, check=False, memory="lean", kernels="reference", verify=True)
+    model(IDS)
+    lists: Any = model.model.layers[0].__dict__["_te_fuser"].lists
+    assert {(made.memory, made.kernels, made.verify) for made in lists.values()} == {("lean", "reference", True)}
+
+
+def test_copies_and_reverted_copies_are_apart() -> None:
+    model, original = both("gemma")
+    model(IDS)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.5)
+    assert_alike(results(model, IDS), results(original, IDS))
+    te_fuser.revert(other)
+    assert_alike(results(te_fuser.revert(copy.deepcopy(model)), IDS), results(model, IDS))
+    want = results(other, IDS)
+    te_fuser.convert(other, check=False)
+    assert_alike(results(other, IDS), want)

@@ -1,0 +1,63 @@
+"""Converted models on a GPU: values, gradients and tokens in half precision, by kernels, beside the original."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from tests.convert.models import FAMILIES, model_of, padded, results, tokens
+
+# As large as kernels want heads and features to be.
+LARGER: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64}
+
+
+def model_on_gpu(family: str) -> Any:
+    larger = {"hidden_size": 256} if family == "gpt2" else LARGER
+    return model_of(family, torch.float64, **larger).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_and_gradients(family: str, dtype: torch.dtype) -> None:
+    """As near to a wider dtype as the original is."""
+    # Of what eager attention adds in float64, float32 makes infinities.
+    exact = model_on_gpu(family).to(torch.float32 if family == "gemma2" else torch.float64)
+    original = copy.deepcopy(exact).to(dtype)
+    model = copy.deepcopy(original)
+    assert te_fuser.convert(model).left == {}
+    ids, mask = tokens(2, 40).cuda(), padded(2, 40).cuda()
+    for call in ({}, {"use_cache": False}, {"attention_mask": mask}):
+        wanted, theirs, ours = (results(each, ids, **call) for each in (exact, original, model))
+        shares = {}
+        for name, want in wanted.items():
+            errors = [(made[name].double() - want).norm().item() for made in (ours, theirs)]
+            shares[name] = errors[0] / (errors[1] + torch.finfo(dtype).eps * want.norm().item())
+        assert max(shares.values()) < 3 and sum(shares.values()) / len(shares) < 1.15, call.keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cache", [None, "static", "offloaded"])
+def test_generation(family: str, cache: str | None) -> None:
+    original = model_on_gpu(family).float()
+    model = copy.deepcopy(original)
+    te_fuser.convert(model)
+    ids, mask = tokens(2, 12).cuda(), padded(2, 12).cuda()
+    call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    call |= {"cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(model.generate(ids, **call), original.generate(ids, **call))
+
+
+@pytest.mark.gpu
+def test_tokens_of_a_compiled_decoding_step() -> None:
+    original = model_on_gpu("llama").float()
+    model = copy.deepcopy(original)
+    te_fuser.convert(model)
+    ids = tokens(1, 12).cuda()
+    call: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    assert torch.equal(model.generate(ids, **call), original.generate(ids, **call))
