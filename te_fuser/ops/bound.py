@@ -152,7 +152,7 @@ class Bound(FusableOperation):
         return self.op.reference(call, x)
 
     def extra_repr(self) -> str:
-        turned = {name: ".T" for name in self._transposed}
+        turned = dict.fromkeys(self._transposed, ".T")
         return ", ".join(f"{name}={' + '.join(theirs)}{turned.get(name, '')}" for name, theirs in self._names.items())
 
 
