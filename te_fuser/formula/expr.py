@@ -33,10 +33,10 @@ class Axes(enum.IntFlag):
 
     # The enum's own look the member up by a call of its class, which is a tenth of the time of planning.
     def __and__(self, other: int) -> Axes:
-        return _AXES[int.__and__(self, other)]
+        return _AXES[int(self) & int(other)]
 
     def __or__(self, other: int) -> Axes:
-        return _AXES[int.__or__(self, other)]
+        return _AXES[int(self) | int(other)]
 
 
 _AXES = tuple(map(Axes, range(8)))
