@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
@@ -20,7 +21,8 @@ class Variants(Sequential):
     variant; an op's attribute is never changed for it, since that would plan anew. A subclass says by `variant_ops`
     what each consists of, and its `forward` picks. A variant is made once, keeps its plans, has the mode and the
     options of this list, and is in no `state_dict`, copy or pickle. A list around this one takes the ops of this list
-    itself, so its own ops are those of a call that changes nothing; hooks on single ops are for these alone.
+    itself, so its own ops are those of a call that changes nothing; hooks on single ops are for these alone. Where a
+    variant of the list around is to have a variant of this one, it takes `within(mask="none")`.
     """
 
     def __init__(self, *ops: Any, **options: Any) -> None:
@@ -63,3 +65,39 @@ class Variants(Sequential):
             for m in others:
                 m.training = self.training
         return variant
+
+    def within(self, **how: Hashable) -> Sequential:
+        """The same list, to stand in a variant of a list around: hooks of this one and its options are for it, too."""
+        return _Within(self, self.variant(**how))
+
+
+class _Within(Sequential):
+    """A variant with the hooks of its origin, which make it a border as they do there."""
+
+    def __init__(self, origin: Variants, variant: Sequential) -> None:
+        super().__init__()
+        shared = {name: item for name, item in vars(origin).items() if name in _HOOKS}
+        vars(self).update(shared, _modules=variant._modules, _given=origin._given)
+        self._origin = weakref.ref(origin)
+        self.shares_names, self.training = variant.shares_names, variant.training
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:  # type: ignore[override]
+        origin = self._origin() if "_origin" in vars(self) else None
+        return None if origin is None else origin._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, kind: bool | None) -> None:
+        """That of the origin counts, which may get hooks later."""
+
+
+# Where torch.nn.Module keeps those of calls.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)

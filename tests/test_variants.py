@@ -116,6 +116,60 @@ def test_in_a_list() -> None:
     torch.testing.assert_close(model(x), torch.nn.functional.silu(meaning(block, x + model[0].bias, "gelu")))
 
 
+class Outer(te_fuser.Variants):
+    """A block between two ops, and the same with a variant of the block."""
+
+    flattens = True
+
+    def __init__(self) -> None:
+        super().__init__(ops.SiLU(), Block(), ops.SiLU())
+
+    def variant_ops(self, activation: str) -> Iterable[torch.nn.Module]:  # type: ignore[override]
+        return [self[0], self[1].within(activation=activation), self[2]]
+
+    def forward(self, x: torch.Tensor, activation: str = "gelu", **call: Any) -> Any:  # type: ignore[override]
+        """Those with that activation."""
+        return (super().forward if activation == "gelu" else self.variant(activation=activation))(x, **call)
+
+
+def test_hooks_of_a_list_are_for_its_variants_within_others() -> None:
+    model, x, seen = Outer(), normal(3, WIDTH).float().requires_grad_(), list[str]()
+    silu = torch.nn.functional.silu
+    want = silu(meaning(model[1], silu(x), "relu"))
+    torch.testing.assert_close(model(x, "relu"), want)
+    assert len(model.variant(activation="relu").plans(x)) == 1
+    hooks = [
+        model[1].register_forward_hook(lambda *args: seen.append("forward")),
+        model[1].register_forward_pre_hook(lambda *args, **kwargs: seen.append("pre"), with_kwargs=True),
+        model[1].register_full_backward_hook(lambda *args: seen.append("backward")),
+    ]
+    for activation in ("relu", "gelu", "relu"):
+        y = model(x, activation)
+        y.sum().backward()
+        assert seen == ["pre", "forward", "backward"]
+        seen.clear()
+    torch.testing.assert_close(y, want)
+    for hook in hooks:
+        hook.remove()
+    model(x, "relu")
+    assert not seen and len(model.variant(activation="relu").plans(x)) == 1
+
+
+def test_options_and_mode_of_a_list_are_for_its_variants_within_others() -> None:
+    model, x = Outer(), normal(64, WIDTH).float()
+    model(x, "relu")
+    model[1].memory = "lean"
+    assert "planned by itself" in str(model.variant(activation="relu").explain(x))
+    model[1].p, model[1][3].p = 0.5, 0.5
+    model = copy.deepcopy(model)
+    noisy = model(x, "relu")
+    model.eval()
+    calm = model(x, "relu")
+    silu = torch.nn.functional.silu
+    torch.testing.assert_close(calm, silu(meaning(model[1], silu(x), "relu")))
+    assert not torch.equal(noisy, calm)
+
+
 def test_what_is_not_said() -> None:
     with pytest.raises(NotImplementedError, match=r"Variants must define variant_ops"):
         te_fuser.Variants(ops.GELU()).variant(mask="none")

@@ -290,10 +290,10 @@ class MultiheadAttention(Preset):
         if caches:
             layout = LAYOUTS[call.qkv_format]
             yield "cache", ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
-            yield "core_attention", self.core_attention.variant(call=call, packing=CACHES)
+            yield "core_attention", self.core_attention.within(call=call, packing=CACHES)
         else:
             usual = call == self.core_attention.common.call()
-            yield "core_attention", self.core_attention if usual else self.core_attention.variant(call=call)
+            yield "core_attention", self.core_attention if usual else self.core_attention.within(call=call)
         yield "proj", _first_or_later(self.proj, over)
         if self._returns_norm:
             yield "output", ops.Fork("attention_output")
@@ -458,7 +458,7 @@ def example(like: torch.nn.Module, qkv_format: str, said: HeadsArguments, hidden
 
 def _first_or_later(part: Any, over: bool) -> torch.nn.Module:
     """A preset, or the variant that writes gradients over main_grad."""
-    return part.variant(over=True) if over else part  # type: ignore[no-any-return]
+    return part.within(over=True) if over else part  # type: ignore[no-any-return]
 
 
 def _channels(hidden_size: int, heads: int) -> int:

@@ -201,7 +201,7 @@ class TransformerLayer(Preset):
             over: whether gradients of weights are written over their main_grad.
         """
         attention = _variant(self.self_attention, self_attention)
-        mlp = self.layernorm_mlp.variant(over=True) if over else self.layernorm_mlp
+        mlp = self.layernorm_mlp.within(over=True) if over else self.layernorm_mlp
         if self.common.parallel_attention_mlp:
             yield "self_attention_fork", ops.Fork("residual")
             yield "self_attention", attention
@@ -305,4 +305,4 @@ class TransformerLayer(Preset):
 
 
 def _variant(attention: MultiheadAttention, how: tuple[tuple[str, Hashable], ...]) -> torch.nn.Module:
-    return attention.variant(**dict(how)) if how else attention
+    return attention.within(**dict(how)) if how else attention

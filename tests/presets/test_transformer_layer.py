@@ -330,6 +330,20 @@ def test_a_weight_assigned_to_a_split_layer(interleaved: bool) -> None:
     assert theirs.weight.grad is not None
 
 
+def test_hooks_of_parts_run_in_every_kind_of_call() -> None:
+    made, x, seen = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True), tensor(S, B, F), list[str]()
+    for p in made.parameters():
+        p.main_grad = torch.zeros_like(p)
+    calls: list[Any] = [{}, {"window_size": (1, 0)}, {"is_first_microbatch": True}]
+    want = [made(x, **how) for how in calls]
+    for name in ("self_attention", "layernorm_mlp"):
+        made.get_submodule(name).register_forward_hook(lambda *args, name=name: seen.append(name))
+    for how, y in zip(calls, want, strict=True):
+        torch.testing.assert_close(made(x, **how), y)
+        assert seen == ["self_attention", "layernorm_mlp"]
+        seen.clear()
+
+
 def test_sizes_ahead() -> None:
     made = layer(seq_length=S, micro_batch_size=B, params_dtype=torch.float32)
     kept = made.plans_kept()
