@@ -112,7 +112,7 @@ class Block(ops.Together):
         raise NotImplementedError
 
     def modes(self) -> tuple[Hashable, ...]:
-        """What lists depend on beside their modules: how much is dropped."""
+        """What lists depend on beside their modules and the settings of attention."""
         return ()
 
     def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -248,7 +248,7 @@ class Block(ops.Together):
         return all(hooks) and not any(no_hooks) and _seen(children) == made.seen
 
     def _list(self, made: _Made, part: str, hides: str = "") -> Sequential:
-        key = part, hides, self.modes()
+        key = part, hides, *self.settings().values(), *self.modes()
         found = made.lists.get(key)
         if found is None:
             options = self.__dict__.get("_te_fuser_options", {})

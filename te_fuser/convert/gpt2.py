@@ -79,9 +79,9 @@ class GPT2Block(Block, theirs.GPT2Block):
     # ----------------------------------------------------------------------------------- attention
 
     def attention_left(self) -> str | None:
-        attention = self._attention()
-        upcast = attention.reorder_and_upcast_attn and self.is_eager()
-        return "it computes scores in a way of its own (reorder_and_upcast_attn)" if upcast else None
+        if self._attention().reorder_and_upcast_attn:
+            return "it computes scores in a way of its own (reorder_and_upcast_attn)"
+        return None
 
     def settings(self) -> dict[str, Any]:
         attention = self._attention()
@@ -93,7 +93,7 @@ class GPT2Block(Block, theirs.GPT2Block):
 
     def modes(self) -> tuple[Hashable, ...]:
         dropped: list[Any] = [self._attention().resid_dropout, self.mlp.dropout]  # type: ignore[union-attr]
-        return (self._attention_dropout(), *(getattr(m, "p", 0.0) if m.training else 0.0 for m in dropped))
+        return tuple(getattr(m, "p", 0.0) if m.training else 0.0 for m in dropped)
 
     def _attention_dropout(self) -> float:
         attention = self._attention()

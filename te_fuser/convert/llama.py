@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -102,9 +101,6 @@ class LlamaLike(Block):
 
     def function_options(self) -> dict[str, Any]:
         return {"scaling": self._attention().scaling, "dropout": self._dropout()}
-
-    def modes(self) -> tuple[Hashable, ...]:
-        return (self._dropout(),)
 
     def _heads_are(self) -> dict[str, Any]:
         attention = self._attention()

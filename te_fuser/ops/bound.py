@@ -117,7 +117,8 @@ class Bound(FusableOperation):
 
     def _binding(self, parameter: str) -> Binding:
         names = self._names[parameter]
-        for owner, name in [place_of(self.owner, name) for name in names]:
+        places = [place_of(self.owner, name) for name in names]
+        for owner, name in places:
             if not (has_tensor(owner, name) or isinstance(owner, Given)):
                 raise AttributeError(
                     f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
@@ -126,7 +127,8 @@ class Bound(FusableOperation):
         if parameter in self._transposed:
             return TransposedBinding(owner, name)
         if len(names) > 1:
-            return JoinedBinding(self.owner, names)
+            several = any(other is not owner for other, _ in places)
+            return JoinedBinding(self.owner, names) if several else JoinedBinding(owner, tuple(n for _, n in places))
         # Plans that an op is part of may outlive it; of those that it runs by alone `run_alone` takes care.
         return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 

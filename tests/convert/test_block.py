@@ -334,6 +334,34 @@ def test_threads() -> None:
     assert len(found) == 3
 
 
+def test_settings_may_change() -> None:
+    model, original = both("llama")
+    model(IDS)
+    for each in (model, original):
+        each.model.layers[0].self_attn.scaling = 0.1
+    assert_alike(results(model, IDS), results(original, IDS))
+    model, original = both("gpt2", reorder_and_upcast_attn=True)
+    words = "it computes scores in a way of its own (reorder_and_upcast_attn)"
+    assert model.transformer.h[0].left() == {"attn": words}
+    assert_alike(results(model, IDS), results(original, IDS))
+
+
+def test_embeddings_of_any_strides() -> None:
+    model, original = both("qwen2")
+    x = torch.randn(9, 2, 32, dtype=torch.float64)[..., ::2].transpose(0, 1).requires_grad_()
+    made = [each(inputs_embeds=x).logits for each in (model, original)]
+    gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in made]
+    assert_alike({"y": made[0], "dx": gradients[0]}, {"y": made[1], "dx": gradients[1]}, 1e-5)
+
+
+def test_transforms_trace_the_original() -> None:
+    model, original = both("llama")
+    made = [
+        torch.func.vmap(lambda x, each=each: each(x[None], use_cache=False).logits)(IDS) for each in (model, original)
+    ]
+    torch.testing.assert_close(*made)
+
+
 def test_frozen_parameters_and_inference_mode() -> None:
     model, original = both("gemma3")
     for each in (model, original):
