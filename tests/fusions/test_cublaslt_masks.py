@@ -77,7 +77,8 @@ def test_the_cost_of_a_mask_is_a_bit_for_each_element() -> None:
 
 def tuned() -> Plan:
     """The plan where tune() found the fusion to be faster, at its own cost."""
-    found = plan(*mlp(), memory="fast")
+    parts = mlp()  # a graph does not keep them
+    found = plan(*parts, memory="fast")
     assert NAME not in {s.name for s in (*found.forward, *found.backward)}
     options = Options(found.device, found.target, "fast", found.device.capability, {f"{NAME} 4096>4096": ON})
     return make_plan(found.graph, options)

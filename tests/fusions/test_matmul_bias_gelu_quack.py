@@ -72,7 +72,7 @@ def test_small_products_are_left_to_others(rows: int, installed: None) -> None:
     p = plan(*mlp(), rows=rows)
     assert not names(p.forward)
     (why,) = reasons(p, AUX)
-    assert why.endswith(f"us more than {CUBLASLT}")
+    assert why.endswith((f"us more than {CUBLASLT}", f"no gain over {CUBLASLT}"))
 
 
 @pytest.mark.parametrize(("options", "gelu", "reason"), REFUSED)
