@@ -101,6 +101,14 @@ def transformed() -> None:
         torch.vmap(m)(X)
 
 
+def batched() -> None:
+    m, rows = model(), X[:1, :2]
+    want = torch.autograd.functional.jacobian(m, rows)
+    close(torch.autograd.functional.jacobian(m.reference, rows, vectorize=True), want)
+    with pytest.raises(TypeError, match=r"batched gradients .* take model\.reference\(x\)"):
+        torch.autograd.functional.jacobian(m, rows, vectorize=True)
+
+
 def called_with_others() -> None:
     m, others = model(), {n: 2.0 * p.detach() for n, p in model().named_parameters()}
     twin = model()
@@ -237,6 +245,7 @@ HERE: dict[str, Callable[..., None]] = {
     "ONNX": to_onnx,
     "`torch.jit.trace`": traced,
     "`torch.vmap`, `torch.func.grad`, `jvp`, `hessian`": transformed,
+    "batched gradients (`is_grads_batched`, `jacobian(vectorize=True)`)": batched,
     "`torch.func.functional_call`": called_with_others,
     "double backward (`create_graph=True`)": twice,
     "`torch.utils.checkpoint`": checkpointed,
