@@ -66,8 +66,8 @@ def run_watched(
     fuser: Fuser, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...], said: list[str]
 ) -> Any:
     """Run the plan for x as `fuser.run` does; promises that are broken, here or in backward, go to `said`."""
-    known, parameters = fuser.prepare_call(x, inputs, outputs)
-    plan = fuser.sized(known.plan, x, inputs, outputs, parameters)
+    known, call = fuser.prepare_call(x, inputs, outputs)
+    plan = fuser.sized(known.plan, call)
 
     def wrap(step: Step, runner: Runner, slots: SlotMap) -> Runner:
         promises = Promises(plan, step, slots)
@@ -79,4 +79,4 @@ def run_watched(
 
         return run
 
-    return execute(load(known.plan, outputs, wrap=wrap), x, inputs, parameters)
+    return execute(load(known.plan, outputs, wrap=wrap), x, inputs, call.parameters)

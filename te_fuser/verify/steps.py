@@ -33,13 +33,13 @@ def run_verified(
     Raises:
         VerificationError: naming the step that erred, from this call or from the backward of its result.
     """
-    known, parameters = fuser.prepare_call(x, inputs, outputs)
-    plan = fuser.sized(known.plan, x, inputs, outputs, parameters)
+    known, call = fuser.prepare_call(x, inputs, outputs)
+    plan = fuser.sized(known.plan, call)
     entering = {0: x, **{index: inputs[name] for name, index in known.named}}
     sums = load_column_sums(plan.target, x.device) if plan.has_sums else None
-    watch = _Watch(plan, entering, parameters, sums)
+    watch = _Watch(plan, entering, call.parameters, sums)
     # Segments of this call's own: what backward is checked against is what this forward saw.
-    return execute(load(known.plan, outputs, wrap=watch.wrap), x, inputs, parameters)
+    return execute(load(known.plan, outputs, wrap=watch.wrap), x, inputs, call.parameters)
 
 
 class _Watch:

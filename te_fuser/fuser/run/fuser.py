@@ -19,7 +19,7 @@ from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache
-from te_fuser.fuser.run.known import Facts, Known, Modes, Ops
+from te_fuser.fuser.run.known import Call, Facts, Known, Modes, Ops
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.segment import refusing
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
@@ -110,11 +110,11 @@ class Fuser:
             return execute(known.prepared, x, inputs, parameters)
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
-            graph = self._graph(x, named_tensors(inputs), outputs, self.parameters(), self._ops.training())
-            return results_like(graph, outputs, x.device)
+            call = Call(x, named_tensors(inputs), outputs, self.parameters())
+            return results_like(self._graph(call, self._ops.training()), outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
-        prepared, parameters, promised = self._prepare_call(x, inputs, outputs)
-        return execute(prepared if promised is None else prepared.first(promised), x, inputs, parameters)
+        prepared, call, promised = self._prepare_call(x, inputs, outputs)
+        return execute(prepared if promised is None else prepared.first(promised), x, inputs, call.parameters)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
@@ -130,73 +130,41 @@ class Fuser:
 
     def prepare_call(
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
-    ) -> tuple[Prepared, list[torch.Tensor]]:
-        """The prepared plan for a call and its parameters: what is computed of them is computed here, once."""
+    ) -> tuple[Prepared, Call]:
+        """The prepared plan for a call, which has its parameters now: what is computed is computed here, once."""
         return self._prepare_call(x, inputs, outputs)[:2]
 
     def _prepare_call(
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
-    ) -> tuple[Prepared, list[torch.Tensor], Graph | None]:
+    ) -> tuple[Prepared, Call, Graph | None]:
         """The same, and where the call was planned just now, its graph."""
         check_input(x)
-        parameters = self.parameters()
+        call = Call(x, inputs, outputs, self.parameters())
         if in_dual_level():
-            refuse_tangents((x, *inputs.values(), *parameters))
+            refuse_tangents(call.tensors)
         modes = self._ops.modes(x.device.type, outputs, self._revisions)
-        found, graph = self._found(x, inputs, outputs, parameters, modes)
-        self._note(x, inputs, parameters, modes, found)
-        return found, parameters, graph
+        found, graph = self._found(call, modes)
+        self._note(call, modes, found)
+        return found, call, graph
 
-    def _note(
-        self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        modes: Modes,
-        found: Prepared,
-    ) -> None:
+    def _note(self, call: Call, modes: Modes, found: Prepared) -> None:
         """Remember by which plan a call runs, unless it computes parameters."""
-        key = None if self._computed else _native.tensor_key((x, *inputs.values(), *parameters))
+        key = None if self._computed else _native.tensor_key(call.tensors)
         if key is None:
             return
-        if self._facts[0] != (kind := (x.device.type, modes)):
-            self._facts = kind, self._ops.facts(modes, x.device.type)
-        self._known = Known(self._facts[1], tuple(inputs), self._slots, key, found, modes.outputs)
+        if self._facts[0] != (kind := (call.x.device.type, modes)):
+            self._facts = kind, self._ops.facts(modes, call.x.device.type)
+        self._known = Known(self._facts[1], tuple(call.inputs), self._slots, key, found, modes.outputs)
 
-    def _found(
-        self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        parameters: Sequence[torch.Tensor],
-        modes: Modes,
-    ) -> tuple[Prepared, Graph | None]:
+    def _found(self, call: Call, modes: Modes) -> tuple[Prepared, Graph | None]:
         """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""
-        shapes, form = self._signature(x, inputs, parameters, modes)
+        shapes, form = call.signature(modes)
         found = self._kept.find(shapes, form)
         if found is not None:
             return found, None
         questions = Questions()
-        plan, graph = self._planned(make_plan, questions, x, inputs, outputs, parameters, modes.training)
-        return self._kept.put(shapes, form, questions, self._prepared(form, plan, outputs)), graph.exact()
-
-    def _signature(
-        self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        modes: Modes,
-    ) -> Any:
-        """The shapes of a call, and everything else that its plan depends on."""
-        grad = modes.grad
-        shapes: tuple[torch.Size, ...] = (x.shape,)
-        named: tuple[Any, ...] = ()
-        if inputs:
-            given = sorted(inputs.items())
-            shapes += tuple([t.shape for _, t in given])
-            named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
-        known = _native.tensor_key(parameters) or _key_of(parameters)
-        return shapes, (x.dtype, x.layout, x.device, grad and x.requires_grad, named, known, modes)
+        plan, graph = self._planned(make_plan, questions, call, modes.training)
+        return self._kept.put(shapes, form, questions, self._prepared(form, plan, call.outputs)), graph.exact()
 
     def _prepared(self, form: Any, plan: Plan, outputs: tuple[str, ...]) -> Prepared:
         """A plan that is kept and runs what this one runs, or this one made ready to run."""
@@ -207,15 +175,12 @@ class Fuser:
         self,
         make: Callable[[Graph, Options], Plan],
         questions: Questions,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        parameters: Sequence[torch.Tensor],
+        call: Call,
         training: tuple[bool, ...],
         device: Device | None = None,
     ) -> tuple[Plan, Graph]:
         """A plan of a call, with what is asked of its sizes, and its graph."""
-        graph, options = self.asked(x, inputs, outputs, parameters, device, training, questions)
+        graph, options = self.asked(call, device, training, questions)
         try:
             return make(graph, options), graph
         except Exception:  # maybe it takes none but plain numbers; what else is wrong is raised again
@@ -232,16 +197,9 @@ class Fuser:
         """The plans that later calls may run by, the one that was used last first."""
         return self._kept.kept()
 
-    def sized(
-        self,
-        plan: Plan,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        parameters: Sequence[torch.Tensor],
-    ) -> Plan:
+    def sized(self, plan: Plan, call: Call) -> Plan:
         """The plan that a call runs by with the sizes of that call, whatever it was made for."""
-        return replace(plan, graph=self._graph(x, inputs, outputs, parameters, self._ops.training()))
+        return replace(plan, graph=self._graph(call, self._ops.training()))
 
     def plan(
         self,
@@ -259,34 +217,30 @@ class Fuser:
         if self._ops.revisions() != self._revisions:
             self._relist()
         with looking():
-            parameters = self._bound.looked_at()
-            given = named_tensors(inputs or {})
-            modes = self._ops.training()
-            plan, _ = self._planned(make_exact_plan, Questions(), x, given, outputs, parameters, modes, device)
+            call = Call(x, named_tensors(inputs or {}), outputs, self._bound.looked_at())
+            plan, _ = self._planned(make_exact_plan, Questions(), call, self._ops.training(), device)
         for node in plan.graph.nodes:  # nobody runs it, and who keeps it shall not keep a model
             emptied(node.op)
         return plan
 
     def asked(
         self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        parameters: Sequence[torch.Tensor],
+        call: Call,
         device: Device | None = None,
         training: tuple[bool, ...] | None = None,
         questions: Questions | None = None,
     ) -> tuple[Graph, Options]:
-        """What is to be planned, with these parameters; every error in the list or in the input is raised here.
+        """What is to be planned; every error in the list or in the input is raised here.
 
         Args:
             training: which ops are planned in training mode; by default those that are now.
             questions: what notes what is asked of the sizes of the call.
         """
+        x = call.x
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
         modes = self._ops.training() if training is None else training
-        graph = self._graph(x, inputs, outputs, parameters, modes, there, questions or Questions())
+        graph = self._graph(call, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, device.capability, records=self.kernels == "auto")
@@ -297,23 +251,21 @@ class Fuser:
 
     def _graph(
         self,
-        x: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        outputs: tuple[str, ...],
-        parameters: Sequence[torch.Tensor],
+        call: Call,
         training: tuple[bool, ...],
         absent: torch.device | None = None,
         questions: Questions | None = None,
     ) -> Graph:
-        """The graph of a call with these parameters, in these modes."""
-        known = dict(zip(self._bound.bindings, parameters, strict=True))
+        """The graph of a call in these modes."""
+        known = dict(zip(self._bound.bindings, call.parameters, strict=True))
+        given = call.x, call.inputs, known, call.outputs
         listed = [o.as_now(mode) for o, mode in zip(self._listed, training, strict=True)]
         try:
-            return GraphBuilder(listed, CallSpecs.of(x, inputs, known, outputs, absent, questions)).build()
+            return GraphBuilder(listed, CallSpecs.of(*given, absent, questions)).build()
         except Exception:  # maybe an op takes none but plain numbers; what else is wrong is raised again
             if questions is None:
                 raise
-            graph = GraphBuilder(listed, CallSpecs.of(x, inputs, known, outputs, absent)).build()
+            graph = GraphBuilder(listed, CallSpecs.of(*given, absent)).build()
             questions.tie()
             return graph
 
@@ -330,11 +282,6 @@ class Fuser:
         if self.kernels == "reference" or x.dtype not in dtypes.GENERATED:
             return ()
         return tuple(missing_notes(target, x.device, graph.widest))
-
-
-def _key_of(parameters: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What plans know of parameters of which one is no plain tensor."""
-    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters])
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,6 +66,37 @@ class Known(NamedTuple):
     key: bytes
     prepared: Prepared
     outputs: tuple[str, ...]
+
+
+class Call(NamedTuple):
+    """What a call is given, and the parameters of the ops in the order of the graph's."""
+
+    x: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
+    outputs: tuple[str, ...]
+    parameters: Sequence[torch.Tensor]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return (self.x, *self.inputs.values(), *self.parameters)
+
+    def signature(self, modes: Modes) -> tuple[tuple[torch.Size, ...], Hashable]:
+        """The shapes of what is given, and everything else that a plan depends on."""
+        x, grad = self.x, modes.grad
+        shapes: tuple[torch.Size, ...] = (x.shape,)
+        named: tuple[Any, ...] = ()
+        if self.inputs:
+            given = sorted(self.inputs.items())
+            shapes += tuple([t.shape for _, t in given])
+            named = tuple([(n, t.dtype, t.device, grad and t.requires_grad) for n, t in given])
+        known = _native.tensor_key(self.parameters) or _key_of(self.parameters)
+        return shapes, (x.dtype, x.layout, x.device, grad and x.requires_grad, named, known, modes)
+
+
+def _key_of(parameters: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What plans know of parameters of which one is no plain tensor."""
+    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters])
 
 
 class Modes(NamedTuple):

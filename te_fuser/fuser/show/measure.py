@@ -48,8 +48,8 @@ def measured_run(
     Returns:
         The plan, the times, and what the call returns.
     """
-    prepared, given = fuser.prepare_call(x, inputs, outputs)
-    plan, parameters = prepared.plan, [unhooked(p) for p in given]
+    prepared, call = fuser.prepare_call(x, inputs, outputs)
+    plan, parameters = prepared.plan, [unhooked(p) for p in call.parameters]
     clock = _CudaClock() if x.device.type == "cuda" else _Clock()
     timed = load(plan, outputs, wrap=clock.wrap)
     wanted = [t for t in (x, *inputs.values(), *parameters) if t.requires_grad]
