@@ -32,8 +32,10 @@ def from_torch(
 
     Takes Linear, LayerNorm, RMSNorm, GELU, ReLU, SiLU, Sigmoid, Tanh, GLU, Softmax, LogSoftmax, Dropout, Identity,
     Flatten, Unflatten, MultiheadAttention (as self-attention, model(x) for mha(x, x, x)[0]), TransformerEncoderLayer,
-    TransformerEncoder, Sequential of such, and modules that say by `as_ops()` what they are. What else stands in a list
+    TransformerEncoder, Sequential of such, and modules that say by `as_ops` what they are. What else stands in a list
     goes on as the module that it is, and a warning names it with the reason. The module itself goes on working.
+
+    `module.as_ops(convert)` gives a module's ops; `convert(name, child)` those of a module in it.
 
     Args:
         module: what to convert.
@@ -134,7 +136,8 @@ class _Conversion:
     def _converted(self, module: nn.Module, path: str) -> Any:
         says: Any = getattr(module, "as_ops", None)
         if callable(says):
-            return says()
+            within = f"{path}." if path else ""
+            return says(lambda name, child: self.part(child, within + name))
         kind = _kind(module)
         return _BLOCKS[kind](self, module, path) if kind in _BLOCKS else _SINGLE[kind](module)
 

@@ -69,7 +69,7 @@ class TorchActivation(torch.nn.Module):
         super().__init__()
         self._op = (op,)  # no child: it has no state
 
-    def as_ops(self) -> ops.FusableOperation:
+    def as_ops(self, convert: Callable[[str, torch.nn.Module], torch.nn.Module]) -> ops.FusableOperation:
         """The op."""
         return self._op[0]
 

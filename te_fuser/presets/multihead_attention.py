@@ -19,6 +19,7 @@ from te_fuser.presets.layer_norm_linear import LayerNormLinear
 from te_fuser.presets.linear import Linear
 from te_fuser.presets.linears import with_bias
 from te_fuser.presets.norm import Normed, share_norm
+from te_fuser.presets.plain_attention import TorchAttention
 
 _OUTPUT = "layernorm_output"
 _PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
@@ -431,6 +432,23 @@ class MultiheadAttention(Preset):
         run = self.variant(**how) if how else super().forward
         made = run(hidden_states, outputs=outputs, **tensors)
         return with_bias(made, self.proj._parameters.get("bias")) if self.return_bias else made
+
+    def to_torch(self) -> torch.nn.Module:
+        """torch.nn.Sequential of the projections and attention with the same function, over copies of the parameters.
+
+        Raises:
+            TypeError: where calls take or return more than one tensor.
+            NotImplementedError: for norms of heads, windows, and other masks than "causal" and "no_mask".
+        """
+        self.check_one_value("to_torch()")
+        if self.crosses:
+            raise TypeError("to_torch(): cross attention takes a second tensor; call it by itself")
+        if self.common.qk_norm_type is not None:
+            raise NotImplementedError("to_torch() knows no norms of heads: make it with qk_norm_type=None")
+        self._pack()
+        projection: Any = self.first
+        attention = TorchAttention(next(iter(self.core_attention.variant_ops())))
+        return torch.nn.Sequential(projection.to_torch(), attention, self.proj.to_torch()).train(self.training)
 
 
 def check_tensor(who: str, name: str, given: Any, wanted: bool) -> None:

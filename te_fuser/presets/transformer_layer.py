@@ -17,6 +17,7 @@ from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import HeadsArguments, MultiheadAttention, check_tensor, example
 from te_fuser.presets.norm import Normed, share_norm
+from te_fuser.presets.plain_attention import TorchBranch
 from te_fuser.presets.rms_norm import RMSNorm
 from te_fuser.sequential import Sequential
 
@@ -290,6 +291,24 @@ class TransformerLayer(Preset):
             how["over"] = True
         run = self.variant(**how) if how else super().forward
         return run(hidden_states, outputs=outputs, **tensors)  # type: ignore[no-any-return]
+
+    def to_torch(self) -> torch.nn.Module:
+        """torch.nn.Sequential of two branches with the same function, over copies of the parameters.
+
+        Raises:
+            NotImplementedError: for other layers than GPT's, and what `MultiheadAttention.to_torch` does not know.
+        """
+        said = self.common
+        others = ("apply_residual_connection_post_layernorm", "output_layernorm", "parallel_attention_mlp")
+        asked = [name for name in (*others, "drop_path_rate") if getattr(said, name)]
+        if asked or self.decodes:
+            what = asked[0] if asked else "layer_type"
+            raise NotImplementedError(f"to_torch() knows layers without {what}={getattr(said, what)!r} alone")
+        branches = (
+            TorchBranch(part.to_torch(), torch.nn.Dropout(said.hidden_dropout))
+            for part in (self.self_attention, self.layernorm_mlp)
+        )
+        return torch.nn.Sequential(*branches).train(self.training)
 
     def _check_call(self, encoder_output: Any, checkpoint_core_attention: Any, call: Mapping[str, Any]) -> None:
         who = type(self).__name__

@@ -344,6 +344,35 @@ def test_hooks_of_parts_run_in_every_kind_of_call() -> None:
         seen.clear()
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"fuse_qkv_params": True, "num_gqa_groups": 2, "self_attn_mask_type": "no_mask"},
+        {"attn_input_format": "bshd", "num_gqa_groups": 2, "normalization": "RMSNorm", "activation": "swiglu"},
+    ],
+    ids=str,
+)
+def test_to_torch_and_back(keywords: dict[str, Any]) -> None:
+    made, x = layer(bias=False, **keywords), tensor(S, B, F)
+    plain = made.to_torch()
+    assert not any(isinstance(m, (te_fuser.FusableOperation, te_fuser.Sequential)) for m in plain.modules())
+    torch.testing.assert_close(plain(x), made(x))
+    back = te_fuser.from_torch(plain, x.detach())
+    torch.testing.assert_close(back(x), made(x))
+    assert len(back.plans(x)) == 1
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"qk_norm_type": "RMSNorm"}, {"window_size": (2, 0)}, {"softmax_type": "learnable"}, {"output_layernorm": True}],
+    ids=str,
+)
+def test_what_to_torch_does_not_know(keywords: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"to_torch\(\) knows"):
+        layer(**keywords).to_torch()
+
+
 def test_sizes_ahead() -> None:
     made = layer(seq_length=S, micro_batch_size=B, params_dtype=torch.float32)
     kept = made.plans_kept()
