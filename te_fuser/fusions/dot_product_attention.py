@@ -217,13 +217,21 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
         flops, settings = 2.0 * flops, replace(settings, causal=False)
     if settings.mask.beyond and provider.on_cuda and not provider.by_structure:
         apart = samples * float(positions) ** 2 * m.dtype.itemsize * (_MADE + op.heads)
-    forward, backward = provider.speed.shares(settings, positions)
+    forward, backward = _shares(provider, settings, positions)
     products, (calls, calls_back) = 2.5 * flops, provider.calls
     ahead = Cost(x + apart, y, flops, efficiency=forward, apart=apart, calls=calls)
     if provider.packs:
         return ahead, Cost(x + 2 * y, x, products, efficiency=backward, calls=calls_back)
     x_apart, read = 2.0 * x + apart, 2 * x + 2 * y + apart
     return ahead, Cost(read, 2 * x, products, 2, efficiency=backward, apart=x_apart, calls=calls_back)
+
+
+def _shares(provider: Provider, settings: AttentionSettings, positions: int) -> tuple[float, float]:
+    """Of the rate of large products, forward and backward."""
+    speed, mask = provider.speed, settings.mask
+    if provider.by_structure and (mask.lengths or mask.key_lengths):
+        speed = speed.times(*provider.by_lengths)
+    return speed.shares(settings, positions)
 
 
 def _seen(m: Match) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from te_fuser import Sequential, ops
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.kernels.packages import flash_attn_4
+from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
 from tests.kernels.packages import fake_flash_attn
 
 FLASH, FLASH_4 = "attention_cuda_flash", "attention_cuda_flash_attn_4"
@@ -59,6 +60,27 @@ def test_pytorchs_flash_attention_is_told(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_flash_attention_4_where_it_is_installed(name: str, installed: None) -> None:
     assert taken(plan(*ROWS[name])) == [FLASH_4, FLASH_4]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ROWS)
+def test_flash_attention_4_beside_the_front_end(
+    name: str, causal: bool, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: "1.32")
+    mask, rows = ROWS[name]
+    p = plan(replace(mask, causal=causal), rows)
+    assert taken(p) == [FLASH_4, FLASH_4]
+
+
+def test_the_front_end_where_later_positions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_frontend.PACKAGE, "version", lambda: "1.32")
+    front_end, words = "attention_cuda_cudnn_frontend", "bounds later positions without hiding all of them"
+    for window in ((512, 512), (None, 512)):
+        p = plan(Mask(window=window), (1, 16384))
+        assert taken(p) == [FLASH, FLASH] and words in reason(p, front_end)
+    for mask in (WINDOW, Mask(window=(512, 0)), Mask(window=(512, None))):
+        assert taken(plan(mask, (1, 16384))) == [front_end, front_end], mask
 
 
 @pytest.mark.parametrize("scores", [{"soft_cap": 30.0}, {"sink": "zero"}, {"sink": "learned"}])

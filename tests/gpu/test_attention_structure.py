@@ -59,7 +59,15 @@ def test_values_and_gradients(provider: str, name: str) -> None:
             found = takes(provider, model, x, inputs, DTYPE)
             print(provider, name, dim, times, found)
             if found is not True:
-                refused = ("own offsets", "padded", "bottom right", "tokens", "cuDNN has no", "may differ")
+                refused = (
+                    "own offsets",
+                    "padded",
+                    "bottom right",
+                    "tokens",
+                    "cuDNN has no",
+                    "may differ",
+                    "later positions",
+                )
                 assert provider != "cuda_flash" and any(words in f"{name} {found}" for words in refused), found
                 continue
             check(model, x, inputs, DTYPE)
@@ -103,9 +111,10 @@ def test_nothing_waits_for_the_device(provider: str, name: str) -> None:
 @pytest.mark.parametrize("provider", TOLD)
 def test_a_capture_takes_other_lengths(provider: str) -> None:
     model, x, inputs = on_gpu(*model_of("batch_first, blocked: causal lengths", 128, 37))
-    with fusions.only("stretch", f"attention_{provider}"), torch.no_grad():
+    with fusions.only("stretch", f"attention_{provider}"):
         if takes(provider, model, x, inputs, DTYPE) is not True:
             pytest.skip("it is not called for this")
+    with fusions.only("stretch", f"attention_{provider}"), torch.no_grad():
         for _ in range(2):
             model(x, **inputs)
         torch.cuda.synchronize()

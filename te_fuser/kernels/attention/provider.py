@@ -74,6 +74,7 @@ class Provider:
     speed: ClassVar[Speed]
     beyond: ClassVar[tuple[str, ...]] = ()  # of what `AttentionSettings.beyond` says, what it is called for
     by_structure: ClassVar[bool] = False  # what hides by structure is told to the kernel, not as a dense bias
+    by_lengths: ClassVar[tuple[float, float]] = (1.0, 1.0)  # times as long as one that skips what is behind lengths
     on_cuda: ClassVar[bool] = False
     calls: ClassVar[tuple[float, float]] = (30.0, 46.0)  # of PyTorch, that its step takes the host as long as, each way
     packs: ClassVar[bool] = False  # its own `backward` stores the packed gradient: no pass over it is left to do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -69,6 +70,7 @@ def cases(dim: int = 8, dtype: torch.dtype = torch.float64, times: int = 1, **sc
     ):
         for k, (name, mask) in enumerate(masks.items()):
             layout, kv_heads = layouts[k % len(layouts)], (4, 2)[k // 2 % 2]
+            mask = replace(mask, longest=mask.longest and mask.longest * times)
             packing = "apart" if apart else ("blocked", "interleaved")[k % 2]
             op = ops.DotProductAttention(4, dim, kv_heads=kv_heads, mask=mask, layout=layout, packing=packing, **extra)
             yield f"{layout}, {packing}: {name}", op.to(dtype), inputs_for(op, dtype, times)

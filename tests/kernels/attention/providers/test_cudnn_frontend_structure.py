@@ -34,6 +34,9 @@ def reason(op, tensors):
 def test_values_and_gradients(name, package):
     op, tensors = CASES[name]
     why = reason(op, tensors)
+    if why is not None and "bounds later positions" in why:
+        assert op.settings().mask.sides[1] not in (None, 0), why
+        return
     if why is not None:
         assert "apart" in name and why.startswith("queries and keys that are apart may differ"), why
         assert not name.endswith((": none", "of queries", "window")) or tensors["key"].shape != tensors["input"].shape

@@ -71,3 +71,12 @@ def test_values_and_gradients(name, operators):
     assert ours.keys() == want.keys() and len(operators.calls) == 2
     for key, tensor in want.items():
         torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "no longer than" in name])
+def test_bounds_grow_with_sequences(name, operators):
+    op, tensors = next((op, tensors) for n, op, tensors in structured.cases(times=3) if n == name)
+    dy = structured.output_gradient(op, tensors)
+    ours, want = structured.by_provider(PROVIDER, op, tensors, dy), structured.by_op(op, tensors, dy)
+    for key, tensor in want.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
