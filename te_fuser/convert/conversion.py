@@ -96,7 +96,17 @@ def revert(model: nn.Module) -> nn.Module:
     """Let the layers of a converted model run by their own classes again; gives the model.
 
     Parameters stay, with the values that they have.
+
+    Raises:
+        TypeError: for a layer that was given another class since, as FSDP does; nothing is reverted then.
     """
+    for module in model.modules():
+        kind = _kind_of(type(module))
+        if kind is not None and isinstance(module, kind) and type(module) is not kind:
+            raise TypeError(
+                f"revert: a converted layer is a {type(module).__name__} now: revert it before it gets a class that "
+                "stands on its own, as FSDP's does"
+            )
     for block in _blocks(model):
         block.restore()
     return model

@@ -91,6 +91,16 @@ def test_what_cannot_be_converted() -> None:
         te_fuser.convert(model_of("llama"), memories="lean")
 
 
+def test_a_layer_that_was_given_another_class_since_is_not_reverted() -> None:
+    model, original = both("llama")
+    first, second = model.model.layers
+    second.__class__ = type("Sharded", (type(second),), {})
+    with pytest.raises(TypeError, match="a converted layer is a Sharded now: revert it before"):
+        te_fuser.revert(model)
+    assert type(first).__module__ == "te_fuser.convert.llama"
+    assert_alike(results(model, IDS), results(original, IDS))
+
+
 def test_a_check_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from te_fuser.convert.llama import LlamaLike
 
