@@ -14,9 +14,10 @@ from te_fuser.ops.checks import check_probability
 from te_fuser.presets.arguments import check_choice, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, check_arguments
 from te_fuser.presets.base import Preset
+from te_fuser.presets.heads import HeadsArguments, example
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
-from te_fuser.presets.multihead_attention import HeadsArguments, MultiheadAttention, check_tensor, example
+from te_fuser.presets.multihead_attention import MultiheadAttention, check_tensor
 from te_fuser.presets.norm import Normed, share_norm
 from te_fuser.presets.rms_norm import RMSNorm
 from te_fuser.sequential import Sequential
