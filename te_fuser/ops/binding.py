@@ -43,6 +43,15 @@ class Binding:
         """What a call takes for the parameter: by default the same."""
         return self.get()
 
+    @property
+    def slot(self) -> tuple[Mapping[str, object], str]:
+        """(dict, key) where calls find what they take, if it is there."""
+        return self.owner._parameters, self.name
+
+    def places(self) -> object:
+        """What has to stay as it is for calls to find the right tensor there; by default nothing has to."""
+        return None
+
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
         """What stands for one that is computed, by `made(shape, dtype, device, needs_grad)`; None: computing tells."""
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from te_fuser.ops.binding import WeakBinding, place_of
 
 _PARTS = "_te_fuser_parts"  # attribute of a joined tensor: what it was joined from
+_PLACES = "_te_fuser_places"  # another: where these lay
 
 
 class JoinedBinding(WeakBinding):
@@ -29,7 +30,6 @@ class JoinedBinding(WeakBinding):
         object.__setattr__(self, "names", names)
         places = [(weakref.ref(part), last) for part, last in (place_of(owner, name) for name in names)]
         object.__setattr__(self, "_places", places)
-        object.__setattr__(self, "_known", None)  # where parts lay that need no copy
 
     @property
     def computed(self) -> bool:
@@ -58,17 +58,31 @@ class JoinedBinding(WeakBinding):
     def get(self) -> torch.Tensor:
         return torch.cat(self.parts())
 
+    @property
+    def slot(self) -> tuple[Mapping[str, object], str]:
+        owner = self.owner
+        return owner.__dict__.get("_wholes", owner._parameters), self.name
+
+    def places(self) -> object:
+        """Which tensors the parts are, and where they lie."""
+        owners = [(part(), last) for part, last in self.__dict__["_places"]]
+        found = [p for part, last in owners if part is not None and (p := part._parameters.get(last)) is not None]
+        return [(id(p), p.data_ptr(), p.shape, p.dtype, p.requires_grad) for p in found]
+
     def taken(self) -> torch.Tensor:
-        places = self.__dict__["_places"]
-        parts: list[torch.Tensor] = [p for part, last in places if (p := part()._parameters.get(last)) is not None]
-        now = [(p.data_ptr(), p.shape, p.dtype) for p in parts]
-        if now != self.__dict__["_known"]:
-            parts = self.parts()
-            object.__setattr__(self, "_known", now if lie_together(parts) else None)
-        join = _in_one_buffer if now == self.__dict__["_known"] else _copied
-        whole = join(parts)
+        now, wholes = self.places(), self.owner.__dict__.get("_wholes", {})
+        kept = wholes.get(self.name)
+        if kept is not None and kept.__dict__[_PLACES] == now:
+            return kept  # type: ignore[no-any-return]
+        parts = self.parts()
+        together = lie_together(parts)
+        with torch.inference_mode(False), torch.no_grad():  # later calls may be recorded
+            whole = (_in_one_buffer if together else _copied)(parts)
         whole.requires_grad_(any(p.requires_grad for p in parts))
-        whole.__dict__[_PARTS] = parts
+        whole.__dict__.update({_PARTS: parts, _PLACES: now})
+        wholes.pop(self.name, None)
+        if together:
+            wholes[self.name] = whole
         return whole
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -108,6 +122,13 @@ def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([p.detach() for p in parts])
 
 
+class _Wholes(dict[str, torch.Tensor]):
+    """What was joined without a copy, by the names; copies and pickles of a module have none."""
+
+    def __reduce__(self) -> Any:
+        return _Wholes, ()
+
+
 class Together(torch.nn.Module):
     """A module that keeps groups of its parameters in one buffer each, so that joining them takes no copy.
 
@@ -124,10 +145,12 @@ class Together(torch.nn.Module):
         for name in names:
             self.get_parameter(name)
         self._kept_together = (*getattr(self, "_kept_together", ()), names)
+        self.__dict__.setdefault("_wholes", _Wholes())
         self._settle()
 
     def _settle(self) -> None:
         """What follows whenever parameters may be others than before."""
+        self.__dict__.get("_wholes", {}).clear()
         for names in getattr(self, "_kept_together", ()):
             parts = self._found(names)
             kinds = {(type(p.data), p.dtype, p.device, p.shape[1:]) for p in parts}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -196,6 +197,8 @@ class Asking:
         Raises:
             TypeError, ValueError: for what it does not take, or what is missing.
         """
+        if not (caches or self.reads) and all(value is None for value in given.values()):
+            return self.default, {}
         call = self.default
         if given.get("qkv_format") is not None:
             qkv_format = check_choice("qkv_format", given["qkv_format"], LAYOUTS)
@@ -206,6 +209,11 @@ class Asking:
         call, tensors = (call.with_caches(self.who), {}) if caches else self._padding(call, given)
         call, added = self._bias(call, given)
         return call, {**tensors, **added}
+
+    @functools.cached_property
+    def reads(self) -> bool:
+        """Whether a call that says nothing would have to give tensors."""
+        return self.default.qkv_format == "thd" or self.default.reads_mask
 
     def _by_mask(self, call: AttentionCall, mask: Any) -> AttentionCall:
         """No type is said: a mask that is given has the one that it looks like."""

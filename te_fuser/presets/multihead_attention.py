@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import check_choice, check_flag, check_size
+from te_fuser.presets.arguments import check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Preset
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
+from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example
 from te_fuser.presets.inference_params import Wanted, cached
 from te_fuser.presets.layer_norm_linear import LayerNormLinear
 from te_fuser.presets.linear import Linear
@@ -23,58 +24,6 @@ from te_fuser.presets.plain_attention import TorchAttention
 
 _OUTPUT = "layernorm_output"
 _PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
-
-
-@dataclass(frozen=True)
-class HeadsArguments(Normed):
-    """What `MultiheadAttention` and `TransformerLayer` take of heads, as the former says."""
-
-    num_gqa_groups: int | None = None
-    kv_channels: int | None = None
-    bias: bool = True
-    set_parallel_mode: bool = False
-    fuse_qkv_params: bool = False
-    qkv_weight_interleaved: bool = True
-    rotary_pos_interleaved: bool = False
-    qk_norm_type: str | None = None
-    qk_norm_eps: float = 1e-6
-    qk_norm_before_rope: bool = False
-    softmax_type: str = "vanilla"
-    window_size: Any = None
-    bottom_right_diagonal: bool | None = None
-    layer_number: int | None = None
-    layernorm_epsilon: float = 1e-5
-    seq_length: int | None = None
-    micro_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.qk_norm_type is not None:
-            check_choice("qk_norm_type", self.qk_norm_type, NORMS)
-        if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
-            raise ValueError(
-                "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
-                "weight for queries, keys and values"
-            )
-        for name in ("seq_length", "micro_batch_size", "kv_channels"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-
-
-@dataclass(frozen=True)
-class MultiheadAttentionArguments(HeadsArguments):
-    """What `MultiheadAttention` takes as keywords."""
-
-    attn_mask_type: str = "causal"
-    return_bias: bool = False
-    input_layernorm: bool = False
-    attention_type: str = "self"
-    qkv_format: str = "sbhd"
-    mask: str = "attention_mask"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("attention_type", self.attention_type, ("self", "cross"))
 
 
 class _HeadParameters(Preset):
@@ -145,7 +94,7 @@ class MultiheadAttention(Preset):
         self.num_gqa_groups = groups_of(num_attention_heads, said.num_gqa_groups)
         self.attention_type, self.input_layernorm = said.attention_type, bool(said.input_layernorm)
         self.layer_number, self.return_bias = said.layer_number, bool(said.return_bias)
-        self.channels = kv_channels or _channels(hidden_size, num_attention_heads)
+        self.channels = kv_channels or channels_of(hidden_size, num_attention_heads)
         self._make_parts(attention_dropout)
         default, scale = self.core_attention.common.call(), self.core_attention.softmax_scale
         self.asking = Asking(type(self).__name__, default, self.crosses, scale, self.crosses)
@@ -467,19 +416,6 @@ def check_tensor(who: str, name: str, given: Any, wanted: bool) -> None:
         raise ValueError(f"{who}: {name} is for cross attention, and this preset has none: leave it out")
 
 
-def example(like: torch.nn.Module, qkv_format: str, said: HeadsArguments, hidden_size: int) -> torch.Tensor:
-    """An input of the sizes that a preset is to plan ahead for."""
-    sizes = [said.seq_length or 1, said.micro_batch_size or 1]
-    shape = sizes if qkv_format == "sbhd" else sizes[::-1]
-    return next(like.parameters()).new_empty([*shape, hidden_size], requires_grad=True)
-
-
 def _first_or_later(part: Any, over: bool) -> torch.nn.Module:
     """A preset, or the variant that writes gradients over main_grad."""
     return part.within(over=True) if over else part  # type: ignore[no-any-return]
-
-
-def _channels(hidden_size: int, heads: int) -> int:
-    if hidden_size % heads:
-        raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={heads}: give kv_channels")
-    return hidden_size // heads

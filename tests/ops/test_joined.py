@@ -254,3 +254,39 @@ def test_a_part_may_be_another_or_go() -> None:
     owner.float()
     with pytest.raises(AttributeError):
         model(x)
+
+
+def test_what_is_joined_is_known_again() -> None:
+    """Calls like the last one join nothing anew; parameters that moved, were replaced or frozen are seen."""
+    model, x = Projection(kernels="reference"), normal(3, WIDTH).float().requires_grad_()
+    (binding,) = [b for b in model._prepared()[0].fuser._bound.bindings if b.name.endswith("value_weight")]
+    assert_as_meant(model, x)
+    whole = binding.taken()
+    assert whole is binding.taken() and model._prepared()[0].fuser._known is not None
+    with torch.no_grad():
+        model.key_weight.mul_(2.0)
+    assert_as_meant(model, x)
+    model.key_weight.data = normal(3, WIDTH, seed=9).float()
+    assert_as_meant(model, x)
+    assert binding.taken() is not whole
+    model.keep_together(*[f"{name}_weight" for name in ROWS])
+    model.key_weight = torch.nn.Parameter(model.key_weight.data)
+    assert_as_meant(model, x)
+    model.key_weight.requires_grad_(False)
+    assert_as_meant(model, x)
+    assert model.key_weight.grad is None
+    for p in model.parts():
+        p.requires_grad_(False)
+    y = model(x)
+    assert y.requires_grad and not binding.taken().requires_grad
+    before = binding.taken().data_ptr()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not twin.__dict__["_wholes"]
+        torch.testing.assert_close(twin(x), y)
+    model.double()
+    assert not model.__dict__["_wholes"] and binding.taken().data_ptr() != before
+    with torch.inference_mode():
+        model.double()(x.double())
+    for p in model.parameters():
+        p.requires_grad_(True)
+    assert_as_meant(model, x.detach().double().requires_grad_())

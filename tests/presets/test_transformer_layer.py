@@ -158,6 +158,26 @@ def test_parts_with_hooks_and_calls_that_change_something() -> None:
     assert seen == ["proj", "mlp"] * 2
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_attentions_run_in_every_call(late: bool) -> None:
+    seen: list[str] = []
+    made, memory = layer(layer_type="decoder"), tensor(K, B, F, seed=5)
+    given = {"attention_mask": PAD, "self_attn_mask_type": "padding", "encoder_output": memory}
+    call = Call(around(PAD), memory=memory, crossing=causal(S, K, window=(1, 0)))
+    windows = {"enc_dec_window_size": (1, 0), "enc_dec_attn_mask_type": "causal"}
+    if late:
+        assert_as_meant(made, call, **given, **windows)
+    for name in ("self_attention", "inter_attention"):
+        getattr(made, name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    assert_as_meant(made, call, **given, **windows)
+    assert seen == ["self_attention", "inter_attention"]
+    angles = tensor(S, 1, 1, 6, grad=False)
+    call.angles = angles.transpose(0, 2)
+    assert_as_meant(made, call, rotary_pos_emb=angles, **given, **windows)
+    assert_as_meant(made, Call(causal(S), memory=memory), encoder_output=memory)
+    assert seen == ["self_attention", "inter_attention"] * 3
+
+
 def test_each_call_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     from te_fuser.fuser.run import fuser
 

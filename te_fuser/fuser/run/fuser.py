@@ -85,8 +85,9 @@ class Fuser:
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
         self._listed = listed
         self._bound = Parameters(bindings_of(listed))
-        self._slots = tuple((b.owner._parameters, b.name) for b in self._bound.bindings)
-        self._computed = any(name not in parameters for parameters, name in self._slots)
+        self._slots = tuple(b.slot for b in self._bound.bindings)
+        there = zip(self._bound.bindings, self._slots, strict=True)
+        self._computed = any(b.computed or name not in place for b, (place, name) in there)
         lowered = tuple(o.lowered.op for o in listed)
         switches = dict.fromkeys(s for op in lowered if (s := type(op).global_state) is not None)
         self._ops = Ops(self._watched, lowered, tuple(switches))
@@ -149,12 +150,18 @@ class Fuser:
 
     def _note(self, call: Call, modes: Modes, found: Prepared) -> None:
         """Remember by which plan a call runs, unless it computes parameters."""
-        key = None if self._computed else _native.tensor_key(call.tensors)
+        if self._computed and not all(name in place for place, name in self._slots):
+            return
+        key = _native.tensor_key(call.tensors)
         if key is None:
             return
         if self._facts[0] != (kind := (call.x.device.type, modes)):
             self._facts = kind, self._ops.facts(modes, call.x.device.type)
-        self._known = Known(self._facts[1], tuple(call.inputs), self._slots, key, found, modes.outputs)
+        facts = self._facts[1]
+        if self._computed:
+            places = [(b.places, now) for b in self._bound.bindings if (now := b.places()) is not None]
+            facts = facts._replace(calls=(*facts.calls, *places))
+        self._known = Known(facts, tuple(call.inputs), self._slots, key, found, modes.outputs)
 
     def _found(self, call: Call, modes: Modes) -> tuple[Prepared, Graph | None]:
         """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""

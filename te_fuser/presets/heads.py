@@ -1,0 +1,82 @@
+"""What presets with heads take: the arguments that attentions and layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.ops.head_norm import NORMS
+from te_fuser.presets.arguments import check_choice, check_size
+from te_fuser.presets.norm import Normed
+
+
+@dataclass(frozen=True)
+class HeadsArguments(Normed):
+    """What `MultiheadAttention` and `TransformerLayer` take of heads, as the former says."""
+
+    num_gqa_groups: int | None = None
+    kv_channels: int | None = None
+    bias: bool = True
+    set_parallel_mode: bool = False
+    fuse_qkv_params: bool = False
+    qkv_weight_interleaved: bool = True
+    rotary_pos_interleaved: bool = False
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
+    softmax_type: str = "vanilla"
+    window_size: Any = None
+    bottom_right_diagonal: bool | None = None
+    layer_number: int | None = None
+    layernorm_epsilon: float = 1e-5
+    seq_length: int | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.qk_norm_type is not None:
+            check_choice("qk_norm_type", self.qk_norm_type, NORMS)
+        if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
+                "weight for queries, keys and values"
+            )
+        for name in ("seq_length", "micro_batch_size", "kv_channels"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class MultiheadAttentionArguments(HeadsArguments):
+    """What `MultiheadAttention` takes as keywords."""
+
+    attn_mask_type: str = "causal"
+    return_bias: bool = False
+    input_layernorm: bool = False
+    attention_type: str = "self"
+    qkv_format: str = "sbhd"
+    mask: str = "attention_mask"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("attention_type", self.attention_type, ("self", "cross"))
+
+
+def example(like: torch.nn.Module, qkv_format: str, said: HeadsArguments, hidden_size: int) -> torch.Tensor:
+    """An input of the sizes that a preset is to plan ahead for."""
+    sizes = [said.seq_length or 1, said.micro_batch_size or 1]
+    shape = sizes if qkv_format == "sbhd" else sizes[::-1]
+    return next(like.parameters()).new_empty([*shape, hidden_size], requires_grad=True)
+
+
+def channels_of(hidden_size: int, heads: int) -> int:
+    """Features of a head where nobody says it.
+
+    Raises:
+        ValueError: when there is no whole number of them.
+    """
+    if hidden_size % heads:
+        raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={heads}: give kv_channels")
+    return hidden_size // heads
