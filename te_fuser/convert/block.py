@@ -9,7 +9,7 @@ wrapped by others) are borders as well.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -139,7 +139,7 @@ class Block(ops.Together):
             return self._list(made, "back")(self._by_function(packed, call), residual=x)  # type: ignore[no-any-return]
         whole, given = self._list(made, "whole", how), call.tables
         if how in ("given", "added"):
-            given["mask"] = _hidden(call.mask) if how == "given" else call.mask
+            given["mask"] = _hidden(call.mask) if how == "given" else _added(call.mask)
         if call.past is None:
             return whole(x, **given)  # type: ignore[no-any-return]
         y, packed = whole(x, outputs=("packed",), **given)
@@ -320,10 +320,25 @@ def _recording() -> bool:
 
 
 def _hidden(seen: torch.Tensor) -> torch.Tensor:
-    """What is hidden, of what is seen; all layers of a call are given one mask, which has it as long as it lives."""
-    if seen.is_inference():
-        return ~seen
-    known = seen.__dict__.get("_te_fuser_hidden")
-    if known is None or known[0] != seen._version:
-        known = seen.__dict__["_te_fuser_hidden"] = seen._version, ~seen
+    """What is hidden, of what is seen."""
+    return _once(seen, torch.logical_not)
+
+
+def _added(mask: torch.Tensor) -> torch.Tensor:
+    """What is added to scores, which are in float32 here: there float16's lowest number hides no key wholly."""
+    return _once(mask, _lowest_in_float32) if mask.dtype == torch.float16 else mask
+
+
+def _lowest_in_float32(mask: torch.Tensor) -> torch.Tensor:
+    hidden = mask == torch.finfo(mask.dtype).min
+    return mask.float().masked_fill(hidden, torch.finfo(torch.float32).min)
+
+
+def _once(mask: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What is made of a mask; all layers of a call are given one, which has it as long as it lives."""
+    if mask.is_inference():
+        return make(mask)
+    known = mask.__dict__.get("_te_fuser_made")
+    if known is None or known[0] != mask._version:
+        known = mask.__dict__["_te_fuser_made"] = mask._version, make(mask)
     return known[1]  # type: ignore[no-any-return]

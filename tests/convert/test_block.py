@@ -374,3 +374,16 @@ def test_frozen_parameters_and_inference_mode() -> None:
     with torch.inference_mode():
         call = {"attention_mask": padded()}
         assert_alike({"y": model(IDS, **call).logits[1]}, {"y": original(IDS, **call).logits[1]})
+
+
+def test_rows_that_a_mask_in_half_precision_hides_wholly() -> None:
+    """What eager attention adds to hide is the lowest number of its dtype, which is not so low in float32."""
+    exact = model_of("gemma2", torch.float32)
+    original = copy.deepcopy(exact).to(torch.float16)
+    model = copy.deepcopy(original)
+    te_fuser.convert(model)
+    ids, mask = tokens(2, 12), padded(2, 12)
+    wanted, theirs, ours = (results(each, ids, attention_mask=mask) for each in (exact, original, model))
+    for name, want in wanted.items():
+        errors = [(made[name].float() - want).norm() for made in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1] + torch.finfo(torch.float16).eps * want.norm(), name
