@@ -30,10 +30,10 @@ say() { printf '%s\n' "$*" | tee -a "$FOLDER/summary.txt"; }
 # Seconds that a part takes, and the most that it gets.
 estimate() {
   case $1 in
-    tests) echo 240 ;; memcheck) echo 260 ;; racecheck) echo 140 ;; layer) echo 185 ;; layer-fp16) echo 130 ;;
+    tests) echo 400 ;; memcheck) echo 260 ;; racecheck) echo 140 ;; layer) echo 185 ;; layer-fp16) echo 130 ;;
     mlp) echo 270 ;; llama) echo 70 ;;
     glue) echo 130 ;; host) echo 60 ;; first-call) echo 100 ;; train) echo $((90 + TRAIN_STEPS / 5)) ;;
-    small) echo 240 ;; decoding) echo 200 ;; train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 130 ;;
+    small) echo 170 ;; decoding) echo 200 ;; train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 130 ;;
     kernels) echo 60 ;; *) echo 60 ;;
   esac
 }
@@ -68,7 +68,7 @@ lane() { # number, parts...: tests beside other lanes, since most of their time 
   local number=$1 code=0
   shift
   (($#)) || return 0
-  $PYTHON -m benchmarks.gpu.tests --part "$@" --limit 200 --commit "$COMMIT" --record "$LOGS/tests-$number.json" \
+  $PYTHON -m benchmarks.gpu.tests --part "$@" --limit 400 --commit "$COMMIT" --record "$LOGS/tests-$number.json" \
     >"$LOGS/tests-$number.log" 2>&1 </dev/null || code=$?
   return $code
 }
@@ -76,15 +76,15 @@ lane() { # number, parts...: tests beside other lanes, since most of their time 
 tests() {
   # The longest alone; what is new, or needs an optional package, goes into the last lane.
   local first="cuda-kernels-in-plans" second="packed-heads attention-in-plans generated-kernels"
-  local third="matmul matmul-fusions elsewhere capture tune" others="" name begin=$SECONDS most
+  local third="matmul matmul-fusions elsewhere capture tune" fourth="attention-structure" others="" name begin=$SECONDS most
   for name in $($PYTHON -m benchmarks.gpu.tests --part list | awk '{print $1}'); do
-    case " $first $second $third memcheck racecheck " in *" $name "*) ;; *) others="$others $name" ;; esac
+    case " $first $second $third $fourth memcheck racecheck " in *" $name "*) ;; *) others="$others $name" ;; esac
   done
   most=$((BUDGET - SECONDS))
   export -f lane
   export PYTHON COMMIT LOGS
   # shellcheck disable=SC2086
-  timeout -k 10 "$most" bash -c "lane 1 $first & lane 2 $second & lane 3 $third & lane 4 $others & wait"
+  timeout -k 10 "$most" bash -c "lane 1 $first & lane 2 $second & lane 3 $third & lane 4 $fourth & lane 5 $others & wait"
   $PYTHON - "$FOLDER/tests.json" "$LOGS"/tests-?.json <<'PYTHON'
 import json, os, sys
 target, *lanes = sys.argv[1:]
@@ -94,7 +94,7 @@ for lane in filter(os.path.exists, lanes):
     whole = {**found, "parts": {**whole["parts"], **found["parts"]}}
 json.dump(whole, open(target, "w"), indent=1)
 PYTHON
-  for name in 1 2 3 4; do
+  for name in 1 2 3 4 5; do
     [[ -f $LOGS/tests-$name.log ]] || continue
     keep "tests-$name"
     grep -E '^(FAILED|ERROR)|passed|failed|part  ' "$LOGS/tests-$name.log" | tail -n 40
