@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "kernel_call.h"
 #include "reference.h"
 #include "tensor.h"
 
@@ -118,7 +119,7 @@ PyObject* still_hold(PyObject*, PyObject* facts) {
 // ------------------------------------------------------------------------------------------------------------- calls
 
 // The fields of a `Known` tuple.
-enum KnownField : Py_ssize_t { facts, names, slots, known_key, prepared, outputs, known_fields };
+enum KnownField : Py_ssize_t { facts, names, slots, known_key, prepared, outputs, function, known_fields };
 
 // Appends what is known of the named inputs, where these are the names in this order: 1, 0, or -1 with an error set.
 int append_inputs(PyObject* inputs, PyObject* wanted, std::string& key) {
@@ -152,31 +153,37 @@ int is_negative(PyObject* tensor) {
   return is_equal(Reference::steal(PyObject_CallMethodNoArgs(tensor, name)), Py_True);
 }
 
-// like(known, x, inputs, outputs): the parameters of a call that is like the known one; None where it is not.
-PyObject* like(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  if (!has_arguments(given, 4, "like")) return nullptr;
+// The parameters of a call (known, x, inputs, outputs) that is like the known one; empty with or without an error set.
+Reference parameters_if_like(PyObject* const* arguments, Py_ssize_t given, const char* name) {
+  if (!has_arguments(given, 4, name)) return Reference();
   PyObject* known = arguments[0];
-  if (!PyTuple_Check(known) || PyTuple_GET_SIZE(known) != known_fields || !PyDict_Check(arguments[2])) {
+  const bool is_known =
+      PyTuple_Check(known) && PyTuple_GET_SIZE(known) == known_fields && PyBytes_Check(at(known, known_key));
+  if (!is_known || !PyDict_Check(arguments[2])) {
     PyErr_SetString(PyExc_TypeError, "expected a Known, a tensor, a dict of inputs and a tuple of names");
-    return nullptr;
+    return Reference();
   }
+  PyObject* wanted = at(known, known_key);
   std::string key;
-  key.reserve(static_cast<size_t>(PyBytes_GET_SIZE(at(known, known_key))));
+  key.reserve(static_cast<size_t>(PyBytes_GET_SIZE(wanted)));
   Reference parameters;
   int same = append_key(arguments[1], key) ? append_inputs(arguments[2], at(known, names), key) : 0;
   if (same == 1) same = are_equal(arguments[3], at(known, outputs));
   if (same == 1) {
     parameters = append_parameters(at(known, slots), key);
-    PyObject* wanted = at(known, known_key);
     same = parameters && key.compare(0, std::string::npos, PyBytes_AS_STRING(wanted), PyBytes_GET_SIZE(wanted)) == 0;
   }
   if (same == 1) same = hold(at(known, facts));
-  if (same == 1) {
-    const int negative = is_negative(arguments[1]);
-    same = negative < 0 ? -1 : 1 - negative;
-  }
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  return same == 1 ? parameters.release() : Py_NewRef(Py_None);
+  if (same == 1) same = 1 - is_negative(arguments[1]);
+  return same == 1 && PyErr_Occurred() == nullptr ? parameters : Reference();
+}
+
+PyObject* none_or_error() { return PyErr_Occurred() != nullptr ? nullptr : Py_NewRef(Py_None); }
+
+// like(known, x, inputs, outputs): the parameters of a call that is like the known one; None where it is not.
+PyObject* like(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  Reference parameters = parameters_if_like(arguments, given, "like");
+  return parameters ? parameters.release() : none_or_error();
 }
 
 // ---------------------------------------------------------------------------------------------------------- backward
@@ -197,6 +204,56 @@ PyObject* refuse_create_graph(PyObject*, PyObject* const*, Py_ssize_t) {
   return nullptr;
 }
 
+// A tensor whose hook is refuse_create_graph: a node of PyTorch's takes it from there, without a handle for each call.
+PyObject* make_refusing() {
+  const Reference empty = import_from("torch", "empty");
+  const Reference hook = import_from("te_fuser._native", "refuse_create_graph");
+  const Reference size = Reference::steal(Py_BuildValue("(i)", 0));
+  const Reference options = Reference::steal(Py_BuildValue("{s:s,s:O}", "device", "cpu", "requires_grad", Py_True));
+  if (!empty || !hook || !size || !options) return nullptr;
+  Reference made = Reference::steal(PyObject_Call(empty.get(), size.get(), options.get()));
+  if (!made) return nullptr;
+  const Reference handle = Reference::steal(PyObject_CallMethod(made.get(), "register_hook", "O", hook.get()));
+  return handle ? made.release() : nullptr;
+}
+
+// Lets the backward of a result that autograd recorded refuse to be differentiated; false with a Python error set.
+bool refuse_in_backward_of(PyObject* result) {
+  static PyObject* grad_fn = PyUnicode_InternFromString("grad_fn");
+  static PyObject* output_nr = PyUnicode_InternFromString("output_nr");
+  static PyObject* take_hooks = PyUnicode_InternFromString("_register_hook_dict");
+  static PyObject* hooks_of = make_refusing();
+  if (hooks_of == nullptr) return false;
+  const Reference node = Reference::steal(PyObject_GetAttr(result, grad_fn));
+  if (!node || node.get() == Py_None) return static_cast<bool>(node);
+  const Reference number = Reference::steal(PyObject_GetAttr(result, output_nr));
+  if (!number) return false;
+  if (PyLong_AsLong(number.get()) == 0) {
+    return static_cast<bool>(Reference::steal(PyObject_CallMethodOneArg(node.get(), take_hooks, hooks_of)));
+  }
+  const Reference hook = import_from("te_fuser._native", "refuse_create_graph");
+  return hook && Reference::steal(PyObject_CallMethod(node.get(), "register_prehook", "O", hook.get()));
+}
+
+// refusing(result): that, and the backward of it refuses as those of our own nodes do.
+PyObject* refusing(PyObject*, PyObject* result) {
+  return refuse_in_backward_of(result) ? Py_NewRef(result) : nullptr;
+}
+
+// run_if_like(known, x, inputs, outputs): the known call's function on x and the parameters, which autograd records;
+// None where this call is not like that.
+PyObject* run_if_like(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  const Reference parameters = parameters_if_like(arguments, given, "run_if_like");
+  if (!parameters) return none_or_error();
+  const Py_ssize_t count = PyList_GET_SIZE(parameters.get());
+  Array<PyObject*> tensors(static_cast<size_t>(count) + 1);
+  tensors[0] = arguments[1];
+  for (Py_ssize_t i = 0; i < count; ++i) tensors[static_cast<size_t>(i) + 1] = PyList_GET_ITEM(parameters.get(), i);
+  PyObject* called = at(arguments[0], function);
+  Reference result = Reference::steal(PyObject_Vectorcall(called, tensors.data(), static_cast<size_t>(count) + 1, nullptr));
+  return result && refuse_in_backward_of(result.get()) ? result.release() : nullptr;
+}
+
 PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -206,6 +263,9 @@ PyMethodDef methods[] = {
     {"like", fast(like), METH_FASTCALL, "The parameters of a call that is like the known one; None where it is not."},
     {"refuse_create_graph", fast(refuse_create_graph), METH_FASTCALL,
      "An error where grad mode is on: the backward that runs is to be differentiated itself."},
+    {"refusing", refusing, METH_O, "A result that autograd recorded; its backward refuses to be differentiated."},
+    {"run_if_like", fast(run_if_like), METH_FASTCALL,
+     "The known call's function on x and the parameters; None where this call is not like that."},
     {"still_hold", still_hold, METH_O, "Whether all these facts hold."},
     {"tensor_key", tensor_key, METH_O, "What plans know of tensors, as bytes; None where one is no plain tensor."},
     {nullptr, nullptr, 0, nullptr},

@@ -301,6 +301,14 @@ def like(
 ) -> list[torch.Tensor] | None:
     """The parameters of a call that is like the known one; None where it is not."""
 
+def run_if_like(
+    known: Known, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]
+) -> torch.Tensor | None:
+    """The known call's function on x and the parameters; None where this call is not like that."""
+
+def refusing(result: torch.Tensor) -> torch.Tensor:
+    """A result that autograd recorded, whose backward refuses as those of our own nodes do."""
+
 def refuse_create_graph(*gradients: torch.Tensor | None) -> None:
     """Refuse to run in a backward that is to be differentiated itself: RuntimeError when grad mode is on."""
 

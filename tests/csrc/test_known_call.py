@@ -117,6 +117,37 @@ def test_calls_that_are_like_the_known_one_get_its_parameters() -> None:
     assert like(T, {"other": T}) is None
 
 
+def test_the_function_of_a_known_call_runs_on_its_tensors_and_refuses_to_be_differentiated_twice() -> None:
+    weight, x = Parameter(torch.tensor([2.0, -3.0])), torch.tensor([1.5, 0.5], requires_grad=True)
+    key = _native.tensor_key([x, weight])
+    assert key is not None
+    owner = {"weight": weight}
+    known = Known(Facts(), (), ((owner, "weight"),), key, None, (), torch.mul)  # type: ignore[arg-type]
+    y = _native.run_if_like(known, x, {}, ())
+    assert y is not None and torch.equal(y, x * weight)
+    with pytest.raises(RuntimeError, match="does not differentiate its backward"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    again = _native.run_if_like(known, x, {}, ())
+    assert again is not None and torch.equal(torch.autograd.grad(again.sum(), x)[0], weight)
+    assert _native.run_if_like(known, T, {}, ()) is None
+    with torch.no_grad():
+        assert not _native.run_if_like(known, x, {}, ()).requires_grad  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match="multiply"):
+        _native.run_if_like(known._replace(function=_multiply), x, {}, ())
+
+
+def _multiply(*_: torch.Tensor) -> torch.Tensor:
+    raise TypeError("does not multiply")
+
+
+def test_one_of_several_results_refuses_too() -> None:
+    x = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
+    _, second = torch.split(x * 2, [1, 2])
+    with pytest.raises(RuntimeError, match="does not differentiate its backward"):
+        torch.autograd.grad(_native.refusing(second).sum(), x, create_graph=True)
+    assert _native.refusing(T) is T
+
+
 def test_a_call_after_another_sees_what_changed_behind_its_parameters() -> None:
     model = te_fuser.Sequential(ops.Linear(4, 4), ops.GELU())
     x = torch.randn(3, 4)

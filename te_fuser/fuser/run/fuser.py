@@ -21,7 +21,6 @@ from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache
 from te_fuser.fuser.run.known import Call, Facts, Known, Modes, Ops
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
-from te_fuser.fuser.run.segment import refusing
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
@@ -104,10 +103,10 @@ class Fuser:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
         known = self._known
-        if known is not None and (parameters := _native.like(known, x, inputs, outputs)) is not None:
-            function = known.prepared.function
-            if function is not None:
-                return refusing(function(x, *parameters))
+        if known is not None and known.function is not None:
+            if (y := _native.run_if_like(known, x, inputs, outputs)) is not None:
+                return y
+        elif known is not None and (parameters := _native.like(known, x, inputs, outputs)) is not None:
             return execute(known.prepared, x, inputs, parameters)
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
@@ -161,7 +160,7 @@ class Fuser:
         if self._computed:
             places = [(b.places, now) for b in self._bound.bindings if (now := b.places()) is not None]
             facts = facts._replace(calls=(*facts.calls, *places))
-        self._known = Known(facts, tuple(call.inputs), self._slots, key, found, modes.outputs)
+        self._known = Known(facts, tuple(call.inputs), self._slots, key, found, modes.outputs, found.function)
 
     def _found(self, call: Call, modes: Modes) -> tuple[Prepared, Graph | None]:
         """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""

@@ -81,31 +81,10 @@ class Segment:
         made = [slots[k] for k in self.results_at]
         if self.recorded:
             own = [t.view_as(t) if shared else t for t, shared in zip(made, self.aliased, strict=True)]
-            return [refusing(t) for t in own]
+            return [_native.refusing(t) for t in own]
         if self.aliased == (False,):
             return made
         return [t.detach() if shared else t for t, shared in zip(made, self.aliased, strict=True)]
-
-
-def _with_refusal() -> torch.Tensor:
-    t = torch.empty(0, device="cpu", requires_grad=True)
-    t.register_hook(_native.refuse_create_graph)
-    return t
-
-
-_REFUSING = _with_refusal()  # its hooks become those of nodes: a handle for each call would take 1 us
-
-
-def refusing(result: torch.Tensor) -> torch.Tensor:
-    """A result that autograd recorded, whose backward refuses as those of our own nodes do."""
-    node = result.grad_fn
-    if node is None:
-        return result
-    if result.output_nr == 0:
-        node._register_hook_dict(_REFUSING)
-    else:
-        node.register_prehook(_native.refuse_create_graph)
-    return result
 
 
 class SegmentFunction(torch.autograd.Function):
