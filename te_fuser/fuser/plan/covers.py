@@ -123,7 +123,8 @@ class Covering:
         free = _all(self._forward(aim, found) for found in self._all_found((), self._free))
         if free is None:
             return None
-        return self._round(aim, held, _limits_of(self.problem, self._matches(free)))
+        limits = self._once((Withheld, *free), lambda: _limits_of(self.problem, self._matches(free)))
+        return self._round(aim, held, limits)
 
     def _matches(self, ways: list[Way]) -> list[MatchOf]:
         """The fusions that some ways take, in the sections that they are for."""
@@ -206,9 +207,14 @@ class Covering:
 
     def _choices(self, backward: list[Way]) -> Iterator[Choice]:
         for section, way in zip(self.sections, backward, strict=True):
-            for choice in way.choices:
-                root = way.found.section.moved(choice.root, section)
-                yield replace(choice, value=self.problem.graph.values[root].name, root=root)
+            yield from self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
+
+    def _choices_in(self, way: Way, there: Section) -> list[Choice]:
+        found = []
+        for choice in way.choices:
+            root = way.found.section.moved(choice.root, there)
+            found.append(replace(choice, value=self.problem.graph.values[root].name, root=root))
+        return found
 
     def _refusals(self, found: _Round, note: str) -> Iterator[Refusal]:
         """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""
