@@ -232,6 +232,7 @@ class GraphBuilder:
         self.opened: dict[str, str] = {}
         self.named_inputs: dict[str, int] = {}
         self.exported: dict[str, list[tuple[str, int]]] = {}
+        self.checked: set[Hashable] = set()
         self.told: dict[Hashable, tuple[Mapping[str, Spec], bool]] = {}
 
     def build(self) -> Graph:
@@ -266,8 +267,11 @@ class GraphBuilder:
 
     def _append(self, listed: ListedOp, current: int) -> int:
         op = listed.lowered.op
-        label = self._label(listed)
-        check_kind(label, op, listed.lowered.bindings)
+        label, like = self._label(listed), likeness(op)
+        kind = like, tuple(op._parameters), tuple(listed.lowered.bindings)
+        if kind not in self.checked:
+            check_kind(label, op, listed.lowered.bindings)
+            self.checked.add(kind)
         check_input(label, op, self.values[current].spec)
         check_some_features(label, op, self.values[current].spec)
         parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
@@ -277,7 +281,6 @@ class GraphBuilder:
         named_in = self._named(label, listed, named, self.values[current].spec)
         x = self.values[current].spec
         check_parameters(label, x, listed, self.call)
-        like = likeness(op)
         specs, same = self._told(label, listed, like, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         out = specs["output"]
         bindings = listed.lowered.bindings

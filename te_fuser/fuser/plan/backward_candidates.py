@@ -90,22 +90,6 @@ class BackwardCandidates:
         limits = self.limits
         return section.of_values(limits.forbidden), section.of_values(limits.given), section.of_nodes(limits.silent)
 
-    def moved(self, edge: Edge, here: Section, there: Section) -> Edge:
-        """A candidate of one section in another one that is like it."""
-        by = there.start - here.start
-        if edge.fusion is not None:
-            assert edge.whole is not None
-            found = self._fusion(edge.fusion, (edge.whole[0] + by, edge.whole[1] + by), Ledger())
-        elif self.nodes[edge.start].is_row:
-            again = tuple(here.moved(self.graph.value_of(r), there) for r in edge.recomputes)
-            found = self._variant(
-                Ledger(), self.problem.stretch_of(edge.start + by), edge.start + by, edge.stop + by, again
-            )
-        else:
-            found = self._opaque(self.nodes[edge.start + by])
-        assert found is not None
-        return found
-
     def _is_withheld(self, ref: Ref) -> bool:
         return ref.kind is VALUE and ref.index in self.withheld
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
+from te_fuser.fuser.steps.kernel_task import KernelTask
+from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions.match import Body, Match
 
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
-    from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
@@ -124,9 +126,10 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int
     return prices.once(id(kernel), lambda: _kernel_step(problem, prices, kernel, start, stop))
 
 
-def _kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int) -> Step:
+def _kernel_step(
+    problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int, price: Price | None = None
+) -> Step:
     description = kernel.description
-    first = problem.nodes[start]
     names = [load.name for load in description.loads]
     outs = [t.name for t in description.stores] + [t.name for t in description.sums]
     inputs = list(zip(names, kernel.inputs, strict=True))
@@ -139,8 +142,46 @@ def _kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: in
     if kernel.lead not in {r for _, r in inputs}:
         inputs.append(("shape", kernel.lead))
     name = description.name if kernel.computes else "alias"
-    price = Price("of_kernel", (kernel, first))
+    price = price or Price("of_kernel", (kernel, problem.nodes[start]))
     return prices.step(name, (start, stop), inputs, outputs, kernel, price)
+
+
+def moved(problem: Problem, prices: Prices, edge: Edge, here: Section, there: Section) -> Edge:
+    """A candidate of one section in another one that is like it: what its steps take is not asked again."""
+    by, whole = there.start - here.start, edge.whole
+    if edge.fusion is not None and whole is not None:
+        whole = whole[0] + by, whole[1] + by
+        if edge.is_joint:
+            saved_by(edge.fusion, problem.match(*whole), whole, prices)
+
+    def made(step: Step) -> Step:
+        # The edge holds the step, so that its id is not given to another one.
+        return prices.once((id(step), there), lambda: _moved_step(problem, prices, step, whole, here, there))
+
+    again = tuple(here.refs_in(there, edge.recomputes))
+    steps = tuple(map(made, edge.steps))
+    return Edge(edge.start + by, edge.stop + by, edge.name, steps, edge.kept, edge.fusion, whole, again)
+
+
+def _moved_step(
+    problem: Problem, prices: Prices, step: Step, whole: tuple[int, int] | None, here: Section, there: Section
+) -> Step:
+    """A step of one section in another; what runs in the match `whole` of a fusion is chosen there."""
+    task, by = step.task, there.start - here.start
+    start, stop = step.start + by, step.stop + by
+    if isinstance(task, KernelTask):
+        streams = problem.nodes[there.start].stream - problem.nodes[here.start].stream
+        kernel = task.moved(functools.partial(here.ref_in, there), streams)
+        return _kernel_step(problem, prices, kernel, start, stop, step.price)
+    if isinstance(task, FusionTask):
+        assert whole is not None
+        nodes, match = problem.nodes[start:stop], problem.match(*whole)
+        task = fusion_task(problem, task.fusion, task.direction, nodes, match, task.needed, task.gradient)
+    else:
+        assert isinstance(task, OpTask)
+        task = replace(task, node=problem.nodes[start])
+    inputs, outputs = (tuple((n, here.ref_in(there, r)) for n, r in refs) for refs in (step.inputs, step.outputs))
+    return replace(step, start=start, stop=stop, inputs=inputs, outputs=outputs, task=task)
 
 
 def fusion_task(

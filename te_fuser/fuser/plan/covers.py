@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.both_ways import Passing
-from te_fuser.fuser.plan.candidates import Withheld
+from te_fuser.fuser.plan.candidates import Withheld, moved
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.paths import Aim, Way, way_through, why_not_taken
 from te_fuser.fuser.plan.plan import Choice, Refusal
@@ -60,7 +60,6 @@ class _Round:
 
     backward: list[Way]
     forward: list[Way]
-    candidates: tuple[BackwardCandidates, ForwardCandidates]
     impossible: dict[MatchOf, Refusal]
 
     @property
@@ -91,8 +90,7 @@ class Covering:
         if found.demand_unmet:
             second = self._second_round(aim, keeping.held)
             found = found if second is None or found.length <= second.length else second
-        backward = self._laid_out(found.candidates[0], found.backward)
-        forward = self._laid_out(found.candidates[1], found.forward)
+        backward, forward = self._laid_out(found.backward), self._laid_out(found.forward)
         refusals = list(dict.fromkeys(self._refusals(found, _WEIGHED if aim.weight else "")))
         return Covers(forward, backward, refusals, list(self._choices(found.backward)))
 
@@ -118,14 +116,15 @@ class Covering:
         forward = _all(self._forward(aim, f) for f in found)
         if forward is None:
             return None
-        return _Round(backward, forward, (candidates, giving), impossible)
+        return _Round(backward, forward, impossible)
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
         """Forward as if nobody demanded anything, then a round within what it gives."""
         free = _all(self._forward(aim, found) for found in self._all_found((), self._free))
         if free is None:
             return None
-        return self._round(aim, held, _limits_of(self.problem, self._matches(free)))
+        limits = self._once((Withheld, *free), lambda: _limits_of(self.problem, self._matches(free)))
+        return self._round(aim, held, limits)
 
     def _matches(self, ways: list[Way]) -> list[MatchOf]:
         """The fusions that some ways take, in the sections that they are for."""
@@ -193,24 +192,29 @@ class Covering:
 
         return ahead
 
-    def _laid_out(self, candidates: Candidates, ways: Sequence[Way]) -> list[Edge]:
+    def _laid_out(self, ways: Sequence[Way]) -> list[Edge]:
         """The edges of some ways in the sections that they are for."""
         found = []
         for section, way in zip(self.sections, ways, strict=True):
             here = way.found.section
-            found += way.edges if here is section else [self._moved(candidates, e, here, section) for e in way.edges]
+            found += way.edges if here is section else [self._moved(e, here, section) for e in way.edges]
         return found
 
-    def _moved(self, candidates: Candidates, edge: Edge, here: Section, there: Section) -> Edge:
-        return self._once((edge, there), lambda: candidates.moved(edge, here, there))  # type: ignore[no-any-return]
+    def _moved(self, edge: Edge, here: Section, there: Section) -> Edge:
+        return self._once((edge, there), lambda: moved(self.problem, self.prices, edge, here, there))  # type: ignore[no-any-return]
 
     # ---------------------------------------------------------------------------------- what is said of it
 
     def _choices(self, backward: list[Way]) -> Iterator[Choice]:
         for section, way in zip(self.sections, backward, strict=True):
-            for choice in way.choices:
-                root = way.found.section.moved(choice.root, section)
-                yield replace(choice, value=self.problem.graph.values[root].name, root=root)
+            yield from self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
+
+    def _choices_in(self, way: Way, there: Section) -> list[Choice]:
+        found = []
+        for choice in way.choices:
+            root = way.found.section.moved(choice.root, there)
+            found.append(replace(choice, value=self.problem.graph.values[root].name, root=root))
+        return found
 
     def _refusals(self, found: _Round, note: str) -> Iterator[Refusal]:
         """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""

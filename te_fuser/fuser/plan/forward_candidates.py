@@ -81,21 +81,6 @@ class ForwardCandidates:
             found.setdefault((ref.is_of_a_value, ref.index), []).append(ref)
         return found
 
-    def moved(self, edge: Edge, here: Section, there: Section) -> Edge:
-        """A candidate of one section in another one that is like it."""
-        by = there.start - here.start
-        if edge.fusion is not None:
-            assert edge.whole is not None
-            whole = edge.whole[0] + by, edge.whole[1] + by
-            found = self._fusion(edge.fusion, whole, (edge.fusion, whole) in self.joint, Ledger())
-        elif self.nodes[edge.start].is_row:
-            stretch = self.problem.stretch_of(edge.start + by)
-            (found,) = self._row(Ledger(), stretch, edge.start + by, edge.stop + by)
-        else:
-            found = self._opaque(self.nodes[edge.start + by])
-        assert found is not None
-        return found
-
     def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
         for node in self.nodes[start:stop]:

@@ -122,15 +122,19 @@ class Prices:
         chain: bool = True,
     ) -> Step:
         """A step over the ops covers[0]..covers[1]-1, with what it takes the device and the host."""
-        cost, seconds, host = self._told(price, task, covers[0])
+        cost, seconds, host = self._asked(price, task, covers[0])
         return Step(name, *covers, tuple(inputs), tuple(outputs), task, cost, seconds, host, chain, price)
 
     def priced(self, step: Step) -> Step:
         """The step with what these prices say that it takes."""
         if step.price is None:
             return step
-        cost, seconds, host = self._told(step.price, step.task, step.start)
+        cost, seconds, host = self._asked(step.price, step.task, step.start)
         return replace(step, cost=cost, seconds=seconds, host=host)
+
+    def _asked(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
+        """What steps with the same question take, which is asked once."""
+        return self.once(price, lambda: self._told(price, task, start))
 
     def _told(self, price: Price, task: Task, start: int) -> tuple[Cost, float, float]:
         """What is asked for, and the predicted times of the device and of the host."""

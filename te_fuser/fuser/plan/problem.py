@@ -34,7 +34,7 @@ from te_fuser.ops.binding import standing_in
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.device import Device
@@ -91,9 +91,10 @@ def _find_matches(
 ) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
+    runs = _Runs(ops)
     with standing_in(graph.stand_ins()):
         for fusion in registry.active():
-            for start, stop in _fits(fusion, ops, places):
+            for start, stop in _fits(fusion, ops, places, runs):
                 match = match_of(start, stop)
                 why = fusion.refusal(match)
                 if why is None and options.tuned and options.tuned.get(place_of(fusion, match)) == OFF:
@@ -105,17 +106,33 @@ def _find_matches(
     return found, refusals
 
 
+class _Runs:
+    """Where in a list the same kinds follow each other."""
+
+    def __init__(self, ops: Sequence[FusableOperation]) -> None:
+        self._kinds = [op.kind for op in ops]
+        self._known: dict[int | None, list[list[int]]] = {}
+
+    def of(self, most: int | None) -> list[list[int]]:
+        """The places at which runs of so many kinds begin, those of equal ones together; None: each by itself."""
+        if most not in self._known:
+            found: dict[Hashable, list[int]] = {}
+            for start in range(len(self._kinds)):
+                run = start if most is None else tuple(self._kinds[start : start + most])
+                found.setdefault(run, []).append(start)
+            self._known[most] = list(found.values())
+        return self._known[most]
+
+
 def _fits(
-    fusion: Fusion, ops: Sequence[FusableOperation], places: Sequence[tuple[Place, ...]]
-) -> Iterator[tuple[int, int]]:
+    fusion: Fusion, ops: Sequence[FusableOperation], places: Sequence[tuple[Place, ...]], runs: _Runs
+) -> list[tuple[int, int]]:
     """Where a pattern fits; a run of so many kinds as it has at most is looked at once."""
-    kinds, most = [op.kind for op in ops], most_ops(fusion.pattern)
-    known: dict[Hashable, list[int]] = {}
-    for start in range(len(ops)):
-        run = start if most is None else tuple(kinds[start : start + most])
-        if run not in known:
-            known[run] = [stop - start for stop in fusion.stops(ops, start, places)]
-        yield from ((start, start + count) for count in known[run])
+    found: list[tuple[int, int, int]] = []
+    for starts in runs.of(most_ops(fusion.pattern)):
+        counts = [stop - starts[0] for stop in fusion.stops(ops, starts[0], places)]
+        found += [(start, k, start + count) for start in starts for k, count in enumerate(counts)]
+    return [(start, stop) for start, _, stop in sorted(found)]
 
 
 class Problem:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.alike import spec_key
 from te_fuser.fuser.graph.checks import plain
+from te_fuser.fuser.graph.refs import Ref
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
-    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.plan.candidates import MatchOf
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fusions.registry import Fusion
@@ -28,7 +28,7 @@ class Section:
 
     Attributes:
         form: a number; equal for sections that are alike.
-        values: of the graph, in an order that sections which are alike share.
+        values, parameters: of the graph, in an order that sections which are alike share.
         matches: where fusions fit in it.
         stretches: those of the problem that lie in it, by number.
     """
@@ -37,6 +37,7 @@ class Section:
     stop: int
     form: int
     values: tuple[int, ...]
+    parameters: tuple[int, ...]
     matches: tuple[tuple[Fusion, int, int], ...]
     stretches: tuple[int, ...]
 
@@ -76,11 +77,19 @@ class Section:
         return there.values[self.numbers[value]]
 
     def refs_in(self, there: Section, refs: Collection[Ref]) -> Collection[Ref]:
-        """What refs to values, ops and stretches of this section are in one that is like it."""
-        if there is self:
-            return refs
-        by = there.start - self.start
-        return [r._replace(index=self.moved(r.index, there) if r.is_of_a_value else r.index + by) for r in refs]
+        """What some refs of this section are in one that is like it."""
+        return refs if there is self else [self.ref_in(there, r) for r in refs]
+
+    def ref_in(self, there: Section, ref: Ref) -> Ref:
+        """What a ref of this section is in one that is like it."""
+        kind, index, form, name, term = ref
+        if kind.counts == "values":
+            index = self.moved(index, there)
+        elif kind.counts == "parameters":
+            index = there.parameters[self.parameters.index(index)]
+        elif kind.counts:
+            index += there.start - self.start
+        return Ref(kind, index, form, name, term)
 
 
 def sections_of(problem: Problem) -> list[Section]:
@@ -108,9 +117,10 @@ def _section(problem: Problem, start: int, stop: int, forms: dict[Hashable, int]
     values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
     for v in [*values]:
         values |= dict.fromkeys((graph.root(v), graph.first(v), graph.stored(graph.ref(v)).index))
+    parameters = dict.fromkeys(p for n in nodes for p in n.parameters.values())
     matches = tuple(m for m in problem.matches if start <= m[1] < stop)
     stretches = tuple(k for k, s in enumerate(problem.stretches) if start <= s.start < stop)
-    section = Section(start, stop, -1, tuple(values), matches, stretches)
+    section = Section(start, stop, -1, tuple(values), tuple(parameters), matches, stretches)
     form = forms.setdefault(_Form(problem, section).whole(), len(forms))
     return replace(section, form=form)
 
@@ -124,8 +134,7 @@ class _Form:
     def __init__(self, problem: Problem, section: Section) -> None:
         self.problem, self.section, self.graph = problem, section, problem.graph
         self.nodes = self.graph.nodes[section.start : section.stop]
-        parameters = dict.fromkeys(p for n in self.nodes for p in n.parameters.values())
-        self.parameters = {p: k for k, p in enumerate(parameters)}
+        self.parameters = {p: k for k, p in enumerate(section.parameters)}
 
     def whole(self) -> Hashable:
         """The form of the section."""

@@ -21,9 +21,9 @@ Runner = Callable[[Slots], None]
 KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int, ...]], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Price:
-    """What a step takes, as a question to prices of some sizes or others.
+    """What a step takes, as a question to prices of some sizes or others; steps that are alike share one.
 
     Attributes:
         method: a method of theirs, or a function of them, and what else it takes.
