@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 import te_fuser
+from te_fuser.presets.arguments import WITHOUT_EFFECT
+from te_fuser.presets.attention_call import ARGUMENTS
+from te_fuser.presets.base import Preset
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -76,6 +80,15 @@ def test_names_exist(path: Path) -> None:
         for part in name.split(".")[1:]:
             module = f"{module}.{part}"
             found = getattr(found, part) if hasattr(found, part) else importlib.import_module(module)
+
+
+def test_the_guide_names_every_argument() -> None:
+    """Coming from Transformer Engine says of each argument of presets and of their calls what comes of it."""
+    text = (ROOT / "docs" / "coming-from-transformer-engine.md").read_text()
+    made = [kind for kind in vars(te_fuser.presets).values() if isinstance(kind, type) and issubclass(kind, Preset)]
+    names = {name for kind in made for of in (kind, kind.forward) for name in inspect.signature(of).parameters}
+    names = (names | {*ARGUMENTS, *WITHOUT_EFFECT}) - {"self", "call", "mask", "packing"}  # the last two: among presets
+    assert len(made) == 8 and sorted(name for name in names if f"`{name}`" not in text) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -270,7 +271,8 @@ class Asking:
         """Of "thd": where sequences begin, and how long they are where padding lies between them."""
         found: dict[str, torch.Tensor] = {}
         sides = ("q", "kv") if self.apart else ("q",)
-        lengths = [length for side in sides if (length := given.get(f"max_seqlen_{side}")) is not None]
+        names = [f"max_seqlen_{side}" for side in sides if given.get(f"max_seqlen_{side}") is not None]
+        lengths = [self._whole_number(name, given[name]) for name in names]
         if lengths:  # as few variants as there are powers of two
             call = replace(call, longest=1 << (max(*lengths, 1) - 1).bit_length())
         for side in sides:
@@ -290,6 +292,13 @@ class Asking:
         found = {name: t for name, t in found.items() if name not in ("cu_seqlens_q", "cu_seqlens_kv")}
         call = replace(call, padded_by="offsets and lengths", keys_alike=self.apart and alike)
         return call, _without(found, alike, "_padded")
+
+    def _whole_number(self, name: str, value: Any) -> int:
+        """That of a tensor, too, whose device is waited for."""
+        try:
+            return operator.index(value)
+        except TypeError:
+            raise TypeError(f"{self.who}: {name} is a whole number, got {value!r}") from None
 
     def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
         if mask is not None:

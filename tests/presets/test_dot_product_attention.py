@@ -100,6 +100,10 @@ def test_sequences_one_behind_the_other() -> None:
     y = made(q, k[:7], v[:7], **begins)
     want = made(q[:3], k[:3], v[:3], cu_seqlens_q=torch.tensor([0, 3]))
     torch.testing.assert_close(y[:3], want)
+    bounded = made(q, k[:7], v[:7], cu_seqlens_q=ends, max_seqlen_q=torch.tensor(4))
+    torch.testing.assert_close(bounded, same)
+    with pytest.raises(TypeError, match="max_seqlen_kv is a whole number, got 4.0"):
+        made(q, k[:7], v[:7], cu_seqlens_q=ends, max_seqlen_kv=4.0)
     with pytest.raises(ValueError, match="takes cu_seqlens_q"):
         made(q, k, v)
     with pytest.raises(ValueError, match="takes no attn_mask_type='arbitrary'"):
