@@ -268,6 +268,9 @@ def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:
     Each reduction is rewritten once: below one of another there would be as many rewritings as parts, at every level.
     """
 
+    if not e.depth:
+        return e
+
     def narrow(node: Expr) -> Expr | None:
         if not node.reduces or node.args[0].width == unit:
             return None

@@ -45,9 +45,13 @@ _interned: weakref.WeakValueDictionary[str, Expr] = weakref.WeakValueDictionary(
 
 
 class Expr:
-    """One node: an operation, its arguments, its attributes, the axes it extends over and its feature width."""
+    """One node: an operation, its arguments, its attributes, the axes it extends over and its feature width.
 
-    __slots__ = ("__weakref__", "args", "attrs", "axes", "depth", "digest", "op", "width")
+    Attributes:
+        reduces: whether this is a row reduction.
+    """
+
+    __slots__ = ("__weakref__", "args", "attrs", "axes", "depth", "digest", "op", "reduces", "width")
 
     op: str
     args: tuple[Expr, ...]
@@ -55,6 +59,7 @@ class Expr:
     axes: Axes
     width: int
     depth: int
+    reduces: bool
     digest: str
 
     def __add__(self, other: Any) -> Expr:
@@ -119,11 +124,6 @@ class Expr:
         return render(self)
 
     @property
-    def reduces(self) -> bool:
-        """Whether this is a row reduction."""
-        return self.depth > max((a.depth for a in self.args), default=0)
-
-    @property
     def is_part(self) -> bool:
         """Whether this leaf, or named output, has a part of its tensor's features alone."""
         return bool(self.axes & Axes.FEATURE) and self.width != self.attrs[-1]
@@ -139,8 +139,9 @@ def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, wi
     node = Expr()
     node.op, node.args, node.attrs, node.axes, node.width, node.digest = op, args, attrs, axes, width, digest
     below = max((a.depth for a in args), default=0)
-    lost = any(a.axes & Axes.FEATURE for a in args) and not axes & Axes.FEATURE  # which row reductions alone do
-    node.depth = below + 1 if lost else below
+    # Row reductions alone lose the features.
+    node.reduces = not axes & Axes.FEATURE and any(a.axes & Axes.FEATURE for a in args)
+    node.depth = below + 1 if node.reduces else below
     _interned[digest] = node
     return node
 

@@ -52,6 +52,11 @@ class Value:
         """The dtype in which its gradient arrives."""
         return self.spec.dtype if self.gradient is None else self.gradient
 
+    @property
+    def gradient_spec(self) -> Spec:
+        """Shape, dtype and device of its gradient."""
+        return self.spec if self.gradient is None else dataclasses.replace(self.spec, dtype=self.gradient)
+
 
 @dataclass(frozen=True)
 class Node:
@@ -148,7 +153,11 @@ class Graph:
         return self._seen(Spec.rounded)
 
     def _seen(self, view: Callable[[Spec], Spec]) -> Graph:
-        return dataclasses.replace(self, values=tuple([dataclasses.replace(v, spec=view(v.spec)) for v in self.values]))
+        specs = {id(v.spec): v.spec for v in self.values}
+        seen = {key: view(spec) for key, spec in specs.items()}
+        return dataclasses.replace(
+            self, values=tuple([dataclasses.replace(v, spec=seen[id(v.spec)]) for v in self.values])
+        )
 
     @property
     def widest(self) -> torch.dtype:

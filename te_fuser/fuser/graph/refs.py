@@ -114,8 +114,7 @@ def _spec_of_value(graph: Graph, ref: Ref) -> Spec:
 
 
 def _spec_of_gradient(graph: Graph, ref: Ref) -> Spec:
-    value = graph.values[ref.index]
-    return replace(value.spec, dtype=value.gradient_dtype)
+    return graph.values[ref.index].gradient_spec
 
 
 def _spec_of_parameter(graph: Graph, ref: Ref) -> Spec:

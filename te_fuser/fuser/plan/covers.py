@@ -105,11 +105,7 @@ class Covering:
             if backward is None:
                 return None
             chosen = tuple(e for way in backward for e in way.edges)
-            joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
-            demands = self._once(("demands", chosen), functools.partial(self._demands, backward))
-            giving = ForwardCandidates(self.problem, self.prices, demands, joint)
-            found = self._all_found(chosen, giving)
-            wrong = self._cannot_run(joint, found)
+            joint, found, wrong = self._once(("following", chosen), functools.partial(self._following, backward))
             if wrong is None:
                 break
             impossible[wrong] = _why_impossible(wrong, joint)
@@ -117,6 +113,13 @@ class Covering:
         if forward is None:
             return None
         return _Round(backward, forward, impossible)
+
+    def _following(self, backward: list[Way]) -> tuple[list[MatchOf], list[Found], MatchOf | None]:
+        """A backward cover's joint fusions, the candidates for forward, and the first of those that cannot run."""
+        joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
+        giving = ForwardCandidates(self.problem, self.prices, self._demands(backward), joint)
+        found = [self._found(giving, s) for s in self.sections]
+        return joint, found, self._cannot_run(joint, found)
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
         """Forward as if nobody demanded anything, then a round within what it gives."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +71,7 @@ def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
         for n in nodes
     )
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
-    dy = replace(y.spec, dtype=y.gradient_dtype) if y.needs_grad else None
+    dy = y.gradient_spec if y.needs_grad else None
     return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
 
 

@@ -6,6 +6,7 @@ the section's beginning. Conditions of fusions may ask more than that, so they a
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -95,7 +96,12 @@ class Section:
 def sections_of(problem: Problem) -> list[Section]:
     """The sections of a problem, in their order."""
     forms: dict[Hashable, int] = {}
-    return [_section(problem, start, stop, forms) for start, stop in _between_cuts(problem)]
+    parts = _between_cuts(problem)
+    starts = [start for start, _ in parts]
+    matches: list[list[tuple[Fusion, int, int]]] = [[] for _ in parts]
+    for match in problem.matches:
+        matches[bisect.bisect_right(starts, match[1]) - 1].append(match)
+    return [_section(problem, *part, tuple(inside), forms) for part, inside in zip(parts, matches, strict=True)]
 
 
 def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
@@ -112,15 +118,16 @@ def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
     return found
 
 
-def _section(problem: Problem, start: int, stop: int, forms: dict[Hashable, int]) -> Section:
+def _section(
+    problem: Problem, start: int, stop: int, matches: tuple[tuple[Fusion, int, int], ...], forms: dict[Hashable, int]
+) -> Section:
     graph, nodes = problem.graph, problem.nodes[start:stop]
     values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
     for v in [*values]:
         values |= dict.fromkeys((graph.root(v), graph.first(v), graph.stored(graph.ref(v)).index))
     parameters = dict.fromkeys(p for n in nodes for p in n.parameters.values())
-    matches = tuple(m for m in problem.matches if start <= m[1] < stop)
-    stretches = tuple(k for k, s in enumerate(problem.stretches) if start <= s.start < stop)
-    section = Section(start, stop, -1, tuple(values), tuple(parameters), matches, stretches)
+    first, last = (bisect.bisect_left(problem.stretches, place, key=lambda s: s.start) for place in (start, stop))
+    section = Section(start, stop, -1, tuple(values), tuple(parameters), matches, tuple(range(first, last)))
     form = forms.setdefault(_Form(problem, section).whole(), len(forms))
     return replace(section, form=form)
 

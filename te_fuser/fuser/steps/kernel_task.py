@@ -93,7 +93,7 @@ class KernelTask(Task):
         return replace(
             self,
             inputs=tuple(map(move, self.inputs)),
-            outputs=tuple(replace(o, ref=move(o.ref)) for o in self.outputs),
+            outputs=tuple(KernelOutput(move(o.ref), o.axes, o.width, o.dtype, o.shape) for o in self.outputs),
             streams=tuple(s + streams for s in self.streams),
             aliases=tuple((move(new), move(old)) for new, old in self.aliases),
             lead=move(self.lead),
