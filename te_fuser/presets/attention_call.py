@@ -271,10 +271,6 @@ class Asking:
         """Of "thd": where sequences begin, and how long they are where padding lies between them."""
         found: dict[str, torch.Tensor] = {}
         sides = ("q", "kv") if self.apart else ("q",)
-        names = [f"max_seqlen_{side}" for side in sides if given.get(f"max_seqlen_{side}") is not None]
-        lengths = [self._whole_number(name, given[name]) for name in names]
-        if lengths:  # as few variants as there are powers of two
-            call = replace(call, longest=1 << (max(*lengths, 1) - 1).bit_length())
         for side in sides:
             ends, begins = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
             if ends is None and side == "q":
@@ -284,6 +280,7 @@ class Asking:
             if ends is not None and begins is not None:
                 found |= {f"cu_seqlens_{side}_padded": begins, f"seqlens_{side}": ends.diff()}
         alike = found.get("cu_seqlens_kv") is None or found["cu_seqlens_kv"] is found["cu_seqlens_q"]
+        call = replace(call, longest=self._longest([given.get(f"max_seqlen_{side}") for side in sides], alike))
         if "seqlens_q" not in found:
             return replace(call, padded_by="offsets", keys_alike=self.apart and alike), _without(found, alike, "")
         if self.apart and "seqlens_kv" not in found:
@@ -293,12 +290,21 @@ class Asking:
         call = replace(call, padded_by="offsets and lengths", keys_alike=self.apart and alike)
         return call, _without(found, alike, "_padded")
 
-    def _whole_number(self, name: str, value: Any) -> int:
-        """That of a tensor, too, whose device is waited for."""
+    def _longest(self, given: list[Any], alike: bool) -> int | None:
+        """What bounds all sequences, a power of two for the sake of few variants; None: one side's may be any length.
+
+        A tensor's number is taken, too: its device is waited for.
+
+        Raises:
+            TypeError: for what is no whole number.
+        """
         try:
-            return operator.index(value)
+            lengths = [operator.index(length) for length in given if length is not None]
         except TypeError:
-            raise TypeError(f"{self.who}: {name} is a whole number, got {value!r}") from None
+            raise TypeError(f"{self.who}: max_seqlen_q and max_seqlen_kv are whole numbers, got {given}") from None
+        if not lengths or len(lengths) < len(given) and not alike:
+            return None
+        return 1 << (max(*lengths, 1) - 1).bit_length()
 
     def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
         if mask is not None:
