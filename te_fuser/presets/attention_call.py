@@ -6,7 +6,7 @@ import difflib
 import functools
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,36 +269,36 @@ class Asking:
         self, call: AttentionCall, given: Mapping[str, Any]
     ) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
         """Of "thd": where sequences begin, and how long they are where padding lies between them."""
-        found: dict[str, torch.Tensor] = {}
         sides = ("q", "kv") if self.apart else ("q",)
-        names = [f"max_seqlen_{side}" for side in sides if given.get(f"max_seqlen_{side}") is not None]
-        lengths = [self._whole_number(name, given[name]) for name in names]
-        if lengths:  # as few variants as there are powers of two
-            call = replace(call, longest=1 << (max(*lengths, 1) - 1).bit_length())
-        for side in sides:
-            ends, begins = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
-            if ends is None and side == "q":
-                raise ValueError(f"{self.who}: qkv_format='thd' takes cu_seqlens_q=..., [sequences + 1] whole numbers")
-            if ends is not None:
-                found[f"cu_seqlens_{side}"] = ends
-            if ends is not None and begins is not None:
-                found |= {f"cu_seqlens_{side}_padded": begins, f"seqlens_{side}": ends.diff()}
-        alike = found.get("cu_seqlens_kv") is None or found["cu_seqlens_kv"] is found["cu_seqlens_q"]
-        if "seqlens_q" not in found:
-            return replace(call, padded_by="offsets", keys_alike=self.apart and alike), _without(found, alike, "")
-        if self.apart and "seqlens_kv" not in found:
-            found["seqlens_kv"] = found["seqlens_q"] if alike else found["cu_seqlens_kv"].diff()
-            found["cu_seqlens_kv_padded"] = found["cu_seqlens_q_padded"] if alike else found["cu_seqlens_kv"]
-        found = {name: t for name, t in found.items() if name not in ("cu_seqlens_q", "cu_seqlens_kv")}
-        call = replace(call, padded_by="offsets and lengths", keys_alike=self.apart and alike)
-        return call, _without(found, alike, "_padded")
+        ends: list[Any] = [given.get(f"cu_seqlens_{side}") for side in sides]
+        begins: list[Any] = [given.get(f"cu_seqlens_{side}_padded") for side in sides]
+        if ends[0] is None:
+            raise ValueError(f"{self.who}: qkv_format='thd' takes cu_seqlens_q=..., [sequences + 1] whole numbers")
+        alike = all(theirs is None or theirs is said[0] for said in (ends, begins) for theirs in said[1:])
+        call = replace(call, keys_alike=self.apart and alike)
+        longest = self._longest([given.get(f"max_seqlen_{side}") for side in sides], alike)
+        if all(begin is None for begin in begins):
+            own = 1 if alike else len(sides)
+            found = {f"cu_seqlens_{side}": end for side, end in zip(sides[:own], ends[:own], strict=True)}
+            return replace(call, padded_by="offsets", longest=longest), found
+        # Padding may be longer than any sequence: nothing bounds both.
+        return replace(call, padded_by="offsets and lengths"), _between_padding(sides, ends, begins, alike)
 
-    def _whole_number(self, name: str, value: Any) -> int:
-        """That of a tensor, too, whose device is waited for."""
+    def _longest(self, given: list[Any], alike: bool) -> int | None:
+        """What bounds all sequences, a power of two for the sake of few variants; None: one side's may be any length.
+
+        A tensor's number is taken, too: its device is waited for.
+
+        Raises:
+            TypeError: for what is no whole number.
+        """
         try:
-            return operator.index(value)
+            lengths = [operator.index(length) for length in given if length is not None]
         except TypeError:
-            raise TypeError(f"{self.who}: {name} is a whole number, got {value!r}") from None
+            raise TypeError(f"{self.who}: max_seqlen_q and max_seqlen_kv are whole numbers, got {given}") from None
+        if not lengths or len(lengths) < len(given) and not alike:
+            return None
+        return 1 << (max(*lengths, 1) - 1).bit_length()
 
     def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
         if mask is not None:
@@ -356,8 +356,17 @@ def _type(call: AttentionCall) -> str:
     return f"{name}={call.mask_type!r}"
 
 
-def _without(found: dict[str, torch.Tensor], alike: bool, suffix: str) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in found.items() if not (alike and name == f"cu_seqlens_kv{suffix}")}
+def _between_padding(
+    sides: Sequence[str], ends: Sequence[Any], begins: Sequence[Any], alike: bool
+) -> dict[str, torch.Tensor]:
+    """Where each side's sequences begin, and how many tokens they have."""
+    found: dict[str, torch.Tensor] = {}
+    for side, end, begin in zip(sides, ends, begins, strict=True):
+        own = ends[0] if end is None else end
+        found[f"seqlens_{side}"] = found["seqlens_q"] if found and own is ends[0] else own.diff()
+        if side == "q" or not alike:
+            found[f"cu_seqlens_{side}_padded"] = own if begin is None else begin
+    return found
 
 
 def _in_one_word(mask_type: Any) -> Any:

@@ -39,6 +39,8 @@ _BOTH = (  # what calls say of both
     "cu_seqlens_kv",
     "cu_seqlens_q_padded",
     "cu_seqlens_kv_padded",
+    "max_seqlen_q",
+    "max_seqlen_kv",
 )
 
 _OWN = ("self_attn_mask_type", *_CROSS, "encoder_output", "is_first_microbatch", "inference_params", "rotary_pos_emb")

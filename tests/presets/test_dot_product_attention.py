@@ -102,12 +102,50 @@ def test_sequences_one_behind_the_other() -> None:
     torch.testing.assert_close(y[:3], want)
     bounded = made(q, k[:7], v[:7], cu_seqlens_q=ends, max_seqlen_q=torch.tensor(4))
     torch.testing.assert_close(bounded, same)
-    with pytest.raises(TypeError, match="max_seqlen_kv is a whole number, got 4.0"):
+    with pytest.raises(TypeError, match="max_seqlen_kv are whole numbers, got .None, 4.0."):
         made(q, k[:7], v[:7], cu_seqlens_q=ends, max_seqlen_kv=4.0)
     with pytest.raises(ValueError, match="takes cu_seqlens_q"):
         made(q, k, v)
     with pytest.raises(ValueError, match="takes no attn_mask_type='arbitrary'"):
         made(q, k, v, PAD, attn_mask_type="arbitrary", cu_seqlens_q=ends)
+
+
+ENDS, QUERIES, KEYS = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10]), torch.tensor([0, 4, 10])
+
+
+@pytest.mark.parametrize("ends", [{}, {"cu_seqlens_kv": ENDS}, {"cu_seqlens_kv": ENDS.clone()}])
+@pytest.mark.parametrize(
+    "begins",
+    [
+        {"cu_seqlens_q_padded": QUERIES, "cu_seqlens_kv_padded": KEYS},
+        {"cu_seqlens_q_padded": QUERIES, "cu_seqlens_kv_padded": QUERIES},
+        {"cu_seqlens_kv_padded": KEYS},
+    ],
+)
+def test_padding_between_sequences_of_keys(ends: dict[str, torch.Tensor], begins: dict[str, torch.Tensor]) -> None:
+    made = attention(qkv_format="thd")
+    q, k, v = (tensor(10, h, d, seed=n) for n, (h, d) in enumerate(((H, D), (G, D), (G, E))))
+    y = made(q, k, v, cu_seqlens_q=ENDS, max_seqlen_q=3, **ends, **begins)
+    for n in range(2):
+        rows, seen = (begins.get(f"cu_seqlens_{side}_padded", ENDS)[n] for side in ("q", "kv"))
+        one = [t[None, at : at + 3].transpose(1, 2) for t, at in ((q, rows), (k, seen), (v, seen))]
+        want = attend(*one, Call(causal(3, 3)), made.softmax_scale)
+        torch.testing.assert_close(y[rows : rows + 3], want[0].transpose(0, 1).flatten(1))
+
+
+def test_a_bound_of_sequences_holds_for_both_sides() -> None:
+    """Keys of other sequences than the queries' are not bounded by the queries' longest alone."""
+    made = attention(qkv_format="thd")
+    ends, others = torch.tensor([0, 3]), torch.tensor([0, 40])
+
+    def longest(**given: Any) -> int | None:
+        return made.asking.understood({"cu_seqlens_q": ends, **given})[0].longest
+
+    assert longest(max_seqlen_q=3) == longest(max_seqlen_kv=torch.tensor(3)) == 4
+    assert longest(max_seqlen_q=3, cu_seqlens_kv=ends) == 4
+    assert longest(max_seqlen_q=3, cu_seqlens_kv=others) is longest(max_seqlen_kv=40, cu_seqlens_kv=others) is None
+    assert longest(max_seqlen_q=3, max_seqlen_kv=40, cu_seqlens_kv=others) == 64
+    assert longest() is longest(max_seqlen_q=3, cu_seqlens_q_padded=torch.tensor([0, 9])) is None
 
 
 PAD = torch.ones(1, 1, 7, 7, dtype=torch.bool)
