@@ -240,12 +240,12 @@ class Block(ops.Together):
             parts.left[self.attention] = why
         modules = list(self.modules())
         hooks = [h for m in modules[1:] for h in hooks_of(m)]
-        watched = [m._modules for m in modules], [h for h in hooks if h], [h for h in hooks if not h]
-        return _Made(_seen(watched[0]), parts.left, watched=watched)
+        watched = [m._modules for m in modules], [h for h in hooks if h], [h for h in hooks if not h], parts
+        return _Made([*_seen(watched[0]), *parts.read()], parts.left, watched=watched)
 
     def _unchanged(self, made: _Made) -> bool:
-        children, hooks, no_hooks = made.watched
-        return all(hooks) and not any(no_hooks) and _seen(children) == made.seen
+        children, hooks, no_hooks, parts = made.watched
+        return all(hooks) and not any(no_hooks) and [*_seen(children), *parts.read()] == made.seen
 
     def _list(self, made: _Made, part: str, hides: str = "") -> Sequential:
         key = part, hides, *self.settings().values(), *self.modes()

@@ -14,6 +14,7 @@ from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.hooks import hooks_of
 
 _RECORDING = "transformers.utils.output_capturing"  # whose hooks do nothing unless a call asks for what they record
+_EPSILONS = ("eps", "variance_epsilon")
 
 
 class Theirs(nn.Module):
@@ -39,11 +40,15 @@ class Parts:
         owner: the layer.
         left: path in the layer -> why the module there runs by itself.
         joined: names of parameters that an op reads as one.
+        numbers: where the numbers lie that ops were made with, and under which name.
+        biases: the parameters of what has a bias or none.
     """
 
     owner: nn.Module
     left: dict[str, str] = field(default_factory=dict)
     joined: list[list[str]] = field(default_factory=list)
+    numbers: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    biases: list[dict[str, Any]] = field(default_factory=list)
 
     def module(self, path: str) -> nn.Module:
         """The module of that path in the layer."""
@@ -59,6 +64,7 @@ class Parts:
     def linear(self, *paths: str) -> list[nn.Module]:
         """The torch.nn.Linears there, of one input, as one product: their outputs one behind the other."""
         modules: list[Any] = [self.module(path) for path in paths]
+        self.biases += [m._parameters for m in modules]
         left = [self.is_left(path, nn.Linear) for path in paths]
         if any(left) or self._differ(paths, modules):
             return [Theirs(*modules)]
@@ -86,7 +92,17 @@ class Parts:
         module = self.module(path)
         if self.is_left(path, kind):
             return [Theirs(module)]
+        self.note_eps(module)
         return [ops.Bound(made(module), self.owner, **{name: f"{path}.{name}" for name in module._parameters})]
+
+    def note_eps(self, norm: nn.Module) -> None:
+        """Have the list made anew when the norm's epsilon is another."""
+        kept = norm.__dict__
+        self.numbers += [(kept, name) for name in _EPSILONS if name in kept]
+
+    def read(self) -> list[Any]:
+        """What ops were made with, as it is now."""
+        return [*(kept.get(name) for kept, name in self.numbers), *(p.get("bias") is None for p in self.biases)]
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:

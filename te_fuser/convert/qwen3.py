@@ -18,6 +18,10 @@ class HeadNorms(LlamaLike):
     """A layer that norms query and key heads before they are turned."""
 
     def norm_heads(self, parts: Parts) -> list[nn.Module]:
+        for name in _NORMS:
+            parts.note_eps(parts.module(f"self_attn.{name}"))
+        if self.attention_left() is not None:
+            return []
         norm: Any = self.norm_op(parts.module("self_attn.q_norm"))
         how = {"eps": norm.eps, "zero_centered_gamma": norm.zero_centered_gamma}
         op = ops.HeadNorm(**self._heads_are(), **how, packing="blocked", device="meta")
@@ -30,6 +34,8 @@ class HeadNorms(LlamaLike):
             why = why_left(norm, self.norm_class)
             if why is not None:
                 return f"of its {name}: {why}"
+        if len({self.norm_op(norm).eps for norm in norms.values()}) > 1:  # type: ignore[attr-defined]
+            return "its norms of heads differ in eps"
         return None
 
     def function_options(self) -> dict[str, Any]:

@@ -134,8 +134,8 @@ class DotProductAttention(Preset):
     def forward(  # type: ignore[override]
         self,
         query_layer: torch.Tensor,
-        key_layer: torch.Tensor,
-        value_layer: torch.Tensor,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
         attention_mask: Any = None,
         *,
         checkpoint_core_attention: bool = False,
@@ -146,7 +146,8 @@ class DotProductAttention(Preset):
 
         Args:
             query_layer, key_layer, value_layer: [S, B, H, D] in the order of qkv_format; keys and values may have
-                another length.
+                another length. Left out where it is a step of the list of another preset, as with hooks of its own:
+                there heads lie as the projections before it give them.
             attention_mask: boolean, True = hidden, for a type of mask that reads it.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             **call: qkv_format, attn_mask_type, window_size, bottom_right_diagonal in place of the constructor's;
@@ -156,6 +157,9 @@ class DotProductAttention(Preset):
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
         """
         self.check_group()
+        if key_layer is None and self.common.packing != "apart":
+            masked = {} if attention_mask is None else {"attention_mask": attention_mask}
+            return super().forward(query_layer, **masked, **call)
         who, outputs = type(self).__name__, call.pop("outputs", ())
         check_arguments(who, call)
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
@@ -163,10 +167,26 @@ class DotProductAttention(Preset):
             raise NotImplementedError(f"{who}: caches are those of MultiheadAttention: give inference_params there")
         how, tensors = self.asking.understood({"attention_mask": attention_mask, **call})
         rows = 1 if how.qkv_format == "thd" else 2
-        x, key, value = (_flat(t, rows) for t in (query_layer, key_layer, value_layer))
+        x, key, value = self._flat(rows, query_layer, key_layer, value_layer)
         usual = how == self.asking.default and self.common.packing == "apart"
         run = super().forward if usual else self.variant(call=how, packing="apart")
         return run(x, outputs=outputs, key_layer=key, value_layer=value, **tensors)
+
+    def _flat(self, rows: int, query: Any, key: Any, value: Any) -> list[torch.Tensor]:
+        """Heads as features of a row."""
+        heads, groups = self.share(self.num_attention_heads), self.share(self.num_gqa_groups)
+        sizes = ((heads, self.channels[0]), (groups, self.channels[0]), (groups, self.channels[1]))
+        flat = []
+        for name, t, size in zip(("query_layer", "key_layer", "value_layer"), (query, key, value), sizes, strict=True):
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"{type(self).__name__}: {name} takes a tensor, got {type(t).__name__}")
+            if t.dim() == rows + 2 and t.shape[rows:] != size:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} has {t.shape[-2]} heads of {t.shape[-1]} channels, the preset was "
+                    f"made for {size[0]} of {size[1]}: got {list(t.shape)}"
+                )
+            flat.append(t.flatten(rows) if t.dim() == rows + 2 else t)
+        return flat
 
 
 def groups_of(heads: int, groups: int | None) -> int:
@@ -179,8 +199,3 @@ def groups_of(heads: int, groups: int | None) -> int:
     if heads % found:
         raise ValueError(f"num_gqa_groups={groups} does not divide num_attention_heads={heads}: give a divisor")
     return found
-
-
-def _flat(t: torch.Tensor, rows: int) -> torch.Tensor:
-    """Heads as features of a row."""
-    return t.flatten(rows) if t.dim() == rows + 2 else t

@@ -346,6 +346,42 @@ def test_settings_may_change() -> None:
     assert_alike(results(model, IDS), results(original, IDS))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "qwen3", "gemma3"])
+def test_eps_of_norms_may_change(family: str) -> None:
+    model, original = both(family)
+    model(IDS)
+    for each in (model, original):
+        layer = (each.transformer.h if family == "gpt2" else each.model.layers)[0]
+        for norm in (m for name, m in layer.named_modules() if "norm" in name or "ln" in name):
+            setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", 0.5)
+    assert_alike(results(model, IDS), results(original, IDS))
+    if family in ("qwen3", "gemma3"):
+        for each in (model, original):
+            setattr(each.model.layers[1].self_attn.k_norm, "variance_epsilon" if family == "qwen3" else "eps", 0.5)
+        assert model.model.layers[1].left() == {"self_attn": "its norms of heads differ in eps"}
+        assert_alike(results(model, IDS), results(original, IDS))
+
+
+def test_norms_of_heads_may_be_of_another_class() -> None:
+    model, original = both("qwen3")
+    for each in (model, original):
+        each.model.layers[0].self_attn.q_norm = nn.Identity()
+    assert model.model.layers[0].left() == {"self_attn": "of its q_norm: it is a Identity, no Qwen3RMSNorm"}
+    assert_alike(results(model, IDS), results(original, IDS))
+
+
+def test_biases_may_come_and_go() -> None:
+    model, original = both("llama")
+    model(IDS)
+    for value in (0.5, None):
+        for each in (model, original):
+            for name in ("o_proj", "q_proj"):
+                linear = each.model.layers[0].self_attn.get_submodule(name)
+                bias = torch.full_like(linear.weight[:, 0], value or 0.0)
+                linear.bias = None if value is None else nn.Parameter(bias)
+        assert_alike(results(model, IDS), results(original, IDS))
+
+
 def test_embeddings_of_any_strides() -> None:
     model, original = both("qwen2")
     x = torch.randn(9, 2, 32, dtype=torch.float64)[..., ::2].transpose(0, 1).requires_grad_()

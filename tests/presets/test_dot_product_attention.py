@@ -175,3 +175,7 @@ def test_bad_arguments() -> None:
         attention()(q, k, v, cu_seqlen_q=None)
     with pytest.raises(NotImplementedError, match="give inference_params there"):
         attention()(q, k, v, inference_params=object())
+    with pytest.raises(ValueError, match=f"query_layer has {2 * H} heads of {D // 2} channels"):
+        attention()(q.reshape(*q.shape[:2], 2 * H, D // 2), k, v)
+    with pytest.raises(TypeError, match="value_layer takes a tensor, got NoneType"):
+        attention()(q, k)
