@@ -18,6 +18,8 @@ from te_fuser.fuser.plan import covers
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.steps.fusion_task import FusionTask
+from te_fuser.fuser.steps.op_tasks import OpTask
 from tests.plans.models import (
     BF16,
     FP32,
@@ -53,6 +55,7 @@ def _read_again() -> list[torch.nn.Module]:
 CASES = {
     "gpt": Case(lambda: gpt(4, 1024, 16, BF16), (512, 4, 1024), BF16),
     "gpt of few tokens": Case(lambda: gpt(4, 768, 12, FP32, dropout=0.0), (64, 1, 768)),
+    "gpt of a length between two of the grid": Case(lambda: gpt(3, 768, 12, BF16), (613, 3, 768), BF16),
     "gpt with packages": Case(lambda: gpt(3, 1024, 16, BF16), (512, 4, 1024), BF16, within=packages),
     "gpt in inference": Case(lambda: gpt(3, 1024, 16, BF16), (512, 4, 1024), BF16, grad=False),
     "autocast": Case(lambda: gpt(3, 1024, 16, FP32), (512, 4, 1024), within=lambda kind: autocast(BF16, kind)),
@@ -87,6 +90,15 @@ def test_the_plan_is_that_of_the_whole_list(name: str, memory: Any, monkeypatch:
     shared = _lines(CASES[name], memory)
     _apart(monkeypatch)
     assert shared == _lines(CASES[name], memory)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_run_the_ops_of_their_place(name: str) -> None:
+    for plan in plans_of(CASES[name], DEVICES[0], "balanced"):
+        for step in plan.steps:
+            if isinstance(step.task, (OpTask, FusionTask)):
+                nodes = step.task.nodes if isinstance(step.task, FusionTask) else (step.task.node,)
+                assert [n.index for n in nodes] == [*range(step.start, step.stop)]
 
 
 # ------------------------------------------------------------------------------------------------ what is asked
