@@ -309,16 +309,17 @@ class _Flattener:
 
     def __init__(self) -> None:
         self.found: list[Border | _Consecutive] = []
+        self.shared: dict[str, str] = {}  # names that a root which shares them binds -> as what
 
     def run(self, root: OpList) -> None:
-        self._sequential(root, "", [], _Planning(root.options()))
+        self._sequential(root, "", [self.shared], _Planning(root.options()))
 
     def items(self) -> list[ListedOp | Border]:
         """What was found, op by op."""
         return [item for part in self.found for item in ([part] if isinstance(part, Border) else part.listed)]
 
     def _sequential(self, module: OpList, path: str, scopes: list[dict[str, str]], planning: _Planning) -> None:
-        inner = scopes if module.shares_names and scopes else [*scopes, {}]
+        inner = scopes if module.shares_names else [*scopes, {}]
         residual = f"{path}//residual"  # no name that an op inside could mean
         if module.adds_input:
             self._add(ListedOp(Fork("residual").lower()[0], path, {}, (residual,), path), planning)
@@ -379,6 +380,9 @@ class _Flattener:
             reads = {n: _resolve(n, scopes) for n in sorted(free)}
             reads |= {n: f"{here}.{n}" for item in inside.items() for n in _names_of_call(item)}
             outputs = {_inside(here, n): exported(n) for item in inside.items() for n in _names_exported(item)}
+            for name, own in inside.shared.items():
+                scopes[-1][name] = given = f"{here}/{name}"
+                outputs[given] = exported(own)
         self.found.append(Border(module, here, reads, gives, outputs))
 
 

@@ -469,3 +469,25 @@ def test_bad_calls() -> None:
         warnings.simplefilter("error")
         with pytest.raises(DeprecationWarning, match="ub_tp_comm_overlap does nothing here"):
             layer(ub_tp_comm_overlap=False)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_hooks_of_parts_whose_norm_is_the_residual(last: bool) -> None:
+    """A part that runs by itself still gives the list around what its norm gave."""
+    made = layer(apply_residual_connection_post_layernorm=True, output_layernorm=last)
+    x = tensor(S, B, F)
+    leaves = [x, *made.parameters()]
+    want = made(x)
+    dy = tensor(*want.shape, grad=False)
+    gradients = torch.autograd.grad(want, leaves, dy)
+    first = f"self_attention.{'qkv' if last else 'layernorm_qkv'}"
+    for names in (["layernorm_mlp"], ["self_attention"], ["self_attention", first]):
+        seen: list[str] = []
+        hooks = [made.get_submodule(n).register_forward_hook(lambda *_, n=n, seen=seen: seen.append(n)) for n in names]
+        y = made(x)
+        assert sorted(seen) == sorted(names)
+        torch.testing.assert_close(y, want)
+        for mine, other in zip(torch.autograd.grad(y, leaves, dy), gradients, strict=True):
+            torch.testing.assert_close(mine, other)
+        for hook in hooks:
+            hook.remove()
