@@ -26,6 +26,9 @@ class Declared:
     marks: dict[str, Any]
 
 
+_SETTLED = frozenset({"attention_dropout", "eps", "softmax_scale"})  # what the ops of a list have, each for itself
+
+
 class Preset(Together, Variants):
     """A list of ops over parameters of its own, which a call turns into x, named inputs and outputs.
 
@@ -39,6 +42,7 @@ class Preset(Together, Variants):
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
         NotImplementedError: for a value that asks for what is missing.
+        AttributeError: when a number that its ops have is to be changed later.
     """
 
     flattens = True
@@ -61,6 +65,14 @@ class Preset(Together, Variants):
         self._group = _Group(common.tp_group)
         self.tp_size = common.tp_size if common.tp_group is None else self._group.ranks
         self._refusal = self._why_not()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTLED and self.__dict__.get(name, value) != value:
+            raise AttributeError(
+                f"{type(self).__name__}: {name} is settled when it is made ({self.__dict__[name]!r}), and calls would "
+                f"not follow {value!r}; make another one, which may share its parameters"
+            )
+        super().__setattr__(name, value)
 
     def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
         """What this preset was given of these arguments, for the parts of it that are presets themselves."""

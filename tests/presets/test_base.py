@@ -150,3 +150,21 @@ def test_a_preset_is_freed() -> None:
     held = weakref.ref(made)
     del made
     assert held() is None
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: te_fuser.DotProductAttention(2, 4), "softmax_scale"),
+        (lambda: te_fuser.DotProductAttention(2, 4), "attention_dropout"),
+        (lambda: te_fuser.LayerNorm(8, device="cpu"), "eps"),
+        (lambda: te_fuser.LayerNormLinear(8, 4, device="cpu"), "eps"),
+        (lambda: te_fuser.LayerNormMLP(8, 4, device="cpu"), "eps"),
+    ],
+)
+def test_numbers_that_its_ops_have_are_settled(make: Any, name: str) -> None:
+    """A later one would hold for those variants alone that are made after it."""
+    preset = make()
+    setattr(preset, name, getattr(preset, name))
+    with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
+        setattr(preset, name, 0.25)
