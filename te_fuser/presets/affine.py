@@ -148,6 +148,8 @@ class Affine(Preset):
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
         **call: Any,
     ) -> Any:
         """out[, bias][, layernorm_out].
@@ -156,11 +158,16 @@ class Affine(Preset):
             inp: [..., in_features].
             weight, bias: in place of the preset's; the weight's must be given with skip_weight_param_allocation.
             is_first_microbatch: True writes the weight's gradient over its main_grad, None and False add to it.
+            fp8_output, fp8_grad: False.
 
         Raises:
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
+            NotImplementedError: for FP8.
         """
         self.check_group()
+        for name, wanted in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
+            if wanted:
+                raise NotImplementedError(f"{type(self).__name__}: {name} asks for FP8, which is to come; leave it out")
         given = self._given_tensors(weight, bias)
         over = self.writes_over(is_first_microbatch)
         instead = () if self.skip_weight_param_allocation else tuple(given)

@@ -374,3 +374,12 @@ def test_modes() -> None:
 
 def test_verify() -> None:
     assert te_fuser.verify(made(params_dtype=torch.float32), torch.randn(4, IN)).passed
+
+
+@pytest.mark.parametrize("name", ["fp8_output", "fp8_grad"])
+def test_fp8_of_a_call(name: str) -> None:
+    for layer in (made(), te_fuser.LayerNormLinear(IN, OUT, device="cpu", params_dtype=torch.float64)):
+        x = tensor(3, IN)
+        assert torch.equal(layer(x, **{name: False}), layer(x))
+        with pytest.raises(NotImplementedError, match=f"{name} asks for FP8"):
+            layer(x, **{name: True})
