@@ -29,13 +29,8 @@ MASK_TYPES = (
 LAYOUTS = {"sbhd": "sequence_first", "bshd": "batch_first", "thd": "tokens"}
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
-# What calls of an attention may say of it, by keyword.
-ARGUMENTS = (
-    "attention_mask",
-    "attn_mask_type",
-    "window_size",
-    "bottom_right_diagonal",
-    "qkv_format",
+# What calls of a layer say of both its attentions.
+OF_BOTH = (
     "core_attention_bias_type",
     "core_attention_bias",
     "alibi_slopes",
@@ -45,6 +40,15 @@ ARGUMENTS = (
     "cu_seqlens_kv_padded",
     "max_seqlen_q",
     "max_seqlen_kv",
+)
+# What calls of an attention may say of it, by keyword.
+ARGUMENTS = (
+    "attention_mask",
+    "attn_mask_type",
+    "window_size",
+    "bottom_right_diagonal",
+    "qkv_format",
+    *OF_BOTH,
     "fast_zero_fill",
     "pad_between_seqs",
 )

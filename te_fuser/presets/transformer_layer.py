@@ -12,7 +12,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
 from te_fuser.presets.arguments import check_choice, check_flag, check_size
-from te_fuser.presets.attention_call import LAYOUTS, check_arguments
+from te_fuser.presets.attention_call import LAYOUTS, OF_BOTH, check_arguments
 from te_fuser.presets.base import Preset
 from te_fuser.presets.heads import HeadsArguments, example
 from te_fuser.presets.layer_norm import LayerNorm
@@ -31,17 +31,6 @@ _CROSS = {  # what calls say of cross attention -> what that calls it
     "enc_dec_window_size": "window_size",
     "enc_dec_bottom_right_diagonal": "bottom_right_diagonal",
 }
-_BOTH = (  # what calls say of both
-    "core_attention_bias_type",
-    "core_attention_bias",
-    "alibi_slopes",
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-)
 
 _OWN = ("self_attn_mask_type", *_CROSS, "encoder_output", "is_first_microbatch", "inference_params", "rotary_pos_emb")
 
@@ -292,7 +281,7 @@ class TransformerLayer(Preset):
         how: dict[str, Hashable] = {"self_attention": tuple(found.items())} if found else {}
         if self.decodes:
             theirs = {plain: call.get(name) for name, plain in _CROSS.items()}
-            theirs |= {name: call[name] for name in _BOTH if name in call}
+            theirs |= {name: call[name] for name in OF_BOTH if name in call}
             theirs["attention_mask"] = enc_dec_attn_mask
             crossing, others = self.inter_attention.understood(theirs, None, is_first_microbatch)
             how |= {"inter_attention": tuple(crossing.items())} if crossing else {}
