@@ -14,13 +14,14 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Details, Fusion, fusion
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
+from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows
 from te_fuser.ops.attention_heads import ApartHeads, inputs_of
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
@@ -119,16 +120,21 @@ class _Attention:
 
 
 class _SeparateAttention:
-    """Attention alone, of inputs that lie apart, or where structure hides."""
+    """Attention alone, of inputs that lie apart, or where structure hides.
 
-    def __init__(self, provider: Provider, settings: AttentionSettings, names: tuple[str, ...]) -> None:
+    Args:
+        compiled: whether rows that no kernel writes are blanked by the kernel for that, which the plan has compiled.
+    """
+
+    def __init__(self, provider: Provider, settings: AttentionSettings, names: tuple[str, ...], compiled: bool) -> None:
         self._provider, self._names = provider, names
+        self._blank = blank_rows.by_kernel if compiled else blank_rows.by_torch
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
 
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         """The output."""
         tensors = {"input": x, **{name: m[f"0.{name}"] for name in self._names}}
-        y, saved = self._provider.forward_separate(self._settings[m.draws(0)], tensors)
+        y, saved = self._provider.forward_separate(self._settings[m.draws(0)], tensors, self._blank)
         for name, tensor in saved.items():
             m.emit(name, tensor)
         return y
@@ -138,7 +144,7 @@ class _SeparateAttention:
         tensors = {"input": m["-1.input"], **{name: m[name] for name in ("output", *self._provider.emits)}}
         for name in self._names:
             tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
-        made = self._provider.backward_separate(self._settings[m.draws(0)], tensors, dy)
+        made = self._provider.backward_separate(self._settings[m.draws(0)], tensors, dy, self._blank)
         if "sink" in self._names:
             sink = m["0.sink"]
             made["sink"] = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(sink)
@@ -155,8 +161,15 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
     settings = replace(op.settings(), dropout=op.dropout)
     if settings.beyond:
         names = (*op.named_inputs(), *op.parameter_shapes())
-        return getattr(_separate_attention(provider, settings, names), direction)  # type: ignore[no-any-return]
+        blanks = _blanks(provider, m)
+        return getattr(_separate_attention(provider, settings, names, blanks), direction)  # type: ignore[no-any-return]
     return getattr(_attention(provider, settings, _rotation(m), len(m) - 1), direction)  # type: ignore[no-any-return]
+
+
+def _blanks(provider: Provider, m: Match) -> bool:
+    """Whether the plan compiles the kernel that blanks rows."""
+    told = provider.by_structure and _op(m).hides.counts
+    return told and m.target == "cuda" and m.device.type == "cuda" and blank_rows.reason_not(m.dtype) is None
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
@@ -188,15 +201,17 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
             choose=functools.partial(_choose, provider),
             saved_bytes=saved_bytes,
             forward_ops=1,
-            compiles=_compiles,
+            compiles=functools.partial(_compiles, provider),
             sums=("0.bias",) if before else (),
             registered=registered,
         ),
     )(Both)
 
 
-def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[packed_heads.PackedPass]:
-    """The packing of gradients, where backward covers more than attention."""
+def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[str]) -> Iterable[WrittenKernel]:
+    """What blanks rows; the packing of gradients, where backward covers more than attention."""
+    if _blanks(provider, m):
+        yield blank_rows.BlankRows(m.dtype)
     if direction == "forward" or len(m) == 1:
         return
     sums = m[0].dtype_of("bias") if "0.bias" in needed else None

@@ -55,7 +55,10 @@ class AttentionMask:
             nothing sees it.
         key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there.
         longest: no sequence of `offsets`, its padding included, is longer, which the caller knows: a kernel then
-            starts for so many positions of each, and not for all tokens. Longer ones have wrong results.
+            starts for so many positions of each, and not for all tokens.
+
+    Lengths and offsets are read on the device. On a CPU a sequence that is longer than the longest, or lies outside of
+    the tensors, is a ValueError; on a GPU its rows are NaN where a kernel is told the structure.
     """
 
     causal: bool = False
@@ -198,6 +201,50 @@ class AttentionMask:
                     f"{[samples, 1, 1, count]}{hint}"
                 )
 
+    def check_counts(self, counts: Mapping[str, torch.Tensor | None], positions: int, keys: int | None) -> None:
+        """Raise, in words, when a sequence lies outside of so many positions and keys (None: the same), or is too long.
+
+        Raises:
+            ValueError: naming the input, what it says and what there is.
+        """
+        sides = (
+            (("offsets", "lengths", positions),)
+            if keys is None
+            else (
+                ("offsets", "lengths", positions),
+                ("key_offsets" if self.key_offsets else "offsets", "key_lengths", keys),
+            )
+        )
+        for begins, ends, room in sides:
+            offsets, lengths = counts.get(begins), counts.get(ends)
+            rooms: torch.Tensor | None = None
+            if offsets is not None:
+                rooms = offsets.diff()
+                self._check_offsets(getattr(self, begins), offsets, rooms, room)
+            if lengths is not None:
+                most = torch.full_like(lengths, room) if rooms is None else rooms
+                wrong = ((lengths < 0) | (lengths > most)).nonzero()
+                if len(wrong):
+                    n, what = int(wrong[0]), "sample" if rooms is None else "sequence"
+                    raise ValueError(
+                        f"{getattr(self, ends)!r} says that {what} {n} has {int(lengths[n])} positions, and there is "
+                        f"room for {int(most[n])}: give lengths from 0 to that"
+                    )
+
+    def _check_offsets(self, name: str, offsets: torch.Tensor, rooms: torch.Tensor, tokens: int) -> None:
+        if int(offsets[0]) != 0 or bool((rooms < 0).any()) or int(offsets[-1]) > tokens:
+            raise ValueError(
+                f"{name!r} go from {int(offsets[0])} to {int(offsets[-1])} with steps of at least "
+                f"{int(rooms.min()) if len(rooms) else 0}, and there are {tokens} tokens: offsets begin with 0, never "
+                "fall, and end within the tokens"
+            )
+        if self.longest is not None and len(rooms) and int(rooms.max()) > self.longest:
+            n = int(rooms.argmax())
+            raise ValueError(
+                f"{name!r} says that sequence {n} has {int(rooms[n])} tokens with its padding, and longest="
+                f"{self.longest}: give a longest that bounds all of them, or none"
+            )
+
     def _offsets_for(self, lengths: str) -> str:
         return "key_offsets" if lengths == "key_lengths" and self.key_offsets else "offsets"
 
@@ -251,7 +298,13 @@ class Band:
         apart: bool,
         device: torch.device,
     ) -> Band:
-        """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own."""
+        """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own.
+
+        Raises:
+            ValueError: on a CPU, where a sequence lies outside of what there is.
+        """
+        if device.type == "cpu" and mask.counts:
+            mask.check_counts(tensors, sizes[0], sizes[1] if apart else None)
         lengths, offsets, padding = (tensors.get(name) for name in ("lengths", "offsets", "padding"))
         queries = Places.of(sizes[0], lengths, offsets, device)
         if not apart:

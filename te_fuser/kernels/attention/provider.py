@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.formula.random import RandomStream
+from te_fuser.kernels.attention.blank_rows import Blank, by_torch
 from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.separate import Separate, Tensors
@@ -161,8 +162,13 @@ class Provider:
         call = self._call(views, self._readable(qkv), mask)
         return self._run_backward(call, views.split_output(self._readable(out)), dout, saved), views.grouped
 
-    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
-        """The same as `forward` for what `beyond` has: inputs and what hides by name."""
+    def forward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank = by_torch
+    ) -> tuple[torch.Tensor, Saved]:
+        """The same as `forward` for what `beyond` has: inputs and what hides by name.
+
+        `blank` is there for kernels that are told lengths and leave rows out.
+        """
         call = Separate.of(settings, tensors)
         if call.is_empty:
             return self._nothing(call)
@@ -170,7 +176,9 @@ class Provider:
         out, saved = self._run(self._separate_call(call, hidden))
         return call.output(self._seeing(out, hidden)), saved
 
-    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+    def backward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank = by_torch
+    ) -> Saved:
         """The gradients by input."""
         call = Separate.of(settings, tensors)
         if call.is_empty:
