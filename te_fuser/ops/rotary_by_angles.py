@@ -31,10 +31,11 @@ class RotaryByAngles(UnfusedOperation):
         angles: the name of the angles in the call, or two, of the queries' and the keys'; cosines and sines by
             `cos_sin` instead.
         cos_sin: the names of both.
-        starts: the name of whole numbers [B]: the position of each sample's first row; where not given, 0. Rows behind
-            the last angles turn as these say.
+        starts: the name of whole numbers [B]: the position of each sample's first row; where not given, 0.
         offsets: for layout="tokens", the name of whole numbers [N + 1]: x is [tokens, features], and sequence n begins
             with token offsets[n].
+        padded: whether rows whose positions have no angles are padding, which turns as the last angles say. Else they
+            are a ValueError on a CPU, and NaN on a GPU, where nobody waits for the device to raise.
         layout, packing, style: see `RotaryEmbedding`.
 
     Raises:
@@ -57,6 +58,7 @@ class RotaryByAngles(UnfusedOperation):
         cos_sin: tuple[str, str] | None = None,
         starts: str | None = None,
         offsets: str | None = None,
+        padded: bool = False,
         layout: str = "sequence_first",
         packing: str = "interleaved",
         style: str = "half",
@@ -69,7 +71,7 @@ class RotaryByAngles(UnfusedOperation):
             PackedHeads(heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads = head_dim, heads, kv_heads
         self.angles, self.cos_sin, self.starts, self.offsets = angles, cos_sin, starts, offsets
-        self.layout, self.packing = layout, packing
+        self.layout, self.packing, self.padded = layout, packing, padded
         self.style = one_of("style", style, STYLES)
         for given in self.named_inputs().values():
             check_name(given.name)
@@ -205,15 +207,35 @@ class RotaryByAngles(UnfusedOperation):
         sequence, batch = LAYOUTS[self._order]
         length, samples, starts = x.shape[sequence], x.shape[batch], call.get("starts")
         if self.offsets is not None:
-            return given[self._places(call, length)].unsqueeze(2)
+            return self._rows(given, self._places(call, length)).unsqueeze(2)
         if starts is None:
             rows = given[:length]
         else:
             places = starts.to(x.device) + torch.arange(length, device=x.device)[:, None]
-            places = places.clamp(max=given.shape[0] - 1)  # padding may lie behind the table
-            rows = given.expand(-1, samples, -1, -1)[places, torch.arange(samples, device=x.device)]
+            rows = self._rows(given, places, torch.arange(samples, device=x.device))
         rows = rows.unsqueeze(2)
         return rows if sequence == 0 else rows.transpose(0, 1)
+
+    def _rows(self, given: torch.Tensor, places: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """Those of a table at places [S, B] of samples [B], or at places [T].
+
+        Raises:
+            ValueError: on a CPU, for places that it does not have, where they are not padding.
+        """
+        last = given.shape[0] - 1
+        within = places.clamp(0, last)
+        rows = given[within] if samples is None else given.expand(-1, len(samples), -1, -1)[within, samples]
+        if self.padded:
+            return rows
+        outside = within != places
+        if given.device.type == "cpu" and len(found := outside.nonzero()):
+            at = found[0].tolist()
+            of = f" of sample {at[1]}" if samples is not None else ""
+            raise ValueError(
+                f"RotaryByAngles: row {at[0]}{of} stands at position {int(places[tuple(at)])}, and there are angles of "
+                f"{last + 1} positions: give more of them, or lower {self.starts or self.offsets}"
+            )
+        return rows.masked_fill(outside[(...,) + (None,) * (rows.dim() - outside.dim())], torch.nan)
 
     def _places(self, call: OpCall, tokens: int) -> torch.Tensor:
         """The position of each token in its sequence; those behind the last one are at 0."""

@@ -264,6 +264,7 @@ class MultiheadAttention(Preset):
                     **self._heads(),
                     angles=_PAIR if rotary == "pair" else "rotary_pos_emb",
                     starts="starts" if caches else None,
+                    padded=caches,  # of sequences themselves `cached` knows that all positions have angles
                     layout=LAYOUTS[call.qkv_format],
                     offsets=call.begins if call.qkv_format == "thd" else None,
                     style="interleaved" if self.common.rotary_pos_interleaved else "half",
