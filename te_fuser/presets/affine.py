@@ -53,10 +53,6 @@ class Affine(Preset):
         self.use_bias, self.return_bias = check_flag("bias", bias), bool(said.return_bias)
         self.skip_weight_param_allocation = bool(said.skip_weight_param_allocation)
         sizes = _split(said.parameters_split, self.out_features)
-        if sizes and self.fuse_wgrad_accumulation:
-            raise ValueError(
-                "fuse_wgrad_accumulation takes one weight, and parameters_split makes several: leave one of them out"
-            )
         self.parts = {name: tuple(f"{part}_{name}" for part in sizes) or (name,) for name in ("weight", "bias")}
         self.norm: Norm | None = None if eps is None else said.norm(self.in_features, eps)
         self._call = (ops.Given(),)  # no child: it has no state
