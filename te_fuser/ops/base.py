@@ -165,6 +165,7 @@ class FusableOperation(torch.nn.Module):
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
+    may_stay_unread: bool = False  # whether later ops need not read what it names
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into

@@ -39,6 +39,10 @@ class Binding:
         found = owner._parameters.get(self.name)
         return getattr(owner, self.name) if found is None else found
 
+    def parts(self) -> list[torch.Tensor]:
+        """The parameters that it stands for: mostly one."""
+        return [self.get()]
+
     def taken(self) -> torch.Tensor:
         """What a call takes for the parameter: by default the same."""
         return self.get()

@@ -77,7 +77,7 @@ class JoinedBinding(WeakBinding):
         parts = self.parts()
         together = lie_together(parts)
         with torch.inference_mode(False), torch.no_grad():  # later calls may be recorded
-            whole = (_in_one_buffer if together else _copied)(parts)
+            whole = (in_one_buffer if together else _copied)(parts)
         whole.requires_grad_(any(p.requires_grad for p in parts))
         whole.__dict__.update({_PARTS: parts, _PLACES: now})
         wholes.pop(self.name, None)
@@ -113,7 +113,8 @@ def lie_together(parts: Sequence[torch.Tensor]) -> bool:
     return all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in itertools.pairwise(places))
 
 
-def _in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors that `lie_together` as one, joined along dimension 0: a view of the first one's memory."""
     first = parts[0].detach()
     return first.as_strided((sum([p.shape[0] for p in parts]), *first.shape[1:]), first.stride())
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import Common, check_choice, check_flag, check_size
+from te_fuser.presets.arguments import Common, check_flag, check_size
 from te_fuser.presets.base import Preset, cut
 from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Norm
@@ -28,7 +28,7 @@ class AffineArguments(Common):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parallel_mode is not None:
-            check_choice("parallel_mode", self.parallel_mode, _DIMS)
+            self.choose("parallel_mode", _DIMS)
 
 
 class Affine(Preset):
@@ -49,14 +49,10 @@ class Affine(Preset):
         said = self.common
         self.in_features = check_size("in_features", in_features)
         self.out_features = check_size("out_features", out_features)
-        self.parallel_mode = said.parallel_mode.lower() if said.parallel_mode else None
+        self.parallel_mode = said.parallel_mode
         self.use_bias, self.return_bias = check_flag("bias", bias), bool(said.return_bias)
         self.skip_weight_param_allocation = bool(said.skip_weight_param_allocation)
         sizes = _split(said.parameters_split, self.out_features)
-        if sizes and self.fuse_wgrad_accumulation:
-            raise ValueError(
-                "fuse_wgrad_accumulation takes one weight, and parameters_split makes several: leave one of them out"
-            )
         self.parts = {name: tuple(f"{part}_{name}" for part in sizes) or (name,) for name in ("weight", "bias")}
         self.norm: Norm | None = None if eps is None else said.norm(self.in_features, eps)
         self._call = (ops.Given(),)  # no child: it has no state

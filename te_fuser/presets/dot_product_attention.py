@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
-from te_fuser.presets.arguments import Placed, check_choice, check_flag, check_size
+from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Preset, cut
 
@@ -40,8 +40,8 @@ class DotProductAttentionArguments(Placed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("attention_type", self.attention_type, ("self", "cross"))
-        check_choice("softmax_type", self.softmax_type, SINKS)
+        self.choose("attention_type", ("self", "cross"))
+        self.choose("softmax_type", SINKS)
         if self.layer_number is not None:
             check_size("layer_number", self.layer_number)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import check_choice, check_size
+from te_fuser.presets.arguments import check_size
 from te_fuser.presets.norm import Normed
 
 
@@ -37,12 +37,7 @@ class HeadsArguments(Normed):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.qk_norm_type is not None:
-            check_choice("qk_norm_type", self.qk_norm_type, NORMS)
-        if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
-            raise ValueError(
-                "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
-                "weight for queries, keys and values"
-            )
+            self.choose("qk_norm_type", NORMS)
         for name in ("seq_length", "micro_batch_size", "kv_channels"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
@@ -61,7 +56,7 @@ class MultiheadAttentionArguments(HeadsArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("attention_type", self.attention_type, ("self", "cross"))
+        self.choose("attention_type", ("self", "cross"))
 
 
 def example(like: torch.nn.Module, qkv_format: str, said: HeadsArguments, hidden_size: int) -> torch.Tensor:

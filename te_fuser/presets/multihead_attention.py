@@ -10,36 +10,22 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import check_flag, check_size
+from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Preset
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example
 from te_fuser.presets.inference_params import Wanted, cached
+from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_linear import LayerNormLinear
 from te_fuser.presets.linear import Linear
 from te_fuser.presets.linears import with_bias
 from te_fuser.presets.norm import Normed, share_norm
 from te_fuser.presets.plain_attention import TorchAttention
+from te_fuser.presets.rms_norm import RMSNorm
 
 _OUTPUT = "layernorm_output"
 _PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
-
-
-class _HeadParameters(Preset):
-    """The parameters of a norm of heads, which an op of the list around reads: a list of no ops."""
-
-    flattens = True
-
-    def __init__(self, channels: int, norm: str, zero_centered: bool, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        for name in NORMS[norm]:
-            self.declare(name, [channels], float(name == "weight" and not zero_centered), **self.whole())
-        self.reset_parameters()
-
-    def variant_ops(self) -> Iterator[torch.nn.Module]:  # type: ignore[override]
-        """None."""
-        return iter(())
 
 
 class MultiheadAttention(Preset):
@@ -61,7 +47,7 @@ class MultiheadAttention(Preset):
             keys, all values.
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of each head, of queries (`q_norm`) and keys
             (`k_norm`).
-        qk_norm_eps: added to their variance.
+        qk_norm_eps: added to their variance; `zero_centered_gamma` says nothing of them.
         qk_norm_before_rope: they come before the rotation, else behind it.
         rotary_pos_interleaved: neighbours are turned as pairs, else the halves of a head.
         attn_mask_type, window_size, bottom_right_diagonal, softmax_type, layer_number, qkv_format: see
@@ -151,8 +137,7 @@ class MultiheadAttention(Preset):
         else:
             self._project("qkv", {"query": queries, "key": keys, "value": keys})
         if said.qk_norm_type is not None and NORMS[said.qk_norm_type]:
-            shape = (self.channels, said.qk_norm_type, bool(said.zero_centered_gamma))
-            self.q_norm, self.k_norm = (_HeadParameters(*shape, **self.keywords()) for _ in range(2))
+            self.q_norm, self.k_norm = self._norm_of_heads(), self._norm_of_heads()
         names = ("softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type")
         self.core_attention = DotProductAttention(
             self.num_attention_heads,
@@ -175,6 +160,13 @@ class MultiheadAttention(Preset):
         if self.return_bias:
             self.proj.return_bias = True
             self.proj.relist()
+
+    def _norm_of_heads(self) -> Preset:
+        """The parameters of a norm, which an op of this list reads; called by itself it normalizes heads."""
+        kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[self.common.qk_norm_type]
+        made = kind(self.channels, self.common.qk_norm_eps, **self.keywords(Placed))
+        made.stands_apart = True
+        return made
 
     def _project(self, what: str, split: Mapping[str, int]) -> None:
         """The projection of x, behind a norm or not."""
@@ -209,7 +201,7 @@ class MultiheadAttention(Preset):
     # --------------------------------------------------------------------------------------- lists
 
     def relist(self) -> None:
-        norms = [(name, part) for name, part in self._modules.items() if isinstance(part, _HeadParameters)]
+        norms = [(name, part) for name, part in self._modules.items() if getattr(part, "stands_apart", False)]
         found = dict([*norms, *self._named_ops()])
         self._modules.clear()
         self._modules.update(found)
@@ -287,7 +279,6 @@ class MultiheadAttention(Preset):
             **self._heads(keys_alone),
             norm=said.qk_norm_type,
             eps=said.qk_norm_eps,
-            zero_centered_gamma=bool(said.zero_centered_gamma),
             device="meta",
         )
         names = {n: f"k_norm.{n[4:]}" if n.startswith("key_") else f"q_norm.{n}" for n in norm.parameter_names()}

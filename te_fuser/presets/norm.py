@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.norm import as_row
-from te_fuser.presets.arguments import Common, Placed, check_choice, check_size
+from te_fuser.presets.arguments import Common, Placed, check_size
 from te_fuser.presets.base import Preset
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
@@ -43,7 +43,7 @@ class Normed(Common):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "normalization", check_choice("normalization", self.normalization, _OPS))
+        self.choose("normalization", _OPS)
 
     def norm(self, features: int, eps: float) -> Norm:
         """The norm."""
@@ -61,7 +61,7 @@ class Norm:
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: the factor is 1 + weight, which starts at 0.
         output: the name by which calls can ask for what it gives; None: they cannot.
-        fork: the name by which later ops of the lists around read it; None: none does.
+        fork: the name by which later ops of the lists around may read it; None: none does.
 
     Raises:
         TypeError, ValueError: naming the argument, and what it takes.
@@ -93,7 +93,7 @@ class Norm:
         if self.output is not None:
             yield ops.Output(self.output)
         if self.fork is not None:
-            yield ops.Fork(self.fork)
+            yield ops.Fork(self.fork, may_stay_unread=True)
 
     def to_torch(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Module:
         """torch.nn's norm with the same function, over copies of these parameters."""

@@ -97,7 +97,7 @@ def apply_rotary_pos_emb(
     """
     if cp_size != 1 or cp_rank != 0:
         raise NotImplementedError(f"cp_size={cp_size}, cp_rank={cp_rank}: te_fuser splits no sequences; leave them out")
-    check_choice("tensor_format", tensor_format, LAYOUTS)
+    tensor_format = check_choice("tensor_format", tensor_format, LAYOUTS)
     packed = tensor_format == "thd"
     if t.dim() != 4 - packed:
         raise ValueError(f"t is {4 - packed}-dimensional for tensor_format={tensor_format!r}, got {list(t.shape)}")

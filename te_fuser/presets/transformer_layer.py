@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
-from te_fuser.presets.arguments import check_choice, check_flag, check_size
+from te_fuser.presets.arguments import check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, OF_BOTH, check_arguments
 from te_fuser.presets.base import Preset
 from te_fuser.presets.heads import HeadsArguments, example
@@ -58,8 +58,8 @@ class TransformerLayerArguments(HeadsArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("layer_type", self.layer_type, ("encoder", "decoder"))
-        check_choice("attn_input_format", self.attn_input_format, LAYOUTS)
+        self.choose("layer_type", ("encoder", "decoder"))
+        self.choose("attn_input_format", LAYOUTS)
         check_probability(self.hidden_dropout)
         check_probability(self.drop_path_rate)
         if self.drop_path_rate and self.attn_input_format == "thd":
@@ -68,6 +68,11 @@ class TransformerLayerArguments(HeadsArguments):
         given = [name for name in others if getattr(self, name)] + ["layer_type"] * (self.layer_type == "decoder")
         if self.parallel_attention_mlp and given:
             raise ValueError(f"parallel_attention_mlp=True stands alone, got {given[0]} too: leave one out")
+        if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
+                "weight for queries, keys and values"
+            )
         if self.return_layernorm_output:
             raise ValueError("return_layernorm_output is for the parts of a layer: ask its layernorm_mlp")
 

@@ -91,7 +91,7 @@ def head_norm(x: torch.Tensor, mha: Any, which: str) -> torch.Tensor:
     if said.qk_norm_type == "L2Normalization":
         return x * (x.square().sum(-1, keepdim=True) + said.qk_norm_eps).rsqrt()
     part = getattr(mha, f"{which}_norm")
-    kind = type("", (), {"normalization": said.qk_norm_type, "zero_centered_gamma": said.zero_centered_gamma})
+    kind = type("", (), {"normalization": said.qk_norm_type, "zero_centered_gamma": False})
     return norm(x, kind, part.weight, getattr(part, "bias", None), said.qk_norm_eps)
 
 

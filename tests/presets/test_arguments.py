@@ -151,3 +151,27 @@ def test_signatures_have_all_arguments() -> None:
     assert Small(3)(torch.ones(2, 3)).shape == (2, 3)
     made = torch.nn.utils.skip_init(te_fuser.Linear, 4, 6, device="cpu")
     assert made.weight.shape == (6, 4) and not made.weight.is_meta
+
+
+WORDS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (lambda **k: te_fuser.LayerNormMLP(8, 6, **k), {"activation": "SWIGLU"}, {"normalization": "rmsnorm"}),
+    (lambda **k: te_fuser.Linear(8, 6, **k), {"parallel_mode": "COLUMN"}, {}),
+    (lambda **k: te_fuser.MultiheadAttention(8, 2, **k), {"qk_norm_type": "l2normalization"}, {"qkv_format": "BSHD"}),
+    (lambda **k: te_fuser.MultiheadAttention(8, 2, **k), {"qk_norm_type": "RMSNORM"}, {"attn_mask_type": "No_Mask"}),
+    (lambda **k: te_fuser.MultiheadAttention(8, 2, **k), {"softmax_type": "Learnable"}, {"attention_type": "SELF"}),
+    (lambda **k: te_fuser.TransformerLayer(8, 6, 2, **k), {"attn_input_format": "BSHD"}, {"layer_type": "Encoder"}),
+    (lambda **k: te_fuser.TransformerLayer(8, 6, 2, **k), {"drop_path_rate": 0.1, "attn_input_format": "SBHD"}, {}),
+]
+
+
+@pytest.mark.parametrize(("make", "some", "others"), WORDS)
+def test_words_in_any_case(make: Any, some: dict[str, Any], others: dict[str, Any]) -> None:
+    right = {"rmsnorm": "RMSNorm", "l2normalization": "L2Normalization", "RMSNORM": "RMSNorm"}
+    usual = {n: right.get(w, w.lower()) if isinstance(w, str) else w for n, w in {**some, **others}.items()}
+    made, want = (make(device="cpu", **keywords) for keywords in ({**some, **others}, usual))
+    want.load_state_dict(made.state_dict())
+    x = torch.randn(3, 2, 8)
+    assert torch.equal(made.eval()(x), want.eval()(x))
+    assert "inter_attention" in dict(
+        te_fuser.TransformerLayer(8, 6, 2, layer_type="DECODER", device="cpu").named_children()
+    )

@@ -17,7 +17,7 @@ from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.fuser.steps.torch_tasks import RecordedTask
 from te_fuser.kernels.column_sums import column_sums
 from te_fuser.ops.joined import parts_of
-from te_fuser.ops.main_grad import held_main_grad
+from te_fuser.ops.main_grad import has_main_grad
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -234,7 +234,7 @@ def unhooked(t: torch.Tensor) -> torch.Tensor:
 
     One that has a main_grad is known by itself, and stays.
     """
-    return t if held_main_grad(t) is not None else t.detach().requires_grad_(t.requires_grad)
+    return t if has_main_grad(t) else t.detach().requires_grad_(t.requires_grad)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
