@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from te_fuser.formula.expr import Expr, broadcast, concat, make, rebuild
+from te_fuser.formula.expr import MARKS, Expr, broadcast, concat, make, rebuild
 from te_fuser.formula.reductions import extreme, sum_features
 from te_fuser.formula.traversal import topological
 
@@ -21,8 +21,16 @@ def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) ->
         return found is not None
 
     for node in topological(roots, is_replaced):
-        done[id(node)] = over(node, tuple(done[id(a)] for a in node.args))
+        done[id(node)] = over(node, tuple([done[id(a)] for a in node.args])) if node.args else node
     return [done[id(r)] for r in roots]
+
+
+def unmarked(e: Expr) -> Expr:
+    """The expression without marks of op outputs, broadcast and detached values, which mean nothing to a kernel."""
+    for node in topological([e], lambda n: not n.marked or n.unmarked is not None):
+        args = tuple([a if a.unmarked is None else a.unmarked for a in node.args])
+        node.unmarked = args[0] if node.op in MARKS else over(node, args)
+    return e if e.unmarked is None else e.unmarked
 
 
 def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
