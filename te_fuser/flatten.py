@@ -69,6 +69,13 @@ class OpList(torch.nn.Sequential):
         """The options by name, as they hold."""
         return {name: getattr(self, name) for name in ("memory", "kernels", "fallback", "verify")}
 
+    def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """What stands in the list, by name: all modules but those that compute its parameters."""
+        for name, child in self._modules.items():
+            computes = isinstance(child, torch.nn.ModuleDict) and name == "parametrizations"
+            if not (child is None or computes):
+                yield name, child
+
     def check_nested(self, path: str) -> None:
         """Refuse to stand in a list, at this path, where its call is no step of one; by default any may.
 
@@ -324,9 +331,7 @@ class _Flattener:
         residual = f"{path}//residual"  # no name that an op inside could mean
         if module.adds_input:
             self._add(ListedOp(Fork("residual").lower()[0], path, {}, (residual,), path), planning)
-        for name, child in module._modules.items():
-            if child is None or isinstance(child, torch.nn.ModuleDict) and name == "parametrizations":
-                continue  # the latter computes parameters of the list
+        for name, child in module.members():
             here = f"{path}.{name}" if path else name
             if isinstance(child, OpList):
                 if child.stands_apart:

@@ -155,9 +155,9 @@ class Together(torch.nn.Module):
         for names in getattr(self, "_kept_together", ()):
             parts = self._found(names)
             kinds = {(type(p.data), p.dtype, p.device, p.shape[1:]) for p in parts}
-            if len(parts) < len(names) or len(kinds) > 1 or parts[0].is_meta or lie_together(parts):
-                continue
-            if type(parts[0].data) is torch.Tensor:
+            if len(parts) < len(names) or len(kinds) > 1 or parts[0].is_meta or type(parts[0].data) is not torch.Tensor:
+                continue  # a DTensor has no storage of its own to look at
+            if not lie_together(parts):
                 buffer = torch.cat([p.detach() for p in parts])
                 for p, piece in zip(parts, buffer.split([p.shape[0] for p in parts]), strict=True):
                     p.data = piece

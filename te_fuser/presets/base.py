@@ -26,7 +26,29 @@ class Declared:
     marks: dict[str, Any]
 
 
-_SETTLED = frozenset({"attention_dropout", "eps", "softmax_scale"})  # what the ops of a list have, each for itself
+_SETTLED = frozenset(
+    {  # what the ops of a list have, each for itself
+        "activation",
+        "apply_residual_connection_post_layernorm",
+        "attention_dropout",
+        "attn_mask_type",
+        "drop_path_rate",
+        "enc_dec_attn_mask_type",
+        "enc_dec_window_size",
+        "eps",
+        "hidden_dropout",
+        "layernorm_epsilon",
+        "normalization",
+        "output_layernorm",
+        "parallel_attention_mlp",
+        "self_attn_mask_type",
+        "softcap",
+        "softmax_scale",
+        "softmax_type",
+        "window_size",
+        "zero_centered_gamma",
+    }
+)
 
 
 class Preset(Together, Variants):
@@ -42,12 +64,13 @@ class Preset(Together, Variants):
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
         NotImplementedError: for a value that asks for what is missing.
-        AttributeError: when a number that its ops have is to be changed later.
+        AttributeError: when what its ops have is to be changed later.
     """
 
     flattens = True
     arguments: ClassVar[type[Placed]] = Common
     common: Any
+    _listed: frozenset[str] = frozenset()  # names of the ops of the list
     __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -67,11 +90,13 @@ class Preset(Together, Variants):
         self._refusal = self._why_not()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTLED and self.__dict__.get(name, value) != value:
-            raise AttributeError(
-                f"{type(self).__name__}: {name} is settled when it is made ({self.__dict__[name]!r}), and calls would "
-                f"not follow {value!r}; make another one, which may share its parameters"
-            )
+        if name in _SETTLED and (name in self.__dict__ or self._listed):
+            settled = self.__dict__.get(name, getattr(self.__dict__.get("common"), name, value))
+            if settled != value:
+                raise AttributeError(
+                    f"{type(self).__name__}: {name} is settled when it is made ({settled!r}), and calls would not "
+                    f"follow {value!r}; make another one, which may share its parameters"
+                )
         super().__setattr__(name, value)
 
     def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
@@ -144,10 +169,24 @@ class Preset(Together, Variants):
 
     # --------------------------------------------------------------------------------------- lists
 
+    def named_ops(self, **how: Any) -> Iterable[tuple[str, torch.nn.Module]]:
+        """The ops of `variant_ops`, by the names that they have in this list."""
+        return ((str(n), op) for n, op in enumerate(self.variant_ops(**how)))
+
     def relist(self) -> None:
-        """Fill the list with the ops of a call that changes nothing."""
+        """Fill the list with the ops of a call that changes nothing; other modules in here stay."""
+        found = dict(self.named_ops())
+        others = {name: m for name, m in self._modules.items() if name not in {*found, *self._listed}}
         self._modules.clear()
-        self.extend(self.variant_ops())
+        self._modules.update({**others, **found})
+        self._listed = frozenset(found)
+
+    def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """What stands in the list: what `relist` put there, or has taken its place, and what was appended.
+
+        A module that is assigned to a name of its own is no op of the list, as in modules that are no lists.
+        """
+        return ((name, m) for name, m in super().members() if name in self._listed or name.isdecimal())
 
     def plan_ahead(self, x: torch.Tensor) -> None:
         """Plan and compile for calls with an input like this one, which is not read."""

@@ -81,6 +81,10 @@ class InferenceParams:
         self._lengths: dict[torch.device, Lengths] = {}
         self._batch_dim: dict[Hashable, int] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Lengths lie in views of one tensor, which pickles tear apart: a copy makes its own.
+        return {**self.__dict__, "_lengths": {}}
+
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
         """Say what the next step continues: sequence -> how many tokens, in the order of the batch's rows.
 
@@ -111,6 +115,10 @@ class InferenceParams:
         self.sequence_len_offset = self.batch_size_offset = 0
         for rows in self._lengths.values():
             rows.put([], [])
+
+    def goes_on(self) -> bool:
+        """Whether a sequence of the step has tokens of earlier steps."""
+        return any(length > count for length, count in zip(self.sequences.values(), self._steps, strict=True))
 
     def _move(self, before: list[Hashable], now: list[Hashable]) -> None:
         """Bring the caches of sequences that go on to their new rows."""
@@ -241,6 +249,11 @@ def _memory(params: Any, wanted: Wanted, device: torch.device) -> tuple[torch.Te
     dtype = getattr(params, "dtype", None) or wanted.dtype
     found = params.key_value_memory_dict.get(wanted.key)
     if found is None:
+        if isinstance(params, InferenceParams) and params.goes_on():
+            raise ValueError(
+                f"{wanted.who}: sequences go on, and no earlier step has caches of this layer: begin by a step through "
+                "all layers; a layer without a layer_number is known by itself, and a copy of it is another"
+            )
         with torch.inference_mode(False):
             found = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         params.key_value_memory_dict[wanted.key] = found

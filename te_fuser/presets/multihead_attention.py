@@ -200,23 +200,25 @@ class MultiheadAttention(Preset):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def relist(self) -> None:
-        norms = [(name, part) for name, part in self._modules.items() if getattr(part, "stands_apart", False)]
-        found = dict([*norms, *self._named_ops()])
-        self._modules.clear()
-        self._modules.update(found)
-
     def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
         """The ops of a call, as `understood` says it."""
-        return (op for _, op in self._named_ops(**how))
+        return (op for _, op in self.named_ops(**how))
 
-    def _named_ops(
+    def named_ops(  # type: ignore[override]
         self,
         call: AttentionCall | None = None,
         rotary: str = "one",
         over: bool = False,
         caches: bool = False,
     ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The list, with what a call of this kind has.
+
+        Args:
+            call: how it is asked, None: as usually.
+            rotary: "pair" where it gives angles of queries and of keys.
+            over: whether gradients of weights are written over their main_grad.
+            caches: whether it continues sequences.
+        """
         call = call or self.core_attention.common.call()
         names = {module: name for name, module in self._modules.items()}
         yield names[self.first], _first_or_later(self.first, over)

@@ -185,16 +185,11 @@ class TransformerLayer(Preset):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def relist(self) -> None:
-        found = dict(self._named_ops())
-        self._modules.clear()
-        self._modules.update(found)
-
     def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
         """The ops of a call, as its forward understands it."""
-        return (op for _, op in self._named_ops(**how))
+        return (op for _, op in self.named_ops(**how))
 
-    def _named_ops(
+    def named_ops(  # type: ignore[override]
         self,
         self_attention: tuple[tuple[str, Hashable], ...] = (),
         inter_attention: tuple[tuple[str, Hashable], ...] = (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +166,30 @@ def test_sizes_that_are_said_and_dtypes() -> None:
     assert params.sequences == {0: 2, 1: 2}
     with pytest.raises(ValueError, match=r"InferenceParams\(num_heads_kv=2\), and MultiheadAttention has 4"):
         run(made, x, Params(2, L, num_heads_kv=2))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda params: pickle.loads(pickle.dumps(params))])
+def test_a_copy_goes_on_by_itself(copied: Any) -> None:
+    made, x, params = layer(layer_number=1), tensor(L, 2, F, grad=False), Params(2, L)
+    want = whole(made, x)
+    params.pre_step({0: 3, 1: 3})
+    run(made, x[:3], params)
+    twin = copied(params)
+    twin.pre_step({0: 2, 1: 2})
+    torch.testing.assert_close(run(made, x[3:5], twin), want[3:5])
+    twin.pre_step({0: 1, 1: 1})
+    torch.testing.assert_close(run(made, x[5:6], twin), want[5:6])
+
+
+def test_sequences_do_not_go_on_without_their_caches() -> None:
+    """A layer that no earlier step went through, as a copy of one without a number is."""
+    made, x, params = layer(), tensor(L, 2, F, grad=False), Params(2, L)
+    params.pre_step({0: 3, 1: 3})
+    run(made, x[:3], params)
+    params.pre_step({0: 1, 1: 1})
+    with pytest.raises(ValueError, match="no earlier step has caches of this layer"):
+        run(copy.deepcopy(made), x[3:4], params)
+    torch.testing.assert_close(run(made, x[3:4], params), whole(made, x)[3:4])
 
 
 def test_what_is_refused() -> None:
