@@ -215,6 +215,21 @@ def test_an_adapter_may_come_later_and_go() -> None:
     assert model.model.layers[0].left() == {}
 
 
+ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str) -> None:
+    for family, config in (("llama", {"hidden_act": name}), ("gpt2", {"activation_function": name})):
+        original = model_of(family, **config)
+        model = copy.deepcopy(original)
+        made = te_fuser.convert(model)
+        assert made.left == {}
+        assert_alike(results(model, IDS), results(original, IDS))
+    gemma = model_of("gemma3", hidden_activation=name)
+    assert te_fuser.convert(gemma).left == {}
+
+
 def test_computed_parameters() -> None:
     model, original = both("llama")
     for each in (model, original):
