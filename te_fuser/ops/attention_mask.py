@@ -29,7 +29,7 @@ CORNERS = {"top_left": "the first query sees the first key", "bottom_right": "th
 
 _INTEGERS = (torch.int32, torch.int64)
 COUNTS = ("lengths", "key_lengths", "offsets", "key_offsets")
-_PADDINGS = ("padding", "key_padding")
+PADDINGS = ("padding", "key_padding")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class AttentionMask:
         key_offsets: the same for keys that are apart; None: theirs are the queries'.
         padding: the name of a boolean input [B, 1, 1, S], True = padding, wherever it lies: it sees nothing, and
             nothing sees it.
-        key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there.
+        key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there. It may be the queries'
+            own, by the same name.
         longest: no sequence of `offsets`, its padding included, is longer, which the caller knows: a kernel then
             starts for so many positions of each, and not for all tokens.
 
@@ -75,7 +76,7 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         one_of("corner", self.corner, CORNERS)
-        for name in ("given", *COUNTS, *_PADDINGS):
+        for name in ("given", *COUNTS, *PADDINGS):
             if getattr(self, name) is not None:
                 check_name(getattr(self, name))
         sides = self.window or (None, None)
@@ -98,7 +99,7 @@ class AttentionMask:
     @property
     def names(self) -> dict[str, str]:
         """Argument -> the name of the input that it reads."""
-        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in (*COUNTS, *_PADDINGS)}}
+        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in (*COUNTS, *PADDINGS)}}
         return {argument: name for argument, name in found.items() if name is not None}
 
     @property
@@ -116,13 +117,17 @@ class AttentionMask:
             any(side is not None for side in self.window or ()),
             self.corner == "bottom_right" and self.is_banded,
         )
-        padded = self.padding or self.key_padding
-        return tuple(words for words, wanted in zip((*HIDDEN_BY, PADDED), (*asked, padded), strict=True) if wanted)
+        return tuple(words for words, wanted in zip((*HIDDEN_BY, PADDED), (*asked, self.padded), strict=True) if wanted)
 
     @property
     def counts(self) -> bool:
         """Whether sequences have lengths or offsets that are given."""
         return any(getattr(self, name) is not None for name in COUNTS)
+
+    @property
+    def padded(self) -> bool:
+        """Whether boolean tensors say what is padding."""
+        return self.padding is not None or self.key_padding is not None
 
     @property
     def keys_alike(self) -> bool:
@@ -184,7 +189,7 @@ class AttentionMask:
             TypeError: no booleans.
         """
         samples, _, *positions = full
-        for argument, count in zip(_PADDINGS, positions, strict=True):
+        for argument, count in zip(PADDINGS, positions, strict=True):
             name, spec = getattr(self, argument), others.get(argument)
             if name is None:
                 continue

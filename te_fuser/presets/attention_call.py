@@ -65,7 +65,7 @@ class AttentionCall:
         qkv_format: "sbhd", "bshd" or "thd".
         padded_by: what says the padding: a "mask", "keys" for a mask of the keys alone, "lengths" of samples; in "thd"
             "offsets" of sequences, or "offsets and lengths"; "cache": how far caches are filled.
-        keys_alike: in "thd", whether the keys' sequences are the queries'.
+        keys_alike: whether the keys' mask of padding, in "thd" their sequences, are the queries'.
         longest: in "thd", no sequence is longer.
         bias: "none", "given", "alibi" or "slopes".
         mask: the name of its mask in the call.
@@ -158,7 +158,8 @@ class AttentionCall:
             if apart and not self.keys_alike:
                 found["key_offsets"] = self.begins.replace("_q", "_kv")
         elif "padding" in self.mask_type and self.padded_by in ("mask", "keys"):
-            ours, theirs = (f"{self.mask}_q", f"{self.mask}_kv") if apart else (self.mask, "")
+            ours = f"{self.mask}_q" if apart else self.mask
+            theirs = ours if self.keys_alike else f"{self.mask}_kv"
             found |= {"padding": ours} if self.padded_by == "mask" else {}
             found |= {"key_padding": theirs} if apart else {}
         if "lengths" in self.padded_by and (self.qkv_format == "thd" or "padding" in self.mask_type):
@@ -264,6 +265,9 @@ class Asking:
                 f"{mask if not isinstance(mask, torch.Tensor) else 'one tensor'}: give (query_mask, key_mask)"
             )
         ours, theirs = mask
+        if ours is theirs:
+            alike = replace(call, padded_by="mask", keys_alike=True)
+            return alike, {f"{call.mask}_q": _boolean(self.who, call.mask, ours)}
         tensors = {f"{call.mask}_kv": _boolean(self.who, call.mask, theirs)}
         if ours is None:
             return replace(call, padded_by="keys"), tensors

@@ -163,21 +163,21 @@ class Provider:
         return self._run_backward(call, views.split_output(self._readable(out)), dout, saved), views.grouped
 
     def forward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
     ) -> tuple[torch.Tensor, Saved]:
         """The same as `forward` for what `beyond` has: inputs and what hides by name.
 
-        `blank` is there for kernels that are told lengths and leave rows out.
+        `blank` is for kernels that are told lengths and leave rows out; None: nobody reads those.
         """
         call = Separate.of(settings, tensors)
         if call.is_empty:
-            return self._nothing(call)
+            return self.nothing(call)
         hidden = call.hidden(tensors)
         out, saved = self._run(self._separate_call(call, hidden))
         return call.output(self._seeing(out, hidden)), saved
 
     def backward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
     ) -> Saved:
         """The gradients by input."""
         call = Separate.of(settings, tensors)
@@ -191,7 +191,7 @@ class Provider:
             *self._run_backward(self._separate_call(call, hidden), out, self._seeing(dout, hidden), saved)
         )
 
-    def _nothing(self, call: Separate) -> tuple[torch.Tensor, Saved]:
+    def nothing(self, call: Separate) -> tuple[torch.Tensor, Saved]:
         """What `forward_separate` gives where nothing is seen."""
         return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
 

@@ -71,8 +71,13 @@ class Sides:
         queries = _clamped(self.queries)
         return queries, queries if self.keys is None else _clamped(self.keys)
 
-    def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank) -> None:
-        """Make what no kernel writes, or has wrong, zero and NaN, in tensors by the input whose positions they have."""
+    def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank | None) -> None:
+        """Make what no kernel writes, or has wrong, zero and NaN, in tensors by the input whose positions they have.
+
+        None: nobody reads that.
+        """
+        if blank is None:
+            return
         for name, tensor in by_input.items():
             own, other = (self.queries, self.keys) if name == "input" else (self.keys or self.queries, self.queries)
             blank(tensor, Blanks(own, other, self.mask.longest, self.sequence_first))
@@ -108,18 +113,18 @@ class Slots:
     keys: Slotted
 
     @classmethod
-    def of(cls, call: Separate, sides: Sides) -> Slots | None:
-        """Those of a call; None where all samples are whole."""
+    def of(cls, call: Separate, sides: Sides, all_rows: bool = True) -> Slots | None:
+        """Those of a call; None where all samples are whole. `all_rows`: also of what is behind the last sequence."""
         mask, (q, k, _) = call.settings.mask, call.heads
         if not mask.counts:
             return None
         queries, keys = sides.clamped()
         begun = _Begun.of(queries, q, mask)
         if sides.keys is None:
-            side = begun.side(begun.tails)
+            side = begun.side(begun.tails if all_rows else 0)
             return cls(side, side)
         other = _Begun.of(keys, k, mask)
-        tails = max(begun.tails, other.tails)
+        tails = max(begun.tails, other.tails) if all_rows else 0
         return cls(begun.side(tails), other.side(tails))
 
 

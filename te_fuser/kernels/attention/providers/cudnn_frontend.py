@@ -105,7 +105,7 @@ class CudaCudnnFrontend(CudnnProvider):
         return graph.run(x, y, dy, tuple(tensor for tensor in saved if tensor is not None))
 
     def forward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
     ) -> tuple[torch.Tensor, Saved]:
         """The output, stored where it belongs, and the log of sums of exponentials.
 
@@ -114,7 +114,7 @@ class CudaCudnnFrontend(CudnnProvider):
         """
         call, tensors = _contiguous(self, settings, tensors)
         if call.is_empty:
-            return self._nothing(call)
+            return self.nothing(call)
         sides, y, (q, k, v) = Sides.of(call, tensors), call.memory(), call.heads
         logsumexp = q.new_empty((*q.shape[:3], 1), dtype=torch.promote_types(q.dtype, torch.float32))
         graph = self._graphs_of(call)[0]
@@ -123,7 +123,7 @@ class CudaCudnnFrontend(CudnnProvider):
         return y, self._saved(logsumexp, None, None)
 
     def backward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
     ) -> Saved:
         """The gradients by input, stored where they belong.
 

@@ -91,14 +91,14 @@ class CudaFlash(CudaProvider):
         return super().reason_not(problem) or (self._no_structure if problem.settings.mask.beyond else None)
 
     def forward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
     ) -> tuple[torch.Tensor, Saved]:
         """The output and what backward takes, without a mask tensor."""
         call = Separate.of(settings, tensors)
         if call.is_empty or not settings.mask.beyond:
             return super().forward_separate(settings, tensors, blank)
         sides, (left, right) = Sides.of(call, tensors), window_of(settings.mask)
-        slots = Slots.of(call, sides)
+        slots = Slots.of(call, sides, blank is not None)
         heads = [self._by_position(part, slots) for part in call.heads]
         out, logsumexp, seed, offset, _ = self._forward_by_structure(
             *(*heads, *_lengths(call, slots), settings.dropout, False, False),
@@ -112,7 +112,7 @@ class CudaFlash(CudaProvider):
         return y, self._saved(logsumexp, seed, offset)
 
     def backward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
     ) -> Saved:
         """The gradients by input, without a mask tensor."""
         call, y = Separate.of(settings, tensors), tensors["output"]
@@ -120,7 +120,7 @@ class CudaFlash(CudaProvider):
             return super().backward_separate(settings, tensors, dy, blank)
         assert y is not None
         sides, (left, right) = Sides.of(call, tensors), window_of(settings.mask)
-        slots = Slots.of(call, sides)
+        slots = Slots.of(call, sides, blank is not None)
         read = (call.split_output(dy.contiguous()), *call.heads, call.split_output(y.contiguous()))
         logsumexp, seed, offset = (tensors[name] for name in self.emits)
         made = self._backward_by_structure(

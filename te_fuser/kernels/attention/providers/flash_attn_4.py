@@ -124,7 +124,7 @@ class CudaFlashAttn4(CudaProvider):
         return dx
 
     def forward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
     ) -> tuple[torch.Tensor, Saved]:
         """The output, stored where it belongs, and the log of sums of exponentials.
 
@@ -133,7 +133,7 @@ class CudaFlashAttn4(CudaProvider):
         """
         call = Separate.of(settings, tensors)
         if _is_empty(call, tensors):
-            return self._nothing(call)
+            return self.nothing(call)
         sides, y = Sides.of(call, tensors), call.memory()
         ragged = _ragged(sides)
         q, k, v, out = (self._by_position(part, ragged) for part in (*call.heads, call.split_output(y)))
@@ -142,7 +142,7 @@ class CudaFlashAttn4(CudaProvider):
         return y, {"flash4_logsumexp": logsumexp}
 
     def backward_separate(
-        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank = by_torch
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
     ) -> Saved:
         """The gradients by input, stored where they belong.
 
