@@ -64,6 +64,7 @@ class CudaKernel:
         integers: int,
         waits: bool = False,
         overwrites: tuple[tuple[int, int], ...] = (),
+        partial_rows: tuple[int, ...] = (),
     ) -> CudaKernel:
         """Prepare a kernel; neither a driver nor a device is needed yet.
 
@@ -75,7 +76,8 @@ class CudaKernel:
                 index), "seed_value", "seed_offset", "rows", "batch_inner", "batch_size", "groups". Where the seed is
                 among them, the last input is (seed, offset): on the device, then its own argument points to it; or on
                 the host, then it is passed by value and that argument is null.
-            partial_widths: floats of one row of each scratch tensor [groups, width].
+            partial_widths: floats of one row of each scratch tensor [groups * rows, width].
+            partial_rows: rows of a group in each of them, as many as blocks add to the same sums; 1 if not given.
             row_values: number of scratch tensors [rows].
             integers: number of integers of a call.
             waits: whether every kernel begins with `te::wait_for_earlier`; from compute capability 9.0 on the GPU then
