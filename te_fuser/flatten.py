@@ -61,7 +61,6 @@ class OpList(torch.nn.Sequential):
 
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
-    stands_apart: bool = False  # whether lists around leave it out, hooks and all: ops of theirs read its parameters
     _given: Options
     _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
@@ -334,8 +333,6 @@ class _Flattener:
         for name, child in module.members():
             here = f"{path}.{name}" if path else name
             if isinstance(child, OpList):
-                if child.stands_apart:
-                    continue
                 child.check_nested(here)
             if runs_itself(child):
                 self._border(child, here, path, inner, planning)

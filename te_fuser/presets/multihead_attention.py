@@ -164,9 +164,7 @@ class MultiheadAttention(Preset):
     def _norm_of_heads(self) -> Preset:
         """The parameters of a norm, which an op of this list reads; called by itself it normalizes heads."""
         kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[self.common.qk_norm_type]
-        made = kind(self.channels, self.common.qk_norm_eps, **self.keywords(Placed))
-        made.stands_apart = True
-        return made
+        return kind(self.channels, self.common.qk_norm_eps, **self.keywords(Placed))
 
     def _project(self, what: str, split: Mapping[str, int]) -> None:
         """The projection of x, behind a norm or not."""
