@@ -393,19 +393,20 @@ class _Flattener:
 
 def runs_itself(m: torch.nn.Module) -> bool:
     """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
-    if (
-        any(GLOBAL_HOOKS)
-        or any(hooks_of(m))
-        or "forward" in m.__dict__
-        or type(m).__call__ is not torch.nn.Module.__call__
-    ):
+    if any(GLOBAL_HOOKS) or any(hooks_of(m)):
         return True
     if isinstance(m, OpList):
-        if m.runs_alone:
-            return True
-        saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})
-        return not vars(saying).get("flattens", False)
+        return m.runs_alone or has_own_call(m)
+    if "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__:
+        return True
     return not isinstance(m, FusableOperation) or type(m).forward is not FusableOperation.forward
+
+
+def has_own_call(m: OpList) -> bool:
+    """Whether calls of a list may do something else than what its class promises."""
+    saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})
+    promised = vars(saying).get("flattens", False)
+    return not promised or "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__
 
 
 def _resolve(name: str, scopes: list[dict[str, str]]) -> str:

@@ -185,7 +185,15 @@ class Preset(Together, Variants):
         """What stands in the list: what `relist` put there, or has taken its place, and what was appended.
 
         A module that is assigned to a name of its own is no op of the list, as in modules that are no lists.
+
+        Raises:
+            AttributeError: when one of them is gone.
         """
+        gone = [name for name in self._listed if self._modules.get(name) is None]
+        if gone:
+            raise AttributeError(
+                f"{type(self).__name__} has no {gone[0]!r} any more: put te_fuser.ops.Identity() there"
+            )
         return ((name, m) for name, m in super().members() if name in self._listed or name.isdecimal())
 
     def plan_ahead(self, x: torch.Tensor) -> None:
@@ -316,3 +324,17 @@ def _note_extra_state(errors: list[str]) -> None:
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:
     """The marks of a parameter that ranks would cut along a dimension, as Megatron reads them."""
     return {"tensor_model_parallel": is_cut, "partition_dim": dim if is_cut else -1, "partition_stride": 1}
+
+
+def first_or_later(part: torch.nn.Module, over: bool) -> torch.nn.Module:
+    """A preset, or the variant that writes gradients over main_grad.
+
+    Raises:
+        TypeError: where another module stands in its place, which has none.
+    """
+    if over and not isinstance(part, Variants):
+        raise TypeError(
+            f"{type(part).__name__} stands in place of a preset, and cannot be told is_first_microbatch=True: fill "
+            "main_grad with zeros before a step, and leave it out"
+        )
+    return part.within(over=True) if isinstance(part, Variants) and over else part

@@ -12,7 +12,7 @@ from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
 from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
-from te_fuser.presets.base import Preset
+from te_fuser.presets.base import Preset, first_or_later
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example
 from te_fuser.presets.inference_params import Wanted, cached
@@ -219,12 +219,12 @@ class MultiheadAttention(Preset):
         """
         call = call or self.core_attention.common.call()
         names = {module: name for name, module in self._modules.items()}
-        yield names[self.first], _first_or_later(self.first, over)
+        yield names[self.first], first_or_later(self.first, over)
         yield from self._turned(call, rotary, caches)
         if self.crosses:
             yield "query", ops.Fork("query")
             yield "encoder_output", ops.Take("encoder_output")
-            yield "key_value", _first_or_later(self.key_value, over)
+            yield "key_value", first_or_later(self.key_value, over)
             if self.common.qk_norm_type is not None:
                 yield "key_norm", self._head_norm(keys_alone=True)
             yield "keys", ops.Fork("key_value")
@@ -236,7 +236,7 @@ class MultiheadAttention(Preset):
         else:
             usual = call == self.core_attention.common.call()
             yield "core_attention", self.core_attention if usual else self.core_attention.within(call=call)
-        yield "proj", _first_or_later(self.proj, over)
+        yield "proj", first_or_later(self.proj, over)
         if self._returns_norm:
             yield "output", ops.Fork("attention_output")
             yield "normed", ops.Take(_OUTPUT)
@@ -406,8 +406,3 @@ def check_tensor(who: str, name: str, given: Any, wanted: bool) -> None:
         raise TypeError(f"{who}: cross attention takes {name}=..., a tensor, got {type(given).__name__}")
     if not wanted and given is not None:
         raise ValueError(f"{who}: {name} is for cross attention, and this preset has none: leave it out")
-
-
-def _first_or_later(part: Any, over: bool) -> torch.nn.Module:
-    """A preset, or the variant that writes gradients over main_grad."""
-    return part.within(over=True) if over else part  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from te_fuser import ops
 from te_fuser.ops.checks import check_probability
 from te_fuser.presets.arguments import check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, OF_BOTH, check_arguments
-from te_fuser.presets.base import Preset
+from te_fuser.presets.base import Preset, first_or_later
 from te_fuser.presets.heads import HeadsArguments, example
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
@@ -176,7 +176,8 @@ class TransformerLayer(Preset):
     @functools.cached_property
     def _says_all(self) -> bool:
         """Whether a call may give nothing but hidden_states."""
-        return not (self.decodes or self.self_attention.asking.reads)
+        part = self.self_attention
+        return not (self.decodes or isinstance(part, MultiheadAttention) and part.asking.reads)
 
     @property
     def decodes(self) -> bool:
@@ -201,7 +202,7 @@ class TransformerLayer(Preset):
             over: whether gradients of weights are written over their main_grad.
         """
         attention = _variant(self.self_attention, self_attention)
-        mlp = self.layernorm_mlp.within(over=True) if over else self.layernorm_mlp
+        mlp = first_or_later(self.layernorm_mlp, over)
         if self.common.parallel_attention_mlp:
             yield "self_attention_fork", ops.Fork("residual")
             yield "self_attention", attention
@@ -275,7 +276,7 @@ class TransformerLayer(Preset):
         self._check_call(encoder_output, checkpoint_core_attention, call)
         ours = {name: item for name, item in call.items() if name not in _CROSS}
         ours |= {"attention_mask": attention_mask, "attn_mask_type": ours.pop("self_attn_mask_type", None)}
-        found, tensors = self.self_attention.understood(
+        found, tensors = _attending(self.self_attention).understood(
             ours, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states
         )
         how: dict[str, Hashable] = {"self_attention": tuple(found.items())} if found else {}
@@ -283,7 +284,7 @@ class TransformerLayer(Preset):
             theirs = {plain: call.get(name) for name, plain in _CROSS.items()}
             theirs |= {name: call[name] for name in OF_BOTH if name in call}
             theirs["attention_mask"] = enc_dec_attn_mask
-            crossing, others = self.inter_attention.understood(theirs, None, is_first_microbatch)
+            crossing, others = _attending(self.inter_attention).understood(theirs, None, is_first_microbatch)
             how |= {"inter_attention": tuple(crossing.items())} if crossing else {}
             tensors |= others
             assert encoder_output is not None
@@ -324,6 +325,15 @@ class TransformerLayer(Preset):
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
         if call:
             check_arguments(who, call, _OWN)
+
+
+def _attending(part: torch.nn.Module) -> MultiheadAttention:
+    if not isinstance(part, MultiheadAttention):
+        raise TypeError(
+            f"TransformerLayer: {type(part).__name__} stands in place of a MultiheadAttention, so a call may give "
+            "nothing but hidden_states"
+        )
+    return part
 
 
 def _variant(attention: MultiheadAttention, how: tuple[tuple[str, Hashable], ...]) -> torch.nn.Module:
