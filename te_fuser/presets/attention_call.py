@@ -228,7 +228,7 @@ class Asking:
         return call.changed("padding" if isinstance(mask, (tuple, list)) else "arbitrary")
 
     def _padding(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        ours, theirs = given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")
+        ours, theirs = (_offsets(self.who, name, given.get(name)) for name in ("cu_seqlens_q", "cu_seqlens_kv"))
         mask = given.get("attention_mask")
         if call.qkv_format == "thd" and call.mask_type != "arbitrary":
             self._refuse_mask(call, mask)
@@ -241,6 +241,11 @@ class Asking:
             return call, {call.mask: _boolean(self.who, call.mask, mask)}
         if "padding" not in call.mask_type:
             self._refuse_mask(call, mask)
+            if ours is not None or theirs is not None:
+                say_once(
+                    f"{self.who}: {_type(call)} reads no lengths, and the cu_seqlens that calls give change nothing: "
+                    "leave them out, or give a type that reads them ('padding' or 'padding_causal')"
+                )
             return call, {}
         if mask is not None:
             return self._padded_by_mask(call, mask)
@@ -309,6 +314,8 @@ class Asking:
         return 1 << (max(*lengths, 1) - 1).bit_length()
 
     def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
+        if isinstance(mask, str):
+            raise TypeError(f"{self.who}: {call.mask} takes a tensor, got {mask!r}: give its type by {_type(call)}")
         if mask is not None:
             say_once(
                 f"{self.who}: {_type(call)} reads no mask, and the {call.mask} that calls give changes nothing: leave "
@@ -390,6 +397,12 @@ def _window(given: Any) -> Window:
         raise ValueError(f"window_size is (left, right), how many positions on each side, -1 for all; got {given!r}")
     left, right = (None if side == -1 else side for side in sides)
     return None if left is None and right is None else (left, right)
+
+
+def _offsets(who: str, name: str, given: Any) -> torch.Tensor | None:
+    if not (given is None or isinstance(given, torch.Tensor)):
+        raise TypeError(f"{who}: {name} is a tensor of [sequences + 1] whole numbers, got {type(given).__name__}")
+    return given
 
 
 def _boolean(who: str, name: str, mask: Any) -> torch.Tensor:

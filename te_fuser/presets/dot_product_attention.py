@@ -96,6 +96,8 @@ class DotProductAttention(Preset):
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
         self.num_gqa_groups = groups_of(num_attention_heads, num_gqa_groups)
         self.attention_dropout, self.layer_number = attention_dropout, said.layer_number
+        if not (said.softmax_scale is None or isinstance(said.softmax_scale, (int, float))):
+            raise TypeError(f"softmax_scale is a number, got {said.softmax_scale!r}")
         self.softmax_scale = self.channels[0] ** -0.5 if said.softmax_scale is None else said.softmax_scale
         cross = said.attention_type == "cross"
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)

@@ -316,6 +316,11 @@ class MultiheadAttention(Preset):
             if self.crosses:
                 raise ValueError(f"{type(self).__name__}: rotary_pos_emb is for attention_type='self', got 'cross'")
             pair = isinstance(rotary_pos_emb, (tuple, list))
+            if pair and len(rotary_pos_emb) != 2:
+                raise ValueError(
+                    f"{type(self).__name__}: rotary_pos_emb is angles, or a pair, of queries and keys, got "
+                    f"{len(rotary_pos_emb)} of them"
+                )
             how |= {"rotary": "pair"} if pair else {}
             tensors |= zip(_PAIR, rotary_pos_emb, strict=True) if pair else {"rotary_pos_emb": rotary_pos_emb}.items()
         return how, tensors

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import check_choice, default_device
+from te_fuser.presets.arguments import check_choice, check_size, default_device
 from te_fuser.presets.attention_call import LAYOUTS
 
 
@@ -25,7 +25,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         device: where the angles are; None: torch's default if one was set, else the GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: when an odd number of features would turn.
+        TypeError, ValueError: when an odd number of features would turn, or `dim` is no size.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021); Chen et al., "Extending
     Context Window of Large Language Models via Positional Interpolation" (2023).
@@ -44,7 +44,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        turning = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if not 0.0 < rotary_percent <= 1.0:
+            raise ValueError(f"rotary_percent is a share of the features, above 0 and up to 1, got {rotary_percent}")
+        turning = int(check_size("dim", dim) * rotary_percent)
         if turning % 2 or turning < 2:
             raise ValueError(f"features turn in pairs: dim={dim} with rotary_percent={rotary_percent} gives {turning}")
         self.seq_len_interpolation_factor = seq_len_interpolation_factor

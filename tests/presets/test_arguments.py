@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import te_fuser
+from te_fuser.presets import attention_call
 
 PRESETS: dict[str, Any] = {
     "Linear": lambda **k: te_fuser.Linear(4, 6, **k),
@@ -175,3 +176,38 @@ def test_words_in_any_case(make: Any, some: dict[str, Any], others: dict[str, An
     assert "inter_attention" in dict(
         te_fuser.TransformerLayer(8, 6, 2, layer_type="DECODER", device="cpu").named_children()
     )
+
+
+def layer(**call: Any) -> Any:
+    return te_fuser.TransformerLayer(8, 6, 2, device="cpu")(torch.randn(3, 2, 8), **call)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            {"attention_mask": "causal"},
+            r"attention_mask takes a tensor, got 'causal': give its type by attn_mask",
+        ),
+        ({"cu_seqlens_q": [0, 3, 6], "self_attn_mask_type": "padding"}, r"cu_seqlens_q is a tensor .* got list"),
+        ({"rotary_pos_emb": (torch.zeros(3, 1, 1, 4),)}, r"rotary_pos_emb is angles, or a pair, .* got 1 of them"),
+    ],
+)
+def test_calls_that_are_refused_in_words(call: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        layer(**call)
+
+
+def test_lengths_that_a_type_does_not_read_change_nothing_and_say_so() -> None:
+    attention_call._said.clear()
+    with pytest.warns(UserWarning, match="reads no lengths, and the cu_seqlens that calls give change nothing"):
+        layer(cu_seqlens_q=torch.tensor([0, 2, 5]))
+
+
+def test_numbers_that_are_none() -> None:
+    with pytest.raises(TypeError, match="softmax_scale is a number, got 'a'"):
+        te_fuser.DotProductAttention(2, 4, softmax_scale="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dim is a whole number, got '8'"):
+        te_fuser.RotaryPositionEmbedding("8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rotary_percent is a share of the features"):
+        te_fuser.RotaryPositionEmbedding(8, rotary_percent=2.0)
