@@ -123,13 +123,17 @@ def test_rows_that_are_moved(kind: str, sequence_first: bool, kernels: None) -> 
         (ours, _), (theirs, _) = (way.find(mask, None, positions, None) for way in (ByKernel, ByTorch))
         assert torch.equal(ours.lengths, theirs.lengths) and torch.equal(ours.offsets, theirs.offsets)
         count = int(ours.offsets[-1])
-        made, want = (way.together(x, theirs, sequence_first)[:count] for way in (ByKernel, ByTorch))
+        rows = x.transpose(0, 1) if sequence_first else x
+        made, want = (way.together(rows, theirs)[:count] for way in (ByKernel, ByTorch))
         assert torch.equal(made, want)
-        rows = ByKernel.together(x, ours, sequence_first)
-        to, other = torch.zeros_like(x), torch.zeros_like(x)
-        ByKernel.back(rows, ours, to, sequence_first)
-        ByTorch.back(rows, theirs, other, sequence_first)
-        assert torch.equal(to, other)
+        made = ByKernel.together(rows, ours)
+        for pieces in (1, 3) if features == 24 else (1, 8):
+            to = [
+                torch.zeros(*rows.shape[:2], pieces, 8 + features // pieces, device="cuda", dtype=DTYPE) for _ in "ab"
+            ]
+            for way, tensor in zip((ByKernel, ByTorch), to, strict=True):
+                way.back(made, ours, tensor[..., 8:])
+            assert torch.equal(*to)
 
 
 @pytest.mark.parametrize("provider", TOLD)

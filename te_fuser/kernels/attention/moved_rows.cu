@@ -60,10 +60,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows of samples that move, one behind the other, or back from there. Where none does, a block only reads that.
+// Rows of samples that move, one behind the other, or back from there, where they stand in pieces of `piece` accesses.
+// Where no sample moves, a block only reads that.
 extern "C" __global__ void __launch_bounds__(kThreads)
     move_rows(const int* offsets, const int* places, const te::access::Four* from, te::access::Four* to, long long rows,
-              int groups, int samples, int positions, int sample_step, int position_step, int vectors, int back) {
+              int groups, int samples, int positions, int sample_step, int position_step, int piece_step, int vectors, int piece,
+              int back) {
   te::wait_for_earlier();
   const int all = offsets[samples];
   const long long end = back || all == 0 ? all : all + kBehind;
@@ -83,6 +85,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const te::access::Four* read = from + (back ? row * vectors : apart);
     te::access::Four* write = to + (back ? apart : row * vectors);
 #pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += kThreads) write[i] = read[i];
+    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+      const int there = i / piece * piece_step + i % piece;
+      write[back ? there : i] = read[back ? i : there];
+    }
   }
 }

@@ -69,17 +69,16 @@ class ByTorch:
         return found[0], found[1] if len(found) > 1 else None
 
     @staticmethod
-    def together(x: torch.Tensor, tokens: Tokens, sequence_first: bool) -> torch.Tensor:
-        """Rows of x [B, S, F], or [S, B, F], as [T, F]: tokens of samples with gaps, and behind them zeros."""
-        rows = (x.transpose(0, 1) if sequence_first else x).flatten(0, 1)
+    def together(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """Rows of x [B, S, F] as [T, F]: tokens of samples with gaps, and behind them zeros."""
+        rows = x.flatten(0, 1)
         return torch.cat((rows, rows.new_zeros(1, rows.shape[1])))[_rows_of(tokens)]
 
     @staticmethod
-    def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor, sequence_first: bool) -> None:
-        """Rows [T, F] of such tokens to where they stand in x [B, S, F], or [S, B, F]."""
-        apart = x.transpose(0, 1) if sequence_first else x
-        all_and_one = torch.cat((apart.flatten(0, 1), rows[:1]))
-        apart.copy_(all_and_one.index_copy(0, _rows_of(tokens), rows)[:-1].view(apart.shape))
+    def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
+        """Rows [T, G * P] of such tokens to where they stand in x [B, S, G, P], whose pieces P may lie apart."""
+        all_and_one = torch.cat((x.flatten(2).flatten(0, 1), rows[:1]))
+        x.copy_(all_and_one.index_copy(0, _rows_of(tokens), rows)[:-1].view(x.shape))
 
 
 def _rows_of(tokens: Tokens) -> torch.Tensor:
@@ -120,18 +119,18 @@ class ByKernel:
         return ours, None if keys is None else Tokens(counts[1], offsets[1], key_places)
 
     @staticmethod
-    def together(x: torch.Tensor, tokens: Tokens, sequence_first: bool) -> torch.Tensor:
+    def together(x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """As `ByTorch.together`; what lies behind the zeros is anything."""
         x = _readable(x)
         rows = x.new_empty(tokens.places.numel(), x.shape[-1])
-        reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-        _move(x.as_strided((reach,), (1,)), rows, rows, tokens, _steps(x, sequence_first), False)
+        _move(_flat(x), rows, rows, tokens, x[:, :, None], False)
         return rows
 
     @staticmethod
-    def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor, sequence_first: bool) -> None:
-        """As `ByTorch.back`; x is contiguous."""
-        _move(rows, x, rows, tokens, _steps(x, sequence_first), True)
+    def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
+        """As `ByTorch.back`, where pieces lie in steps of 16 bytes."""
+        rows = rows.contiguous()
+        _move(rows, _flat(x), rows, tokens, x, True)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -142,24 +141,24 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x if fits and x.data_ptr() % _ACCESS == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _steps(x: torch.Tensor, sequence_first: bool) -> tuple[int, int]:
-    """From sample to sample, and from position to position, in accesses."""
-    vector = _ACCESS // x.element_size()
-    first, second = x.stride(0) // vector, x.stride(1) // vector
-    return (second, first) if sequence_first else (first, second)
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """All that x reaches, as the native runtime takes it."""
+    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.as_strided((reach,), (1,))
 
 
 def _move(
-    source: torch.Tensor, target: torch.Tensor, rows: torch.Tensor, tokens: Tokens, steps: tuple[int, int], back: bool
+    source: torch.Tensor, target: torch.Tensor, rows: torch.Tensor, tokens: Tokens, apart: torch.Tensor, back: bool
 ) -> None:
-    """Launch over rows [T, F]."""
-    count, features = rows.shape
+    """Launch over rows [T, G * P], which stand in `apart` [B, S, G, P]."""
     if not rows.numel():
         return
-    samples, positions = tokens.places.shape
-    numbers = (samples, positions, *steps, features * rows.element_size() // _ACCESS, int(back))
+    vector = _ACCESS // rows.element_size()
+    sample, position, piece, _ = (step // vector for step in apart.stride())
+    sizes = (rows.shape[1] // vector, apart.shape[3] // vector)
     kernel = _ready(MoveRows(rows.dtype), rows.device)
-    kernel((tokens.offsets, tokens.places, source, target), count, 1, 1, numbers)
+    numbers = (*tokens.places.shape, sample, position, piece, *sizes, int(back))
+    kernel((tokens.offsets, tokens.places, source, target), rows.shape[0], 1, 1, numbers)
 
 
 def reason_not(dtype: torch.dtype) -> str | None:
@@ -208,7 +207,7 @@ def native_kernel(kernel: FindTokens | MoveRows, cubin: bytes) -> _native.CudaKe
     if isinstance(kernel, FindTokens):
         tensors, inputs, numbers = [("bool", 1)] * 2 + [("int32", 4)] * 3, 2, 3
     else:
-        tensors, inputs, numbers = [("int32", 4)] * 2 + [(_DTYPES[kernel.dtype], _ACCESS)] * 2, 3, 6
+        tensors, inputs, numbers = [("int32", 4)] * 2 + [(_DTYPES[kernel.dtype], _ACCESS)] * 2, 3, 8
     dtypes, alignments = zip(*tensors, strict=True)
     arguments = [("tensor", k) for k in range(len(tensors))] + [("rows", 0), ("groups", 0)]
     arguments += [("integer", k) for k in range(numbers)]

@@ -9,6 +9,7 @@ Letters of shapes are those of `moved_rows.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,8 @@ from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch, Tokens
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Provider, Saved
 from te_fuser.kernels.attention.separate import Separate, Tensors
-from te_fuser.ops.attention_heads import ApartHeads
+from te_fuser.kernels.attention.views import Gradients
+from te_fuser.ops.attention_heads import ApartHeads, split_inputs
 from te_fuser.ops.attention_mask import AttentionMask
 from te_fuser.ops.attention_scores import SOFT_CAP
 from te_fuser.ops.dot_product_attention import AttentionSettings
@@ -51,6 +53,7 @@ def reason_not(provider: Provider, problem: AttentionProblem) -> str | None:
     return provider.reason_not(moved) or provider.reason_not(replace(problem, settings=by_lengths))
 
 
+@functools.lru_cache(maxsize=512)  # in each call
 def _told(settings: AttentionSettings, longest: int | None = None) -> tuple[AttentionSettings, AttentionSettings]:
     """What is computed of samples without gaps, and of tokens that were moved."""
     mask, heads = settings.mask, settings.heads
@@ -102,9 +105,14 @@ class Padded:
         rows = [settings.heads.heads, call.queries.places.numel()]
         logs = {name: pair[1].view(rows) if name.endswith("logsumexp") else pair[1] for name, pair in pairs.items()}
         moved = {**call.together({**whole.inputs, "output": y}), **logs}
-        made = self.provider.backward_separate(call.by_offsets, moved, call.moved(dy, "input"), None)
-        for name, gradient in made.items():
-            call.back(gradient, name, found[name])
+        moved_dy = call.moved(dy, "input")
+        if self.provider.packs:
+            made = self.provider.backward_separate(call.by_offsets, moved, moved_dy, None)
+            for name, gradient in made.items():
+                call.back(gradient, name, found[name])
+            return found
+        parts = self.provider.gradients_separate(call.by_offsets, moved, moved_dy)
+        call.back_heads(parts, split_inputs(settings.heads, [found[name] for name in whole.inputs]))
         return found
 
 
@@ -132,7 +140,7 @@ class _Call:
 
     def moved(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Rows of a tensor with the positions of that input."""
-        return self.rows.together(tensor, self._tokens(name), self._sequence_first)
+        return self.rows.together(self._by_sample(tensor), self._tokens(name))
 
     def together(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
         """Rows of inputs, or of the output, and where sequences begin."""
@@ -144,14 +152,22 @@ class _Call:
 
     def back(self, rows: torch.Tensor, name: str, to: torch.Tensor) -> None:
         """Rows with the positions of that input to where they stand."""
-        self.rows.back(rows, self._tokens(name), to, self._sequence_first)
+        self.rows.back(rows, self._tokens(name), self._by_sample(to)[:, :, None])
+
+    def back_heads(self, parts: Gradients, to: Gradients) -> None:
+        """Heads of tokens q [1, H, T, D], k and v [1, G, T, D] to where those of queries and of keys stand."""
+        names = ("input", "key", "value")
+        for name, part, heads in zip(names, parts, to, strict=True):
+            apart = heads if heads.dim() == 5 else heads[:, :, None]  # [B, G, R, S, D]
+            rows = part[0].transpose(0, 1).flatten(1)
+            self.rows.back(rows, self._tokens(name), apart.permute(0, 3, 1, 2, 4).flatten(3))
+
+    def _by_sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, S, F]."""
+        return tensor.transpose(0, 1) if self.by_lengths.heads.layout == "sequence_first" else tensor
 
     def _tokens(self, name: str) -> Tokens:
         return self.queries if self.keys is None or name in ("input", "output") else self.keys
-
-    @property
-    def _sequence_first(self) -> bool:
-        return self.by_lengths.heads.layout == "sequence_first"
 
 
 def _pair(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

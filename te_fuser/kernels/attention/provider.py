@@ -191,6 +191,10 @@ class Provider:
             *self._run_backward(self._separate_call(call, hidden), out, self._seeing(dout, hidden), saved)
         )
 
+    def gradients_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Gradients:
+        """The gradients of heads q [B, H, S, D], k and v [B, G, K, D], of one that is told offsets and packs none."""
+        raise NotImplementedError
+
     def nothing(self, call: Separate) -> tuple[torch.Tensor, Saved]:
         """What `forward_separate` gives where nothing is seen."""
         return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}

@@ -93,25 +93,27 @@ def test_find(rows: type[ByTorch] | type[ByKernel], sizes: tuple[int, int]) -> N
 @pytest.mark.parametrize("sequence_first", [False, True])
 @pytest.mark.parametrize("sizes", [(6, 9), (5, 70), (2, 3)])
 def test_together_and_back(rows: type[ByTorch] | type[ByKernel], sizes: tuple[int, int], sequence_first: bool) -> None:
-    mask = hidden(*sizes)
-    lead = (lambda t: t.transpose(0, 1).contiguous()) if sequence_first else (lambda t: t)
-    x = torch.randn(*sizes, 24, generator=torch.Generator().manual_seed(3)).bfloat16()
+    """Of rows that lie in many ways, and to those in pieces."""
+    mask, x = hidden(*sizes), torch.randn(*sizes, 24, generator=torch.Generator().manual_seed(3)).bfloat16()
     tokens, _ = rows.find(mask, None, sizes[1], None)
     (_, places) = expected([mask])[0]
-    flat = [x[n, p] for n, place in enumerate(places) for p in place]
-    for given in (lead(x), torch.cat((lead(x), lead(x)), -1)[..., :24], torch.cat((lead(x), lead(x)), -1)[..., 1:25]):
-        want = flat if given.is_contiguous() or given.data_ptr() % 16 == 0 else None
-        made = rows.together(given, tokens, sequence_first)
+    flat = torch.stack([x[n, p] for n, place in enumerate(places) for p in place] or [x[0, 0]])[: sum(map(len, places))]
+    lying = x.transpose(0, 1).contiguous().transpose(0, 1) if sequence_first else x
+    for given in (lying, torch.cat((lying, lying), -1)[..., :24], torch.cat((lying[..., :1], lying), -1)[..., 1:]):
+        made = rows.together(given, tokens)
         assert made.shape == (sizes[0] * sizes[1], 24)
-        if want:
-            assert torch.equal(made[: len(want)], torch.stack(want)) and not made[len(want) : len(want) + 256].any()
-    to = torch.full_like(lead(x), 7.0)
-    made = rows.together(lead(x), tokens, sequence_first)
-    rows.back(made, tokens, to, sequence_first)
-    back = lead(to) if sequence_first else to
-    for n, place in enumerate(places):
-        others = [p for p in range(sizes[1]) if p not in place]
-        assert torch.equal(back[n, place], x[n, place]) and (back[n, others] == 7).all()
+        assert torch.equal(made[: len(flat)], flat)
+        assert not len(flat) or not made[len(flat) : len(flat) + 256].any()
+    made = rows.together(lying, tokens)
+    for pieces in (1, 3):
+        whole = torch.full((*sizes, pieces, 16 + 24 // pieces), 7.0).bfloat16()
+        whole = whole.transpose(0, 1).contiguous().transpose(0, 1) if sequence_first else whole
+        to = whole[..., 8 : 8 + 24 // pieces]
+        rows.back(made, tokens, to)
+        assert (whole[..., :8] == 7).all() and (whole[..., -8:] == 7).all()
+        for n, place in enumerate(places):
+            others = [p for p in range(sizes[1]) if p not in place]
+            assert torch.equal(to[n, place].flatten(1), x[n, place]) and (to[n, others] == 7).all()
 
 
 @needs_compiler
@@ -120,7 +122,7 @@ def test_launches(emulated: FakeDriver) -> None:
     x = torch.randn(3, 8, 16).bfloat16()
     emulated.launches = emulated.copies = 0
     tokens, _ = ByKernel.find(hidden(3, 8), None, 8, None)
-    ByKernel.back(ByKernel.together(x, tokens, False), tokens, x, False)
+    ByKernel.back(ByKernel.together(x, tokens), tokens, x[:, :, None])
     assert (emulated.launches, emulated.copies) == (3, 0)
 
 

@@ -115,12 +115,23 @@ class CudaFlash(CudaProvider):
         self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
     ) -> Saved:
         """The gradients by input, without a mask tensor."""
-        call, y = Separate.of(settings, tensors), tensors["output"]
+        call = Separate.of(settings, tensors)
         if call.is_empty or not settings.mask.beyond:
             return super().backward_separate(settings, tensors, dy, blank)
+        sides = Sides.of(call, tensors)
+        found = call.gradients(*self._gradients(call, tensors, dy, Slots.of(call, sides)))
+        sides.blank(found, blank)
+        return found
+
+    def gradients_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Gradients:
+        """Those of heads, of rows that are in a sequence."""
+        call = Separate.of(settings, tensors)
+        return self._gradients(call, tensors, dy, Slots.of(call, Sides.of(call, tensors), all_rows=False))
+
+    def _gradients(self, call: Separate, tensors: Tensors, dy: torch.Tensor, slots: Slots | None) -> Gradients:
+        """dq [B, H, S, D], dk and dv [B, G, K, D]."""
+        settings, y, (left, right) = call.settings, tensors["output"], window_of(call.settings.mask)
         assert y is not None
-        sides, (left, right) = Sides.of(call, tensors), window_of(settings.mask)
-        slots = Slots.of(call, sides, blank is not None)
         read = (call.split_output(dy.contiguous()), *call.heads, call.split_output(y.contiguous()))
         logsumexp, seed, offset = (tensors[name] for name in self.emits)
         made = self._backward_by_structure(
@@ -131,9 +142,7 @@ class CudaFlash(CudaProvider):
             window_size_right=right,
         )
         dq, dk, dv = (_by_head(part, like) for part, like in zip(made, call.heads, strict=True))
-        found = call.gradients(dq, dk, dv)
-        sides.blank(found, blank)
-        return found
+        return dq, dk, dv
 
     def _by_position(self, heads: torch.Tensor, slots: Slots | None) -> torch.Tensor:
         """[B, H, S, D] as the operators read it: [B, S, H, D], of slots [B * S, H, D]."""
