@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from te_fuser import ops
+from te_fuser.convert.watched import all_of, answers
+from te_fuser.fuser.run.known import Facts
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.hooks import hooks_of
 
@@ -100,9 +103,14 @@ class Parts:
         kept = norm.__dict__
         self.numbers += [(kept, name) for name in _EPSILONS if name in kept]
 
-    def read(self) -> list[Any]:
+    def facts(self) -> Facts:
         """What ops were made with, as it is now."""
-        return [*(kept.get(name) for kept, name in self.numbers), *(p.get("bias") is None for p in self.biases)]
+        items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
+        return all_of(items, answers(*(functools.partial(_has_bias, p) for p in self.biases)))
+
+
+def _has_bias(parameters: Mapping[str, Any]) -> bool:
+    return parameters.get("bias") is not None
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
