@@ -24,9 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from te_fuser import ops
-from te_fuser.convert.parts import Parts, why_left
-from te_fuser.convert.watched import all_of, answers, modules_as_they_are, scalars_of
-from te_fuser.fuser.run.known import Facts, still_hold
+from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left
+from te_fuser.convert.watched import Facts, all_of, answers, modules_as_they_are, scalars_of, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS
 from te_fuser.sequential import Sequential
 
@@ -217,7 +216,7 @@ class Block(ops.Together):
     def left(self) -> dict[str, str]:
         """Path in the layer -> why the module there runs by itself."""
         now, left = self._now(), dict(self.__dict__["_te_fuser"].left)
-        if "forward" in self.__dict__:
+        if has_own_forward(self) and not keeps_forward(self):
             left[""] = "it has a forward of its own"
         if not now.left and not now.knows:
             name = now.attention.config._attn_implementation
@@ -320,7 +319,7 @@ class Block(ops.Together):
         """Be of the class that this layer had."""
         for name in ("_te_fuser", "_te_fuser_options", "_kept_together"):
             self.__dict__.pop(name, None)
-        self.__class__ = self.was
+        become(self, self.was)
 
     def __getstate__(self) -> dict[str, Any]:
         # Lists hold plans: a copy and a pickle of the model make their own.

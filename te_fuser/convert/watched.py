@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from te_fuser._native import still_hold
 from te_fuser.fuser.run.known import Facts
 from te_fuser.ops.hooks import hooks_of
 
+__all__ = ["Facts", "all_of", "answers", "modules_as_they_are", "scalars_of", "still_hold"]
 _SCALARS = (bool, int, float, str, type(None))
 
 
