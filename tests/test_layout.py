@@ -38,7 +38,7 @@ KNOWS = {
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
     "variants": {"sequential"},
-    "convert": {"ops", "sequential", "compare"},
+    "convert": {"ops", "fuser", "sequential", "compare", "_native"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",

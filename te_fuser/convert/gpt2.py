@@ -83,8 +83,12 @@ class GPT2Block(Block, theirs.GPT2Block):
         return {"scaling": self._attention().scaling, "dropout": self._attention_dropout()}
 
     def modes(self) -> tuple[Hashable, ...]:
-        dropped: list[Any] = [self._attention().resid_dropout, self.mlp.dropout]  # type: ignore[union-attr]
-        return tuple(getattr(m, "p", 0.0) if m.training else 0.0 for m in dropped)
+        return tuple(getattr(m, "p", 0.0) if m.training else 0.0 for m in self.settled_by()[1:])
+
+    def settled_by(self) -> list[nn.Module]:
+        dropped = (self._attention(), "attn_dropout"), (self._attention(), "resid_dropout"), (self.mlp, "dropout")
+        found: list[Any] = [getattr(module, name, None) for module, name in dropped]
+        return [*super().settled_by(), *(m for m in found if isinstance(m, nn.Module))]
 
     def _attention_dropout(self) -> float:
         attention = self._attention()
