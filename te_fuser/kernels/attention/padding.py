@@ -22,23 +22,25 @@ from te_fuser.kernels.attention.provider import Provider, Saved
 from te_fuser.kernels.attention.separate import Separate, Tensors
 from te_fuser.kernels.attention.views import Gradients
 from te_fuser.ops.attention_heads import ApartHeads, split_inputs
-from te_fuser.ops.attention_mask import AttentionMask
+from te_fuser.ops.attention_mask import BY_OFFSETS, PADDED, AttentionMask
 from te_fuser.ops.attention_scores import SOFT_CAP
 from te_fuser.ops.dot_product_attention import AttentionSettings
+
+_MOVED = f"{PADDED} is told by moving tokens together, "
 
 
 def why_not_moved(settings: AttentionSettings) -> str | None:
     """Why padding cannot be told by lengths and offsets; None when it can."""
     mask, apart = settings.mask, isinstance(settings.heads, ApartHeads)
-    hidden = "padding by a boolean tensor is told by moving tokens together, "
+    alike = not apart or mask.padding == mask.key_padding  # then there are as many keys as queries
     if mask.counts:
-        return f"{hidden}and sequences have lengths or offsets as well"
-    if mask.window is not None or mask.corner == "bottom_right" and mask.is_banded:
-        return f"{hidden}which changes how far apart they are, and a window or a corner counts that"
-    if apart and mask.causal and mask.padding != mask.key_padding:
-        return f"{hidden}and queries and keys are padded by tensors of two names, so that later keys are not known"
+        return f"{_MOVED}and sequences have lengths or offsets as well"
+    if mask.window is not None or mask.corner == "bottom_right" and mask.is_banded and not alike:
+        return f"{_MOVED}which changes how far apart they are, and a window or a corner counts that"
+    if mask.causal and not alike:
+        return f"{_MOVED}and queries and keys are padded by tensors of two names, so that later keys are not known"
     others = [words for words in settings.scores.beyond if words != SOFT_CAP]
-    return f"{hidden}and it is not called for {' and '.join(others)} so" if others else None
+    return f"{_MOVED}and it is not called for {' and '.join(others)} so" if others else None
 
 
 def reason_not(provider: Provider, problem: AttentionProblem) -> str | None:
@@ -50,6 +52,8 @@ def reason_not(provider: Provider, problem: AttentionProblem) -> str | None:
     rows = problem.samples * problem.positions
     keys = None if problem.keys is None else problem.samples * problem.keys
     moved = replace(problem, settings=by_offsets, samples=1, positions=rows, keys=keys)
+    if BY_OFFSETS not in provider.beyond:
+        return f"{_MOVED}and it is not called for {BY_OFFSETS}"
     return provider.reason_not(moved) or provider.reason_not(replace(problem, settings=by_lengths))
 
 

@@ -20,6 +20,7 @@ MASKS: Mapping[str, tuple[AttentionMask, str]] = {
     "packed": (AttentionMask(**ONE), "interleaved"),
     "packed, causal": (AttentionMask(causal=True, **ONE), "blocked"),
     "apart, causal": (AttentionMask(causal=True, **SAME), "apart"),
+    "apart, from the last": (AttentionMask(causal=True, corner="bottom_right", **SAME), "apart"),
     "apart": (AttentionMask(**TWO), "apart"),
     "keys alone": (AttentionMask(key_padding="keys"), "apart"),
 }

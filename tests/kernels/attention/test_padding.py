@@ -61,7 +61,7 @@ def test_nothing_to_attend_to(provider: Padded) -> None:
     ("mask", "scores", "words"),
     [
         (AttentionMask(window=(2, 0), **ONE), {}, "a window or a corner counts that"),
-        (AttentionMask(causal=True, corner="bottom_right", **SAME), {}, "a window or a corner counts that"),
+        (AttentionMask(causal=True, corner="bottom_right", **TWO), {}, "a window or a corner counts that"),
         (AttentionMask(causal=True, **TWO), {}, "padded by tensors of two names"),
         (AttentionMask(lengths="n", **ONE), {}, "sequences have lengths or offsets as well"),
         (AttentionMask(**ONE), {"sink": "zero"}, "not called for a sink"),
@@ -88,4 +88,7 @@ def test_which_providers_take_it() -> None:
     assert reason("cuda_flash", AttentionMask(causal=True, **SAME), "apart") is None
     assert reason("cuda_flash", AttentionMask(**TWO), "apart") is None
     words = reason("cuda_cudnn_frontend", AttentionMask(**ONE))
-    assert words == "it is not called for sequences one behind the other"
+    assert words == (
+        "padding by a boolean tensor is told by moving tokens together, and it is not called for sequences one behind "
+        "the other"
+    )
