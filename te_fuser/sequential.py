@@ -15,13 +15,13 @@ from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
-from te_fuser.fuser.run.known import Facts, still_hold
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of, silenced
+from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
@@ -355,18 +355,15 @@ def _structure_of(model: Sequential) -> _Structure:
     containers = [m for m in model.modules() if isinstance(m, Sequential)]
     lists = [c._modules for c in containers]  # not the containers: the model would hold itself
     watched = [m for modules in lists for m in modules.values() if m is not None]
-    hooks = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
-    ops = [(m, "revision", m.revision) for m in watched if isinstance(m, FusableOperation)]
     inner = [vars(m) for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
     options = [model._around, *(c._given for c in containers)]
-    facts = Facts(
+    lists_as_they_are = Facts(
         members=tuple([(modules, tuple(dict.values(modules))) for modules in lists]),
-        empty=tuple([h for h in hooks if not h]),
-        filled=tuple([h for h in hooks if h]),
         items=tuple([(own, "forward", own.get("forward")) for own in inner]),
-        attributes=tuple(ops),
         pairs=tuple([(o, dict(o)) for o in options]),
     )
+    hooks = hook_facts([*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))])
+    facts = Facts.of([lists_as_they_are, hooks, *[m.facts() for m in watched if isinstance(m, FusableOperation)]])
     parts = flatten(model)
     first = parts[0]
     plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held)

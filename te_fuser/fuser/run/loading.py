@@ -13,10 +13,9 @@ import torch
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.run.program import Loaded, Wrapper
-from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
+from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments, taken_apart
 from te_fuser.fuser.steps.torch_tasks import RecordedTask
 from te_fuser.kernels.column_sums import column_sums
-from te_fuser.ops.joined import parts_of
 from te_fuser.ops.main_grad import has_main_grad
 
 if TYPE_CHECKING:
@@ -220,9 +219,8 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
     if segment.uses_seed:
         tensors.append(seed)  # type: ignore[arg-type]
     if segment.backward is not None:
-        if segment.joined:  # autograd knows their parts
-            tensors += [part for k in segment.joined for part in parts_of(tensors[k])]
-        return _apply(segment, *tensors)  # type: ignore[no-any-return]
+        wholes = taken_apart(segment, tensors) if segment.joined else ()
+        return _apply(segment, wholes, *tensors)  # type: ignore[no-any-return]
     if segment.unrecorded:
         with torch.no_grad():
             return segment.results(segment.run_forward(tensors))
