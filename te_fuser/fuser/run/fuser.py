@@ -48,6 +48,7 @@ class Fuser:
             "reference" (PyTorch operations).
         fallback: what "auto" does where generated kernels cannot be had: "warn" once and run PyTorch's, or
             raise an "error" that says what is missing.
+        holding: what holds while these are the ops; without it whoever calls has to know.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Fuser:
         memory: str | int = "balanced",
         kernels: str = "auto",
         fallback: str = "warn",
+        holding: Facts | None = None,
     ) -> None:
         check_options(memory, kernels, fallback)
         for op in ops:
@@ -65,6 +67,7 @@ class Fuser:
                 raise TypeError(f"a Fuser takes ops, got {op!r}{of_class}; plain modules go into a Sequential")
         self.memory, self.kernels, self.fallback = memory, kernels, fallback
         self._given = tuple(ops)
+        self._holding = holding or Facts()
         # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
         self._kept = PlanCache()
@@ -81,11 +84,11 @@ class Fuser:
 
     def _relist(self) -> None:
         """List the ops anew where one of them is not as it was."""
-        if not still_hold(self._ops.given):
+        if self._watched and not still_hold(self._ops.given):
             self._list(self._ops.listing + 1)
 
     def _list(self, number: int) -> None:
-        facts = Facts.of([op.facts() for op in self._watched])
+        facts = Facts.of([self._holding, *[op.facts() for op in self._watched]])
         listed: list[ListedOp] = []
         for k, op in enumerate(self._given):
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
@@ -108,12 +111,21 @@ class Fuser:
         Raises:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
+        y = self.again(x, inputs, outputs)
+        return self.anew(x, inputs, outputs) if y is None else y
+
+    def again(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
+        """Run the plan of the last call, if this one is like it; else nothing runs, and it gives None."""
         known = self._known
-        if known is not None and known.function is not None:
-            if (y := _native.run_if_like(known, x, inputs, outputs)) is not None:
-                return y
-        elif known is not None and (parameters := _native.like(known, x, inputs, outputs)) is not None:
-            return execute(known.prepared, x, inputs, parameters)
+        if known is None:
+            return None
+        if known.function is not None:
+            return _native.run_if_like(known, x, inputs, outputs)
+        parameters = _native.like(known, x, inputs, outputs)
+        return None if parameters is None else execute(known.prepared, x, inputs, parameters)
+
+    def anew(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
+        """The same as `run` for a call that is not like the last one."""
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
             call = Call(x, named_tensors(inputs), outputs, self.parameters())

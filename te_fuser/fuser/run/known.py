@@ -37,7 +37,7 @@ class Known(NamedTuple):
         names: of the named inputs.
         slots: (dict, key) of each parameter.
         key: what is known of the input, the named ones and the parameters.
-        function: what the plan comes to, where that is one that autograd records, on the input and the parameters.
+        function: what the plan comes to, where that is one function of the input and the parameters.
     """
 
     facts: Facts
