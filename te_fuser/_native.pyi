@@ -5,7 +5,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from te_fuser.fuser.run.known import Facts, Known
+from te_fuser.fuser.run.known import Known
+from te_fuser.ops.facts import Facts
 
 version: str
 kernel_abi_version: int
@@ -297,6 +298,9 @@ def attributes(objects: Iterable[object], name: str) -> tuple[Any, ...]:
 
 def still_hold(facts: Facts) -> bool:
     """Whether all these facts hold, as far as one does not fail before."""
+
+def tensor_place(tensor: object) -> bytes | None:
+    """What is known of a tensor and where it lies, as bytes; None of what is no plain tensor in memory."""
 
 def like(
     known: Known, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]

@@ -18,6 +18,7 @@ from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import has_tensor
+from te_fuser.ops.facts import Facts
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import GLOBAL_HOOKS, has_users_hooks, hooks_of
@@ -237,14 +238,19 @@ def _check_read(parts: Iterable[Part], values: Mapping[str, torch.Tensor]) -> No
         raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
 
 
-def flatten(root: OpList) -> list[Part]:
-    """The parts that a list comes to."""
+def flatten(root: OpList, holding: Facts | None = None) -> list[Part]:
+    """The parts that a list comes to.
+
+    Args:
+        holding: what holds while it does; a group that is all goes by it.
+    """
     flattener = _Flattener()
     flattener.run(root)
     parts: list[Part] = []
     later: frozenset[str] = frozenset()
-    for found in reversed(flattener.found or [_Consecutive(_Planning(root.options()))]):
-        part = found if isinstance(found, Border) else _group(found)
+    all_found = flattener.found or [_Consecutive(_Planning(root.options()))]
+    for found in reversed(all_found):
+        part = found if isinstance(found, Border) else _group(found, holding if len(all_found) == 1 else None)
         parts.insert(0, replace(part, later=later))
         later |= set(_reads(part))
     return parts
@@ -294,7 +300,7 @@ class _Consecutive:
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Consecutive) -> Group:
+def _group(run: _Consecutive, holding: Facts | None) -> Group:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -307,7 +313,7 @@ def _group(run: _Consecutive) -> Group:
         bound |= set(item.names_out)
         gives |= dict.fromkeys(item.names_out)
     listed = tuple(run.listed)
-    fuser, notes = Fuser(listed, **options), run.planning.notes
+    fuser, notes = Fuser(listed, holding=holding, **options), run.planning.notes
     return Group(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
 
 

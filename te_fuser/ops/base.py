@@ -18,6 +18,7 @@ import torch.nn.utils.parametrize
 from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.binding import Binding, PlannedParametrizations
+from te_fuser.ops.facts import Facts
 from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.sizes import exact, rounded_up
 
@@ -204,6 +205,10 @@ class FusableOperation(torch.nn.Module):
             if planned is not None:
                 return planned
         return super().__getattr__(name)
+
+    def facts(self) -> Facts:
+        """What holds while this op is as it is now; when it does not, plans and lists with the op are made anew."""
+        return Facts(items=((self.__dict__, "revision", self.revision),))
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""

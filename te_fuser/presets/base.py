@@ -223,6 +223,11 @@ class Preset(Together, Variants):
             return op
         return ops.Bound(self.product(op.op.in_features, op.op.out_features, over=True), op.owner, **op.names)
 
+    @property
+    def is_list(self) -> bool:
+        """Whether a call of nothing but x is one of the bare list, which gives what the preset returns."""
+        return not self.asked()
+
     def asked(self) -> tuple[str, ...]:
         """The named outputs that each call returns."""
         return ()
@@ -271,7 +276,7 @@ class Preset(Together, Variants):
                 module._group = group
                 module._refusal = module._why_not()
             if isinstance(module, FusableOperation):
-                module.revision = module.__dict__["revision"] + 1  # lists around look at the preset again
+                module.revision += 1  # lists around look at the preset again
 
     def check_group(self) -> None:
         """Raise where this preset is one of several ranks'.

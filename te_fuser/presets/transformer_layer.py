@@ -174,8 +174,7 @@ class TransformerLayer(Preset):
         share_norm(self.layernorm_mlp, "mlp_residual")
 
     @functools.cached_property
-    def _says_all(self) -> bool:
-        """Whether a call may give nothing but hidden_states."""
+    def is_list(self) -> bool:  # type: ignore[override]
         part = self.self_attention
         return not (self.decodes or isinstance(part, MultiheadAttention) and part.asking.reads)
 
@@ -268,9 +267,9 @@ class TransformerLayer(Preset):
             TypeError, ValueError, RuntimeError: for what the layer was not made for, before anything runs.
         """
         self.check_group()
-        said = (attention_mask, encoder_output, enc_dec_attn_mask, is_first_microbatch, inference_params)
-        says_nothing = not call and not checkpoint_core_attention and rotary_pos_emb is None
-        if says_nothing and self._says_all and all(given is None for given in said):
+        of_masks = attention_mask is encoder_output is enc_dec_attn_mask is None
+        of_others = is_first_microbatch is inference_params is rotary_pos_emb is None
+        if of_masks and of_others and not (call or checkpoint_core_attention) and self.is_list:
             return super().forward(hidden_states)  # type: ignore[no-any-return]
         who, outputs = type(self).__name__, call.pop("outputs", ())
         self._check_call(encoder_output, checkpoint_core_attention, call)

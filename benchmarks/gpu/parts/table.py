@@ -37,7 +37,7 @@ PARTS: dict[str, Part] = {
     "llama": Part("a Llama layer: RMSNorm, RoPE, 32 query and 8 key/value heads, SwiGLU", llama, 75),
     "stack": Part(f"{STACKED} seed layers in one Sequential and apart", stack, 70),
     "presets": Part(
-        "presets beside the lists of their ops, time and memory, and the host at small sizes", presets, 120
+        "presets beside the lists of their ops, time and memory, and the host at small sizes", presets, 190
     ),
     "converted": Part(
         f"{LLAMA_LAYERS} layers of a Llama of transformers, as it is and converted: training, forward, decoding",
