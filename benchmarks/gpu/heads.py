@@ -24,7 +24,7 @@ from rich.table import Table
 import te_fuser
 from benchmarks.common import command_parser, write_record
 from te_fuser import ops
-from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, TurnedPass, Turning, turned
+from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
 
 BF16, F32 = torch.bfloat16, torch.float32
 SETS, CALLS, ROUNDS = 4, 20, 15
@@ -145,11 +145,12 @@ def measured(case: Case) -> Iterator[Line]:
     dtype = F32 if case.tables == "angles" else BF16
     tables = [torch.randn(case.positions, 1, 1, case.head_dim, device="cuda", dtype=dtype) for _ in range(turning)]
     weights = {name: torch.ones(case.head_dim, device="cuda", dtype=BF16) for name in WEIGHTS}
-    given, (ahead, back) = Given(tables, weights=weights), case.passes()
-    forward = [lambda x=x: turned(ahead, x, given, layout="sequence_first", eps=1e-6) for x, _ in sets]  # type: ignore[misc]
+    given = Given(tables, weights=weights)
+    ahead, back = (Turned(p, "sequence_first", 1e-6) for p in case.passes())
+    forward = [lambda x=x: ahead(x, given) for x, _ in sets]  # type: ignore[misc]
     read = [x if case.norm else None for x, _ in sets]
     backward = [
-        lambda dy=dy, x=x: turned(back, dy, given, layout="sequence_first", eps=1e-6, read=x)  # type: ignore[misc]
+        lambda dy=dy, x=x: back(dy, given, read=x)  # type: ignore[misc]
         for (_, dy), x in zip(sets, read, strict=True)
     ]
     usual = _by_ops(case, [x for x, _ in sets], dict(zip("ab", tables, strict=False)))

@@ -18,7 +18,7 @@ from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import OneOf, Optional, Repeat
 from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import turned_heads as kernel
-from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, TurnedPass, Turning
+from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.head_norm import HeadNorm
 from te_fuser.ops.rotary_by_angles import RotaryByAngles
@@ -76,22 +76,27 @@ class _Turned:
 
     def __init__(self, covered: _Covered) -> None:
         self._covered = covered
-        self._forward = covered.forward_pass()
+        self._forward = self._called(covered.forward_pass())
         bias = [] if covered.bias is None else ["0.bias"]
         self._names = [*bias, *(f"{covered.norm}.{name}" for name in covered.norm_names)]
         self._read = "0.output" if covered.bias is not None else "input"
+        self._backward: dict[tuple[str, ...], tuple[TurnedPass, Turned]] = {}  # by the gradients that are needed
+
+    def _called(self, p: TurnedPass) -> tuple[TurnedPass, Turned]:
+        return p, Turned(p, self._covered.layout, self._covered.eps)
 
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         """One pass that norms and turns."""
-        c = self._covered
-        return kernel.turned(self._forward, x, c.given(m, self._forward), layout=c.layout, eps=c.eps)[0]
+        p, run = self._forward
+        return run(x, self._covered.given(m, p))[0]
 
     def backward(self, m: FusionCall, dy: torch.Tensor) -> Any:
         """The same back, with the gradients of parameters."""
-        c, wanted = self._covered, [name for name in self._names if m.needs(name)]
-        p = c.backward_pass(wanted)
-        read = m[self._read] if c.norm is not None else None
-        dx, sums = kernel.turned(p, dy, c.given(m, p), layout=c.layout, eps=c.eps, read=read, later=m.later)
+        c, wanted = self._covered, tuple(name for name in self._names if m.needs(name))
+        if wanted not in self._backward:
+            self._backward[wanted] = self._called(c.backward_pass(wanted))
+        p, run = self._backward[wanted]
+        dx, sums = run(dy, c.given(m, p), read=None if c.norm is None else m[self._read], later=m.later)
         names = [*(["0.bias"] if p.columns else []), *(f"{c.norm}.{n}" for n in p.gradients)]
         return (dx, dict(zip(names, sums, strict=True))) if names else dx
 

@@ -23,6 +23,7 @@ from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.codegen.written import MadeOnce
 from te_fuser.config import config
+from te_fuser.kernels.lanes import partner_of, vector_of
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.rotary_embedding import rotation_table
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_ACCESS = 16  # bytes: the widest access
-_LINE = 128  # bytes of a line of the cache
-_WARP = 32
 _THREADS = range(256, 0, -32)  # of a block
 _RESIDENT = 512  # threads of a multiprocessor: fewer do not hide the latency of memory, more were slower on an H200
 _MOST_ROWS = 2**31 - 1
@@ -104,23 +102,13 @@ class PackedPass:
 
     @property
     def vector(self) -> int:
-        """Neighbours that a thread takes at once: at most 16 bytes, within a head, partners in one place."""
-        dim, turning = self.heads.head_dim, self.rotary_dim
-        wanted = _ACCESS // self.dtype.itemsize
-        unit = turning // 2 if self.style == "half" else turning
-        while dim % wanted or (turning and unit % wanted):
-            wanted //= 2
-        return wanted
+        """Neighbours that a thread takes at once."""
+        return vector_of(self.dtype, self.heads.head_dim, self.rotary_dim, self.style)
 
     @property
     def partner(self) -> str:
         """Where a thread finds the partners of its vector, as the text calls it."""
-        if not self.rotary_dim or (self.style == "interleaved" and self.vector > 1):
-            return "kInside"
-        half, whole = self.rotary_dim // 2, self.heads.head_dim // self.vector
-        in_a_warp = _is_power_of_two(whole) and whole <= _WARP and _is_power_of_two(half // self.vector)
-        narrow = half * self.dtype.itemsize < _LINE and self.vector * self.dtype.itemsize == _ACCESS
-        return "kLane" if self.style == "half" and narrow and in_a_warp else "kSecond"
+        return partner_of(self.dtype, self.heads.head_dim, self.rotary_dim, self.style)
 
     @property
     def lanes(self) -> int:
@@ -173,10 +161,6 @@ class PackedPass:
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr float kDirection = {-1.0 if self.back else 1.0};", "", _SOURCE.read_text()]
         return "\n".join(lines)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
 
 
 def reason_not(*dtypes: torch.dtype) -> str | None:

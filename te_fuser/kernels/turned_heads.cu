@@ -139,8 +139,9 @@ struct Tables {
   }
 
   __device__ __forceinline__ void stage(Angles& to, long long row, long long rows, int samples) const {
-    const int positions = static_cast<int>(rows / samples);
-    for (int i = threadIdx.x; i < kRows * kRotary; i += kThreads) {
+    const int positions = static_cast<int>(rows / samples), sample_of_first = static_cast<unsigned>(row) % samples;
+    const int count = by_row ? kRows : (sample_of_first + kRows - 1) / samples + 1;
+    for (int i = threadIdx.x; i < count * kRotary; i += kThreads) {
       const int number = i / kRotary, feature = i % kRotary;
       const long long own = by_row ? row + number : row;
       if (own >= rows) break;

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.codegen.written import MadeOnce
 from te_fuser.config import config
 from te_fuser.dtypes import GENERATED, name_of, text_of
+from te_fuser.kernels.lanes import WARP, partner_of, vector_of
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS
 
@@ -29,21 +30,20 @@ if TYPE_CHECKING:
     from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_ACCESS = 16  # bytes: the widest access
-_LINE = 128  # bytes of a line of the cache
-_WARP = 32
 _THREADS = range(256, 0, -32)  # of a block
 _RESIDENT = 512  # threads of a multiprocessor, as over packed heads
 _RESIDENT_READING = 384  # where backward reads the input too: what a norm needs stays in registers
 _IN_FLIGHT = 128  # bytes that a thread loads before it uses the first
 _STAGED = 24 * 1024  # bytes of angles in shared memory, at most
 _MOST_ROWS = 2**31 - 1
+_FORMS_KEPT = 256
 MOST_FEATURES = 512  # of a head: what a thread holds of it stays in registers
 WEIGHTS = ("weight", "key_weight", "bias", "key_bias")
 WHOLE = {torch.int32: "int", torch.int64: "long long"}
 _TABLES = {"angles": "kAngles", "pair": "kPair", "cos_sin": "kCosSin"}
 _NORMS = {"RMSNorm": "kRms", "LayerNorm": "kLayer", "L2Normalization": "kL2"}
 _INTEGERS = 14
+_ORDERS = {**LAYOUTS, "tokens": (0, 1)}  # which dimensions are positions and samples
 
 
 @dataclass(frozen=True)
@@ -149,27 +149,18 @@ class TurnedPass:
         return self.turning.rotary_dim if self.turning else 0
 
     @property
-    def _halves(self) -> bool:
-        return self.turning is not None and self.turning.style == "half"
+    def _style(self) -> str:
+        return self.turning.style if self.turning else "half"
 
-    @property
+    @functools.cached_property
     def vector(self) -> int:
-        """Neighbours that a thread takes at once: at most 16 bytes, within a head, partners in one place."""
-        wanted = _ACCESS // self.dtype.itemsize
-        unit = self.rotary_dim // 2 if self._halves else self.rotary_dim
-        while self.heads.head_dim % wanted or (unit and unit % wanted):
-            wanted //= 2
-        return wanted
+        """Neighbours that a thread takes at once."""
+        return vector_of(self.dtype, self.heads.head_dim, self.rotary_dim, self._style)
 
-    @property
+    @functools.cached_property
     def partner(self) -> str:
         """Where a thread finds the partners of its vector, as the text calls it."""
-        if not self.rotary_dim or (not self._halves and self.vector > 1):
-            return "kInside"
-        half, whole = self.rotary_dim // 2, self.heads.head_dim // self.vector
-        in_a_warp = _is_power_of_two(whole) and whole <= _WARP and _is_power_of_two(half // self.vector)
-        narrow = half * self.dtype.itemsize < _LINE and self.vector * self.dtype.itemsize == _ACCESS
-        return "kLane" if self._halves and narrow and in_a_warp else "kSecond"
+        return partner_of(self.dtype, self.heads.head_dim, self.rotary_dim, self._style)
 
     @property
     def units(self) -> int:
@@ -181,7 +172,7 @@ class TurnedPass:
     @property
     def width(self) -> int:
         """Threads of a head: a power of two, so that they add up by halves."""
-        return min(_WARP, 1 << (self.units - 1).bit_length())
+        return min(WARP, 1 << (self.units - 1).bit_length())
 
     @property
     def slots(self) -> int:
@@ -274,7 +265,7 @@ class TurnedPass:
     def _flags(self) -> dict[str, object]:
         turning, norming = self.turning, self.norming
         return {
-            "kHalves": self._halves, "kTurnsQueries": turning and turning.queries,
+            "kHalves": self._style == "half", "kTurnsQueries": turning and turning.queries,
             "kTurnsKeys": turning and turning.keys, "kStarts": turning and turning.starts,
             "kOffsets": turning and turning.offsets, "kNormLast": norming and norming.last,
             "kWeights": norming and norming.dtype, "kCentered": norming and norming.centered, "kBack": self.back,
@@ -311,10 +302,6 @@ class TurnedPass:
         return (*([self.heads.features] if self.columns else []), *[self.heads.head_dim] * len(self.gradients))
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
 def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
     """Why the kernel does not take such heads, or tensors of these dtypes; None when it does."""
     wrong = next((dtype for dtype in dtypes if dtype not in GENERATED), None)
@@ -340,56 +327,76 @@ class Given:
     tables: Sequence[torch.Tensor] = ()
     starts: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    weights: Mapping[str, torch.Tensor] | None = None
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def turned(
-    p: TurnedPass,
-    x: torch.Tensor,
-    given: Given,
-    *,
-    layout: str,
-    eps: float = 0.0,
-    read: torch.Tensor | None = None,
-    later: object = None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Run a pass.
+Form = tuple["_native.CudaKernel", tuple[int, ...], tuple[int, int], tuple[int, ...]]
+
+
+class Turned:
+    """A pass as it is called. What devices, sizes and strides decide is worked out when they are new.
 
     Args:
-        x: heads, or in backward the gradient of the output: [S, B, features], [B, S, features] or [tokens, features] as
-            `layout` says, on a CUDA device, of the pass's dtype; of a norm alone any [.., features].
-        read: in backward of a norm, the input of the forward.
-        later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
-
-    Returns: the result, contiguous, and the sums in the order of `p.sums`.
-
-    Raises:
-        ValueError: for more rows than the kernel counts, and angles of no position.
+        layout: "sequence_first" [S, B, features], "batch_first" [B, S, features], or "tokens" [tokens, features]; of a
+            norm alone "tokens" too, and heads are any [.., features].
+        eps: of the norm.
     """
-    ready = _ready(p, x.device)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sums = [x.new_empty(n, dtype=dtype) for n, dtype in zip(p.widths, p.sums, strict=True)]
-    if not x.numel():
-        return out, [t.zero_() for t in sums]
-    sources = [readable(_by_rows(t), p.vector) for t in (x, *([] if read is None else [read]))]
-    sequence, batch = _ORDERS[layout]
-    shape = sources[0].shape
-    if shape[0] * shape[1] > _MOST_ROWS:
-        raise ValueError(f"{shape[0]} x {shape[1]} rows are more than {_MOST_ROWS}: split the batch")
-    steps = [t.stride(d) // p.vector for t in (_by_rows(out), *sources) for d in (sequence, batch)]
-    steps += [] if len(sources) == 2 else [0, 0]
-    tables = [_flat_table(t, p.turning) for t in given.tables]
-    tensors = [as_one(t, reach(t)) for t in (*sources, *tables)]
-    tensors += [t.contiguous() for t in (given.starts, given.offsets) if t is not None]
-    tensors += [(given.weights or {})[name].contiguous() for name in p.weights]
-    numbers = (_bits(eps), *steps, *_table_numbers(tables, given))
-    launch = ready if later is None or not sums else functools.partial(ready.leave_sums, later)
-    launch((*tensors, out, *sums), shape[0] * shape[1], 1, shape[batch], numbers)
-    return out, sums
 
+    def __init__(self, p: TurnedPass, layout: str, eps: float = 0.0) -> None:
+        self._pass, self._order, self._eps = p, _ORDERS[layout], _bits(eps)
+        self._known: dict[Hashable, Form] = {}
 
-# Which dimensions are positions and samples.
-_ORDERS = {**LAYOUTS, "tokens": (0, 1)}
+    def __call__(
+        self, x: torch.Tensor, given: Given, *, read: torch.Tensor | None = None, later: object = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The result, contiguous, and the sums in the order of `TurnedPass.sums`.
+
+        Args:
+            x: heads, or in backward the gradient of the output, on a CUDA device, of the pass's dtype.
+            read: in backward of a norm, the input of the forward.
+            later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
+
+        Raises:
+            ValueError: for more rows than the kernel counts, and angles of no position.
+        """
+        p = self._pass
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        sums = [x.new_empty(n, dtype=dtype) for n, dtype in zip(p.widths, p.sums, strict=True)]
+        if not x.numel():
+            return out, [t.zero_() for t in sums]
+        sources = [x] if read is None else [x, read]
+        tables, ends = given.tables, None if given.offsets is None else len(given.offsets)
+        form = x.device, x.shape, ends, *[(t.shape, t.stride(), t.dtype) for t in (*sources, *tables)]
+        known = self._known.get(form)
+        if known is None:
+            before = [t.data_ptr() for t in (*sources, *tables)]
+            sources = [readable(_by_rows(t), p.vector) for t in sources]
+            tables = [_flat_table(t, p.turning) for t in tables]
+            known = self._form(sources, tables, given)
+            if [t.data_ptr() for t in (*sources, *tables)] == before:  # nothing was copied
+                if len(self._known) >= _FORMS_KEPT:
+                    self._known.clear()
+                self._known[form] = known
+        kernel, reaches, counts, numbers = known
+        tensors = [as_one(t, n) for t, n in zip((*sources, *tables), reaches, strict=True)]
+        tensors += [t.contiguous() for t in (given.starts, given.offsets) if t is not None]
+        tensors += [given.weights[name].contiguous() for name in p.weights]
+        launch = kernel if later is None or not sums else functools.partial(kernel.leave_sums, later)
+        launch((*tensors, out, *sums), counts[0], 1, counts[1], numbers)
+        return out, sums
+
+    def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: Given) -> Form:
+        """What a call with three-dimensional heads and with tables that lie so is told."""
+        shape, vector, (sequence, batch) = sources[0].shape, self._pass.vector, self._order
+        if shape[0] * shape[1] > _MOST_ROWS:
+            raise ValueError(f"{shape[0]} x {shape[1]} rows are more than {_MOST_ROWS}: split the batch")
+        ahead = shape[1] * shape[2], shape[2]  # of the result
+        steps = [step // vector for step in (ahead[sequence], ahead[batch])]
+        steps += [t.stride(d) // vector for t in sources for d in (sequence, batch)]
+        steps += [0] * (2 * (2 - len(sources)))
+        numbers = self._eps, *steps, *_table_numbers(tables, given)
+        reaches = tuple(map(reach, (*sources, *tables)))
+        return _ready(self._pass, sources[0].device), reaches, (shape[0] * shape[1], shape[batch]), numbers
 
 
 def _by_rows(x: torch.Tensor) -> torch.Tensor:
@@ -414,7 +421,7 @@ def _table_numbers(tables: Sequence[torch.Tensor], given: Given) -> tuple[int, .
         return (0,) * 7
     strides = [n for t in tables for n in (t.stride(0), t.stride(1) if t.shape[1] > 1 else 0)]
     strides += [] if len(tables) == 2 else strides
-    sequences = 0 if given.offsets is None else given.offsets.numel() - 1
+    sequences = 0 if given.offsets is None else len(given.offsets) - 1
     by_row = given.starts is not None or given.offsets is not None or any(t.shape[1] > 1 for t in tables)
     return (*strides, min(t.shape[0] for t in tables), sequences, int(by_row))
 

@@ -10,7 +10,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, TurnedPass, Turning, turned
+from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 _LEAD = {"sequence_first": (0, 1), "batch_first": (1, 0), "tokens": (0,)}
@@ -126,11 +126,10 @@ class Case:
         """What the kernel gives: "y", "dx", "columns" and gradients of weights."""
         ahead, back = self.passes()
         given = Given(call["tables"], call.get("starts"), call.get("offsets"), call["weights"])
-        how = {"layout": self.order, "eps": 1e-5}
-        y, none = turned(ahead, call["x"], given, **how)  # type: ignore[arg-type]
+        y, none = Turned(ahead, self.order, 1e-5)(call["x"], given)
         assert not none
         read = call["x"] if self.norm else None
-        dx, sums = turned(back, call["dy"], given, read=read, **how)  # type: ignore[arg-type]
+        dx, sums = Turned(back, self.order, 1e-5)(call["dy"], given, read=read)
         names = (*(("columns",) if self.columns else ()), *back.gradients)
         return {"y": y, "dx": dx, **dict(zip(names, sums, strict=True))}
 
