@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Union
 import torch
 
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.fuser.run.fuser import Fuser, named_tensors
+from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
@@ -213,10 +213,11 @@ def walk_parts(
         y, or (y, *outputs).
 
     Raises:
-        TypeError: for a named input that no part reads; where there is one group alone, its graph says so.
+        TypeError: for a named input that no part reads; of one group alone its graph says so where calls give no
+            parameters.
     """
-    values = named_tensors(inputs)
-    if len(parts) > 1:
+    values = {name: t for name, t in inputs.items() if t is not None}
+    if len(parts) > 1 or getattr(parts[0], "held", None):
         _check_read(parts, values)
     for part in parts:
         if isinstance(part, Border):

@@ -126,7 +126,7 @@ class Sequential(OpList):
         if structure.alone is not None:
             run = structure.alone.run if wanted else structure.alone.anew  # forward has tried the other
             return run(x, inputs, wanted)
-        return walk_parts(structure.parts, x, inputs, wanted, _run_group)
+        return walk_parts(structure.parts, x, named_tensors(inputs), wanted, _run_group)
 
     def _wanted(self, outputs: Sequence[str]) -> tuple[str, ...]:
         if isinstance(outputs, str):
@@ -313,7 +313,7 @@ class Sequential(OpList):
                 return run(group, unhooked(x), {name: unhooked(t) for name, t in given.items()}, wanted)
 
         with undisturbed(self, x), silenced(self):
-            walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked, Border.tried)
+            walk_parts(self._prepared(), x, named_tensors(inputs), self._wanted(outputs), checked, Border.tried)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """The same result op by op from their meaning, in plain differentiable PyTorch operations.
@@ -322,6 +322,9 @@ class Sequential(OpList):
         """
         if type(self._prepared()[0]) is Group:
             check_tensor(x)
+        for name, t in inputs.items():
+            if t is not None:
+                check_tensor(t, f" as its input {name!r}")
         return walk_parts(self._prepared(), x, inputs, self._wanted(outputs), _reference)
 
     def operations(self) -> list[FusableOperation]:

@@ -59,7 +59,9 @@ class Variants(Sequential):
             while len(self._variants) > _KEPT:
                 self._variants.popitem(last=False)
         variant, modes = found
-        variant._around.update(self.options())
+        options = self.options()
+        if variant._around != options:
+            variant._around.update(options)
         for origin, modules in modes:
             training = (origin or self).training
             if modules[0].training != training:

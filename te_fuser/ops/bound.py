@@ -12,7 +12,7 @@ import torch
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, owned, place_of
 from te_fuser.ops.facts import Facts
-from te_fuser.ops.given import Given
+from te_fuser.ops.given import Given, GivenBinding
 from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
 from te_fuser.ops.joined import JoinedBinding
 from te_fuser.ops.transposed import Transposed, TransposedBinding
@@ -120,6 +120,8 @@ class Bound(FusableOperation):
         if len(names) > 1:
             several = any(other is not owner for other, _ in places)
             return JoinedBinding(self.owner, names) if several else JoinedBinding(owner, tuple(n for _, n in places))
+        if isinstance(owner, Given):
+            return GivenBinding(owner, name)
         # Plans that an op is part of may outlive it; of those that it runs by alone `run_alone` takes care.
         return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 

@@ -83,7 +83,7 @@ class RotaryByAngles(UnfusedOperation):
             names = {"angles": self.angles}
         else:
             names = dict(zip(("angles", "key_angles"), self.angles, strict=True))
-        names |= {name: own for name in ("starts", "offsets") if (own := getattr(self, name)) is not None}
+        names |= {name: getattr(self, name) for name in ("starts", "offsets") if getattr(self, name) is not None}
         return {argument: NamedInput(name, None, optional=True, gradient=False) for argument, name in names.items()}
 
     def infer(self, x: Spec) -> Spec:

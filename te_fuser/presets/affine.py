@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.presets.arguments import Common, check_flag, check_size
-from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Norm
 
@@ -138,7 +138,8 @@ class Affine(Preset):
         names = self.parts[name]
         return ops.Bound(op, self, **{name: names[0] if len(names) == 1 else names})
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         inp: torch.Tensor,
         weight: torch.Tensor | None = None,
@@ -147,7 +148,7 @@ class Affine(Preset):
         fp8_output: bool = False,
         fp8_grad: bool = False,
         **call: Any,
-    ) -> Any:
+    ) -> Asked:
         """out[, bias][, layernorm_out].
 
         Args:
@@ -163,17 +164,17 @@ class Affine(Preset):
         self.check_group()
         gives_none = weight is None and bias is None and is_first_microbatch is None
         if gives_none and not (fp8_output or fp8_grad or call) and self.is_list:
-            return super().forward(inp)
+            return Asked(self, inp)
         for name, wanted in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
             if wanted:
                 raise NotImplementedError(f"{type(self).__name__}: {name} asks for FP8, which is to come; leave it out")
         given = self._given_tensors(weight, bias)
         over = self.writes_over(is_first_microbatch)
         instead = () if self.skip_weight_param_allocation else tuple(given)
-        run = self.variant(over=over, given=instead) if instead or over else super().forward
-        with self._call[0].holding(**given) if given else nullcontext():
-            made = run(inp, **self.with_outputs(call))
-        return with_bias(made, self._bias(given)) if self.return_bias else made
+        listed = self.variant(over=over, given=instead) if instead or over else self
+        held = self._call[0].holding(**given) if given else None
+        finished = functools.partial(with_bias, bias=self._bias(given)) if self.return_bias else None
+        return Asked(listed, inp, self.with_outputs(call), held, finished)
 
     @property
     def is_list(self) -> bool:

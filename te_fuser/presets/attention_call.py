@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -184,6 +183,7 @@ class Asking:
         apart: whether keys and values are apart from queries.
         scale: the factor on its scores.
         cross: whether keys are another tensor's than queries.
+        reads: whether a call that says nothing would have to give tensors.
     """
 
     who: str
@@ -191,6 +191,10 @@ class Asking:
     apart: bool
     scale: float
     cross: bool = False
+    reads: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", self.default.qkv_format == "thd" or self.default.reads_mask)
 
     def understood(
         self, given: Mapping[str, Any], caches: bool = False
@@ -215,11 +219,6 @@ class Asking:
         call, tensors = (call.with_caches(self.who), {}) if caches else self._padding(call, given)
         call, added = self._bias(call, given)
         return call, {**tensors, **added}
-
-    @functools.cached_property
-    def reads(self) -> bool:
-        """Whether a call that says nothing would have to give tensors."""
-        return self.default.qkv_format == "thd" or self.default.reads_mask
 
     def _by_mask(self, call: AttentionCall, mask: Any) -> AttentionCall:
         """No type is said: a mask that is given has the one that it looks like."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from te_fuser import ops
-from te_fuser.flatten import Group
+from te_fuser.checkpointing import checkpoint
+from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, signature_of, taken
+from te_fuser.sequential import Sequential
 from te_fuser.variants import Variants
 
 
@@ -24,6 +27,61 @@ class Declared:
 
     fill: Fill | float
     marks: dict[str, Any]
+
+
+_NOTHING: dict[str, Any] = {}  # beside x; nobody writes to it
+
+
+class Asked(NamedTuple):
+    """What a call of a preset comes to.
+
+    Attributes:
+        listed: the list that it takes: the preset itself or a variant.
+        x: the input of that.
+        call: what else its call takes: named inputs, and `outputs`.
+        held: what it runs in.
+        finished: makes of the list's result that of the call.
+        again: whether backward keeps the input alone and computes the rest again.
+    """
+
+    listed: Sequential
+    x: torch.Tensor
+    call: dict[str, Any] = _NOTHING
+    held: contextlib.AbstractContextManager[None] | None = None
+    finished: Callable[[Any], Any] | None = None
+    again: bool = False
+
+    def of_list(self, way: Callable[..., Any]) -> Any:
+        """What way(list, x, **call) gives."""
+        if self.held is None:
+            return way(self.listed, self.x, **self.call)
+        with self.held:
+            return way(self.listed, self.x, **self.call)
+
+    def by(self, way: Callable[..., Any]) -> Any:
+        """The call's result, where `way` gives that of the list: a method of `Sequential`."""
+        made = self.of_list(way)
+        return made if self.finished is None else self.finished(made)
+
+    def run(self) -> Any:
+        """The call's result."""
+        return self.by(_again if self.again else Sequential.forward)
+
+
+def _again(listed: Sequential, x: torch.Tensor, **call: Any) -> Any:
+    return checkpoint(functools.partial(Sequential.forward, listed), x, **call)
+
+
+def understands(forward: Callable[..., Asked]) -> Callable[..., Any]:
+    """The forward of a preset, of a function that says what a call comes to and runs nothing."""
+
+    @functools.wraps(forward)
+    def run(self: Preset, *args: Any, **call: Any) -> Any:
+        asked = forward(self, *args, **call)
+        return Sequential.forward(asked.listed, asked.x) if asked.call is _NOTHING else asked.run()
+
+    vars(run)["asked"] = forward
+    return run
 
 
 _SETTLED = frozenset(
@@ -55,7 +113,8 @@ class Preset(Together, Variants):
     """A list of ops over parameters of its own, which a call turns into x, named inputs and outputs.
 
     A constructor makes parameters by `declare`, then `reset_parameters`, then fills the list by `relist`, whose ops
-    are those of `variant_ops()` without arguments. A forward begins with `check_group`, and picks a variant.
+    are those of `variant_ops()` without arguments. A forward that `understands` begins with `check_group`, and picks
+    a variant. `reference`, `plan`, `plans`, `explain` and `tune` take what calls take.
 
     Attributes:
         arguments: the class of what the constructor takes as keywords, beside options of lists.
@@ -195,6 +254,27 @@ class Preset(Together, Variants):
                 f"{type(self).__name__} has no {gone[0]!r} any more: put te_fuser.ops.Identity() there"
             )
         return ((name, m) for name, m in super().members() if name in self._listed or name.isdecimal())
+
+    def reference(self, *args: Any, **call: Any) -> Any:
+        """The result of the same call op by op from their meaning, in plain differentiable PyTorch operations."""
+        return self._asked(*args, **call).by(Sequential.reference)
+
+    def _looked_at(self, x: Any, outputs: Sequence[str], device: Any, inputs: Mapping[str, Any]) -> Any:
+        def look(listed: Sequential, x: Any, outputs: Sequence[str] = (), **inputs: Any) -> Any:
+            return Sequential._looked_at(listed, x, outputs, device, inputs)
+
+        return self._asked(x, outputs=outputs, **inputs).of_list(look)
+
+    def _try(self, run: GroupRun, x: Any, outputs: Sequence[str], inputs: Mapping[str, Any]) -> None:
+        def tried(listed: Sequential, x: Any, outputs: Sequence[str] = (), **inputs: Any) -> None:
+            Sequential._try(listed, run, x, outputs, inputs)
+
+        self._asked(x, outputs=outputs, **inputs).of_list(tried)
+
+    def _asked(self, *args: Any, **call: Any) -> Asked:
+        """What a call comes to by the forward of the preset, whatever a subclass does before and after it."""
+        forwards = (vars(kind).get("forward") for kind in type(self).__mro__)
+        return next(vars(f)["asked"] for f in forwards if f and "asked" in vars(f))(self, *args, **call)  # type: ignore[no-any-return]
 
     def plan_ahead(self, x: torch.Tensor) -> None:
         """Plan and compile for calls with an input like this one, which is not read."""

@@ -12,7 +12,7 @@ from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
 from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
-from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.base import Asked, Preset, cut, understands
 
 KEYS = "keys "  # before a packing: of keys and values alone, which a cross attention has projected together
 CACHES = "caches"  # in place of a packing: keys and values lie in the caches of the call
@@ -133,7 +133,8 @@ class DotProductAttention(Preset):
             return ops.Apart("key_layer", "value_layer", value_dim=self.channels[1])
         return ops.Apart(key_value="key_value", packing=packing.removeprefix(KEYS), value_dim=self.channels[1])
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         query_layer: torch.Tensor,
         key_layer: torch.Tensor | None = None,
@@ -143,7 +144,7 @@ class DotProductAttention(Preset):
         checkpoint_core_attention: bool = False,
         inference_params: Any = None,
         **call: Any,
-    ) -> Any:
+    ) -> Asked:
         """[S, B, heads * channels of values], in the order of qkv_format.
 
         Args:
@@ -161,7 +162,7 @@ class DotProductAttention(Preset):
         self.check_group()
         if key_layer is None and self.common.packing != "apart":
             masked = {} if attention_mask is None else {"attention_mask": attention_mask}
-            return super().forward(query_layer, **masked, **call)
+            return Asked(self, query_layer, {**masked, **call})
         who, outputs = type(self).__name__, call.pop("outputs", ())
         check_arguments(who, call)
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
@@ -171,8 +172,8 @@ class DotProductAttention(Preset):
         rows = 1 if how.qkv_format == "thd" else 2
         x, key, value = self._flat(rows, query_layer, key_layer, value_layer)
         usual = how == self.asking.default and self.common.packing == "apart"
-        run = super().forward if usual else self.variant(call=how, packing="apart")
-        return run(x, outputs=outputs, key_layer=key, value_layer=value, **tensors)
+        listed = self if usual else self.variant(call=how, packing="apart")
+        return Asked(listed, x, {"outputs": outputs, "key_layer": key, "value_layer": value, **tensors})
 
     def _flat(self, rows: int, query: Any, key: Any, value: Any) -> list[torch.Tensor]:
         """Heads as features of a row."""

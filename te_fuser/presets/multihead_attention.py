@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
 from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
-from te_fuser.presets.base import Preset, first_or_later
+from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example
 from te_fuser.presets.inference_params import Wanted, cached
@@ -338,7 +339,8 @@ class MultiheadAttention(Preset):
             )
         return cached(params, Wanted(who, key, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
@@ -349,7 +351,7 @@ class MultiheadAttention(Preset):
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
         **call: Any,
-    ) -> Any:
+    ) -> Asked:
         """y[, bias][, layernorm_output].
 
         Args:
@@ -375,9 +377,10 @@ class MultiheadAttention(Preset):
         how, tensors = self.understood(given, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states)
         if encoder_output is not None:
             tensors["encoder_output"] = encoder_output
-        run = self.variant(**how) if how else super().forward
-        made = run(hidden_states, outputs=outputs, **tensors)
-        return with_bias(made, self.proj._parameters.get("bias")) if self.return_bias else made
+        bias = self.proj._parameters.get("bias")
+        finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
+        listed = self.variant(**how) if how else self
+        return Asked(listed, hidden_states, {"outputs": outputs, **tensors}, finished=finished)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of the projections and attention with the same function, over copies of the parameters.

@@ -12,7 +12,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.norm import as_row
 from te_fuser.presets.arguments import Common, Placed, check_size
-from te_fuser.presets.base import Preset
+from te_fuser.presets.base import Asked, Preset, understands
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
@@ -160,14 +160,15 @@ class NormPreset(Preset):
         yield from self.norm.ops(self, "flat_")
         yield ops.Unflatten(-1, self.normalized_shape)
 
-    def forward(self, inp: torch.Tensor, **call: Any) -> Any:  # type: ignore[override]
+    @understands
+    def forward(self, inp: torch.Tensor, **call: Any) -> Asked:
         """Normalized rows, in inp's shape [..., *normalized_shape].
 
         Raises:
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
         """
         self.check_group()
-        return super().forward(inp, **call)
+        return Asked(self, inp, call)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn's norm with the same function, over copies of the parameters."""

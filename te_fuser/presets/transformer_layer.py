@@ -13,7 +13,7 @@ from te_fuser import ops
 from te_fuser.ops.checks import check_probability
 from te_fuser.presets.arguments import check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, OF_BOTH, check_arguments
-from te_fuser.presets.base import Preset, first_or_later
+from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.heads import HeadsArguments, example
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
@@ -233,7 +233,8 @@ class TransformerLayer(Preset):
 
     # --------------------------------------------------------------------------------------- calls
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
@@ -244,7 +245,7 @@ class TransformerLayer(Preset):
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
         **call: Any,
-    ) -> torch.Tensor:
+    ) -> Asked:
         """y, as hidden_states.
 
         Args:
@@ -270,9 +271,9 @@ class TransformerLayer(Preset):
         of_masks = attention_mask is encoder_output is enc_dec_attn_mask is None
         of_others = is_first_microbatch is inference_params is rotary_pos_emb is None
         if of_masks and of_others and not (call or checkpoint_core_attention) and self.is_list:
-            return super().forward(hidden_states)  # type: ignore[no-any-return]
-        who, outputs = type(self).__name__, call.pop("outputs", ())
-        self._check_call(encoder_output, checkpoint_core_attention, call)
+            return Asked(self, hidden_states)
+        outputs = call.pop("outputs", ())
+        self._check_call(encoder_output, enc_dec_attn_mask, checkpoint_core_attention, call)
         ours = {name: item for name, item in call.items() if name not in _CROSS}
         ours |= {"attention_mask": attention_mask, "attn_mask_type": ours.pop("self_attn_mask_type", None)}
         found, tensors = _attending(self.self_attention).understood(
@@ -285,15 +286,11 @@ class TransformerLayer(Preset):
             theirs["attention_mask"] = enc_dec_attn_mask
             crossing, others = _attending(self.inter_attention).understood(theirs, None, is_first_microbatch)
             how |= {"inter_attention": tuple(crossing.items())} if crossing else {}
-            tensors |= others
             assert encoder_output is not None
-            tensors["encoder_output"] = encoder_output
-        elif enc_dec_attn_mask is not None:
-            raise ValueError(f"{who}: enc_dec_attn_mask is for layer_type='decoder': leave it out")
+            tensors |= {**others, "encoder_output": encoder_output}
         if self.writes_over(is_first_microbatch):
             how["over"] = True
-        run = self.variant(**how) if how else super().forward
-        return run(hidden_states, outputs=outputs, **tensors)  # type: ignore[no-any-return]
+        return Asked(self.variant(**how) if how else self, hidden_states, {"outputs": outputs, **tensors})
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of two branches with the same function, over copies of the parameters.
@@ -313,7 +310,9 @@ class TransformerLayer(Preset):
         )
         return torch.nn.Sequential(*branches).train(self.training)
 
-    def _check_call(self, encoder_output: Any, checkpoint_core_attention: Any, call: Mapping[str, Any]) -> None:
+    def _check_call(
+        self, encoder_output: Any, enc_dec_attn_mask: Any, checkpoint_core_attention: Any, call: Mapping[str, Any]
+    ) -> None:
         who = type(self).__name__
         if isinstance(encoder_output, str):
             raise TypeError(
@@ -321,6 +320,8 @@ class TransformerLayer(Preset):
                 f"keyword, self_attn_mask_type={encoder_output!r}"
             )
         check_tensor(who, "encoder_output", encoder_output, self.decodes)
+        if enc_dec_attn_mask is not None and not self.decodes:
+            raise ValueError(f"{who}: enc_dec_attn_mask is for layer_type='decoder': leave it out")
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
         if call:
             check_arguments(who, call, _OWN)

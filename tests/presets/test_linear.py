@@ -158,6 +158,29 @@ def test_weights_of_the_call_in_a_list() -> None:
         forward_hook(layer)
 
 
+@pytest.mark.parametrize("kind", [te_fuser.Linear, te_fuser.LayerNormLinear])
+def test_weights_of_the_call_in_lists_in_lists(kind: Any) -> None:
+    """Each by the path of its Linear, however deep; looks and the reference take them as calls do."""
+    apart = {"skip_weight_param_allocation": True, "device": "cpu", "params_dtype": torch.float64}
+    first, second = kind(IN, IN, **apart), kind(IN, IN, bias=False, **apart)
+    model = te_fuser.Sequential(te_fuser.Residual(first, ops.GELU()), te_fuser.Sequential(ops.SiLU(), second))
+    x, w, v, b = tensor(3, IN), tensor(IN, IN, seed=1), tensor(IN, IN, seed=2), tensor(IN, seed=3)
+    given = {"0.0.weight": w, "0.0.bias": b, "1.1.weight": v}
+    (plan,) = model.plans(x, **given)
+    assert plan.backward
+
+    def meant() -> torch.Tensor:
+        return second(torch.nn.functional.silu(x + torch.nn.functional.gelu(first(x, w, b), approximate="tanh")), v)
+
+    leaves = {"x": x, "w": w, "v": v, "b": b, **dict(model.named_parameters())}
+    assert_same(model(x, **given), meant(), leaves)
+    assert_same(model.reference(x, **given), meant(), leaves)
+    with pytest.raises(TypeError, match=r"call the model with \*\*\{'1.1.weight': tensor\}"):
+        model(x, **{"0.0.weight": w, "0.0.bias": b})
+    with pytest.raises(TypeError, match=r"unknown input '0.weight'.*0.0.bias, 0.0.weight, 1.1.weight"):
+        model(x, **given, **{"0.weight": w})
+
+
 def test_tensors_in_place_of_parameters() -> None:
     layer, x, w, b = made(), tensor(3, IN), tensor(OUT, IN), tensor(OUT)
     assert_same(layer(x, w), linear(x, w, layer.bias), {"x": x, "w": w, "bias": layer.bias})

@@ -334,15 +334,15 @@ def check_options(memory: str | int, kernels: str, fallback: str) -> None:
         raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
 
 
-def check_tensor(x: Any) -> None:
-    """Check that the main input is a tensor, which is all that a reference asks.
+def check_tensor(x: Any, where: str = "") -> None:
+    """Check that an input is a tensor, which is all that a reference asks.
 
     Raises:
         TypeError: when it is none.
     """
     refuse_proxy(x)
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+        raise TypeError(f"te_fuser takes a torch.Tensor{where}, got {type(x).__name__}")
 
 
 def check_input(x: Any, planning: bool = False) -> None:
