@@ -276,11 +276,16 @@ class Preset(Together, Variants):
         forwards = (vars(kind).get("forward") for kind in type(self).__mro__)
         return next(vars(f)["asked"] for f in forwards if f and "asked" in vars(f))(self, *args, **call)  # type: ignore[no-any-return]
 
-    def plan_ahead(self, x: torch.Tensor) -> None:
-        """Plan and compile for calls with an input like this one, which is not read."""
-        for part in self._prepared():
-            if isinstance(part, Group) and not x.is_meta:
-                part.fuser.prepare(x, {}, self._wanted(self.asked()))
+    def plan_ahead(self, x: torch.Tensor, **call: Any) -> None:
+        """Plan and compile for calls like this one, of which nothing runs; not where calls are refused as yet."""
+
+        def prepare(listed: Sequential, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> None:
+            parts = listed._prepared()
+            if len(parts) == 1 and isinstance(parts[0], Group):  # with hooks for all modules every op is a part
+                parts[0].fuser.prepare(x, inputs, listed._wanted(outputs))
+
+        if not (x.is_meta or self._refusal):
+            self._asked(x, **call).of_list(prepare)
 
     def writes_over(self, is_first_microbatch: bool | None) -> bool:
         """Whether a call writes gradients over main_grad, by its `is_first_microbatch`."""

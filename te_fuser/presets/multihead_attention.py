@@ -15,7 +15,7 @@ from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
-from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example
+from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example, example_masks, plans_ahead
 from te_fuser.presets.inference_params import Wanted, cached
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_linear import LayerNormLinear
@@ -89,8 +89,10 @@ class MultiheadAttention(Preset):
         if self._returns_norm:
             share_norm(self.first, _OUTPUT)
         self.relist()
-        if said.seq_length is not None and said.micro_batch_size is not None and not self.crosses:
-            self.plan_ahead(example(self.proj, default.qkv_format, said, hidden_size))
+        if plans_ahead(said):
+            x = example(said, default, self.proj.get_parameter("weight"), hidden_size)
+            others = {"encoder_output": x.detach().requires_grad_()} if self.crosses else {}
+            self.plan_ahead(x, **others, **example_masks(said, default, x.device, self.crosses))
 
     # --------------------------------------------------------------------------------------- parts
 

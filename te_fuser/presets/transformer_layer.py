@@ -14,7 +14,7 @@ from te_fuser.ops.checks import check_probability
 from te_fuser.presets.arguments import check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, OF_BOTH, check_arguments
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
-from te_fuser.presets.heads import HeadsArguments, example
+from te_fuser.presets.heads import HeadsArguments, example, example_masks, plans_ahead
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention, check_tensor
@@ -141,8 +141,8 @@ class TransformerLayer(Preset):
         if said.apply_residual_connection_post_layernorm:
             self._add_to_norms()
         self.relist()
-        if said.seq_length is not None and said.micro_batch_size is not None and not self.decodes:
-            self.plan_ahead(example(self.self_attention, said.attn_input_format, said, hidden_size))
+        if plans_ahead(said):
+            self._plan_ahead()
 
     def _attention(self, heads: int, attention_type: str) -> MultiheadAttention:
         said, cross = self.common, attention_type == "cross"
@@ -164,6 +164,15 @@ class TransformerLayer(Preset):
                 micro_batch_size=None,
             ),
         )
+
+    def _plan_ahead(self) -> None:
+        said, call = self.common, self.self_attention.asking.default
+        x = example(said, call, self.layernorm_mlp.get_parameter("fc1_weight"), self.hidden_size)
+        others = example_masks(said, call, x.device)
+        if self.decodes:
+            others["encoder_output"] = x.detach().requires_grad_()
+            others |= example_masks(said, self.inter_attention.asking.default, x.device, cross=True)
+        self.plan_ahead(x, **others)
 
     def _add_to_norms(self) -> None:
         """Let branches be added to what their norms give."""
