@@ -8,10 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tests.presets.cases import activated
+
 ACTIVATIONS = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "clamped_swiglu": lambda x: activated("clamped_swiglu", x, limit=0.5, alpha=1.1),
 }
 
 

@@ -51,6 +51,23 @@ def test_checkpoints_with_extra_state() -> None:
         model().load_state_dict({**state, "1._extra": torch.zeros(0)})
 
 
+def test_checkpoints_of_layers_with_extra_state() -> None:
+    """In each of its modules, as Transformer Engine saves them: none is a part that this layer does not have."""
+    given: dict[str, Any] = {"device": "cpu", "output_layernorm": True, "qk_norm_type": "RMSNorm"}
+    saved, fresh = (randomize(te_fuser.TransformerLayer(8, 12, 2, **given), seed=k).eval() for k in range(2))
+    paths = [
+        *(f"self_attention.{name}" for name in ("qkv", "q_norm", "k_norm", "core_attention", "proj")),
+        *("layernorm_mlp", "layernorm"),
+    ]
+    state = {**saved.state_dict(), **{f"{path}._extra_state": torch.zeros(3) for path in paths}}
+    with pytest.warns(UserWarning, match="_extra_state is skipped") as seen:
+        fresh.load_state_dict(state)
+    x = torch.randn(3, 2, 8)
+    assert len(seen) == 1 and torch.equal(fresh(x), saved(x))
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*inter_attention\.proj\._extra_state"):
+        fresh.load_state_dict({**state, "inter_attention.proj._extra_state": None})
+
+
 def test_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     saved, x = model(), tensor(3, WIDTH)

@@ -47,6 +47,23 @@ def test_self_and_cross_attention(keywords: dict[str, Any]) -> None:
         assert_as_meant(made, Call(memory=memory), encoder_output=memory)
 
 
+def test_positions() -> None:
+    made = randomize(te_fuser.MultiheadAttention(F, H, 5, 0.0, 0.1, input_layernorm=True, device="cpu").double())
+    assert made.channels == 5 and made.proj.in_features == 20
+    assert_as_meant(made, Call(causal(S)))
+
+
+@pytest.mark.parametrize("keywords", [{"bias": False}, {"normalization": "RMSNorm"}, {"softmax_type": "off-by-one"}])
+def test_other_arguments(keywords: dict[str, Any]) -> None:
+    made = attention(input_layernorm=True, layer_number=2, **keywords)
+    assert_as_meant(made, Call(causal(S)))
+    x = tensor(S, B, F)
+    for how in ({"fast_zero_fill": False}, {"pad_between_seqs": False}, {"checkpoint_core_attention": True}):
+        assert torch.equal(made(x, **how), made(x))
+    other = attention(input_layernorm=True, qkv_format="bshd", **keywords)
+    torch.testing.assert_close(other(x.transpose(0, 1)).transpose(0, 1), made(x))
+
+
 def test_what_it_returns() -> None:
     made, x = attention(input_layernorm=True, return_layernorm_output=True), tensor(S, B, F)
     assert_as_meant(made, Call(causal(S)))
