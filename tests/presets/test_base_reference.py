@@ -140,13 +140,10 @@ class Exported(torch.nn.Module):
         return self.part.reference(x, mask, **self.call)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool) -> None:
-    made, x = layer(params_dtype=torch.float32), tensor(S, B, F, dtype=torch.float32, grad=False)
+def test_export() -> None:
+    made, x = layer(), tensor(S, B, F, grad=False)
     how = {"self_attn_mask_type": "padding_causal", "window_size": (3, 0)}
-    if strict:
-        made(x, PAD, **how)  # what is traced so makes no modules
-    program = torch.export.export(Exported(made, **how), (x, PAD), strict=strict)
+    program = torch.export.export(Exported(made, **how), (x, PAD))
     other = PAD.roll(1, -1)
     torch.testing.assert_close(program.module()(x, other), made(x, other, **how))
 
