@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,32 +11,18 @@ import torch
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels.attention import blank_rows
 from te_fuser.kernels.attention.blank_rows import BlankRows, Blanks, Side
-from tests.codegen import cuda_on_cpu, ptx
-from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver
 from tests.kernels.attention.blanked import CASES, blanked, numbers, rows_for
+from tests.kernels.attention.emulated import DTYPES, row_kernels
 from tests.needs import needs_compiler, needs_nvrtc
-
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("blank")
-    made = [BlankRows(dtype) for dtype in DTYPES]
-    texts = [SimpleNamespace(source=k.text(), launches=[SimpleNamespace(symbol="blank_rows")]) for k in made]
-    assert CXX is not None
-    built = cuda_on_cpu.build(CXX, texts, folder)  # type: ignore[arg-type]
-    kernels = {
-        k: blank_rows.native_kernel(k, f"{b.library._name}:{b.number}".encode())
-        for k, b in zip(made, built, strict=True)
-    }
-    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(blank_rows, "_kernel", lambda k, arch, cache: kernels[k])
-        patch.setattr(blank_rows, "_arch", lambda device: "sm_90a")
-        blank_rows._ready.cache_clear()
+    with row_kernels(tmp_path_factory.mktemp("blank")) as driver:
         yield driver
-    blank_rows._ready.cache_clear()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,37 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels.attention import moved_rows
-from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch, FindTokens, MoveRows, Tokens
-from tests.codegen import cuda_on_cpu, ptx
-from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch, Tokens
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver
+from tests.kernels.attention.emulated import row_kernels
 from tests.needs import needs_compiler, needs_nvrtc
 
-KERNELS = (FindTokens(), MoveRows(torch.bfloat16), MoveRows(torch.float16))
 WAYS = ["torch", pytest.param("kernel", marks=needs_compiler)]
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels run by a driver that executes them on the CPU."""
-    folder = tmp_path_factory.mktemp("moved")
-    text = SimpleNamespace(source=moved_rows.text(), launches=[SimpleNamespace(symbol=k.name) for k in KERNELS[:2]])
-    assert CXX is not None
-    (built,) = cuda_on_cpu.build(CXX, [text], folder)  # type: ignore[list-item]
-    code = f"{built.library._name}:{built.number}".encode()
-    kernels = {kernel: moved_rows.native_kernel(kernel, code) for kernel in KERNELS}
-    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(moved_rows, "_kernel", lambda k, arch, cache: kernels[k])
-        patch.setattr(moved_rows, "_arch", lambda device: "sm_90a")
-        moved_rows._ready.cache_clear()
+    with row_kernels(tmp_path_factory.mktemp("moved")) as driver:
         yield driver
-    moved_rows._ready.cache_clear()
 
 
 @pytest.fixture

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from te_fuser import ops
 from te_fuser.kernels.attention import AttentionProblem
-from te_fuser.kernels.attention.blank_rows import by_torch
-from te_fuser.kernels.attention.moved_rows import ByTorch
+from te_fuser.kernels.attention.blank_rows import by_kernel, by_torch
+from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch
 from te_fuser.kernels.attention.padding import Padded, reason_not, why_not_moved
 from te_fuser.ops.attention_mask import AttentionMask
 from te_fuser.ops.base import Spec
+from tests.fake_cuda import FakeDriver
 from tests.kernels.attention import structured
 from tests.kernels.attention.cases import BY_NAME
+from tests.kernels.attention.emulated import row_kernels
 from tests.kernels.attention.padded import KINDS, LAYOUTS, MASKS, ONE, SAME, TWO, B, case
 from tests.kernels.attention.providers.test_flash_structure import Operators
 from tests.kernels.packages import fake_flash_attn
+from tests.needs import needs_compiler
 
 
 @pytest.fixture(params=["cuda_flash", "cuda_flash_attn_4"])
@@ -47,6 +51,30 @@ def test_values_and_gradients(provider: Padded, name: str, layout: str, kind: st
     assert {"output", *ours} == want.keys()
     for key, found in {"output": y, **ours}.items():
         torch.testing.assert_close(found, want[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels run by a driver that executes them on the CPU."""
+    with row_kernels(tmp_path_factory.mktemp("rows")) as driver:
+        yield driver
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["end", "anywhere"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MASKS)
+def test_by_kernels(provider: Padded, name: str, layout: str, kind: str, emulated: FakeDriver) -> None:
+    """As by PyTorch, to the bit."""
+    op, tensors = case(name, layout, kind, dtype=torch.bfloat16)
+    settings, dy = op.settings(), structured.output_gradient(op, tensors)
+    found = []
+    for way, blank in ((provider, by_torch), (replace(provider, rows=ByKernel), by_kernel)):
+        y, saved = way.forward_separate(settings, tensors, blank)
+        made = way.backward_separate(settings, {**tensors, "output": y, **saved}, dy, blank)
+        found.append({"output": y, **made})
+    for key, want in found[0].items():
+        assert torch.equal(found[1][key], want), key
 
 
 def test_nothing_to_attend_to(provider: Padded) -> None:
