@@ -152,15 +152,6 @@ def _turning(op: RotaryByAngles, inputs: Any, tables: Sequence[str]) -> Turning:
     return Turning(int(inputs[tables[0]].shape[3]), op.style, kind, queries, keys, dtype, *whole)
 
 
-def why_no_gpu(m: Match) -> str | None:
-    """Why no kernel that is written by hand can run in this plan; None where one can."""
-    if m.device.type != "cuda":
-        return f"it runs on cuda, the input is on {m.device.type}"
-    if m.target != "cuda":
-        return "it is a kernel that is compiled for the GPU at hand, and this plan is one without generated kernels"
-    return None
-
-
 def _why_not(m: Match) -> str | None:
     """Why the kernel cannot run on what the match covers; None where it can."""
     places = _places(m)
@@ -200,7 +191,7 @@ def _why_not_these_angles(m: Match, inputs: Any) -> str | None:
 
 
 def _when(m: Match) -> bool | str:
-    return why_no_gpu(m) or _why_not(m) or True
+    return m.why_no_cuda() or _why_not(m) or True
 
 
 def _cost(m: Match) -> Cost:

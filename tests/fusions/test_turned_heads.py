@@ -12,7 +12,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.plan import Plan
-from te_fuser.fusions import turned_heads as fused
+from te_fuser.fusions.match import Match
 from te_fuser.kernels import turned_heads
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.needs import needs_compiler
@@ -141,7 +141,7 @@ def test_on_a_cpu_the_op_runs_itself() -> None:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, emulation: Emulation) -> Iterator[FakeDriver]:
     """Plans take the kernel, and an emulated driver runs it."""
-    monkeypatch.setattr(fused, "why_no_gpu", lambda m: None)
+    monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
     monkeypatch.setattr(turned_heads, "_kernel", lambda p, arch, cache: emulation.turned_heads(p))
     monkeypatch.setattr(turned_heads, "_arch", lambda device: "sm_90a")
     turned_heads._ready.cache_clear()

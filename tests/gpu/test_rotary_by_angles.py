@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import te_fuser
 from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
+from te_fuser.config import config
 from te_fuser.kernels import turned_heads
 from te_fuser.kernels.turned_heads import Given, Groups, Turned, TurnedPass, Turning
 from tests.kernels.turned_cases import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
@@ -20,17 +22,26 @@ pytestmark = pytest.mark.gpu
 BF16, EACH = torch.bfloat16, pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kernels of the cases, several at a time."""
+    arch = turned_heads._arch(torch.device("cuda", 0))
+    passes = dict.fromkeys(p for case in (*CASES, *LARGE) for p in case.passes())
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda p: p.compile(arch, config.cache_dir), passes))
+
+
+@pytest.fixture
 def poisoned() -> Iterator[None]:
     """What torch.empty gives is full of NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     assert torch.empty(3, device="cuda").isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @EACH
-def test_values_and_repeatability(case: Case) -> None:
+def test_values_and_repeatability(case: Case, poisoned: None) -> None:
     for seed, (samples, positions) in enumerate((*SIZES, (5, 300))):
         call = case.inputs(samples, positions, seed, "cuda")
         first, again = case.run(call), case.run(call)
@@ -39,7 +50,7 @@ def test_values_and_repeatability(case: Case) -> None:
 
 
 @EACH
-def test_nothing(case: Case) -> None:
+def test_nothing(case: Case, poisoned: None) -> None:
     for samples, positions in EMPTY:
         made = case.run(case.inputs(samples, positions, device="cuda"))
         y, dx = made.pop("y"), made.pop("dx")
@@ -57,12 +68,12 @@ LARGE = [
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-def test_large(case: Case) -> None:
+def test_large(case: Case, poisoned: None) -> None:
     call = case.inputs(3, 700, device="cuda")
     assert not complaints(case, call, case.run(call))
 
 
-def test_strides() -> None:
+def test_strides(poisoned: None) -> None:
     """Rows that lie apart, samples before positions, and heads that begin where no vector may."""
     case = next(c for c in CASES if c.name == "turned lines")
     call = case.inputs(3, 50, device="cuda")
