@@ -9,6 +9,7 @@ wrapped by others) are borders as well.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -316,8 +317,11 @@ class Block(ops.Together):
             self.keep_together(*names)
 
     def restore(self) -> None:
-        """Be of the class that this layer had."""
-        for name in ("_te_fuser", "_te_fuser_options", "_kept_together"):
+        """Be of the class that this layer had, with parameters in memory of their own."""
+        for name in itertools.chain(*self.__dict__.get("_kept_together", ())):
+            for p in self._found((name,)):  # none where an adapter stands there now
+                p.data = p.detach().clone()
+        for name in ("_te_fuser", "_te_fuser_options", "_kept_together", "_wholes"):
             self.__dict__.pop(name, None)
         become(self, self.was)
 

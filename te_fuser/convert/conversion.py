@@ -81,15 +81,15 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
             f"convert knows the layers of transformers' GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 1 to 3, and "
             f"{type(model).__name__} has none of them: for modules of torch.nn take te_fuser.from_torch"
         )
-    if check and conversion.converted:
-        try:
+    try:
+        for module in new:
+            module.keep_joined()
+        if check and conversion.converted:
             conversion.error = _checked(model)
-        except Exception:
-            for module in new:
-                module.restore()
-            raise
-    for module in new:
-        module.keep_joined()
+    except Exception:
+        for module in new:
+            module.restore()
+        raise
     return conversion
 
 
