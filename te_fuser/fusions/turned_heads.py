@@ -149,7 +149,7 @@ def _turning(op: RotaryByAngles, inputs: Any, tables: Sequence[str]) -> Turning:
     # The kernel reads no float64: angles of that are rounded to float32 first, as the op rounds them.
     dtype = next((inputs[name].dtype for name in tables if inputs[name].dtype in GENERATED), torch.float32)
     whole = [inputs[name].dtype if name in inputs else None for name in ("starts", "offsets")]
-    return Turning(int(inputs[tables[0]].shape[3]), op.style, kind, queries, keys, dtype, *whole)
+    return Turning(int(inputs[tables[0]].shape[3]), op.style, kind, queries, keys, dtype, *whole, op.padded)
 
 
 def _why_not(m: Match) -> str | None:
