@@ -31,7 +31,7 @@ def why_no_kernel(m: Match) -> str | None:
         return f"it runs on cuda, the input is on {m.device.type}"
     if m.target != "cuda":
         return "it is a kernel that is compiled for the GPU at hand, and this plan is one without generated kernels"
-    return packed_heads.reason_not(m.dtype, m[0].bias.dtype if m[0].op.kind is Bias else m.dtype)
+    return packed_heads.reason_not(m.dtype, m[0].bias.dtype if m[0].kind is Bias else m.dtype)
 
 
 def _op(m: Match | FusionCall) -> RotaryEmbedding:
