@@ -109,7 +109,7 @@ _turned = functools.lru_cache(maxsize=512)(_Turned)
 
 
 def _places(m: Match) -> dict[type, int]:
-    return {m[k].op.kind: k for k in range(len(m))}
+    return {m[k].kind: k for k in range(len(m))}
 
 
 def _groups(op: Any) -> Groups:
@@ -157,7 +157,7 @@ def _why_not(m: Match) -> str | None:
     places = _places(m)
     if len(places) < len(m):
         return "it norms once and turns once, and here one of them is done twice"
-    ops = [m[k].op for k in range(len(m)) if m[k].op.kind is not Bias]
+    ops = [m[k].op for k in range(len(m)) if m[k].kind is not Bias]
     groups = {_groups(op) for op in ops}
     if len(groups) > 1:
         return f"heads are normed and turned as they lie differently: {', '.join(map(str, groups))}"
@@ -171,7 +171,7 @@ def _why_not(m: Match) -> str | None:
         if len(found) > 1:
             return f"its norm's parameters are of several dtypes: {', '.join(sorted(map(text_of, found)))}"
         dtypes += found
-    if m[0].op.kind is Bias:
+    if m[0].kind is Bias:
         dtypes.append(m[0].dtype_of("bias"))
     head_dim = next(iter(groups)).head_dim
     why = kernel.reason_not(head_dim, *dtypes)
