@@ -148,8 +148,9 @@ def _turning(op: RotaryByAngles, inputs: Any, tables: Sequence[str]) -> Turning:
     queries, keys = (not pair or "angles" in tables), (not pair or "key_angles" in tables)
     # The kernel reads no float64: angles of that are rounded to float32 first, as the op rounds them.
     dtype = next((inputs[name].dtype for name in tables if inputs[name].dtype in GENERATED), torch.float32)
-    whole = [inputs[name].dtype if name in inputs else None for name in ("starts", "offsets")]
-    return Turning(int(inputs[tables[0]].shape[3]), op.style, kind, queries, keys, dtype, *whole, op.padded)
+    starts, offsets = (inputs[name].dtype if name in inputs else None for name in ("starts", "offsets"))
+    rotary = int(inputs[tables[0]].shape[3])
+    return Turning(rotary, op.style, kind, queries, keys, dtype, starts, offsets, op.padded)
 
 
 def _why_not(m: Match) -> str | None:

@@ -269,9 +269,10 @@ class TurnedPass:
         return {
             "kHalves": self._style == "half", "kTurnsQueries": turning and turning.queries,
             "kTurnsKeys": turning and turning.keys, "kStarts": turning and turning.starts,
-            "kOffsets": turning and turning.offsets, "kPadded": turning and turning.padded, "kNormLast": norming and norming.last,
-            "kWeights": norming and norming.dtype, "kCentered": norming and norming.centered, "kBack": self.back,
-            "kSumsColumns": self.columns, "kSumsWeights": self.gradients,
+            "kOffsets": turning and turning.offsets, "kPadded": turning and turning.padded,
+            "kNormLast": norming and norming.last, "kWeights": norming and norming.dtype,
+            "kCentered": norming and norming.centered, "kBack": self.back, "kSumsColumns": self.columns,
+            "kSumsWeights": self.gradients,
         }  # fmt: skip
 
     def _sums_text(self) -> list[str]:
