@@ -339,7 +339,7 @@ class MultiheadAttention(Preset):
                 f"{who}: rotary_pos_emb has {tables[0].shape[0]} positions, and sequences may have "
                 f"{params.max_sequence_length} (max_sequence_length): give angles for all"
             )
-        return cached(params, Wanted(who, key, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
+        return cached(params, Wanted(who, key, self, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
 
     @understands
     def forward(
