@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
-from te_fuser.ops.checks import check_eps, check_features
+from te_fuser.ops.checks import check_eps, check_features, count, yes_or_no
 from te_fuser.ops.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -33,7 +33,8 @@ class HeadNorm(UnfusedOperation):
         dtype, device: the parameters', torch's default if None.
 
     Raises:
-        ValueError: when x has another feature size.
+        TypeError: for an argument of another kind.
+        ValueError: for counts that do not fit, or when x has another feature size.
     """
 
     prototype_arguments = {"head_dim": 8, "heads": 2}
@@ -53,11 +54,16 @@ class HeadNorm(UnfusedOperation):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        who = type(self).__name__
+        count(who, "head_dim", head_dim)
+        count(who, "heads", heads, least=1 if kv_heads is None else 0)
         if kv_heads is not None:
+            count(who, "kv_heads", kv_heads)
             PackedHeads(heads or kv_heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads, self.packing = head_dim, heads, kv_heads, packing
         self.norm = one_of("norm", norm, NORMS)
-        self.eps, self.zero_centered_gamma = check_eps(self, eps), zero_centered_gamma
+        self.eps = check_eps(self, eps)
+        self.zero_centered_gamma = yes_or_no(who, "zero_centered_gamma", zero_centered_gamma)
         for name in self._names():
             self.register_parameter(name, empty(head_dim, dtype=dtype, device=device))
         self.reset_parameters()
