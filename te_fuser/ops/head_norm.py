@@ -36,6 +36,7 @@ class HeadNorm(UnfusedOperation):
         ValueError: when x has another feature size.
     """
 
+    autocast = "follow"
     prototype_arguments = {"head_dim": 8, "heads": 2}
     other_choices = {"norm": "LayerNorm"}
 
