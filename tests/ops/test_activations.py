@@ -145,7 +145,7 @@ def test_gates_in_blocks_are_verified_and_planned_anew() -> None:
     before = op(x)
     op.glu_interleave_size = None
     assert not torch.equal(op(x), before) and op.lower()[0].op is op
-    with pytest.raises(ValueError, match="features of a block, got 0"):
+    with pytest.raises(ValueError, match="from 1 on as glu_interleave_size, got 0"):
         ops.GLU(glu_interleave_size=0)
     odd = ops.GLU(glu_interleave_size=4)
     with pytest.raises(ValueError, match=r"glu_interleave_size = 4 features, two by two, got 12"):
