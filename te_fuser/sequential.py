@@ -111,9 +111,11 @@ class Sequential(OpList):
             from te_fuser.fuser.run.outside_tracing import outside_tracing
 
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
-        structure = self._structure
-        alone = None if structure is None or outputs else structure.alone
-        y = None if alone is None else alone.again(x, inputs)  # which looks whether the structure is that still
+        structure, y = self._structure, None
+        if structure is not None and structure.alone is not None:
+            asked, wanted = structure.asked[0] if outputs else (outputs, ())
+            if asked == outputs:
+                y = structure.alone.again(x, inputs, wanted)  # which looks whether the structure is that still
         return self._run(x, outputs, inputs) if y is None else y
 
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
@@ -124,6 +126,8 @@ class Sequential(OpList):
             structure = self._structure = _structure_of(self)
         wanted = self._wanted(outputs) if outputs else ()
         if structure.alone is not None:
+            if outputs:
+                structure.asked[0] = tuple(outputs), wanted
             return structure.alone.run(x, inputs, wanted)
         return walk_parts(structure.parts, x, named_tensors(inputs), wanted, _run_group)
 
@@ -353,6 +357,7 @@ class _Structure:
     facts: Facts
     parts: list[Part]
     alone: Fuser | None  # where one plan is all
+    asked: list[Any]  # one pair: the outputs that a call named last, and their names here
 
 
 def _structure_of(model: Sequential) -> _Structure:
@@ -371,7 +376,7 @@ def _structure_of(model: Sequential) -> _Structure:
     parts = flatten(model, facts)
     first = parts[0]
     plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held)
-    return _Structure(facts, parts, first.fuser if plain else None)  # type: ignore[union-attr]
+    return _Structure(facts, parts, first.fuser if plain else None, [((), ())])  # type: ignore[union-attr]
 
 
 def _run_group(group: Group, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Any:

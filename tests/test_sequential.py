@@ -217,6 +217,19 @@ def test_wrong_outputs(outputs, error, words):
         many_outputs()(X, outputs=outputs)
 
 
+def test_named_outputs_follow_the_call_and_the_list() -> None:
+    model = te_fuser.Sequential(ops.GELU(), ops.Output("a"), ops.SiLU(), ops.Output("b"), ops.ReLU())
+    names = ["a"]
+    for asked in ((), ("a",), ("a",), ("b", "a"), names, names, ("a",), ()):
+        found, wanted = model(X, outputs=asked), model.reference(X, outputs=asked)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        names[0] = "b"
+    model[0], model[1] = ops.SiLU(), ops.Output("c")
+    with pytest.raises(ValueError, match="'a'"):
+        model(X, outputs=("a",))
+    torch.testing.assert_close(model(X, outputs=("c",))[1], torch.nn.functional.silu(X))
+
+
 def test_two_outputs_of_one_name_in_one_list():
     model = sequential(ops.Output("a"), ops.GELU(), ops.Output("a"))
     model(X)
