@@ -178,10 +178,11 @@ def matches(
 def may_begin(pattern: Sequence[PatternPart], kind: type[FusableOperation]) -> bool:
     """Whether an op of this kind may be the first of a match, as far as the parts tell that it may begin with."""
     for part in pattern:
-        first = part.part if isinstance(part, Optional) else part
-        if not isinstance(first, type) or issubclass(first, FusedOperation) or _fits(first, kind):
-            return True
-        if first is part:
+        first = part.part if isinstance(part, (Optional, Repeat)) else part
+        for one in first.kinds if isinstance(first, OneOf) else (first,):
+            if not isinstance(one, type) or issubclass(one, FusedOperation) or _fits(one, kind):
+                return True
+        if first is part or isinstance(part, Repeat) and part.at_least > 0:
             return False
     return True
 

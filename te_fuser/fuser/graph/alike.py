@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable
+from te_fuser.fuser.graph.checks import check_kind
+from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
-    from te_fuser.ops.base import FusableOperation
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from te_fuser.ops.base import FusableOperation, Gradient, NamedInput
+    from te_fuser.ops.binding import Binding
 
 _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
@@ -24,3 +30,39 @@ def likeness(op: FusableOperation) -> Hashable:
     except TypeError:
         return id(op)
     return type(op), op.training, *found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What ops say of themselves that are alike and have parameters of the same names."""
+
+    role: str
+    draws: bool
+    is_row: bool
+    reads: Mapping[str, NamedInput]
+    _gradients: dict[tuple[str, ...], tuple[Gradient, ...]] = field(default_factory=dict)
+
+    def gradients(self, op: FusableOperation, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        """The nodes of the backward of an opaque one that reads parameters and named inputs of these names."""
+        if names not in self._gradients:
+            self._gradients[names] = tuple(op.gradients(names)) if isinstance(op, UnfusedOperation) else ()
+        return self._gradients[names]
+
+
+class Kinds:
+    """The kinds of the ops of a list; the first op of each is checked for all of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Kind] = {}
+
+    def of(self, label: str, op: FusableOperation, like: Hashable, bindings: Mapping[str, Binding]) -> Kind:
+        """That of an op.
+
+        Raises:
+            TypeError, ValueError: when it says of itself what cannot be.
+        """
+        key = like, tuple(op._parameters), tuple(bindings)
+        if key not in self._known:
+            check_kind(label, op, bindings)
+            self._known[key] = Kind(op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs())
+        return self._known[key]

@@ -14,7 +14,7 @@ from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
-    from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+    from te_fuser.fuser.graph.listed import ListedOp, ParameterSpecs
     from te_fuser.ops.binding import Binding
 
 # What an op lists -> what each of it is.
@@ -33,15 +33,16 @@ def plain(name: str) -> str:
     return name.rsplit("/", 1)[-1]
 
 
-def check_parameters(label: str, x: Spec, listed: ListedOp, call: CallSpecs) -> None:
+def check_parameters(
+    label: str, x: Spec, listed: ListedOp, given: Mapping[str, ParameterSpecs], outside_autocast: bool
+) -> None:
     """Refuse parameters that are not there, are no plain tensors, or do not fit the op or its input."""
     op = listed.lowered.op
     shapes = op.parameter_shapes()
     for name in (*shapes, *(op.required() if isinstance(op, RowOp) else ())):
-        if name not in listed.lowered.bindings and name in op._parameters:
+        if name not in given and name in op._parameters:
             raise ValueError(f"{label}: parameter {name} is None, and the op computes with it; give it a tensor")
-    for name, binding in listed.lowered.bindings.items():
-        known = call.parameters[binding.key]
+    for name, known in given.items():
         kind, spec = known.kind, known.spec
         # isinstance() would call a parameter made of a DTensor a plain one too.
         if kind is not torch.Tensor and torch.nn.Parameter not in kind.__mro__:
@@ -63,7 +64,7 @@ def check_parameters(label: str, x: Spec, listed: ListedOp, call: CallSpecs) -> 
             continue
         narrow = x.dtype in (torch.bfloat16, torch.float16) and spec.dtype == torch.float32
         if not (narrow and (isinstance(op, RowOp) or name in op.wide_parameters)):
-            advice = "convert one with .to()" + (", or run under torch.autocast" * (call.autocast is None))
+            advice = "convert one with .to()" + (", or run under torch.autocast" * outside_autocast)
             raise TypeError(
                 f"{label}: parameter {name} is {text_of(spec.dtype)}, its input {text_of(x.dtype)}; {advice}"
             )

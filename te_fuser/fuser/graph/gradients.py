@@ -63,11 +63,9 @@ def check_gives_gradients(nodes: Sequence[Node], asked: Mapping[str, int]) -> No
 def _given(node: Node) -> Iterable[int]:
     """The values of which an op gives the gradient, each once."""
     names: Mapping[str, int] = {"input": node.input, **node.named_in}
-    named = node.op.named_inputs()
-    able = {n: v for n, v in names.items() if n == "input" or named[n].gradient}
-    if isinstance(node.op, UnfusedOperation):
-        gradients = node.op.gradients((*node.parameters, *node.named_in))
-        produced = {name for gradient in gradients for name in gradient.produces}
+    able = {n: v for n, v in names.items() if n == "input" or node.reads[n].gradient}
+    if not node.is_row:
+        produced = [name for gradient in node.gradients for name in gradient.produces]
         able = {n: v for n, v in able.items() if n in produced}
     return dict.fromkeys(able.values())
 
@@ -84,8 +82,8 @@ def _reached(
     """The values to which a gradient comes, from the caller or from an op behind them."""
     found = set(leaving)
     for node in reversed(nodes):
-        if any(v in found and values[v].needs_grad for v in (node.output, *node.named_out)):
-            found |= set(given[node.index])
+        if [v for v in (node.output, *node.named_out) if v in found and values[v].needs_grad]:
+            found.update(given[node.index])
     return found
 
 

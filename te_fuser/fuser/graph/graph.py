@@ -11,10 +11,9 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import likeness
+from te_fuser.fuser.graph.alike import Kinds, likeness
 from te_fuser.fuser.graph.checks import (
     check_input,
-    check_kind,
     check_named,
     check_outputs,
     check_parameters,
@@ -22,10 +21,10 @@ from te_fuser.fuser.graph.checks import (
     plain,
 )
 from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, ParameterSpecs, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
-from te_fuser.ops.base import FusableOperation, NamedInput, Place, Spec
+from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spec
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
 
@@ -77,11 +76,9 @@ class Node:
     path: str = ""  # in the module tree
     places: tuple[Place, ...] = ()  # in fused operations
     likeness: Hashable = None  # equal for ops that are alike, whatever their parameters are
-
-    @property
-    def is_row(self) -> bool:
-        """Whether a formula gives it."""
-        return isinstance(self.op, RowOp)
+    is_row: bool = False  # whether a formula gives it
+    reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
+    gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,7 @@ class Graph:
     named_inputs: Mapping[str, int]
     output: int
     named_outputs: Mapping[str, int]
+    stand_ins: StandIns  # what stands for the parameters that are computed
 
     @functools.cached_property
     def _roots(self) -> list[int]:
@@ -151,6 +149,10 @@ class Graph:
             for value in (n.output, *n.named_out):
                 found[value] = n.index
         return found
+
+    @functools.cached_property
+    def _leaving(self) -> frozenset[int]:
+        return frozenset([self.output, *self.named_outputs.values()])
 
     def exact(self) -> Graph:
         """The same with plain sizes."""
@@ -228,17 +230,12 @@ class Graph:
 
     def leaves(self, value: int) -> bool:
         """Whether the caller gets this value."""
-        return value == self.output or value in self.named_outputs.values()
+        return value in self._leaving
 
     def leaving(self, start: int, stop: int) -> list[int]:
         """The values made by the nodes start..stop-1 that somebody else reads."""
         made = [v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)]
         return [v for v in made if self.leaves(v) or any(not start <= c < stop for c in self.consumers(v))]
-
-    def stand_ins(self) -> StandIns:
-        """What stands for the parameters that are computed."""
-        pairs = zip(self.parameters, self.parameter_tensors, strict=True)
-        return {b.key: tensor for b, tensor in pairs if b.computed}
 
 
 class GraphBuilder:
@@ -255,7 +252,7 @@ class GraphBuilder:
         self.opened: dict[str, str] = {}
         self.named_inputs: dict[str, int] = {}
         self.exported: dict[str, list[tuple[str, int]]] = {}
-        self.checked: set[Hashable] = set()
+        self.kinds = Kinds()
         self.told: dict[Hashable, tuple[Mapping[str, Spec], bool]] = {}
 
     def build(self) -> Graph:
@@ -284,57 +281,60 @@ class GraphBuilder:
             self.named_inputs,
             current,
             {name: self._exported(name) for name in self.call.outputs},
+            {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
         )
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
-        self.values.append(Value(len(self.values), name, spec, axes, needs, alias))
-        return len(self.values) - 1
+        value = Value(len(self.values), name, spec, axes, needs, alias)
+        self.values.append(value)
+        return value.index
 
     def _append(self, listed: ListedOp, current: int) -> int:
-        op = listed.lowered.op
+        op, bindings = listed.lowered.op, listed.lowered.bindings
         label, like = self._label(listed), likeness(op)
-        kind = like, tuple(op._parameters), tuple(listed.lowered.bindings)
-        if kind not in self.checked:
-            check_kind(label, op, listed.lowered.bindings)
-            self.checked.add(kind)
+        kind = self.kinds.of(label, op, like, bindings)
         check_input(label, op, self.values[current].spec)
         check_some_features(label, op, self.values[current].spec)
-        parameters = {name: self._parameter(b) for name, b in listed.lowered.bindings.items()}
-        named = op.named_inputs()
-        if isinstance(op, RowOp):
+        parameters, known = {}, {}
+        for name, b in bindings.items():
+            parameters[name] = self._parameter(key := b.key, b)
+            known[name] = self.call.parameters[key]
+        if kind.is_row:
             self._tie_features(current)
-        named_in = self._named(label, listed, named, self.values[current].spec)
+        named_in = self._named(label, listed, kind.reads, self.values[current].spec)
         x = self.values[current].spec
-        check_parameters(label, x, listed, self.call)
-        specs, same = self._told(label, listed, like, x, {arg: self.values[v].spec for arg, v in named_in.items()})
+        check_parameters(label, x, listed, known, self.call.autocast is None)
+        specs, same = self._told(label, op, like, known, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         out = specs["output"]
-        bindings = listed.lowered.bindings
         needs = self.call.grad and (
             self.values[current].needs_grad
-            or any(self.call.parameters[b.key].requires_grad for b in bindings.values())
-            or any(self.values[v].needs_grad and named[arg].gradient for arg, v in named_in.items())
+            or True in [p.requires_grad for p in known.values()]
+            or True in [self.values[v].needs_grad and kind.reads[arg].gradient for arg, v in named_in.items()]
         )
-        role = op.kind.role
         alias = current if same else None
-        output = self._value(f"{role}.output", out, Axes.FULL, needs and is_differentiable(op, "output", out), alias)
+        needed = needs and is_differentiable(op, "output", out)
+        output = self._value(f"{kind.role}.output", out, Axes.FULL, needed, alias)
         named_out = self._named_out(label, listed, specs, output, needs)
         self.nodes.append(
             Node(
                 len(self.nodes),
                 op,
                 label,
-                role,
+                kind.role,
                 parameters,
                 current,
                 output,
                 named_in,
                 named_out,
-                op.draws(),
+                kind.draws,
                 listed.stream,
                 listed.casts,
                 listed.path,
                 listed.lowered.places,
                 like,
+                kind.is_row,
+                kind.reads,
+                kind.gradients(op, (*parameters, *named_in)),
             )
         )
         return output
@@ -361,11 +361,11 @@ class GraphBuilder:
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
 
-    def _parameter(self, binding: Binding) -> int:
-        if binding.key not in self.parameters:
-            self.parameters[binding.key] = len(self.bindings)
+    def _parameter(self, key: Key, binding: Binding) -> int:
+        if key not in self.parameters:
+            self.parameters[key] = len(self.bindings)
             self.bindings.append(binding)
-        return self.parameters[binding.key]
+        return self.parameters[key]
 
     def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -404,14 +404,18 @@ class GraphBuilder:
         return self.named_inputs[name]
 
     def _told(
-        self, label: str, listed: ListedOp, like: Hashable, x: Spec, named: Mapping[str, Spec]
+        self,
+        label: str,
+        op: FusableOperation,
+        like: Hashable,
+        known: Mapping[str, ParameterSpecs],
+        x: Spec,
+        named: Mapping[str, Spec],
     ) -> tuple[Mapping[str, Spec], bool]:
         """What an op says of its outputs, and whether it hands its input through; once for all that are alike."""
-        parameters = [(name, self.call.parameters[b.key].spec) for name, b in listed.lowered.bindings.items()]
-        read = tuple((name, spec.key) for name, spec in (*named.items(), *parameters))
-        key = like, x.key, read
+        read = [(name, spec.key) for name, spec in named.items()]
+        key = like, x.key, *read, *[(name, p.spec.key) for name, p in known.items()]
         if key not in self.told:
-            op = listed.lowered.op
             specs = self._infer(label, op, x, named)
             check_outputs(label, op, specs)
             if isinstance(op, RowOp):

@@ -62,6 +62,9 @@ def emptied(module: torch.nn.Module) -> None:
     """Leave of the parameters of an op's copy, and of the modules in it, only what they are like."""
     held = module.__dict__
     held["_parameters"] = {name: None if p is None else _like(p) for name, p in held["_parameters"].items()}
+    if not held["_modules"]:
+        held["_modules"] = {}
+        return
     inner = {name: m for name, m in held["_modules"].items() if not isinstance(m, torch.jit.ScriptModule)}
     held["_modules"] = {name: None if m is None else with_attributes(m, {**m.__dict__}) for name, m in inner.items()}
     for made in filter(None, held["_modules"].values()):

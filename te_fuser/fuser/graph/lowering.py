@@ -33,7 +33,12 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
 
     Random streams are numbered before any pass, so that what passes add moves no draw.
     """
-    found: Sequence[ListedOp] = [replace(op, stream=place) for place, op in enumerate(listed)]
+    found: Sequence[ListedOp] = numbered(listed)
     for run in PASSES:
         found = run(found, call)
     return found
+
+
+def numbered(listed: Sequence[ListedOp]) -> list[ListedOp]:
+    """The list with each op's place as the number of its random stream."""
+    return [op if op.stream == place else replace(op, stream=place) for place, op in enumerate(listed)]

@@ -21,7 +21,7 @@ def with_casts(problem: Problem, prices: Prices, steps: list[Step], made: set[Re
     """Before the first step that reads a parameter in another dtype, the step that makes it; `made` are there."""
     result: list[Step] = []
     for step in steps:
-        for ref in step.reads():
+        for _, ref in step.inputs:
             if ref.kind is PARAMETER and ref.form != AS_MADE and ref not in made:
                 made.add(ref)
                 result.append(_cast(problem, prices, ref, step))
@@ -45,7 +45,7 @@ def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: lis
     """
     counts: dict[Ref, int] = {r._replace(term=0): r.term for r in arriving}
     for step in steps:
-        for ref in step.writes():
+        for _, ref in step.outputs:
             counts[ref] = counts.get(ref, 0) + 1
     shared = {r for r, n in counts.items() if n > 1}
     if not shared:
@@ -54,8 +54,8 @@ def with_sums(problem: Problem, prices: Prices, steps: list[Step], arriving: lis
     result: list[Step] = []
     for step in steps:
         result.append(_rename_outputs(step, seen))
-        complete = [r for r in dict.fromkeys(step.writes()) if r in shared and len(seen[r]) == counts[r]]
-        result += [_sum(problem, prices, ref, seen[ref], step) for ref in complete]
+        complete = [r for r in step.writes() if r in shared and len(seen[r]) == counts[r]]
+        result += [_sum(problem, prices, ref, seen[ref], step) for ref in dict.fromkeys(complete)]
     return result
 
 
@@ -82,4 +82,4 @@ def _rename_outputs(step: Step, seen: dict[Ref, list[Ref]]) -> Step:
 
 def marked_refs(nodes: Iterable[Node]) -> set[Ref]:
     """The parameters whose attributes some op reads."""
-    return {parameter_ref(n.parameters[a]) for n in nodes for a in n.op.marked_parameters(tuple(n.parameters))}
+    return {parameter_ref(n.parameters[a]) for n in nodes for g in n.gradients for a in g.by_attributes}

@@ -311,8 +311,7 @@ class BackwardCandidates:
         have = {name for name, _ in inputs}
         for k, node in enumerate(nodes):
             # masks and the like are the caller's: backward may read them without saying so
-            given = node.op.named_inputs()
-            masks = [(a, v) for a, v in node.named_in.items() if not given[a].gradient]
+            masks = [(a, v) for a, v in node.named_in.items() if not node.reads[a].gradient]
             inputs += [(f"{k}.{a}", self.graph.ref(v)) for a, v in masks]
             own = [p for p in node.parameters if f"{k}.{p}" not in have]
             inputs += [(f"{k}.{p}", self.problem.parameter_ref(node, p)) for p in own]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
@@ -147,30 +147,28 @@ def _kernel_step(
 
 def moved(problem: Problem, prices: Prices, edge: Edge, here: Section, there: Section) -> Edge:
     """A candidate of one section in another one that is like it: what its steps take is not asked again."""
-    by, whole = there.start - here.start, edge.whole
+    by, whole, there_is = there.start - here.start, edge.whole, here.refs_in(there)
     if edge.fusion is not None and whole is not None:
         whole = whole[0] + by, whole[1] + by
         if edge.is_joint:
             saved_by(edge.fusion, problem.match(*whole), whole, prices)
 
-    def made(step: Step) -> Step:
-        # The edge holds the step, so that its id is not given to another one.
-        return prices.once((id(step), there), lambda: _moved_step(problem, prices, step, whole, here, there))
-
-    again = tuple(here.refs_in(there, edge.recomputes))
-    steps = tuple(map(made, edge.steps))
+    again = tuple(map(there_is.__getitem__, edge.recomputes))
+    # The edge holds its steps, so that their ids are not given to others.
+    made = functools.partial(_moved_step, problem, prices, whole, here, there)
+    steps = tuple([prices.once((id(step), there), functools.partial(made, step)) for step in edge.steps])
     return Edge(edge.start + by, edge.stop + by, edge.name, steps, edge.kept, edge.fusion, whole, again)
 
 
 def _moved_step(
-    problem: Problem, prices: Prices, step: Step, whole: tuple[int, int] | None, here: Section, there: Section
+    problem: Problem, prices: Prices, whole: tuple[int, int] | None, here: Section, there: Section, step: Step
 ) -> Step:
     """A step of one section in another; what runs in the match `whole` of a fusion is chosen there."""
-    task, by = step.task, there.start - here.start
+    task, by, there_is = step.task, there.start - here.start, here.refs_in(there)
     start, stop = step.start + by, step.stop + by
     if isinstance(task, KernelTask):
         streams = problem.nodes[there.start].stream - problem.nodes[here.start].stream
-        task = task.moved(functools.partial(here.ref_in, there), streams)
+        task = task.moved(there_is.__getitem__, streams)
         if task.aliases:  # what they are called, the place says
             return _kernel_step(problem, prices, task, start, stop, step.price)
     elif isinstance(task, FusionTask):
@@ -179,8 +177,9 @@ def _moved_step(
         task = fusion_task(problem, task.fusion, task.direction, nodes, match, task.needed, task.gradient)
     else:
         assert isinstance(task, OpTask)
-        task = replace(task, node=problem.nodes[start])
-    inputs, outputs = (tuple([(n, here.ref_in(there, r)) for n, r in refs]) for refs in (step.inputs, step.outputs))
+        task = OpTask(problem.nodes[start], task.gradient, task.needed, task.casts, task.phase)
+    inputs = tuple([(name, there_is[r]) for name, r in step.inputs])
+    outputs = tuple([(name, there_is[r]) for name, r in step.outputs])
     taken = step.cost, step.seconds, step.host
     return Step(step.name, start, stop, inputs, outputs, task, *taken, step.chain, step.price)
 

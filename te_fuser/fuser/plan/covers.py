@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
@@ -66,12 +66,12 @@ class _Round:
     @property
     def length(self) -> int:
         """What both directions cost together, in ticks."""
-        return sum(way.length for way in (*self.forward, *self.backward))
+        return sum([way.length for way in (*self.forward, *self.backward)])
 
     @property
     def demand_unmet(self) -> bool:
         """Whether another backward could let forward take more."""
-        return any(way.found.ledger.demand_unmet for way in self.forward)
+        return True in [way.found.ledger.demand_unmet for way in self.forward]
 
 
 class Covering:
@@ -151,8 +151,9 @@ class Covering:
         read: set[Ref] = set()
         hanging: set[Ref] = set()
         for way, section in zip(backward, self.sections, strict=True):
+            there_is = way.found.section.refs_in(section)
             for refs, found in ((way.recomputed, again), (way.read, read), (way.read_hanging, hanging)):
-                found.update(way.found.section.refs_in(section, refs))
+                found.update(map(there_is.__getitem__, refs))
         return frozenset(read | hanging - again)
 
     # --------------------------------------------------------------------------- sections that are alike
@@ -218,7 +219,8 @@ class Covering:
         return self._once(("laid out", *_edges(ways)), make)  # type: ignore[no-any-return]
 
     def _moved(self, edge: Edge, here: Section, there: Section) -> Edge:
-        return self._once((edge, there), lambda: moved(self.problem, self.prices, edge, here, there))  # type: ignore[no-any-return]
+        make = functools.partial(moved, self.problem, self.prices, edge, here, there)
+        return self._once((edge, there), make)  # type: ignore[no-any-return]
 
     # ---------------------------------------------------------------------------------- what is said of it
 
@@ -227,11 +229,9 @@ class Covering:
             yield from self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
 
     def _choices_in(self, way: Way, there: Section) -> list[Choice]:
-        found = []
-        for choice in way.choices:
-            root = way.found.section.moved(choice.root, there)
-            found.append(replace(choice, value=self.problem.graph.values[root].name, root=root))
-        return found
+        here, values = way.found.section, self.problem.graph.values
+        there_is = [(choice, there.values[here.numbers[choice.root]]) for choice in way.choices]
+        return [Choice(values[root].name, c.recomputed, c.bytes, c.seconds, root) for c, root in there_is]
 
     def _refusals(self, found: _Round, note: str) -> list[Refusal]:
         """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""

@@ -65,7 +65,7 @@ def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[Segment
     backward = in_running_order(covers.backward)
     return tuple(
         _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
-        for part in segments(problem, covers, [*forward, *backward])
+        for part in segments(problem, prices, covers)
     )
 
 
@@ -77,13 +77,13 @@ def _segment(problem: Problem, prices: Prices, part: tuple[int, int], steps: lis
     """A segment makes its own casts and sums: what comes from several of them autograd adds up."""
     graph = problem.graph
     values_in, values_out = _crossing(graph, *part)
-    given = {r for s in steps[1] for r in s.writes()}
+    given = {r for s in steps[1] for _, r in s.outputs}
     arriving = tuple(_arriving(gradient_ref(v), given) if graph.needs_grad(v) else None for v in values_out)
     forward = waiting_late(with_casts(problem, prices, steps[0], set()))
-    cast = {r for s in forward for r in s.writes()}
+    cast = {r for s in forward for _, r in s.outputs}
     summed = with_sums(problem, prices, steps[1], [r for r in arriving if r is not None and r.term])
     backward = waiting_late(with_casts(problem, prices, summed, cast))
-    reads, made = _reads(forward, backward), {r for s in backward for r in s.writes()}
+    reads, made = _reads(forward, backward), {r for s in backward for _, r in s.outputs}
     parameters = {r.index for r in reads if r.kind is PARAMETER and r.form == AS_MADE}
     parameters |= {r.index for r in made if r.kind is PARAMETER_GRADIENT}
     takes = [*map(graph.ref, values_in), *map(parameter_ref, sorted(parameters)), *([SEED] if SEED in reads else [])]
@@ -110,7 +110,7 @@ def _arriving(ref: Ref, given: Container[Ref]) -> Ref:
 
 
 def _reads(*groups: Iterable[Step]) -> set[Ref]:
-    return {r for steps in groups for s in steps for r in s.reads()}
+    return {r for steps in groups for s in steps for _, r in s.inputs}
 
 
 def _gradients_of(graph: Graph, values: Iterable[int], takes: Iterable[Ref]) -> Iterator[Ref | None]:
@@ -138,7 +138,7 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
             if producer is None or producer < start:
                 values_in[value] = None
         for value in (node.output, *node.named_out):
-            if graph.leaves(value) or any(c >= stop for c in graph.consumers(value)):
+            if graph.leaves(value) or max(graph.consumers(value), default=0) >= stop:
                 values_out[value] = None
     return tuple(values_in), tuple(values_out)
 
@@ -146,7 +146,7 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
 # --------------------------------------------------------------------------------------------------- segments
 
 
-def segments(problem: Problem, covers: Covers, steps: Iterable[Step]) -> tuple[tuple[int, int], ...]:
+def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
 
     An end of the list with next to none, as the bias behind the last product, is part of the segment before it. So is
@@ -154,10 +154,11 @@ def segments(problem: Problem, covers: Covers, steps: Iterable[Step]) -> tuple[t
     """
     graph, least = problem.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
     seconds = [0.0] * (len(problem.nodes) + 1)
-    for step in steps:
-        seconds[step.start] += step.seconds
+    for edge in (*covers.forward, *covers.backward):
+        for step in edge.steps:
+            seconds[step.start] += step.seconds
     taken = [0.0, *itertools.accumulate(seconds)]
-    ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, covers)
+    ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, prices, covers)
     cuts, size, counted = [0], 0, set()
     for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
         for p in node.parameters.values():
@@ -178,7 +179,7 @@ def segments(problem: Problem, covers: Covers, steps: Iterable[Step]) -> tuple[t
     return tuple(itertools.pairwise([*cuts, len(problem.nodes)]))
 
 
-def _bound(problem: Problem, covers: Covers) -> set[int]:
+def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
     """Where no cut can be: between what computes or saves a value for backward and what reads it."""
     graph = problem.graph
     found: set[int] = set()
@@ -186,8 +187,8 @@ def _bound(problem: Problem, covers: Covers) -> set[int]:
     apart = [v.index for v in graph.values if v.gradient is not None]
     for value in apart:
         found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
-    for edge in (*covers.forward, *covers.backward):
-        found |= _reaching_back(problem, edge)
+    for edge in [e for e in (*covers.forward, *covers.backward) if e.fusion is not None]:
+        found |= prices.once((_reaching_back, edge), lambda e=edge: _reaching_back(problem, e))  # type: ignore[misc]
     for edge in covers.backward:
         if edge.whole is not None:
             found |= set(range(edge.whole[0] + 1, edge.whole[1]))
@@ -199,9 +200,8 @@ def _bound(problem: Problem, covers: Covers) -> set[int]:
 def _reaching_back(problem: Problem, edge: Edge) -> set[int]:
     """Where a fusion that reads a value in another form than its ops do cannot be cut off from what makes that."""
     graph = problem.graph
-    if edge.fusion is None:
-        return set()
-    nodes = problem.nodes[edge.start : edge.stop]
-    own = {graph.ref(v) for n in nodes for v in (n.input, n.output, *n.named_in.values(), *n.named_out)}
-    others = {r for s in edge.steps for r in s.reads() if r.kind is VALUE and r not in own}
+    read = {r for s in edge.steps for _, r in s.inputs if r.kind is VALUE}
+    nodes = problem.nodes[edge.start : edge.stop] if read else ()
+    own = [graph.ref(v) for n in nodes for v in (n.input, n.output, *n.named_in.values(), *n.named_out)]
+    others = read.difference(own)
     return {k for r in others for k in range((graph.producer(r.index) or 0) + 1, edge.stop)}

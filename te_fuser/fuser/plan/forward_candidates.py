@@ -71,7 +71,8 @@ class ForwardCandidates:
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
         """What the candidates of a section depend on beside it."""
-        joint = [m for node in range(section.start, section.stop) for m in self._joint_at.get(node, ())]
+        at = self._joint_at
+        joint = [m for node in range(section.start, section.stop) if node in at for m in at[node]]
         return section.of_refs(*self._demanded), section.of_matches(joint)
 
     @functools.cached_property
@@ -88,7 +89,7 @@ class ForwardCandidates:
         values: dict[int, list[Ref]] = {}
         others: dict[int, list[Ref]] = {}
         for ref in self.demands:
-            (values if ref.is_of_a_value else others).setdefault(ref.index, []).append(ref)
+            (values if ref.kind.counts == "values" else others).setdefault(ref.index, []).append(ref)
         return values, others
 
     def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:

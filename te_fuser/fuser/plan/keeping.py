@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from te_fuser.fuser.plan.plan import Kept, Plan
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
+    from te_fuser.fuser.plan.plan import Choice
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -35,16 +36,21 @@ class Keeping:
 MakePlan = Callable[[Keeping], Plan]
 
 
-def plan_for_memory(memory: str | int, make: MakePlan) -> Plan:
-    """The plan for a name in LAMBDA or a budget in bytes; `make` plans for a given keeping."""
+def plan_for_memory(memory: str | int, make: MakePlan, choices_of: Callable[[Keeping], Sequence[Choice]]) -> Plan:
+    """The plan for a name in LAMBDA or a budget in bytes.
+
+    Args:
+        make: plans for a given keeping.
+        choices_of: the choices of that plan, which may be known before the rest of it.
+    """
     if isinstance(memory, int):
         return _within(memory, make)
     keeping = Keeping(LAMBDA[memory])
-    plan = make(keeping)
-    if memory != "balanced":
-        return plan
-    saved = sum(c.bytes for c in plan.choices if c.recomputed)
-    return _giving_back(plan, keeping, saved * _GIVEN_BACK, True, make)
+    if memory == "balanced":
+        choices = choices_of(keeping)
+        saved = sum(c.bytes for c in choices if c.recomputed)
+        keeping = replace(keeping, held=_given_back(choices, saved * _GIVEN_BACK, True))
+    return make(keeping)
 
 
 def _within(budget: int, make: MakePlan) -> Plan:
@@ -53,35 +59,36 @@ def _within(budget: int, make: MakePlan) -> Plan:
         plan = make(Keeping(weight))
         room = budget - plan.kept_bytes()
         if room >= 0:
-            more = _giving_back(plan, Keeping(weight), room, False, make)
+            held = _given_back(plan.choices, room, False)
+            more = make(Keeping(weight, held)) if held else plan
             return more if more.kept_bytes() <= budget else plan
     least = f"this one keeps the least, {plan.kept_bytes()} bytes with sizes rounded up to powers of two"
     note = f"no plan keeps within {budget} bytes; {least}"
     return replace(plan, notes=(*plan.notes, note))
 
 
-def _giving_back(plan: Plan, keeping: Keeping, room: float, alike: bool, make: MakePlan) -> Plan:
-    """The plan that keeps, of what `plan` computes again, the dearest for its bytes, as far as there is room.
+def _given_back(choices: Iterable[Choice], room: float, alike: bool) -> frozenset[int]:
+    """The values to keep of what is computed again: the dearest for their bytes, as far as there is room.
 
     Args:
         alike: whether equal values of several layers are all kept or none.
     """
-    again = sorted((c for c in plan.choices if c.recomputed), key=lambda c: (-c.dearness, c.bytes, c.value))
+    again = sorted([c for c in choices if c.recomputed], key=lambda c: (-c.dearness, c.bytes, c.value))
     held: set[int] = set()
     for _, group in itertools.groupby(again, key=lambda c: (c.value, c.bytes) if alike else c.root):
-        choices = list(group)
-        size = sum(c.bytes for c in choices)
+        together = list(group)
+        size = sum([c.bytes for c in together])
         if size <= room:
             room -= size
-            held |= {c.root for c in choices}
-    return make(replace(keeping, held=frozenset(held))) if held else plan
+            held |= {c.root for c in together}
+    return frozenset(held)
 
 
 def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kept, ...]:
     """Everything that backward steps read and none of them makes."""
     graph = problem.graph
     found: dict[Ref, Kept] = {}
-    made = {r for s in backward for r in s.writes()}
+    made = {r for s in backward for _, r in s.outputs}
     for step in backward:
         for name, ref in step.inputs:
             if ref not in found and ref.owner and ref not in made:

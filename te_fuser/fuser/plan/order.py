@@ -28,10 +28,10 @@ def in_running_order(backward: list[Edge]) -> list[Step]:
             step = _use_recomputed(step, recomputed)
             if step.chain:
                 order.append(step)
-                made |= set(step.writes())
+                made.update([r for _, r in step.outputs])
             else:
                 waiting.append(step)
-        ready = [s for s in waiting if all(r in made for r in s.reads() if r.kind is RECOMPUTED)]
+        ready = [s for s in waiting if made.issuperset([r for _, r in s.inputs if r.kind is RECOMPUTED])]
         waiting = [s for s in waiting if s not in ready]
         order += ready
     assert not waiting, [s.name for s in waiting]
@@ -42,7 +42,10 @@ def _use_recomputed(step: Step, recomputed: frozenset[Ref]) -> Step:
     """A hanging node reads what was computed again, where something was."""
     if not is_hanging(step):
         return step
-    inputs = tuple((n, r._replace(kind=RECOMPUTED) if r in recomputed else r) for n, r in step.inputs)
+    again = recomputed.intersection([r for _, r in step.inputs])
+    if not again:
+        return step
+    inputs = tuple([(n, r._replace(kind=RECOMPUTED) if r in again else r) for n, r in step.inputs])
     return replace(step, inputs=inputs)
 
 

@@ -68,7 +68,7 @@ class Way:
     def matches_in(self, there: Section) -> list[MatchOf]:
         """The fusions that it takes, where they match in a section that is like its own."""
         by = there.start - self.found.section.start
-        found = [e.match for e in self.edges if e.match is not None]
+        found = [match for e in self.edges if (match := e.match) is not None]
         return [(fusion, (start + by, stop + by)) for fusion, (start, stop) in found]
 
     @functools.cached_property
@@ -88,7 +88,7 @@ class Way:
 
     def _read_by(self, which: Callable[[Step], bool]) -> frozenset[Ref]:
         kinds = (VALUE, STATISTIC, EMITTED, SAVED)
-        return frozenset(r for e in self.edges for s in e.steps if which(s) for r in s.reads() if r.kind in kinds)
+        return frozenset(r for e in self.edges for s in e.steps if which(s) for _, r in s.inputs if r.kind in kinds)
 
 
 def way_through(

@@ -122,7 +122,7 @@ class SegmentPlan:
             return host.guard * len(self.gives) if direction == "forward" else 0.0
         if direction == "forward":
             return host.node[0]
-        return host.node[1] + host.gradient * sum(r is not None for r in self.returned)
+        return host.node[1] + host.gradient * (len(self.returned) - self.returned.count(None))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Plan:
 
     def kept_bytes(self, owner: str = "activation") -> int:
         """Bytes kept for backward that this model allocated (parameters and the call's own inputs apart)."""
-        return sum(k.bytes for k in self.kept if k.owner == owner)
+        return sum([k.bytes for k in self.kept if k.owner == owner])
 
     def seconds(self, *directions: str) -> float:
         """Predicted time of some directions, both by default: a GPU works beside its host, a CPU is its own."""
@@ -222,12 +222,12 @@ class Plan:
         """Predicted time of the work in some directions, both by default; a CPU's steps have their calls beside it."""
         calls = -1.0 if self.device.kind == "cpu" else 0.0
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        return sum(s.seconds + calls * s.host for p, d in parts for s in p.steps(d))
+        return sum([s.seconds + calls * s.host for p, d in parts for s in p.steps(d)])
 
     def host_seconds(self, *directions: str) -> float:
         """Predicted time of the host's calls in some directions, both by default."""
         parts = itertools.product(self.segments, directions or DIRECTIONS)
-        return sum(p.node(d, self.device.host) + sum(s.host for s in p.steps(d)) for p, d in parts)
+        return sum([p.node(d, self.device.host) + sum([s.host for s in p.steps(d)]) for p, d in parts])
 
     @property
     def waits_for_host(self) -> bool:

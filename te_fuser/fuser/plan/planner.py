@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.plan.covers import Covering
-from te_fuser.fuser.plan.finish import finish
+from te_fuser.fuser.plan.finish import finish, segments
 from te_fuser.fuser.plan.keeping import LAMBDA, Keeping, plan_for_memory
 from te_fuser.fuser.plan.overwriting import with_overwriting
 from te_fuser.fuser.plan.prices import Prices
 from te_fuser.fuser.plan.problem import Options, Problem
-from te_fuser.fuser.plan.recording import with_recorded
+from te_fuser.fuser.plan.recording import is_recordable, with_recorded
 from te_fuser.ops.binding import standing_in
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph
-    from te_fuser.fuser.plan.plan import Plan
+    from te_fuser.fuser.plan.plan import Choice, Plan
 
 
 _LARGE = 1 << 30  # bytes of an intermediate result that are worth a warning
@@ -52,7 +52,12 @@ def _covered(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan
         plan = finish(problem, prices, covering.cover(prices, keeping))
         return with_recorded(problem, prices, plan, keeping.weight)
 
-    return plan_for_memory(problem.options.memory, weighed), prices
+    def choices(keeping: Keeping) -> Sequence[Choice]:
+        covers = covering.cover(prices, keeping)
+        recordable = any(is_recordable(problem, *part) for part in segments(problem, prices, covers))
+        return weighed(keeping).choices if recordable else covers.choices
+
+    return plan_for_memory(problem.options.memory, weighed, choices), prices
 
 
 def _price(plan: Plan, options: Options) -> tuple[float, float]:
@@ -116,12 +121,12 @@ def make_exact_plan(graph: Graph, options: Options) -> Plan:
     plan, prices = _made(graph, options)
     if plan.graph.values == graph.exact().values:
         return plan
-    with standing_in(graph.stand_ins()):
+    with standing_in(graph.stand_ins):
         return plan.seen_by(prices.at_exact_sizes())
 
 
 def _made(graph: Graph, options: Options) -> tuple[Plan, Prices]:
-    with standing_in(graph.stand_ins()):
+    with standing_in(graph.stand_ins):
         plan, prices = covered(Problem(graph, options))
         for change in PASSES:
             plan = change(plan, options)

@@ -6,8 +6,9 @@ import bisect
 import functools
 import itertools
 import operator
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,9 +31,8 @@ from te_fuser.fuser.plan.sections import sections_of
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
-from te_fuser.fusions.pattern import most_ops
+from te_fuser.fusions.pattern import may_begin, most_ops
 from te_fuser.ops.binding import standing_in
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -94,7 +94,7 @@ def _find_matches(
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
     runs, alike = _Runs(ops), [_likeness(graph, n) for n in graph.nodes]
     known: dict[Hashable, str | None] = {}
-    with standing_in(graph.stand_ins()):
+    with standing_in(graph.stand_ins):
         for fusion in registry.active():
             for start, stop in _fits(fusion, ops, places, runs):
                 here = fusion.name, *alike[start:stop]
@@ -127,16 +127,16 @@ class _Runs:
     """Where in a list the same kinds follow each other."""
 
     def __init__(self, ops: Sequence[FusableOperation]) -> None:
-        self._kinds = [op.kind for op in ops]
-        self._known: dict[int | None, list[list[int]]] = {}
+        self._kinds: list[Any] = [op.kind for op in ops]
+        self._known: dict[int, list[list[int]]] = {}
 
-    def of(self, most: int | None) -> list[list[int]]:
-        """The places at which runs of so many kinds begin, those of equal ones together; None: each by itself."""
+    def of(self, most: int) -> list[list[int]]:
+        """The places at which runs of so many kinds begin, those of equal ones together."""
         if most not in self._known:
-            found: dict[Hashable, list[int]] = {}
-            for start in range(len(self._kinds)):
-                run = start if most is None else tuple(self._kinds[start : start + most])
-                found.setdefault(run, []).append(start)
+            kinds = [*self._kinds, *[None] * (most - 1)]  # behind the end there is nothing
+            found: defaultdict[Hashable, list[int]] = defaultdict(list)
+            for start, run in enumerate(zip(*[kinds[k:] for k in range(most)], strict=False)):
+                found[run].append(start)
             self._known[most] = list(found.values())
         return self._known[most]
 
@@ -146,7 +146,10 @@ def _fits(
 ) -> list[tuple[int, int]]:
     """Where a pattern fits; a run of so many kinds as it has at most is looked at once."""
     found: list[tuple[int, int, int]] = []
-    for starts in runs.of(most_ops(fusion.pattern)):
+    groups = runs.of(most_ops(fusion.pattern) or 1)
+    if most_ops(fusion.pattern) is None:
+        groups = [[start] for g in groups if may_begin(fusion.pattern, ops[g[0]].kind) for start in g]
+    for starts in groups:
         counts = [stop - starts[0] for stop in fusion.stops(ops, starts[0], places)]
         found += [(start, k, start + count) for start in starts for k, count in enumerate(counts)]
     return [(start, stop) for start, _, stop in sorted(found)]
@@ -235,23 +238,20 @@ class Problem:
         """Which gradients of an op somebody needs: "input", parameters, named inputs."""
         needed = {"input"} if self.graph.needs_grad(node.input) else set()
         needed |= {name for name, p in node.parameters.items() if self.graph.parameter_needs[p]}
-        given = node.op.named_inputs()
-        needed |= {a for a, v in node.named_in.items() if given[a].gradient and self.graph.needs_grad(v)}
+        needed |= {a for a, v in node.named_in.items() if node.reads[a].gradient and self.graph.needs_grad(v)}
         return frozenset(needed)
 
     def gradients(self, node: Node) -> list[tuple[Gradient, frozenset[str]]]:
         """The gradient nodes of an opaque op that somebody needs, and what is needed of each."""
-        assert isinstance(node.op, UnfusedOperation)
-        if not any(map(self.graph.needs_grad, (node.output, *node.named_out))):
+        if not [v for v in (node.output, *node.named_out) if self.graph.values[v].needs_grad]:
             return []
         needed = self.needed(node)
-        names = (*node.parameters, *node.named_in)
-        found = [(g, frozenset(g.produces) & needed) for g in node.op.gradients(names)]
+        found = [(g, needed.intersection(g.produces)) for g in node.gradients]
         return [(g, n) for g, n in found if n]
 
     def is_hanging(self, node: Node, gradient: Gradient) -> bool:
         """Whether no other op's gradient depends on this one."""
-        return not any(p == "input" or p in node.named_in for p in gradient.produces)
+        return {"input", *node.named_in}.isdisjoint(gradient.produces)
 
     def _hanging_reads(self) -> dict[int, bool]:
         """Values that opaque gradients read -> whether only hanging nodes read them."""

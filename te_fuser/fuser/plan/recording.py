@@ -46,8 +46,6 @@ class _Call:
 
 def with_recorded(problem: Problem, prices: Prices, plan: Plan, weight: float) -> Plan:
     """The plan with each segment recorded that is cheaper so; a kept byte is worth `weight` passes over it."""
-    if not problem.options.records or not registry.enabled(registry.RECORDED):
-        return plan
 
     def price(p: Plan) -> float:
         return p.seconds() + p.kept_bytes() * weight / problem.options.device.bandwidth
@@ -82,11 +80,9 @@ def _choices_outside(plan: Plan, segment: SegmentPlan) -> tuple[Choice, ...]:
 
 def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> SegmentPlan | None:
     """The segment as PyTorch's functions; None where an op has none, or something needs a node of our own."""
-    nodes = problem.nodes[segment.start : segment.stop]
-    preferred = any(segment.start <= start < segment.stop for _, start, _ in problem.preferred)
-    if not segment.backward or preferred or any(_needs_own_node(problem, n) for n in nodes):
+    if not segment.backward or not is_recordable(problem, segment.start, segment.stop):
         return None
-    calls = _calls(problem, nodes) or []
+    calls = _calls(problem, problem.nodes[segment.start : segment.stop]) or []
     needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
     if not needing:
         return None
@@ -96,16 +92,26 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
     return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=True)
 
 
+def is_recordable(problem: Problem, start: int, stop: int) -> bool:
+    """Whether nothing in a segment needs a node of our own: no op draws, say, or hands something to its backward."""
+    if not problem.options.records or not registry.enabled(registry.RECORDED):
+        return False
+    nodes = problem.nodes[start:stop]
+    if [n for n in nodes if n.draws or n.op.emits]:
+        return False
+    preferred = any(start <= place < stop for _, place, _ in problem.preferred)
+    return not preferred and not any(_needs_own_node(problem, n) for n in nodes)
+
+
 def _needs_own_node(problem: Problem, node: Node) -> bool:
-    """Whether an op draws, hands something to its backward, writes to main_grad, reads several parameters as one, or
-    gives values in several forms.
-    """
-    graph, op = problem.graph, node.op
+    """Whether an op writes to main_grad, reads several parameters as one, or gives values in several forms."""
+    graph = problem.graph
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
     several = several or any(isinstance(graph.parameters[p], JoinedBinding) for p in node.parameters.values())
     roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}
-    return bool(node.draws or op.emits or op.marked_parameters(tuple(node.parameters)) or several or roots)
+    marked = any(gradient.by_attributes for gradient in node.gradients)
+    return bool(marked or several or roots)
 
 
 # --------------------------------------------------------------------------------------------- functions of a segment

@@ -7,9 +7,8 @@ the section's beginning. Conditions of fusions may ask more than that, so they a
 from __future__ import annotations
 
 import bisect
-import functools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.checks import plain
@@ -29,6 +28,7 @@ class Section:
     Attributes:
         form: a number; equal for sections that are alike.
         values, parameters: of the graph, in an order that sections which are alike share.
+        numbers: value -> its number here.
         matches: where fusions fit in it.
         stretches: those of the problem that lie in it, by number.
     """
@@ -38,13 +38,10 @@ class Section:
     form: int
     values: tuple[int, ...]
     parameters: tuple[int, ...]
+    numbers: Mapping[int, int]
     matches: tuple[tuple[Fusion, int, int], ...]
     stretches: tuple[int, ...]
-
-    @functools.cached_property
-    def numbers(self) -> dict[int, int]:
-        """Value -> its number here."""
-        return {v: k for k, v in enumerate(self.values)}
+    _like: dict[Section, _Moved] = field(default_factory=dict, init=False)
 
     def has(self, node: int) -> bool:
         """Whether an op is in it."""
@@ -58,40 +55,45 @@ class Section:
         """Those of some ops that are here, counted from its beginning."""
         return frozenset([k - self.start for k in range(self.start, self.stop) if k in nodes])
 
-    def of_refs(self, of_values: Mapping[int, list[Ref]], of_nodes: Mapping[int, list[Ref]]) -> frozenset[Ref]:
-        """Those of some refs that are known here, with the numbers that they have here.
+    def of_refs(self, of_values: Mapping[int, list[Ref]], of_nodes: Mapping[int, list[Ref]]) -> frozenset[Hashable]:
+        """Those of some refs that are known here, equal for sections where they are alike.
 
         Args:
             of_values, of_nodes: by the index, those that count values, and those that count ops.
         """
-        nodes = {node: node - self.start for node in range(self.start, self.stop)}
-        places = [(refs, self.numbers[v]) for v in of_values.keys() & self.numbers.keys() for refs in of_values[v]]
-        places += [(refs, nodes[n]) for n in of_nodes.keys() & nodes.keys() for refs in of_nodes[n]]
-        return frozenset([Ref(r.kind, k, r.form, r.name, r.term) for r, k in places])
+        found = [(k, v, of_values[v]) for k, v in enumerate(self.values) if v in of_values]
+        found += [(n - self.start, n, of_nodes[n]) for n in range(self.start, self.stop) if n in of_nodes]
+        return frozenset([(k, r.kind, r.form, r.name, r.term) for k, _, refs in found for r in refs])
 
-    def of_matches(self, matches: Iterable[MatchOf]) -> frozenset[MatchOf]:
+    def of_matches(self, matches: Collection[MatchOf]) -> frozenset[MatchOf]:
         """Those of some matches that are here, counted from its beginning."""
         here, end = self.start, self.stop
-        return frozenset([(f, (a - here, b - here)) for f, (a, b) in matches if here <= a < end])
+        return frozenset([(f, (a - here, b - here)) for f, (a, b) in matches if here <= a < end] if matches else ())
 
-    def moved(self, value: int, there: Section) -> int:
-        """What a value of this section is in one that is like it."""
-        return there.values[self.numbers[value]]
+    def refs_in(self, there: Section) -> Mapping[Ref, Ref]:
+        """What each ref of this section is in one that is like it."""
+        if self not in there._like:
+            there._like[self] = _Moved(self, there)
+        return there._like[self]
 
-    def refs_in(self, there: Section, refs: Collection[Ref]) -> Collection[Ref]:
-        """What some refs of this section are in one that is like it."""
-        return refs if there is self else [self.ref_in(there, r) for r in refs]
 
-    def ref_in(self, there: Section, ref: Ref) -> Ref:
-        """What a ref of this section is in one that is like it."""
+class _Moved(dict[Ref, Ref]):
+    """What refs of one section are in another one that is like it, found as they are asked for."""
+
+    def __init__(self, here: Section, there: Section) -> None:
+        self._here, self._there = here, there
+
+    def __missing__(self, ref: Ref) -> Ref:
         kind, index, form, name, term = ref
+        here, there = self._here, self._there
         if kind.counts == "values":
-            index = self.moved(index, there)
+            index = there.values[here.numbers[index]]
         elif kind.counts == "parameters":
-            index = there.parameters[self.parameters.index(index)]
+            index = there.parameters[here.parameters.index(index)]
         elif kind.counts:
-            index += there.start - self.start
-        return Ref(kind, index, form, name, term)
+            index += there.start - here.start
+        self[ref] = found = Ref(kind, index, form, name, term)
+        return found
 
 
 def sections_of(problem: Problem) -> list[Section]:
@@ -123,44 +125,47 @@ def _section(
     problem: Problem, start: int, stop: int, matches: tuple[tuple[Fusion, int, int], ...], forms: dict[Hashable, int]
 ) -> Section:
     graph, nodes = problem.graph, problem.nodes[start:stop]
-    values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
+    values = dict.fromkeys([v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out)])
     values |= dict.fromkeys([r for v in values for r in graph.related[v]])
-    parameters = dict.fromkeys(p for n in nodes for p in n.parameters.values())
+    parameters = dict.fromkeys([p for n in nodes for p in n.parameters.values()])
+    numbers, places = ({x: k for k, x in enumerate(found)} for found in (values, parameters))
+    preferred = [(name, a - start, b - start) for name, a, b in problem.preferred if start <= a < stop]
+    fusions = [(fusion, a - start, b - start) for fusion, a, b in matches]
+    whole = *_Form(problem, start, stop, numbers, places).parts(), tuple(fusions), tuple(sorted(preferred))
+    form = forms.setdefault(whole, len(forms))
     first, last = (bisect.bisect_left(problem.stretches, (place,)) for place in (start, stop))
-    section = Section(start, stop, -1, tuple(values), tuple(parameters), matches, tuple(range(first, last)))
-    form = forms.setdefault(_Form(problem, section).whole(), len(forms))
-    return replace(section, form=form)
+    return Section(start, stop, form, tuple(values), tuple(parameters), numbers, matches, tuple(range(first, last)))
 
 
 # ------------------------------------------------------------------------------------------------------- forms
 
 
+@dataclass(frozen=True, eq=False)
 class _Form:
-    """Everything that the candidates of a section depend on, by numbers within it."""
+    """Everything that the candidates of a section depend on beside fusions, by numbers within it."""
 
-    def __init__(self, problem: Problem, section: Section) -> None:
-        self.problem, self.section, self.graph = problem, section, problem.graph
-        self.nodes = self.graph.nodes[section.start : section.stop]
-        self.parameters = {p: k for k, p in enumerate(section.parameters)}
+    problem: Problem
+    start: int
+    stop: int
+    numbers: Mapping[int, int]
+    parameters: Mapping[int, int]
 
-    def whole(self) -> Hashable:
-        """The form of the section."""
-        start, preferred = self.section.start, self.problem.preferred
+    def parts(self) -> tuple[Hashable, ...]:
+        """What is equal for sections that are alike."""
+        graph = self.problem.graph
         return (
-            tuple(map(self._node, self.nodes)),
-            tuple((self.graph.parameter_specs[p], self.graph.parameter_needs[p]) for p in self.parameters),
-            tuple(map(self._value, self.section.values)),
-            tuple((fusion, a - start, b - start) for fusion, a, b in self.section.matches),
-            tuple(sorted((name, a - start, b - start) for name, a, b in preferred if self.section.has(a))),
+            tuple(map(self._node, graph.nodes[self.start : self.stop])),
+            tuple([(graph.parameter_specs[p], graph.parameter_needs[p]) for p in self.parameters]),
+            tuple(map(self._value, self.numbers)),
         )
 
     def _node(self, node: Node) -> Hashable:
-        number = self.section.numbers
+        number = self.numbers
         return (
             node.likeness,
             number[node.input],
             number[node.output],
-            tuple([number[v] for v in node.named_out]),
+            tuple(map(number.__getitem__, node.named_out)),
             tuple([(name, number[v]) for name, v in node.named_in.items()]),
             tuple([(name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()]),
             node.role,
@@ -168,16 +173,15 @@ class _Form:
         )
 
     def _value(self, value: int) -> Hashable:
-        graph, section = self.graph, self.section
+        graph, start, stop = self.problem.graph, self.start, self.stop
         v = graph.values[value]
         producer, readers = graph.producer(value), graph.consumers(value)
-        made = producer is not None and (section.has(producer), graph.nodes[producer].is_row)
-        start, stop = section.start, section.stop
+        made = producer is not None and (start <= producer < stop, graph.nodes[producer].is_row)
         return (
             plain(v.name),
             self.problem.asked.values[value].spec.key,
             (v.axes, v.gradient, v.needs_grad),
-            tuple([section.numbers.get(r) for r in graph.related[value]]),
+            tuple(map(self.numbers.get, graph.related[value])),
             made,
             tuple([k - start if start <= k < stop else None for k in readers]),
             graph.leaves(value),

@@ -13,6 +13,7 @@ from te_fuser import _native, dtypes
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, bindings_of, emptied, list_ops, with_attributes
 from te_fuser.fuser.graph.looked import Parameters, results_like
+from te_fuser.fuser.graph.lowering import numbered
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
 from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
@@ -92,7 +93,7 @@ class Fuser:
         listed: list[ListedOp] = []
         for k, op in enumerate(self._given):
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
-        self._listed = listed
+        self._listed = numbered(listed)
         self._bound = Parameters(bindings_of(listed))
         self._slots = tuple(b.slot for b in self._bound.bindings)
         there = zip(self._bound.bindings, self._slots, strict=True)

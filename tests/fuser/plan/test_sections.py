@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.graph import graph
-from te_fuser.fuser.plan import covers
+from te_fuser.fuser.plan import covers, derivation
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.plan import Plan
@@ -33,6 +34,8 @@ from tests.plans.models import (
     user_fusions,
 )
 from tests.plans.text import DEVICES, plan_lines, plans_of
+
+X = torch.empty(64, 1, 768, device="meta", requires_grad=True)
 
 
 def _mixed() -> list[torch.nn.Module]:
@@ -127,9 +130,12 @@ def _asked(layers: int, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[
 
 
 def _plan(layers: int) -> Plan:
+    return _model(layers).plan(X, device="h200")
+
+
+def _model(layers: int) -> te_fuser.Sequential:
     with torch.device("meta"):
-        model = te_fuser.Sequential(*gpt(layers, 768, 12, FP32))
-    return model.plan(torch.empty(64, 1, 768, device="meta", requires_grad=True), device="h200")
+        return te_fuser.Sequential(*gpt(layers, 768, 12, FP32))
 
 
 def test_twelve_layers_ask_at_most_twice_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,3 +144,26 @@ def test_twelve_layers_ask_at_most_twice_as_much_as_one(monkeypatch: pytest.Monk
     assert not {what: (one[what], twelve[what]) for what in one if twelve[what] > 2 * one[what]}
     _apart(monkeypatch)
     assert all(count > 5 * one[what] for what, count in _asked(12, monkeypatch).items())  # the counts see it
+
+
+def _calls(layers: int, device: str) -> int:
+    """How many functions planning calls, Python's and native ones, where no kernel was derived before."""
+    model, count = _model(layers), 0
+
+    def counted(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    model.plan(X, device=device)
+    derivation.forget()
+    sys.setprofile(counted)
+    try:
+        model.plan(X, device=device)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_twelve_layers_call_at_most_twice_as_many_functions_as_one(device: str) -> None:
+    assert _calls(12, device) <= 2.1 * _calls(1, device)
