@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr, part
 from te_fuser.formula.functions import FUNCTIONS
@@ -31,7 +33,7 @@ class Load:
     name: str
     axes: Axes
     width: int
-    dtype: str  # "float32", "bfloat16", "float16", "float64"
+    dtype: str  # a name of the table of dtypes
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,9 @@ class KernelDescription:
         return "\n".join(lines)
 
 
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "bool": 1, "uint8": 1}
-
-
 def item_size(dtype: str) -> int:
-    """Bytes of one element."""
-    return _SIZES[dtype]
+    """Bytes of one element, by PyTorch's name of its dtype."""
+    return getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
 
 
 def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
@@ -214,7 +213,7 @@ def describe(
     )
     unit = _unit_width(plain.values(), (*stores, *totals))
     narrowed: _Narrowed = {}
-    cut = {id(t): _cut(plain[id(t)], t, unit, narrowed) for t in (*stores, *totals)}
+    cut = {id(t): _unrounded(_cut(plain[id(t)], t, unit, narrowed), t.dtype) for t in (*stores, *totals)}
     roots = [p for pieces in cut.values() for p in pieces]
     nodes = topological(roots)
     widths = {n.width for n in nodes if n.axes & Axes.FEATURE}
@@ -237,13 +236,24 @@ _MARKS = ("value", "broadcast", "detach")
 
 
 def strip_values(expressions: Iterable[Expr]) -> list[Expr]:
-    """The expressions without marks of op outputs, broadcast and detached values, which mean nothing to a kernel."""
+    """The expressions without marks of op outputs, broadcast and detached values, which mean nothing to a kernel.
+
+    What is quantized is a product, rounded to a dtype, and its gradient is nobody's concern any more.
+    """
     roots = list(expressions)
     plain: dict[int, Expr] = {}
     for node in topological(roots):
         args = tuple(plain[id(a)] for a in node.args)
-        plain[id(node)] = args[0] if node.op in _MARKS else over(node, args)
+        if node.op == "quantize":
+            plain[id(node)] = expr.unary(node.attrs[0], expr.mul(*args))
+        else:
+            plain[id(node)] = args[0] if node.op in _MARKS else over(node, args)
     return [plain[id(r)] for r in roots]
+
+
+def _unrounded(parts: tuple[Expr, ...], dtype: str) -> tuple[Expr, ...]:
+    """What is stored, without the rounding that storing it in this dtype does anyway."""
+    return tuple(p.args[0] if p.op == dtype else p for p in parts)
 
 
 def _unit_width(expressions: Iterable[Expr], targets: Iterable[Target]) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.dtypes import FLOAT8
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes
+from te_fuser.formula.float8 import rounded
 from te_fuser.formula.random import RandomStream
 
 
@@ -65,4 +67,5 @@ class InterpretedKernel:
                 whole = total.index_add_(0, index, whole.contiguous())
             else:
                 whole = whole.sum(0) if item.axes & Axes.FEATURE else whole.sum()
-        out.copy_(whole.reshape(out.shape))
+        whole = whole.reshape(out.shape)
+        out.copy_(rounded(whole, out.dtype) if out.dtype in FLOAT8.values() else whole)

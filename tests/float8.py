@@ -1,0 +1,66 @@
+"""What a number is in 8 bits, from the definition of the formats: for the tests of every target."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (E4M3, E5M2)
+_EXPONENT_BITS = {E4M3: 4, E5M2: 5}
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """The number that each of the 256 codes stands for, float64: sign, exponent, mantissa."""
+    exponent_bits = _EXPONENT_BITS[dtype]
+    mantissa_bits, bias = 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1
+
+    def number(code: int) -> float:
+        exponent, mantissa = code >> mantissa_bits & (1 << exponent_bits) - 1, code & (1 << mantissa_bits) - 1
+        sign = -1.0 if code & 0x80 else 1.0
+        if dtype == E4M3 and code & 0x7F == 0x7F:
+            return math.nan
+        if dtype == E5M2 and exponent == 31:
+            return math.nan if mantissa else sign * math.inf
+        fraction = mantissa / (1 << mantissa_bits)
+        return sign * (2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
+
+    return torch.tensor([number(code) for code in range(256)], dtype=torch.float64)
+
+
+def nearest_codes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The code of each number, uint8: the nearest finite one, of two the even one; 0x7f for NaN."""
+    finite = numbers(dtype)[:128]
+    finite = finite[finite.isfinite()]
+    size = x.double().abs().clamp(max=finite[-1].item()).nan_to_num(nan=0.0)
+    above = torch.searchsorted(finite, size).clamp(1)
+    below = above - 1
+    up, down = finite[above] - size, size - finite[below]
+    codes = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    codes = codes + 0x80 * torch.signbit(x)
+    return torch.where(x.isnan(), 0x7F, codes).to(torch.uint8)
+
+
+def telling_numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in float32 at which a conversion may go wrong: those of all codes, ties, neighbours, ends, random ones."""
+    own = numbers(dtype)
+    own = own[own.isfinite()].sort().values
+    ties = (own[1:] + own[:-1]) / 2
+    edges = torch.cat([own, ties]).float()
+    away = [torch.nextafter(edges, torch.tensor(end)) for end in (math.inf, -math.inf)]
+    ends = torch.tensor([math.inf, math.nan, 3e38, 1e-45, 1e-38, 464.0, 465.0, 480.0, 61440.0, 65536.0, 0.0])
+    rng = torch.Generator().manual_seed(0)
+    scattered = torch.randn(2**15, generator=rng) * torch.exp2(torch.randint(-24, 20, (2**15,), generator=rng))
+    bits = torch.randint(-(2**31), 2**31, (2**15,), generator=rng).to(torch.int32).view(torch.float32)
+    return torch.cat([edges, *away, ends, -ends, scattered, bits])
+
+
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """All 2^16 numbers of a dtype of 16 bits."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def codes(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of 8 bits."""
+    return t.contiguous().view(torch.uint8)
