@@ -43,7 +43,7 @@ def nearest_codes(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def telling_numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Numbers in float32 at which a conversion may go wrong: those of all codes, ties, neighbours, ends, random ones."""
+    """float32 numbers at which a conversion may go wrong: those of all codes, ties, neighbours, ends, random ones."""
     own = numbers(dtype)
     own = own[own.isfinite()].sort().values
     ties = (own[1:] + own[:-1]) / 2

@@ -122,6 +122,7 @@ ASPECTS = {
         "values_proof",
         "works_with",
     },
+    "codegen": {"float8"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }
