@@ -1,10 +1,16 @@
-"""What a number is in 8 bits, from the definition of the formats: for the tests of every target."""
+"""What a number is in 8 bits, from the definition of the formats, and an op that reads them: for tests."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
+
+from te_fuser.ops.base import NamedInput, OpCall, Spec
+from te_fuser.ops.unfused_operation import UnfusedOperation
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
@@ -64,3 +70,45 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
 def codes(t: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor of 8 bits."""
     return t.contiguous().view(torch.uint8)
+
+
+class _Divided(torch.autograd.Function):
+    """data / scale in the scale's dtype; the gradient goes to data as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(scale.dtype, torch.float32)
+        return (data.to(wide) / scale.to(wide)).to(scale.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class Dequantized(UnfusedOperation):
+    """y = x / scale, in the scale's dtype, for x of 8 bits: as a product would see it; the gradient goes to x as it is."""
+
+    input_dtypes = FORMATS
+    reads = ()
+
+    def __init__(self, scale: str = "scale") -> None:
+        super().__init__()
+        self.scale = scale
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        return {"scale": NamedInput(self.scale, None, gradient=False)}
+
+    def infer_from(self, x: Spec, inputs: Mapping[str, Spec]) -> Spec:
+        return replace(x, dtype=inputs["scale"].dtype if inputs else torch.float32)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return _divided(x, call["scale"])
+
+    def op_backward(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+        return dy.float()
+
+
+_divided = _Divided.apply

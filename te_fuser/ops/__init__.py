@@ -29,6 +29,7 @@ from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.norm import Norm
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
+from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
@@ -80,6 +81,7 @@ __all__ = [
     "NamedInput",
     "Norm",
     "Output",
+    "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",

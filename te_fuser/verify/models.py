@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
+from te_fuser.dtypes import FLOATING
 from te_fuser.flatten import Group, exported, walk_parts
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
@@ -176,7 +177,7 @@ class _Run:
     def _coarsest(self) -> float:
         """The eps of the narrowest dtype that an op gives."""
         rows = [op for op in self.subject.fused.operations() if isinstance(op, RowOp)]
-        dtypes = {op.output_dtype(torch.float32) for op in rows}
+        dtypes = {op.output_dtype(torch.float32) for op in rows} & {*FLOATING.values()}
         kind = self.call.x.device.type
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
@@ -361,6 +362,7 @@ def _shape(given: NamedInput, x: Spec, batch_dim: int | None) -> tuple[int, ...]
         Axes.ROWS: (*x.shape[:-1], 1),
         Axes.SAMPLE_FEATURES: (samples, x.shape[-1]),
         Axes.BATCH: (samples,),
+        Axes.NONE: (),
     }
     if given.axes not in shapes:
         raise ValueError(f"verify cannot make up the input {given.name!r}: call verify(model, x, {given.name}=...)")
