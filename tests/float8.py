@@ -86,7 +86,7 @@ class _Divided(torch.autograd.Function):
 
 
 class Dequantized(UnfusedOperation):
-    """y = x / scale, in the scale's dtype, for x of 8 bits: as a product would see it; the gradient goes to x as it is."""
+    """y = x / scale in the scale's dtype, for x of 8 bits: as a product would see it, and with its gradient."""
 
     input_dtypes = FORMATS
     reads = ()

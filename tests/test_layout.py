@@ -122,7 +122,7 @@ ASPECTS = {
         "values_proof",
         "works_with",
     },
-    "codegen": {"float8"},
+    "codegen": {"float8", "maxima"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
 }

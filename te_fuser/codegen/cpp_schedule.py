@@ -126,6 +126,7 @@ def _late_reductions(d: KernelDescription, feature_roots: Sequence[Expr]) -> lis
 
 def _loops(d: KernelDescription, cost: Callable[[Expr], int]) -> list[Loop]:
     feature_roots = [p for item in d.outputs if item.axes & Axes.FEATURE for p in item.parts]
+    feature_roots += [p for m in d.maxima for p in m.parts]
     late = _late_reductions(d, feature_roots)
     late_ids = {id(r) for r in late}
     loops = []

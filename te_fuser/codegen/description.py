@@ -1,4 +1,4 @@
-"""What a generated kernel computes, free of any schedule: loads, stores, column sums, and row sums by stage.
+"""What a generated kernel computes, free of any schedule: loads, stores, column sums, maxima, and row sums by stage.
 
 Both targets (C++ and CUDA) and the PyTorch interpreter take this and nothing else.
 """
@@ -62,6 +62,18 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Maximum:
+    """The largest magnitude of everything, in a float32 that the call gives: it is raised to that, and never lowered.
+
+    As the bits of floats are ordered, NaN is larger than infinity; so results do not depend on who comes first.
+    """
+
+    name: str
+    parts: tuple[Expr, ...]
+    width: int
+
+
+@dataclass(frozen=True)
 class Counts:
     """How much a kernel moves: full-size loads and stores, row sums, their stages, sums over rows."""
 
@@ -86,6 +98,7 @@ class KernelDescription:
     sums: tuple[Sum, ...]
     streams: tuple[str, ...]  # names of the random streams; their numbers are run-time integers, in this order
     overwrites: tuple[tuple[str, str], ...] = ()
+    maxima: tuple[Maximum, ...] = ()
 
     @functools.cached_property
     def outputs(self) -> tuple[Store | Sum, ...]:
@@ -94,7 +107,10 @@ class KernelDescription:
 
     @functools.cached_property
     def tensors(self) -> tuple[Load | Store | Sum, ...]:
-        """Everything that is read or written, in the order of the kernel's tensors, but for the seed."""
+        """Everything that is read or written, in the order of the kernel's tensors.
+
+        Between loads and outputs a call has the numbers that are raised (`maxima`), and the seed.
+        """
         return (*self.loads, *self.outputs)
 
     @functools.cached_property
@@ -104,8 +120,8 @@ class KernelDescription:
 
     @functools.cached_property
     def roots(self) -> tuple[Expr, ...]:
-        """Every expression that is stored or summed."""
-        return tuple(p for item in self.outputs for p in item.parts)
+        """Every expression that is stored or summed, or whose largest magnitude is wanted."""
+        return tuple(p for item in (*self.outputs, *self.maxima) for p in item.parts)
 
     @functools.cached_property
     def nodes(self) -> tuple[Expr, ...]:
@@ -127,6 +143,7 @@ class KernelDescription:
             text += f"\n{type(item).__name__} {item.name} {int(item.axes)} {item.width} {item.dtype} "
             text += ",".join(p.digest for p in item.parts)
         text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
+        text += "".join(f"\nMaximum {m.name} {m.width} {','.join(p.digest for p in m.parts)}" for m in self.maxima)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
     def counts(self) -> Counts:
@@ -155,6 +172,9 @@ class KernelDescription:
             body = ", ".join(next(rest) for _ in item.parts)
             kind = type(item).__name__.lower()
             lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {item.dtype} = {body}")
+        for m in self.maxima:
+            body = ", ".join(next(rest) for _ in m.parts)
+            lines.append(f"  max   {m.name}: full x {m.width} = {body}")
         lines += [f"  {store} may be stored over {load}" for store, load in self.overwrites]
         return "\n".join(lines)
 
@@ -194,7 +214,11 @@ class Target:
 
 
 def describe(
-    name: str, targets: Iterable[Target], sums: Iterable[Target], tensors: dict[str, tuple[Axes, int, str]]
+    name: str,
+    targets: Iterable[Target],
+    sums: Iterable[Target],
+    tensors: dict[str, tuple[Axes, int, str]],
+    maxima: Iterable[Target] = (),
 ) -> KernelDescription:
     """Build a description from whole expressions.
 
@@ -203,17 +227,17 @@ def describe(
         targets: what is stored per row.
         sums: what is summed over rows.
         tensors: leaf name -> (axes, full width, dtype).
+        maxima: whose largest magnitude is wanted, for each row and feature.
 
     Raises:
         NotOneKernel: when the feature sizes do not divide one another.
     """
-    stores, totals = list(targets), list(sums)
-    plain = dict(
-        zip((id(t) for t in (*stores, *totals)), strip_values(t.expression for t in (*stores, *totals)), strict=True)
-    )
-    unit = _unit_width(plain.values(), (*stores, *totals))
+    stores, totals, largest = list(targets), list(sums), list(maxima)
+    given = (*stores, *totals, *largest)
+    plain = dict(zip(map(id, given), strip_values(t.expression for t in given), strict=True))
+    unit = _unit_width(plain.values(), given)
     narrowed: _Narrowed = {}
-    cut = {id(t): _unrounded(_cut(plain[id(t)], t, unit, narrowed), t.dtype) for t in (*stores, *totals)}
+    cut = {id(t): _unrounded(_cut(plain[id(t)], t, unit, narrowed), t.dtype) for t in given}
     roots = [p for pieces in cut.values() for p in pieces]
     nodes = topological(roots)
     widths = {n.width for n in nodes if n.axes & Axes.FEATURE}
@@ -229,6 +253,7 @@ def describe(
         tuple(Store(t.name, cut[id(t)], t.axes, t.width, t.dtype) for t in stores),
         tuple(Sum(t.name, cut[id(t)], t.axes, t.width, t.dtype) for t in totals),
         streams,
+        maxima=tuple(Maximum(t.name, cut[id(t)], t.width) for t in largest),
     )
 
 

@@ -280,6 +280,28 @@ TE_DEVICE void add_slots(float* shared, int slot, int lane, float (&sums)[kCount
   }
 }
 
+// The larger magnitude, as bits, of which NaN's are the largest.
+TE_DEVICE unsigned larger(unsigned bits, float value) {
+  const unsigned size = as_bits(value) & 0x7fffffffu;
+  return size > bits ? size : bits;
+}
+
+// Raises a number to the largest magnitude that the block found; other blocks raise it too.
+template <int kThreads>
+TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    largest = larger(largest, __shfl_xor_sync(kWarp, as_float(largest), distance));
+  if (lane == 0) found[warp] = as_float(largest);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int other = 1; other < kThreads / 32; ++other) largest = larger(largest, found[other]);
+  unsigned* const bits = reinterpret_cast<unsigned*>(number);
+  // Most blocks find that another was there with more, and leave it at that.
+  if (largest > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, largest);
+}
+
 // Stores the sums of a block: where they belong if no other block adds to them, else where `finish` finds them.
 template <class T, int kCount>
 TE_DEVICE void store_sums(bool alone, T* total, float* partial, const float (&sums)[kCount]) {
