@@ -6,12 +6,29 @@ stays NaN, and there is one: 0x7f. What `.to` makes of numbers beyond the range 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from te_fuser.dtypes import FLOAT8
+
+# What float32 errs by at most, before a number is rounded to 8 bits, as a share of it.
+_NEAR = 2.0**-17
+_turning: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_turning", default=False)
+
+
+@contextlib.contextmanager
+def ties_turned() -> Iterator[None]:
+    """Inside, numbers that lie next to a tie are rounded the other way, as those are that were computed otherwise."""
+    token = _turning.set(True)
+    try:
+        yield
+    finally:
+        _turning.reset(token)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -21,6 +38,13 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x: floating point, any shape.
         dtype: float8_e4m3fn or float8_e5m2.
     """
+    found = _nearest(x, dtype)
+    if not _turning.get():
+        return found
+    return _nearest(x + torch.copysign(x.abs() * _NEAR, x - found.to(x.dtype)), dtype)
+
+
+def _nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     largest = torch.finfo(dtype).max
     within = x.clamp(-largest, largest).masked_fill(x.isnan(), math.nan)
     return (_to_places(within, dtype) if x.dtype == torch.float64 else within).to(dtype)

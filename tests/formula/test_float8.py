@@ -12,7 +12,7 @@ from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes
-from te_fuser.formula.float8 import rounded
+from te_fuser.formula.float8 import rounded, ties_turned
 from tests.float8 import E4M3, E5M2, FORMATS, codes, every_number, nearest_codes, numbers, telling_numbers
 
 formats = pytest.mark.parametrize("dtype", FORMATS)
@@ -93,3 +93,21 @@ def test_accuracy_against_float64(dtype: torch.dtype, relative: float, absolute:
     scale = torch.finfo(dtype).max / x.abs().max()
     found = rounded((x * scale).float(), dtype).double() / scale
     torch.testing.assert_close(found, x, rtol=relative, atol=absolute)
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@formats
+def test_ties_turned(dtype: torch.dtype, wide: torch.dtype) -> None:
+    """What lies next to a tie goes to the other side, and nothing else does."""
+    ties = torch.tensor([1.0 + torch.finfo(dtype).eps / 2]).to(wide)
+    x = torch.cat([ties * (1 + by) for by in (-1e-6, 1e-6, -1e-4, 1e-4)]).outer(
+        torch.tensor([1.0, -1.0, 0.25]).to(wide)
+    )
+    plain = rounded(x, dtype).float()
+    with ties_turned():
+        turned = rounded(x, dtype).float()
+        ends = rounded(torch.tensor([math.inf, -math.inf, 0.0, math.nan]), dtype)
+    assert torch.equal(turned[0], plain[1]) and torch.equal(turned[1], plain[0])
+    assert torch.equal(turned[2:], plain[2:]) and (plain[0] != plain[1]).all()
+    largest = torch.finfo(dtype).max
+    assert ends.float()[:3].tolist() == [largest, -largest, 0.0] and ends.float()[3].isnan()

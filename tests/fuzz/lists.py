@@ -13,10 +13,12 @@ import torch
 
 import te_fuser
 from te_fuser import compare, ops
+from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
 from te_fuser.verify import Row, models
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
+from tests.float8 import Dequantized  # noqa: F401 - by name in a list
 from tests.fuzz.covers import GENERATED_PLANS, PLANS
 from tests.fuzz.numbers import EXTREME_OPS, NUMBERS, Enlarged, Tied, judge_kinds  # noqa: F401 - by name in a list
 
@@ -274,6 +276,13 @@ class _Writer:
         how = f"per='sample', batch_dim={batch_dim}" if per_sample else "per='row'"
         return [f"ops.AdaptiveLayerNorm({self.features}, 0.3, scale='{name}_scale', shift='{name}_shift', {how})"]
 
+    def quantized(self) -> list[str]:
+        """Numbers of 8 bits, and an op that reads them."""
+        name, dtype = self.name("scale"), self.draw(st.sampled_from([*FLOAT8]))
+        self.inputs[name] = (), "float32"
+        self.now = "float32"
+        return [f"ops.Quantize(torch.{dtype}, scale='{name}')", f"Dequantized('{name}')"]
+
     def share(self) -> list[str]:
         fitting = [(v, o) for v, i, o in self.shared if i == self.features]
         if fitting and self.draw(st.booleans()):
@@ -331,6 +340,7 @@ KINDS: dict[str, Rule] = {
     "fork": (lambda w, d: d < 3, lambda w, d: w.fork(d)),
     "output": (lambda w, d: True, lambda w, d: w.output()),
     "named": (lambda w, d: _same_dtype(w), lambda w, d: w.named()),
+    "quantized": (lambda w, d: w.dtype != "float64", lambda w, d: w.quantized()),
     "shared": (lambda w, d: True, lambda w, d: w.share()),
     "cast": (lambda w, d: w.dtype != "float64", lambda w, d: w.cast(w.pick(("float32", "bfloat16")))),
     "reshape": (lambda w, d: d == 0, lambda w, d: w.reshape()),
