@@ -272,7 +272,10 @@ def strip_values(expressions: Iterable[Expr]) -> list[Expr]:
         if node.op == "quantize":
             plain[id(node)] = expr.unary(node.attrs[0], expr.mul(*args))
         else:
-            plain[id(node)] = args[0] if node.op in _MARKS else over(node, args)
+            made = args[0] if node.op in _MARKS else over(node, args)
+            # What cancels only now was no number before, either: x and the op's output -x, where x is infinite.
+            cancels = made is expr.ZERO and node is not made
+            plain[id(node)] = expr.mul(expr.const(0.0), args[0]) if cancels else made
     return [plain[id(r)] for r in roots]
 
 
