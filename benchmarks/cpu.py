@@ -4,6 +4,7 @@ python -m benchmarks.cpu                      # everything, some ten minutes; wr
 python -m benchmarks.cpu --case host --quick  # one family, fewer rounds, nothing is written
 python -m benchmarks.cpu --case lengths       # calls of ever new lengths, from the first on
 python -m benchmarks.cpu --case planning      # how long plans take, of one layer and of twelve
+python -m benchmarks.cpu --case presets       # what a preset's call takes beyond that of the bare list of its ops
 python -m benchmarks.cpu --write-docs         # everything, and the tables in docs/performance.md
 """
 
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import lengths, models, planning
+from benchmarks import lengths, models, planning, presets
 from benchmarks.common import (
     RESULTS,
     ROOT,
@@ -75,6 +76,7 @@ FAMILIES = (
 WHOLE: dict[str, Callable[[bool, dict[str, Any]], Iterator[dict[str, Any]]]] = {
     "lengths": lambda quick, options: lengths.measured(lengths.QUICK if quick else lengths.Sizes(), options),
     "planning": lambda quick, options: planning.measured(planning.QUICK if quick else planning.Sizes(), options),
+    "presets": lambda quick, options: presets.measured(presets.QUICK if quick else presets.Sizes(), options),
 }
 DIRECTIONS = ("forward", "forward+backward")  # forward: under no_grad
 
@@ -171,7 +173,7 @@ def rich_table(entries: Sequence[dict[str, Any]]) -> Table:
 
 def whole_table(entries: Sequence[dict[str, Any]]) -> Table:
     """The results of what is measured as a whole for a terminal."""
-    table = Table(title="as a whole: seconds of all calls, MiB, or ms of planning", title_justify="left")
+    table = Table(title="as a whole: seconds of all calls, MiB, ms of planning, or us of a call", title_justify="left")
     for k, head in enumerate(("case", "measured", "ratio", "goal", "met")):
         table.add_column(head, justify="right" if k > 1 else "left", no_wrap=k != 1)
     for entry in entries:

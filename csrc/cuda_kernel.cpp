@@ -23,6 +23,8 @@
 namespace te {
 namespace {
 
+constexpr long long most_partial_rows = 65536;
+
 PyTypeObject* kernel_type = nullptr;  // set once while the module is imported
 
 CudaProgram& program_of(PyObject* self) { return owned_by<CudaProgram>(self); }
@@ -177,6 +179,21 @@ bool read_widths(CudaProgram& program, PyObject* widths) {
     if (width == -1 && PyErr_Occurred() != nullptr) return false;
     if (width < 0) return refuse(program, "partial sums cannot have a negative width");
     program.partial_widths.push_back(width);
+    program.partial_rows.push_back(1);
+  }
+  return true;
+}
+
+bool read_partial_rows(CudaProgram& program, PyObject* rows) {
+  if (PyTuple_GET_SIZE(rows) == 0) return true;
+  if (PyTuple_GET_SIZE(rows) != static_cast<Py_ssize_t>(program.partial_widths.size())) {
+    return refuse(program, "there must be one number of partial rows for each width");
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rows); ++i) {
+    const long long count = PyLong_AsLongLong(PyTuple_GET_ITEM(rows, i));
+    if (count == -1 && PyErr_Occurred() != nullptr) return false;
+    if (count < 1 || count > most_partial_rows) return refuse(program, "a group has 1 to 65536 rows of partial sums");
+    program.partial_rows[static_cast<size_t>(i)] = count;
   }
   return true;
 }
@@ -315,16 +332,17 @@ bool read_launches(CudaProgram& program, PyObject* items) {
 
 bool read_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   static const char* names[] = {"name",     "cubin",          "dtypes",     "alignments", "inputs",
-                                "launches", "partial_widths", "row_values", "integers",   "waits",  "overwrites", nullptr};
+                                "launches", "partial_widths", "row_values", "integers",   "waits",  "overwrites",
+                                "partial_rows", nullptr};
   const char *name = nullptr, *cubin = nullptr;
   Py_ssize_t cubin_size = 0, inputs = 0, row_values = 0, integers = 0;
   PyObject *dtype_names = nullptr, *alignments = nullptr, *launches = nullptr, *widths = nullptr;
-  PyObject* overwrites = nullptr;
+  PyObject *overwrites = nullptr, *partial_rows = nullptr;
   int waits = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn|pO!:CudaKernel", const_cast<char**>(names), &name, &cubin,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "sy#O!O!nO!O!nn|pO!O!:CudaKernel", const_cast<char**>(names), &name, &cubin,
                                    &cubin_size, &PyTuple_Type, &dtype_names, &PyTuple_Type, &alignments, &inputs,
                                    &PyTuple_Type, &launches, &PyTuple_Type, &widths, &row_values, &integers, &waits,
-                                   &PyTuple_Type, &overwrites)) {
+                                   &PyTuple_Type, &overwrites, &PyTuple_Type, &partial_rows)) {
     return false;
   }
   program.module.name = name;
@@ -339,7 +357,9 @@ bool read_program(CudaProgram& program, PyObject* args, PyObject* keywords) {
   program.inputs = static_cast<size_t>(inputs);
   program.row_values = static_cast<size_t>(row_values);
   program.integers = static_cast<size_t>(integers);
-  if (!read_widths(program, widths) || !read_launches(program, launches)) return false;
+  if (!read_widths(program, widths)) return false;
+  if (partial_rows != nullptr && !read_partial_rows(program, partial_rows)) return false;
+  if (!read_launches(program, launches)) return false;
   if (overwrites != nullptr && !read_overwrites(program, overwrites)) return false;
   const bool has_seed = inputs > 0 && std::string(dtypes[program.inputs - 1].name) == "int64";
   return !program.draws || has_seed || refuse(program, "it draws, and its last input is no seed (int64)");
@@ -374,7 +394,7 @@ PyMethodDef methods[] = {
 
 PyDoc_STRVAR(documentation,
              "CudaKernel(name, cubin, dtypes, alignments, inputs, launches, partial_widths, row_values, integers, waits=False, "
-             "overwrites=())\n--\n\n"
+             "overwrites=(), partial_rows=())\n--\n\n"
              "A generated CUDA kernel; call it with (tensors, rows, batch_inner, batch_size, integers).");
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "cuda_launch.h"
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <utility>
@@ -36,6 +37,11 @@ int64_t RowGrid::groups(int64_t rows, int64_t samples, int64_t multiprocessors) 
   return samples * std::max<int64_t>(1, std::min(wanted, room));
 }
 
+bool CudaProgram::sums_come_from_one_block(int64_t groups, int64_t samples) const {
+  const auto one = [](int64_t rows) { return rows == 1; };
+  return groups == samples && std::all_of(partial_rows.begin(), partial_rows.end(), one);
+}
+
 CudaSizes CudaProgram::sizes(int64_t rows, int64_t samples, int64_t multiprocessors) const {
   CudaSizes found;
   for (size_t i = 0; i < launches.size(); ++i) {
@@ -45,7 +51,7 @@ CudaSizes CudaProgram::sizes(int64_t rows, int64_t samples, int64_t multiprocess
     } else {
       const auto& sums = std::get<SumGrid>(launches[i].grid);
       // Where each sum comes from one block, that block has stored it itself.
-      found.partial = found.groups != (sums.fixed == 0 ? samples : 1);
+      found.partial = !sums_come_from_one_block(found.groups, sums.fixed == 0 ? samples : 1);
       found.blocks[i] = found.partial ? sums.fixed + sums.per_sample * samples : 0;
     }
   }
@@ -77,14 +83,14 @@ class LaunchFrame {
   bool allocate_scratch(const CudaProgram& program, int32_t device, Failure& failure) {
     const int64_t row_value = round_up(rows_ * static_cast<int64_t>(sizeof(float)));
     int64_t bytes = row_value * static_cast<int64_t>(program.row_values);
-    for (const int64_t width : program.partial_widths) bytes += partial_bytes(width);
+    for (size_t i = 0; i < program.partial_widths.size(); ++i) bytes += partial_bytes(program, i);
     if (bytes == 0) return true;
     scratch_ = std::make_unique<DeviceMemory>();
     if (!take(*scratch_, device, bytes, failure)) return false;
     char* next = scratch_->data();
     for (size_t i = 0; i < program.partial_widths.size(); ++i) {
       partials_[i] = next;
-      next += partial_bytes(program.partial_widths[i]);
+      next += partial_bytes(program, i);
     }
     for (size_t i = 0; i < program.row_values; ++i, next += row_value) row_values_[i] = next;
     return true;
@@ -136,8 +142,9 @@ class LaunchFrame {
     return false;
   }
 
-  int64_t partial_bytes(int64_t width) const {
-    return sizes_.partial ? round_up(sizes_.groups * width * static_cast<int64_t>(sizeof(float))) : 0;
+  int64_t partial_bytes(const CudaProgram& program, size_t index) const {
+    const int64_t floats = sizes_.groups * program.partial_rows[index] * program.partial_widths[index];
+    return sizes_.partial ? round_up(floats * static_cast<int64_t>(sizeof(float))) : 0;
   }
 
   CudaSizes sizes_;
@@ -166,8 +173,10 @@ bool CudaProgram::leave_sums(const CudaCall& call, LaunchFrame& frame, PendingSu
   }
   std::vector<PendingSum> sums;
   for (size_t i = 0; i < partials.size(); ++i) {
-    sums.push_back({frame.partial(partials[i]), call.tensors[totals[i]].data, frame.groups(),
-                    partial_widths[partials[i]], tensors[totals[i]].dtype});
+    const size_t partial = partials[i], total = totals[i];
+    const int32_t rows = frame.groups() * static_cast<int32_t>(partial_rows[partial]);
+    sums.push_back(
+        {frame.partial(partial), call.tensors[total].data, rows, partial_widths[partial], tensors[total].dtype});
   }
   return later.take({call.device, call.stream}, sums, frame.release_scratch(), failure);
 }

@@ -100,7 +100,8 @@ class CudaProgram {
   size_t inputs = 0;  // so many of the tensors are read, the others are written
   std::vector<std::pair<size_t, size_t>> overwrites;  // a written and a read tensor that may have the same memory
   std::vector<CudaLaunch> launches;
-  std::vector<int64_t> partial_widths;  // partial sums: float32 [groups, width] each
+  std::vector<int64_t> partial_widths;  // partial sums: float32 [groups * rows, width] each
+  std::vector<int64_t> partial_rows;    // of a group: one for each block that adds to the same sums
   size_t row_values = 0;                // float32 [rows] each, from one launch to the next
   size_t integers = 0;
   bool draws = false;  // then the last input is the seed: two int64, on the device or on the host
@@ -115,6 +116,7 @@ class CudaProgram {
  private:
   using Loaded = CudaModule::Loaded;
 
+  bool sums_come_from_one_block(int64_t groups, int64_t samples) const;
   bool sums_can_wait(const CudaSizes& sizes) const;
   bool check(const CudaCall& call, const CudaSizes& sizes, Failure& failure) const;
   bool realign_inputs(const Loaded& loaded, const CudaCall& call, LaunchFrame& frame, Failure& failure) const;

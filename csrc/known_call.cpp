@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "facts.h"
 #include "kernel_call.h"
 #include "reference.h"
 #include "tensor.h"
@@ -44,82 +45,10 @@ PyObject* tensor_key(PyObject*, PyObject* tensors) {
   return PyBytes_FromStringAndSize(key.data(), static_cast<Py_ssize_t>(key.size()));
 }
 
-// ------------------------------------------------------------------------------------------------------------- facts
-
-// The fields of a `Facts` tuple, each a tuple of tuples.
-enum Field : Py_ssize_t { members, empty, filled, items, attributes_of, calls, pairs, fields };
-
-PyObject* at(PyObject* tuple, Py_ssize_t index) { return PyTuple_GET_ITEM(tuple, index); }
-
-// Whether something holds of all items of a tuple: 1, 0, or -1 with a Python error set, as the others here.
-template <class Holds>
-int all_hold(PyObject* tuple, Holds holds) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    const int held = holds(at(tuple, i));
-    if (held != 1) return held;
-  }
-  return 1;
-}
-
-int are_equal(PyObject* found, PyObject* wanted) { return PyObject_RichCompareBool(found, wanted, Py_EQ); }
-
-int is_equal(const Reference& found, PyObject* wanted) { return found ? are_equal(found.get(), wanted) : -1; }
-
-// (dict, values): those are its values, in this order.
-int has_members(PyObject* fact) {
-  PyObject* values = at(fact, 1);
-  Py_ssize_t position = 0, count = 0;
-  PyObject *name, *value;
-  while (PyDict_Next(at(fact, 0), &position, &name, &value)) {
-    if (count >= PyTuple_GET_SIZE(values) || at(values, count++) != value) return 0;
-  }
-  return count == PyTuple_GET_SIZE(values);
-}
-
-// (dict, key, value): that is what it has there, None standing for nothing.
-int has_item(PyObject* fact) {
-  PyObject* found = PyDict_GetItemWithError(at(fact, 0), at(fact, 1));
-  if (found == nullptr && PyErr_Occurred() != nullptr) return -1;
-  return are_equal(found != nullptr ? found : Py_None, at(fact, 2));
-}
-
-int hold(PyObject* facts) {
-  int held = all_hold(at(facts, members), has_members);
-  if (held == 1) held = all_hold(at(facts, empty), [](PyObject* d) -> int { return PyDict_GET_SIZE(d) == 0; });
-  if (held == 1) held = all_hold(at(facts, filled), [](PyObject* d) -> int { return PyDict_GET_SIZE(d) != 0; });
-  if (held == 1) held = all_hold(at(facts, items), has_item);
-  if (held == 1) {
-    held = all_hold(at(facts, attributes_of), [](PyObject* fact) {
-      return is_equal(Reference::steal(PyObject_GetAttr(at(fact, 0), at(fact, 1))), at(fact, 2));
-    });
-  }
-  if (held == 1) {
-    held = all_hold(at(facts, calls), [](PyObject* fact) {
-      return is_equal(Reference::steal(PyObject_CallNoArgs(at(fact, 0))), at(fact, 1));
-    });
-  }
-  if (held == 1) held = all_hold(at(facts, pairs), [](PyObject* fact) { return are_equal(at(fact, 0), at(fact, 1)); });
-  return held;
-}
-
-// Dicts are looked into without a look at what they are, so this is the one place that checks.
-bool are_facts(PyObject* facts) {
-  if (PyTuple_Check(facts) && PyTuple_GET_SIZE(facts) == fields) return true;
-  PyErr_SetString(PyExc_TypeError, "expected Facts");
-  return false;
-}
-
-// still_hold(facts): whether all of them do.
-PyObject* still_hold(PyObject*, PyObject* facts) {
-  if (!are_facts(facts)) return nullptr;
-  const int held = hold(facts);
-  return held < 0 ? nullptr : PyBool_FromLong(held);
-}
-
 // ------------------------------------------------------------------------------------------------------------- calls
 
 // The fields of a `Known` tuple.
-enum KnownField : Py_ssize_t { facts, names, slots, known_key, prepared, outputs, function, known_fields };
+enum Field : Py_ssize_t { facts, names, slots, known_key, prepared, outputs, function, known_fields };
 
 // Appends what is known of the named inputs, where these are the names in this order: 1, 0, or -1 with an error set.
 int append_inputs(PyObject* inputs, PyObject* wanted, std::string& key) {
@@ -266,7 +195,6 @@ PyMethodDef methods[] = {
     {"refusing", refusing, METH_O, "A result that autograd recorded; its backward refuses to be differentiated."},
     {"run_if_like", fast(run_if_like), METH_FASTCALL,
      "The known call's function on x and the parameters; None where this call is not like that."},
-    {"still_hold", still_hold, METH_O, "Whether all these facts hold."},
     {"tensor_key", tensor_key, METH_O, "What plans know of tensors, as bytes; None where one is no plain tensor."},
     {nullptr, nullptr, 0, nullptr},
 };

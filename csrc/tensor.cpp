@@ -262,6 +262,23 @@ void keep_error(void* context, const char* kind, const char* message) {
   *static_cast<std::string*>(context) = std::string(kind) + ": " + message;
 }
 
+// append_key, which gives the tensor too.
+bool append_key_of(PyObject* object, std::string& key, dlpack::Tensor& tensor) {
+  const bool is_parameter = Py_TYPE(object) == torch_api.parameter;
+  if (!is_parameter && Py_TYPE(object) != torch_api.tensor) return false;
+  if (torch_api.exchange->tensor_from_object(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const Reference needs_grad = Reference::steal(PyObject_GetAttr(object, torch_api.requires_grad));
+  if (!needs_grad) return false;
+  const int64_t facts[] = {is_parameter,        needs_grad.get() == Py_True, tensor.code, tensor.bits,
+                           tensor.device_type, tensor.device_index,         tensor.ndim};
+  key.append(reinterpret_cast<const char*>(facts), sizeof(facts));
+  key.append(reinterpret_cast<const char*>(tensor.shape), static_cast<size_t>(tensor.ndim) * sizeof(int64_t));
+  return true;
+}
+
 }  // namespace
 
 const DType* find_dtype(const char* name) {
@@ -288,19 +305,16 @@ bool init_tensor_api() {
 bool is_tensor(PyObject* object) { return PyObject_TypeCheck(object, torch_api.tensor); }
 
 bool append_key(PyObject* object, std::string& key) {
-  const bool is_parameter = Py_TYPE(object) == torch_api.parameter;
-  if (!is_parameter && Py_TYPE(object) != torch_api.tensor) return false;
   dlpack::Tensor tensor;
-  if (torch_api.exchange->tensor_from_object(object, &tensor) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  const Reference needs_grad = Reference::steal(PyObject_GetAttr(object, torch_api.requires_grad));
-  if (!needs_grad) return false;
-  const int64_t facts[] = {is_parameter,        needs_grad.get() == Py_True, tensor.code, tensor.bits,
-                           tensor.device_type, tensor.device_index,         tensor.ndim};
-  key.append(reinterpret_cast<const char*>(facts), sizeof(facts));
-  key.append(reinterpret_cast<const char*>(tensor.shape), static_cast<size_t>(tensor.ndim) * sizeof(int64_t));
+  return append_key_of(object, key, tensor);
+}
+
+bool append_place(PyObject* object, std::string& place) {
+  dlpack::Tensor tensor;
+  if (!append_key_of(object, place, tensor)) return false;
+  const char* data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  place.append(reinterpret_cast<const char*>(&data), sizeof(data));
+  place.append(reinterpret_cast<const char*>(tensor.strides), static_cast<size_t>(tensor.ndim) * sizeof(int64_t));
   return true;
 }
 

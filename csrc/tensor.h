@@ -38,6 +38,9 @@ bool is_tensor(PyObject* object);
 // memory, and false with a Python error set where torch fails.
 bool append_key(PyObject* object, std::string& key);
 
+// The same, and where it lies: its first element and its strides.
+bool append_place(PyObject* object, std::string& place);
+
 // What is known of a tensor without looking at its elements; borrowed: it is valid while the tensor lives.
 struct TensorView {
   const void* data;

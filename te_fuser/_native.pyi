@@ -5,7 +5,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from te_fuser.fuser.run.known import Facts, Known
+from te_fuser.fuser.run.known import Known
+from te_fuser.ops.facts import Facts
 
 version: str
 kernel_abi_version: int
@@ -64,6 +65,7 @@ class CudaKernel:
         integers: int,
         waits: bool = False,
         overwrites: tuple[tuple[int, int], ...] = (),
+        partial_rows: tuple[int, ...] = (),
     ) -> CudaKernel:
         """Prepare a kernel; neither a driver nor a device is needed yet.
 
@@ -75,7 +77,8 @@ class CudaKernel:
                 index), "seed_value", "seed_offset", "rows", "batch_inner", "batch_size", "groups". Where the seed is
                 among them, the last input is (seed, offset): on the device, then its own argument points to it; or on
                 the host, then it is passed by value and that argument is null.
-            partial_widths: floats of one row of each scratch tensor [groups, width].
+            partial_widths: floats of one row of each scratch tensor [groups * rows, width].
+            partial_rows: rows of a group in each of them, as many as blocks add to the same sums; 1 if not given.
             row_values: number of scratch tensors [rows].
             integers: number of integers of a call.
             waits: whether every kernel begins with `te::wait_for_earlier`; from compute capability 9.0 on the GPU then
@@ -301,6 +304,9 @@ def attributes(objects: Iterable[object], name: str) -> tuple[Any, ...]:
 
 def still_hold(facts: Facts) -> bool:
     """Whether all these facts hold, as far as one does not fail before."""
+
+def tensor_place(tensor: object) -> bytes | None:
+    """What is known of a tensor and where it lies, as bytes; None of what is no plain tensor in memory."""
 
 def like(
     known: Known, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]

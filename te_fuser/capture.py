@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.facts import still_hold
 from te_fuser.ops.main_grad import held_main_grad, restored
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
@@ -60,8 +61,7 @@ class _Captured:
     def __init__(self, model: torch.nn.Module) -> None:
         self._names, self._modules = map(list, zip(*model.named_modules(), strict=True))
         self._modes = [m.training for m in self._modules]
-        self._ops = [m for m in self._modules if isinstance(m, FusableOperation)]
-        self._revisions = [op.revision for op in self._ops]
+        self._ops = [(name, m.facts()) for name, m in model.named_modules() if isinstance(m, FusableOperation)]
         self._children = [child for m in self._modules for child in m._modules.values()]
         self._tensors = [
             (f"{kind} {prefix}.{name}" if prefix else f"{kind} {name}", there, name, there[name])
@@ -97,20 +97,19 @@ class _Captured:
                     f"{label} has requires_grad={tensor.requires_grad}, and the graph was captured with {needs_grad}: "
                     f"call requires_grad_({needs_grad}), or capture again"
                 )
-        if [op.revision for op in self._ops] != self._revisions:
-            raise self._changed_op()
+        for name, facts in self._ops:
+            if not still_hold(facts):
+                raise self._changed_op(name)
         for label, tensor, address in self._main_grads:
             if _main_grad_at(tensor) != address:
                 raise ValueError(f"the main_grad of {label} has other memory than at capture: capture again")
 
-    def _changed_op(self) -> ValueError:
-        """What to say of the first op with other attributes."""
-        pairs = zip(self._ops, self._revisions, strict=True)
-        changed = next(op for op, before in pairs if op.revision != before)
-        name = self._names[self._modules.index(changed)] or "the model"
+    def _changed_op(self, name: str) -> ValueError:
+        """What to say of an op with other attributes."""
+        changed = self._modules[self._names.index(name)]
         return ValueError(
-            f"an attribute of {name} ({type(changed).__name__}) was set since the capture, and the graph goes by the "
-            "old one: capture again"
+            f"an attribute of {name or 'the model'} ({type(changed).__name__}) was set since the capture, and the "
+            "graph goes by the old one: capture again"
         )
 
     def _wrong_mode(self) -> ValueError:

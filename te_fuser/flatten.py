@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Union
 import torch
 
 from te_fuser.fuser.graph.listed import ListedOp
-from te_fuser.fuser.run.fuser import Fuser, named_tensors
+from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.look import LastCall, NotSeenError, looking
 from te_fuser.ops.add import Add
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import has_tensor
+from te_fuser.ops.facts import Facts
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import GLOBAL_HOOKS, has_users_hooks, hooks_of
@@ -67,6 +68,13 @@ class OpList(torch.nn.Sequential):
     def options(self) -> dict[str, Any]:
         """The options by name, as they hold."""
         return {name: getattr(self, name) for name in ("memory", "kernels", "fallback", "verify")}
+
+    def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """What stands in the list, by name: all modules but those that compute its parameters."""
+        for name, child in self._modules.items():
+            computes = isinstance(child, torch.nn.ModuleDict) and name == "parametrizations"
+            if not (child is None or computes):
+                yield name, child
 
     def check_nested(self, path: str) -> None:
         """Refuse to stand in a list, at this path, where its call is no step of one; by default any may.
@@ -205,10 +213,11 @@ def walk_parts(
         y, or (y, *outputs).
 
     Raises:
-        TypeError: for a named input that no part reads; where there is one group alone, its graph says so.
+        TypeError: for a named input that no part reads; of one group alone its graph says so where calls give no
+            parameters.
     """
-    values = named_tensors(inputs)
-    if len(parts) > 1:
+    values = {name: t for name, t in inputs.items() if t is not None}
+    if len(parts) > 1 or getattr(parts[0], "held", None):
         _check_read(parts, values)
     for part in parts:
         if isinstance(part, Border):
@@ -230,14 +239,19 @@ def _check_read(parts: Iterable[Part], values: Mapping[str, torch.Tensor]) -> No
         raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
 
 
-def flatten(root: OpList) -> list[Part]:
-    """The parts that a list comes to."""
+def flatten(root: OpList, holding: Facts | None = None) -> list[Part]:
+    """The parts that a list comes to.
+
+    Args:
+        holding: what holds while it does; a group that is all goes by it.
+    """
     flattener = _Flattener()
     flattener.run(root)
     parts: list[Part] = []
     later: frozenset[str] = frozenset()
-    for found in reversed(flattener.found or [_Consecutive(_Planning(root.options()))]):
-        part = found if isinstance(found, Border) else _group(found)
+    all_found = flattener.found or [_Consecutive(_Planning(root.options()))]
+    for found in reversed(all_found):
+        part = found if isinstance(found, Border) else _group(found, holding if len(all_found) == 1 else None)
         parts.insert(0, replace(part, later=later))
         later |= set(_reads(part))
     return parts
@@ -287,7 +301,7 @@ class _Consecutive:
     listed: list[ListedOp] = field(default_factory=list)
 
 
-def _group(run: _Consecutive) -> Group:
+def _group(run: _Consecutive, holding: Facts | None) -> Group:
     options = dict(run.planning.options)
     verify = options.pop("verify")
     bound: set[str] = set()
@@ -300,7 +314,7 @@ def _group(run: _Consecutive) -> Group:
         bound |= set(item.names_out)
         gives |= dict.fromkeys(item.names_out)
     listed = tuple(run.listed)
-    fuser, notes = Fuser(listed, **options), run.planning.notes
+    fuser, notes = Fuser(listed, holding=holding, **options), run.planning.notes
     return Group(fuser, listed, (*reads, *held), tuple(gives), verify, notes, held=held)
 
 
@@ -323,9 +337,7 @@ class _Flattener:
         residual = f"{path}//residual"  # no name that an op inside could mean
         if module.adds_input:
             self._add(ListedOp(Fork("residual").lower()[0], path, {}, (residual,), path), planning)
-        for name, child in module._modules.items():
-            if child is None or isinstance(child, torch.nn.ModuleDict) and name == "parametrizations":
-                continue  # the latter computes parameters of the list
+        for name, child in module.members():
             here = f"{path}.{name}" if path else name
             if isinstance(child, OpList):
                 child.check_nested(here)
@@ -388,19 +400,20 @@ class _Flattener:
 
 def runs_itself(m: torch.nn.Module) -> bool:
     """Whether a module must go through its own __call__: it is no op, carries hooks, or its forward is its own."""
-    if (
-        any(GLOBAL_HOOKS)
-        or any(hooks_of(m))
-        or "forward" in m.__dict__
-        or type(m).__call__ is not torch.nn.Module.__call__
-    ):
+    if any(GLOBAL_HOOKS) or any(hooks_of(m)):
         return True
     if isinstance(m, OpList):
-        if m.runs_alone:
-            return True
-        saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})
-        return not vars(saying).get("flattens", False)
+        return m.runs_alone or has_own_call(m)
+    if "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__:
+        return True
     return not isinstance(m, FusableOperation) or type(m).forward is not FusableOperation.forward
+
+
+def has_own_call(m: OpList) -> bool:
+    """Whether calls of a list may do something else than what its class promises."""
+    saying = next(kind for kind in type(m).__mro__ if vars(kind).keys() & {"flattens", "forward"})
+    promised = vars(saying).get("flattens", False)
+    return not promised or "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__
 
 
 def _resolve(name: str, scopes: list[dict[str, str]]) -> str:

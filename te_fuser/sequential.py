@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fuser.flatten import Border, Group, GroupRun, OpList, Options, Part, flatten, qualified, walk_parts
 from te_fuser.fuser.graph.listed import bindings_of
@@ -15,13 +16,13 @@ from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.reference import reference_run
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import PLAIN, check_input, check_options, check_tensor, named_tensors
-from te_fuser.fuser.run.known import Facts, still_hold
 from te_fuser.fuser.run.loading import draw_seed, unhooked
 from te_fuser.fuser.run.tracers import refuse_proxy
 from te_fuser.fuser.run.undisturbed import pythons_draws_undone, undisturbed
 from te_fuser.look import NotSeenError, looking, stands_in
 from te_fuser.ops.base import FusableOperation, walk
-from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of, silenced
+from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.ops.hooks import GLOBAL_HOOKS, hook_facts, hooks_of, silenced
 from te_fuser.ops.main_grad import spared
 
 if TYPE_CHECKING:
@@ -106,14 +107,14 @@ class Sequential(OpList):
         Raises:
             TypeError, ValueError: when the input does not fit the list, naming op, position, and what to do.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             from te_fuser.fuser.run.outside_tracing import outside_tracing
 
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
-        known = self._structure
-        if type(x) not in PLAIN or outputs or known is None or known.alone is None or not still_hold(known.facts):
-            return self._run(x, outputs, inputs)
-        return known.alone.run(x, inputs)
+        structure = self._structure
+        alone = None if structure is None or outputs else structure.alone
+        y = None if alone is None else alone.again(x, inputs)  # which looks whether the structure is that still
+        return self._run(x, outputs, inputs) if y is None else y
 
     def _run(self, x: torch.Tensor, outputs: Sequence[str], inputs: Mapping[str, torch.Tensor]) -> Any:
         if type(x) not in PLAIN:
@@ -123,8 +124,9 @@ class Sequential(OpList):
             structure = self._structure = _structure_of(self)
         wanted = self._wanted(outputs) if outputs else ()
         if structure.alone is not None:
-            return structure.alone.run(x, inputs, wanted)
-        return walk_parts(structure.parts, x, inputs, wanted, _run_group)
+            run = structure.alone.run if wanted else structure.alone.anew  # forward has tried the other
+            return run(x, inputs, wanted)
+        return walk_parts(structure.parts, x, named_tensors(inputs), wanted, _run_group)
 
     def _wanted(self, outputs: Sequence[str]) -> tuple[str, ...]:
         if isinstance(outputs, str):
@@ -135,7 +137,7 @@ class Sequential(OpList):
     # ----------------------------------------------------------------------------------- structure
 
     def _prepared(self) -> list[Part]:
-        if torch.compiler.is_compiling():  # of the reference, into which compilers look; they see no native code
+        if is_compiling():  # of the reference, into which compilers look; they see no native code
             return flatten(self)
         structure = self._structure
         if structure is None or not still_hold(structure.facts):
@@ -311,7 +313,7 @@ class Sequential(OpList):
                 return run(group, unhooked(x), {name: unhooked(t) for name, t in given.items()}, wanted)
 
         with undisturbed(self, x), silenced(self):
-            walk_parts(self._prepared(), x, inputs, self._wanted(outputs), checked, Border.tried)
+            walk_parts(self._prepared(), x, named_tensors(inputs), self._wanted(outputs), checked, Border.tried)
 
     def reference(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """The same result op by op from their meaning, in plain differentiable PyTorch operations.
@@ -320,6 +322,9 @@ class Sequential(OpList):
         """
         if type(self._prepared()[0]) is Group:
             check_tensor(x)
+        for name, t in inputs.items():
+            if t is not None:
+                check_tensor(t, f" as its input {name!r}")
         return walk_parts(self._prepared(), x, inputs, self._wanted(outputs), _reference)
 
     def operations(self) -> list[FusableOperation]:
@@ -355,19 +360,16 @@ def _structure_of(model: Sequential) -> _Structure:
     containers = [m for m in model.modules() if isinstance(m, Sequential)]
     lists = [c._modules for c in containers]  # not the containers: the model would hold itself
     watched = [m for modules in lists for m in modules.values() if m is not None]
-    hooks = [*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))]
-    ops = [(m, "revision", m.revision) for m in watched if isinstance(m, FusableOperation)]
     inner = [vars(m) for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
     options = [model._around, *(c._given for c in containers)]
-    facts = Facts(
+    lists_as_they_are = Facts(
         members=tuple([(modules, tuple(dict.values(modules))) for modules in lists]),
-        empty=tuple([h for h in hooks if not h]),
-        filled=tuple([h for h in hooks if h]),
         items=tuple([(own, "forward", own.get("forward")) for own in inner]),
-        attributes=tuple(ops),
         pairs=tuple([(o, dict(o)) for o in options]),
     )
-    parts = flatten(model)
+    hooks = hook_facts([*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))])
+    facts = Facts.of([lists_as_they_are, hooks, *[m.facts() for m in watched if isinstance(m, FusableOperation)]])
+    parts = flatten(model, facts)
     first = parts[0]
     plain = len(parts) == 1 and isinstance(first, Group) and not (first.verify or first.held)
     return _Structure(facts, parts, first.fuser if plain else None)  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.flatten import has_own_call
 from te_fuser.sequential import Sequential
 
 _KEPT = 16
@@ -27,7 +28,7 @@ class Variants(Sequential):
 
     def __init__(self, *ops: Any, **options: Any) -> None:
         super().__init__(*ops, **options)
-        self._variants: OrderedDict[Hashable, tuple[Sequential, list[torch.nn.Module]]] = OrderedDict()
+        self._variants: OrderedDict[Hashable, tuple[Sequential, _Modes]] = OrderedDict()
         self._made_from: list[tuple[Mapping[str, torch.nn.Module | None], list[torch.nn.Module | None]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,21 +55,52 @@ class Variants(Sequential):
         if found is None:
             made = Sequential(*self.variant_ops(**how))
             made.shares_names = self.shares_names
-            own = set(self.modules())
-            found = made, [m for m in made.modules() if m not in own]
-            self._variants[key] = found
+            found = self._variants[key] = made, _modes(made, self)
             while len(self._variants) > _KEPT:
                 self._variants.popitem(last=False)
-        variant, others = found
-        variant._around.update(self.options())
-        if variant.training != self.training:
-            for m in others:
-                m.training = self.training
+        variant, modes = found
+        options = self.options()
+        if variant._around != options:
+            variant._around.update(options)
+        for origin, modules in modes:
+            training = (origin or self).training
+            if modules[0].training != training:
+                for m in modules:
+                    m.training = training
         return variant
 
     def within(self, **how: Hashable) -> Sequential:
-        """The same list, to stand in a variant of a list around: hooks of this one and its options are for it, too."""
+        """The same list, to stand in a variant of a list around: hooks of this one and its options are for it, too.
+
+        Raises:
+            TypeError: where this one has a forward of its own, which would not run.
+        """
+        if has_own_call(self):
+            said = ", ".join(f"{name}={value!r}" for name, value in how.items())
+            raise TypeError(
+                f"{type(self).__name__} has a forward of its own, which the list around does not run in a call of "
+                f"another kind ({said}): make it for such calls, hook it, or call it by itself"
+            )
         return _Within(self, self.variant(**how))
+
+
+_Modes = list[tuple[Variants | None, list[torch.nn.Module]]]  # None: the list whose variant it is
+
+
+def _modes(made: Sequential, root: Variants) -> _Modes:
+    """The modules of a variant that are none of the list's own, by the list whose mode they have."""
+    own, found = set(root.modules()), dict[Variants, list[torch.nn.Module]]()
+
+    def go(module: torch.nn.Module, origin: Variants) -> None:
+        if isinstance(module, _Within):
+            origin = module._origin() or origin
+        if module not in own:
+            found.setdefault(origin, []).append(module)
+            for child in module.children():
+                go(child, origin)
+
+    go(made, root)
+    return [(None if origin is root else origin, modules) for origin, modules in found.items()]
 
 
 class _Within(Sequential):

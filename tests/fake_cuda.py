@@ -21,8 +21,9 @@ from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription
 from te_fuser.config import config
 from te_fuser.fuser.run import fuser, loading
-from te_fuser.kernels import column_sums, packed_heads
+from te_fuser.kernels import column_sums, packed_heads, turned_heads
 from te_fuser.kernels.packed_heads import PackedPass
+from te_fuser.kernels.turned_heads import TurnedPass
 from tests.codegen import cuda_on_cpu
 
 REAL_DRIVER = "libcuda.so.1"
@@ -86,6 +87,7 @@ class Emulation:
         self.kernels: dict[str, _native.CudaKernel] = {}
         self._column_sums: _native.ColumnSums | None = None
         self._packed: dict[PackedPass, _native.CudaKernel] = {}
+        self._turned: dict[TurnedPass, _native.CudaKernel] = {}
 
     def load(self, descriptions: Sequence[KernelDescription]) -> list[_native.CudaKernel]:
         """The native kernels, in order."""
@@ -116,6 +118,14 @@ class Emulation:
             code = self._written(f"packed_{len(self._packed)}", p.text(), *symbols)
             self._packed[p] = packed_heads.native_kernel(p, code)
         return self._packed[p]
+
+    def turned_heads(self, p: TurnedPass) -> _native.CudaKernel:
+        """The kernel that norms and turns heads."""
+        if p not in self._turned:
+            symbols = ["turned_heads", "turned_heads_finish"] if p.sums else ["turned_heads"]
+            code = self._written(f"turned_{len(self._turned)}", p.text(), *symbols)
+            self._turned[p] = turned_heads.native_kernel(p, code)
+        return self._turned[p]
 
     def _written(self, name: str, source: str, *symbols: str) -> bytes:
         """A kernel written by hand, as what stands for its machine code."""

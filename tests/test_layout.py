@@ -30,7 +30,7 @@ KNOWS = {
     "dtypes": set(),
     "formula": {"dtypes"},
     "look": set(),
-    "ops": {"dtypes", "formula"},
+    "ops": {"dtypes", "formula", "_native"},
     "codegen": {"dtypes", "formula", "config", "_native"},
     "kernels": {"dtypes", "formula", "ops", "codegen", "config", "_native"},
     "fusions": {"dtypes", "formula", "ops", "codegen", "kernels"},
@@ -38,7 +38,7 @@ KNOWS = {
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
     "variants": {"sequential"},
-    "convert": {"ops", "sequential", "compare"},
+    "convert": {"ops", "fuser", "sequential", "compare", "_native"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",
@@ -77,6 +77,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.facts",
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
@@ -101,6 +102,7 @@ OP_HELPERS = {
     "base",
     "binding",
     "checks",
+    "facts",
     "given",
     "hooks",
     "joined",

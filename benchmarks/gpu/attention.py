@@ -58,7 +58,12 @@ TOY = Sizes(2, 32, 64, 8, 2, 16)
 
 @dataclass(frozen=True)
 class Case:
-    """An attention, the shape of what it reads before features, whole numbers that it reads, and its bound."""
+    """An attention, the shape of what it reads before features, what else it reads, and its bound.
+
+    Attributes:
+        counts: whole numbers by name.
+        hidden: positions of each sample that are tokens, of a mask of padding `pad`; `first`: those begin there.
+    """
 
     name: str
     mask: Mask
@@ -68,6 +73,8 @@ class Case:
     goal: float = 0.0
     layout: str = "batch_first"
     packing: str = "interleaved"
+    hidden: tuple[int, ...] = ()
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,11 @@ def cases(s: Sizes) -> Iterator[Case]:
             yield Case(said, mask, whole, {"lengths": lengths}, reference, 1.05)
             other = f"{reference}, sequence first"
             yield Case(f"{said}, sequence first", mask, first, {"lengths": lengths}, other, 1.05, "sequence_first")
+        padded = Mask(causal=causal, padding="pad")
+        for name, lengths, begin in (("all", full, 0), ("half and more", mixed, 0), ("behind a gap", mixed, 1)):
+            hidden = tuple(length - begin for length in lengths)
+            said = f"{kind}, boolean mask, {name}"
+            yield Case(said, padded, whole, {}, reference, 1.05, hidden=hidden, first=begin)
         for bound in (None, s.positions):
             mask = Mask(causal=causal, offsets="cu", longest=bound)
             cu = {"cu": [n * s.positions for n in range(s.batch + 1)]}
@@ -120,6 +132,9 @@ def model_of(case: Case, s: Sizes, device: torch.device) -> tuple[te_fuser.Seque
     op = ops.DotProductAttention(s.heads, s.head_dim, mask=case.mask, **options)
     x = torch.randn(*case.rows, op.packed.features, device=device, dtype=torch.bfloat16, requires_grad=True)
     counts = {name: torch.tensor(c, dtype=torch.int32, device=device) for name, c in case.counts.items()}
+    if case.hidden:
+        at, ends = torch.arange(case.rows[1], device=device), torch.tensor(case.hidden, device=device) + case.first
+        counts["pad"] = ((at < case.first) | (at >= ends[:, None]))[:, None, None]
     return te_fuser.Sequential(op).to(device), x, counts
 
 

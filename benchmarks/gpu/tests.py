@@ -51,16 +51,25 @@ _PACKED = tuple(
     f"tests/gpu/test_packed_heads.py::test_values_and_repeatability[{case}]"
     for case in ("bias in float32", "packed with sums", "packed, turned lines", "backward with sums in float32")
 )
+_TURNED = tuple(
+    f"tests/gpu/test_rotary_by_angles.py::test_values_and_repeatability[{case}]"
+    for case in (
+        "tokens with starts",
+        "normed, then turned, centered",
+        "turned, then normed odd heads",
+        "of many heads",
+    )
+)
 _PLANS = "tests/gpu/test_cuda_kernels_in_plans.py"
-_ALONE = (*_SCHEDULES, *_PACKED, f"{_PLANS}::test_misaligned_inputs_and_parameters")  # no products
+_ALONE = (*_SCHEDULES, *_PACKED, *_TURNED, f"{_PLANS}::test_misaligned_inputs_and_parameters")  # no products
 _BLOCKS = tuple(f"{_PLANS}::test_gpt_block[with dropout-{dtype}]" for dtype in ("float32", "bfloat16", "float16"))
 # Tool -> tests. Of libraries' kernels racecheck says little that is true, so it has none of them.
 SANITIZED: dict[str, tuple[str, ...]] = {"memcheck": (*_ALONE, *_BLOCKS), "racecheck": _ALONE}
 # Seconds on an H200, about; what a record of this card has is better.
 ABOUT = {
     "attention-in-plans": 40, "attention-structure": 300, "capture": 15, "cuda-kernels-in-plans": 40,
-    "generated-kernels": 40, "matmul": 25, "matmul-fusions": 120, "packed-heads": 40, "tune": 20, "elsewhere": 45,
-    "memcheck": 200, "racecheck": 120,
+    "generated-kernels": 40, "matmul": 25, "matmul-fusions": 120, "packed-heads": 40, "rotary-by-angles": 60,
+    "tune": 20, "elsewhere": 45, "memcheck": 240, "racecheck": 150,
 }  # fmt: skip
 USUAL = 20.0
 

@@ -18,7 +18,7 @@ from te_fuser.formula.expr import Axes, Expr, part
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.reductions import extreme, sum_features
 from te_fuser.formula.rendering import render_together
-from te_fuser.formula.substitution import over, substitute
+from te_fuser.formula.substitution import substitute, unmarked
 from te_fuser.formula.traversal import topological
 
 
@@ -234,60 +234,34 @@ def describe(
     """
     stores, totals, largest = list(targets), list(sums), list(maxima)
     given = (*stores, *totals, *largest)
-    plain = dict(zip(map(id, given), strip_values(t.expression for t in given), strict=True))
-    unit = _unit_width(plain.values(), given)
+    written = [(t, unmarked(t.expression)) for t in given]
+    widths = [t.width for t in given if t.axes & Axes.FEATURE]
+    unit = math.gcd(*[e.unit for _, e in written], *widths) or 1
     narrowed: _Narrowed = {}
-    cut = {id(t): _unrounded(_cut(plain[id(t)], t, unit, narrowed), t.dtype) for t in given}
-    roots = [p for pieces in cut.values() for p in pieces]
-    nodes = topological(roots)
-    widths = {n.width for n in nodes if n.axes & Axes.FEATURE}
-    if len(widths) > 1:
-        raise NotOneKernel(f"feature sizes {sorted(widths)} do not fit one tile")
-    used = list(dict.fromkeys(n.attrs[0] for n in nodes if n.op == "input"))
-    streams = tuple(dict.fromkeys(n.attrs[0] for n in nodes if n.op == "keep"))
-    loads = tuple(Load(n, *tensors[n]) for n in tensors if n in set(used))
-    return KernelDescription(
+    cut = [_unrounded(_cut(e, t, unit, narrowed), t.dtype) for t, e in written]
+    nodes = topological([p for parts in cut for p in parts])
+    found = {n.width for n in nodes if n.axes & Axes.FEATURE}
+    if len(found) > 1:
+        raise NotOneKernel(f"feature sizes {sorted(found)} do not fit one tile")
+    used = {n.attrs[0] for n in nodes if n.op == "input"}
+    streams = tuple(dict.fromkeys([n.attrs[0] for n in nodes if n.op == "keep"]))
+    rest = iter(cut)
+    made = KernelDescription(
         name,
         unit,
-        loads,
-        tuple(Store(t.name, cut[id(t)], t.axes, t.width, t.dtype) for t in stores),
-        tuple(Sum(t.name, cut[id(t)], t.axes, t.width, t.dtype) for t in totals),
+        tuple([Load(n, *tensor) for n, tensor in tensors.items() if n in used]),
+        tuple([Store(t.name, next(rest), t.axes, t.width, t.dtype) for t in stores]),
+        tuple([Sum(t.name, next(rest), t.axes, t.width, t.dtype) for t in totals]),
         streams,
-        maxima=tuple(Maximum(t.name, cut[id(t)], t.width) for t in largest),
+        maxima=tuple([Maximum(t.name, next(rest), t.width) for t in largest]),
     )
-
-
-_MARKS = ("value", "broadcast", "detach")
-
-
-def strip_values(expressions: Iterable[Expr]) -> list[Expr]:
-    """The expressions without marks of op outputs, broadcast and detached values, which mean nothing to a kernel.
-
-    What is quantized is a product, rounded to a dtype, and its gradient is nobody's concern any more.
-    """
-    roots = list(expressions)
-    plain: dict[int, Expr] = {}
-    for node in topological(roots):
-        args = tuple(plain[id(a)] for a in node.args)
-        if node.op == "quantize":
-            plain[id(node)] = expr.unary(node.attrs[0], expr.mul(*args))
-        else:
-            made = args[0] if node.op in _MARKS else over(node, args)
-            # What cancels only now was no number before, either: x and the op's output -x, where x is infinite.
-            cancels = made is expr.ZERO and node is not made
-            plain[id(node)] = expr.mul(expr.const(0.0), args[0]) if cancels else made
-    return [plain[id(r)] for r in roots]
+    vars(made)["nodes"] = tuple(nodes)  # so that nobody looks for them again
+    return made
 
 
 def _unrounded(parts: tuple[Expr, ...], dtype: str) -> tuple[Expr, ...]:
     """What is stored, without the rounding that storing it in this dtype does anyway."""
-    return tuple(p.args[0] if p.op == dtype else p for p in parts)
-
-
-def _unit_width(expressions: Iterable[Expr], targets: Iterable[Target]) -> int:
-    widths = [n.width for n in topological(expressions) if n.axes & Axes.FEATURE and n.op != "concat"]
-    widths += [t.width for t in targets if t.axes & Axes.FEATURE]
-    return functools.reduce(math.gcd, widths) if widths else 1
+    return tuple([p.args[0] if p.op == dtype else p for p in parts])
 
 
 _Narrowed = dict[int, tuple[Expr, Expr]]  # of this kernel: id of a wide reduction -> it, and what stands for it
@@ -296,7 +270,7 @@ _Narrowed = dict[int, tuple[Expr, Expr]]  # of this kernel: id of a wide reducti
 def _cut(e: Expr, target: Target, unit: int, narrowed: _Narrowed) -> tuple[Expr, ...]:
     if not target.axes & Axes.FEATURE:
         return (_narrow_reductions(e, unit, narrowed),)
-    pieces = target.width // max(unit, 1)
+    pieces = target.width // unit
     return tuple(_narrow_reductions(part(e, k, pieces), unit, narrowed) for k in range(pieces))
 
 
@@ -306,7 +280,7 @@ def _narrow_reductions(e: Expr, unit: int, narrowed: _Narrowed) -> Expr:
     Each reduction is rewritten once: below one of another there would be as many rewritings as parts, at every level.
     """
 
-    if not e.depth:
+    if not e.depth or e.widest == unit:
         return e
 
     def narrow(node: Expr) -> Expr | None:

@@ -8,6 +8,8 @@ wrapped by others) are borders as well.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from te_fuser import ops
-from te_fuser.convert.parts import Parts, why_left
-from te_fuser.ops.hooks import GLOBAL_HOOKS, hooks_of
+from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left
+from te_fuser.convert.watched import Facts, all_of, answers, modules_as_they_are, scalars_of, still_hold
+from te_fuser.ops.hooks import GLOBAL_HOOKS
 from te_fuser.sequential import Sequential
 
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
@@ -33,6 +36,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
 # Arguments of a call that attention functions read, and the op does not.
 _BEYOND = ("position_bias", "cache")
 _MODULE, _FUNCTION = "module", "function"  # who runs attention, where it is no op
+_EAGER = "eager_attention_forward"  # the name of a family's function
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,36 @@ class Call:
 class _Made:
     """What a layer has made for its calls, as long as its modules are what they were."""
 
-    seen: list[Any]
+    facts: Facts
     left: dict[str, str]
     lists: dict[Hashable, Sequential] = field(default_factory=dict)
-    watched: Any = None
+    now: _Now | None = None
+
+
+@dataclass(frozen=True)
+class _Now:
+    """How a layer's attention runs, as long as its settings and its modules are what they were.
+
+    Attributes:
+        attention: the module.
+        left: whether it runs by itself; nothing else is known of it then.
+        knows: whether the op computes what its function does.
+        heads: how many of queries, keys and values; `head_dim` features each.
+        options: what the function is given beside queries, keys, values and mask.
+        key: what lists depend on, beside the modules.
+    """
+
+    facts: Facts
+    attention: Any
+    left: bool
+    knows: bool = False
+    is_eager: bool = False
+    function: Any = None
+    heads: tuple[int, int, int] = (0, 0, 0)
+    head_dim: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    key: tuple[Hashable, ...] = ()
+    lists: dict[Hashable, Sequential] = field(default_factory=dict)
 
 
 class Block(ops.Together):
@@ -75,6 +105,7 @@ class Block(ops.Together):
     was: ClassVar[Any]
     attention: ClassVar[str] = "self_attn"  # the path of the attention module
     attention_class: ClassVar[Any]
+    of_config: ClassVar[tuple[str, ...]] = ("_attn_implementation",)  # what is read there in calls
 
     @classmethod
     def why_not(cls, layer: Any) -> str | None:
@@ -115,6 +146,10 @@ class Block(ops.Together):
         """What lists depend on beside their modules and the settings of attention."""
         return ()
 
+    def settled_by(self) -> list[nn.Module]:
+        """The modules whose numbers and flags these are."""
+        return [self._attention()]
+
     def original(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The layer's own forward."""
         raise NotImplementedError
@@ -129,71 +164,33 @@ class Block(ops.Together):
         """y of x, [B, S, features]."""
         if _is_traced(x) or any(GLOBAL_HOOKS):
             return self.original(x, call)
-        made = self._made()
-        how = self._how(x, call, made)
+        now = self._now()
+        how = self._how(x, call, now)
         if how == _MODULE:
-            attended = self.by_module(self._list(made, "norm")(x), call)
-            return self._list(made, "behind")(attended, residual=x)  # type: ignore[no-any-return]
+            attended = self.by_module(self._list(now, "norm")(x), call)
+            return self._list(now, "behind")(attended, residual=x)  # type: ignore[no-any-return]
         if how == _FUNCTION:
-            packed = self._list(made, "front")(x, **call.tables)
-            return self._list(made, "back")(self._by_function(packed, call), residual=x)  # type: ignore[no-any-return]
-        whole, given = self._list(made, "whole", how), call.tables
+            packed = self._list(now, "front")(x, **call.tables)
+            return self._list(now, "back")(_by_function(packed, call, now), residual=x)  # type: ignore[no-any-return]
+        whole, given = self._list(now, "whole", how), call.tables
         if how in ("given", "added"):
             given["mask"] = _hidden(call.mask) if how == "given" else _added(call.mask)
         if call.past is None:
             return whole(x, **given)  # type: ignore[no-any-return]
         y, packed = whole(x, outputs=("packed",), **given)
-        _, key, value = self._heads(packed)
-        call.past.update(key, value, self._attention().layer_idx)
+        _, key, value = _heads(packed, now)
+        call.past.update(key, value, now.attention.layer_idx)
         return y  # type: ignore[no-any-return]
 
-    def _how(self, x: torch.Tensor, call: Call, made: _Made) -> str:
+    def _how(self, x: torch.Tensor, call: Call, now: _Now) -> str:
         """Who runs attention: the op, by what it hides, or the model."""
-        attention = self._attention()
-        if self.attention in made.left or (attention._forward_hooks and _recording()):
+        if now.left or (now.attention._forward_hooks and _recording()):
             return _MODULE
-        if not self.knows_function() or any(call.others.get(name) is not None for name in _BEYOND):
+        if not now.knows or not _sees_itself(x, call, now):
             return _FUNCTION
-        return self._hides(x, call) if self._sees_itself(x, call) else _FUNCTION
-
-    def _hides(self, x: torch.Tensor, call: Call) -> str:
-        """What attention to the layer's own positions hides."""
-        mask = call.mask
-        if mask is None:
-            asked = call.others.get("is_causal")
-            causal = self._attention().is_causal if asked is None else asked
-            return "causal" if causal and x.shape[1] > 1 and not self.is_eager() else "none"
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-1] != x.shape[1]:
+        if any(call.others.get(name) is not None for name in _BEYOND):
             return _FUNCTION
-        return "given" if mask.dtype == torch.bool else "added" if mask.is_floating_point() else _FUNCTION
-
-    def _sees_itself(self, x: torch.Tensor, call: Call) -> bool:
-        """Whether the keys are those of x and no others: nothing is in the cache yet, whatever it does with them."""
-        past, number = call.past, self._attention().layer_idx
-        if past is None:
-            return True
-        if type(past) is DynamicCache:
-            known = type(past.layers[number]) if number < len(past.layers) else DynamicLayer
-            return known in (DynamicLayer, DynamicSlidingWindowLayer) and past.get_seq_length(number) == 0
-        # transformers leaves the mask of several positions away where they are the first; asking would wait for a GPU.
-        return type(past) is StaticCache and call.mask is None and x.shape[1] > 1 and not self.is_eager()
-
-    def _by_function(self, packed: torch.Tensor, call: Call) -> torch.Tensor:
-        """Attention of the model's own function, to what is in the cache too."""
-        attention = self._attention()
-        query, key, value = self._heads(packed)
-        if call.past is not None:
-            key, value = call.past.update(key, value, attention.layer_idx)
-        options = {**self.function_options(), **call.others}
-        y, _ = self._function()(attention, query, key, value, call.mask, **options)
-        return y.reshape(*packed.shape[:2], -1)  # type: ignore[no-any-return]
-
-    def _heads(self, packed: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Queries, keys and values, [B, heads, S, size of a head] each, all views."""
-        s = self.settings()
-        counts = s["heads"], s["kv_heads"], s["kv_heads"]
-        heads = packed.view(*packed.shape[:2], sum(counts), s["head_dim"]).transpose(1, 2)
-        return heads.split(counts, 1)
+        return _hides(x, call, now)
 
     # ------------------------------------------------------------------------------ how attention runs
 
@@ -206,53 +203,89 @@ class Block(ops.Together):
 
     def knows_function(self) -> bool:
         """Whether the op computes what the model's attention function does."""
-        return self.is_eager() or self._function() is sdpa_attention_forward
+        function = self._function()
+        return function is (self._eager() if self.is_eager() else sdpa_attention_forward) and not _is_anothers(function)
+
+    def _eager(self) -> Any:
+        return sys.modules[self.was.__module__].eager_attention_forward  # type: ignore[attr-defined]
 
     def _function(self) -> Any:
-        eager = sys.modules[self.was.__module__].eager_attention_forward  # type: ignore[attr-defined]
-        return ALL_ATTENTION_FUNCTIONS.get_interface(self._attention().config._attn_implementation, eager)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self._attention().config._attn_implementation, self._eager())
 
     # --------------------------------------------------------------------------------------- lists
 
     def left(self) -> dict[str, str]:
         """Path in the layer -> why the module there runs by itself."""
-        left = dict(self._made().left)
-        if "forward" in self.__dict__:
+        now, left = self._now(), dict(self.__dict__["_te_fuser"].left)
+        if has_own_forward(self) and not keeps_forward(self):
             left[""] = "it has a forward of its own"
-        if self.attention not in left and not self.knows_function():
-            name = self._attention().config._attn_implementation
+        if not now.left and not now.knows:
+            name = now.attention.config._attn_implementation
             left[self.attention] = f"attention is computed by its function, {name!r}"
         return left
 
-    def _made(self) -> _Made:
+    def _now(self) -> _Now:
         made = self.__dict__.get("_te_fuser")
-        if made is None or not self._unchanged(made):
+        if made is not None and made.now is not None and still_hold(made.now.facts):
+            return made.now  # type: ignore[no-any-return]
+        if made is None or not still_hold(made.facts):
             made = self._make()
-            self.__dict__["_te_fuser"] = made
-        return made
+        made.now = self._settled(made)
+        self.__dict__["_te_fuser"] = made
+        return made.now
 
     def _make(self) -> _Made:
-        parts = Parts(self)
-        why = why_left(self._attention(), self.attention_class) or self.attention_left()
-        self._ops(parts, "whole", "none")
+        parts, attention = Parts(self), self._attention()
+        why = why_left(attention, self.attention_class) or self.attention_left()
+        self._look(parts)
         if why is not None:
             parts.left = {path: said for path, said in parts.left.items() if not path.startswith(f"{self.attention}.")}
             parts.left[self.attention] = why
-        modules = list(self.modules())
-        hooks = [h for m in modules[1:] for h in hooks_of(m)]
-        watched = [m._modules for m in modules], [h for h in hooks if h], [h for h in hooks if not h], parts
-        return _Made([*_seen(watched[0]), *parts.read()], parts.left, watched=watched)
+        return _Made(all_of(modules_as_they_are(self), parts.facts()), parts.left)
 
-    def _unchanged(self, made: _Made) -> bool:
-        children, hooks, no_hooks, parts = made.watched
-        return all(hooks) and not any(no_hooks) and [*_seen(children), *parts.read()] == made.seen
+    def _look(self, parts: Parts) -> None:
+        """Note of all parts what `Parts` notes."""
+        if type(self._attention()).forward is self.attention_class.forward:
+            self._ops(parts, "whole", "none")
+            return
+        for part in ("norm", "behind"):
+            self._ops(parts, part, "")
 
-    def _list(self, made: _Made, part: str, hides: str = "") -> Sequential:
-        key = part, hides, *self.settings().values(), *self.modes()
-        found = made.lists.get(key)
+    def _settled(self, made: _Made) -> _Now:
+        attention, modes = self._attention(), self.modes()
+        if self.attention in made.left:
+            return _Now(all_of(made.facts, scalars_of(self.settled_by())), attention, True, key=modes)
+        settings = self.settings()
+        return _Now(
+            facts=all_of(made.facts, scalars_of(self.settled_by()), self._choice()),
+            attention=attention,
+            left=False,
+            knows=self.knows_function(),
+            is_eager=self.is_eager(),
+            function=self._function(),
+            heads=(settings["heads"], settings["kv_heads"], settings["kv_heads"]),
+            head_dim=settings["head_dim"],
+            options=self.function_options(),
+            key=(*settings.values(), *modes),
+        )
+
+    def _choice(self) -> Facts:
+        """Which function the model's attention is."""
+        config, eager = self._attention().config, self._eager()
+        name = config._attn_implementation
+        items = ((vars(self._attention()), "config", config), (vars(sys.modules[self.was.__module__]), _EAGER, eager))
+        found = functools.partial(ALL_ATTENTION_FUNCTIONS.get_interface, name, eager)
+        asked = (functools.partial(getattr, config, option, None) for option in self.of_config)
+        return all_of(Facts(items=items), answers(found, *asked))
+
+    def _list(self, now: _Now, part: str, hides: str = "") -> Sequential:
+        found = now.lists.get((part, hides))
         if found is None:
-            options = self.__dict__.get("_te_fuser_options", {})
-            found = made.lists[key] = Sequential(*self._ops(Parts(self), part, hides), **options)
+            kept, key = self.__dict__["_te_fuser"].lists, (part, hides, *now.key)
+            if (found := kept.get(key)) is None:
+                options = self.__dict__.get("_te_fuser_options", {})
+                found = kept[key] = Sequential(*self._ops(Parts(self), part, hides), **options)
+            now.lists[part, hides] = found
         return found
 
     def _ops(self, parts: Parts, part: str, hides: str) -> list[nn.Module]:
@@ -279,15 +312,18 @@ class Block(ops.Together):
     def keep_joined(self) -> None:
         """Lay weights and biases that one product reads in one buffer each."""
         parts = Parts(self)
-        self._ops(parts, "whole", "none")
+        self._look(parts)
         for names in parts.joined:
             self.keep_together(*names)
 
     def restore(self) -> None:
-        """Be of the class that this layer had."""
-        for name in ("_te_fuser", "_te_fuser_options", "_kept_together"):
+        """Be of the class that this layer had, with parameters in memory of their own."""
+        for name in itertools.chain(*self.__dict__.get("_kept_together", ())):
+            for p in self._found((name,)):  # none where an adapter stands there now
+                p.data = p.detach().clone()
+        for name in ("_te_fuser", "_te_fuser_options", "_kept_together", "_wholes"):
             self.__dict__.pop(name, None)
-        self.__class__ = self.was
+        become(self, self.was)
 
     def __getstate__(self) -> dict[str, Any]:
         # Lists hold plans: a copy and a pickle of the model make their own.
@@ -297,20 +333,55 @@ class Block(ops.Together):
         return "run by te_fuser"
 
 
-def _seen(children: Iterable[Mapping[str, nn.Module | None]]) -> list[Any]:
-    """What a change of a layer's modules changes: which they are, of which class, and forwards that were put there."""
-    found: list[Any] = []
-    for modules in children:
-        for m in modules.values():
-            found += (m, type(m), None if m is None else m.__dict__.get("forward"))
-    return found
-
-
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether it is not values that the call is about."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return type(x) not in (torch.Tensor, nn.Parameter)
+
+
+def _sees_itself(x: torch.Tensor, call: Call, now: _Now) -> bool:
+    """Whether the keys are those of x and no others: nothing is in the cache yet, whatever it does with them."""
+    past, number = call.past, now.attention.layer_idx
+    if past is None:
+        return True
+    if type(past) is DynamicCache:
+        known = type(past.layers[number]) if number < len(past.layers) else DynamicLayer
+        return known in (DynamicLayer, DynamicSlidingWindowLayer) and past.get_seq_length(number) == 0
+    # transformers leaves the mask of several positions away where they are the first; asking would wait for a GPU.
+    return type(past) is StaticCache and call.mask is None and x.shape[1] > 1 and not now.is_eager
+
+
+def _hides(x: torch.Tensor, call: Call, now: _Now) -> str:
+    """What attention to the layer's own positions hides."""
+    mask = call.mask
+    if mask is None:
+        asked = call.others.get("is_causal")
+        causal = now.attention.is_causal if asked is None else asked
+        return "causal" if causal and x.shape[1] > 1 and not now.is_eager else "none"
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-1] != x.shape[1]:
+        return _FUNCTION
+    return "given" if mask.dtype == torch.bool else "added" if mask.is_floating_point() else _FUNCTION
+
+
+def _by_function(packed: torch.Tensor, call: Call, now: _Now) -> torch.Tensor:
+    """Attention of the model's own function, to what is in the cache too."""
+    query, key, value = _heads(packed, now)
+    if call.past is not None:
+        key, value = call.past.update(key, value, now.attention.layer_idx)
+    y, _ = now.function(now.attention, query, key, value, call.mask, **{**now.options, **call.others})
+    return y.reshape(*packed.shape[:2], -1)  # type: ignore[no-any-return]
+
+
+def _heads(packed: torch.Tensor, now: _Now) -> Iterable[torch.Tensor]:
+    """Queries, keys and values, [B, heads, S, size of a head] each, all views."""
+    heads = packed.view(*packed.shape[:2], sum(now.heads), now.head_dim).transpose(1, 2)
+    return torch.split_with_sizes(heads, now.heads, 1)
+
+
+def _is_anothers(function: Any) -> bool:
+    """Whether a function of transformers was put in another's place."""
+    return (getattr(function, "__module__", None) or "").partition(".")[0] != "transformers"
 
 
 def _recording() -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from te_fuser.compare import distance, in_eval_mode
+from te_fuser.convert.parts import become, has_own_forward, keeps_forward
 from te_fuser.sequential import Sequential
 
 # Where transformers has a family -> where this package does.
@@ -80,15 +81,15 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
             f"convert knows the layers of transformers' GPT-2, Llama, Mistral, Qwen2, Qwen3 and Gemma 1 to 3, and "
             f"{type(model).__name__} has none of them: for modules of torch.nn take te_fuser.from_torch"
         )
-    if check and conversion.converted:
-        try:
+    try:
+        for module in new:
+            module.keep_joined()
+        if check and conversion.converted:
             conversion.error = _checked(model)
-        except Exception:
-            for module in new:
-                module.restore()
-            raise
-    for module in new:
-        module.keep_joined()
+    except Exception:
+        for module in new:
+            module.restore()
+        raise
     return conversion
 
 
@@ -123,7 +124,7 @@ def _swapped(model: nn.Module, options: dict[str, Any]) -> tuple[Conversion, lis
         if kind is None or why is not None:
             continue
         if type(module) is not kind:
-            module.__class__ = kind
+            become(module, kind)
             new.append(module)
         module.__dict__["_te_fuser_options"] = options
         converted.append(path)
@@ -145,7 +146,7 @@ def _why_not(layer: nn.Module, kind: Any) -> str | None:
     """Why a layer stays as it is; None where `kind` can run it."""
     if type(layer) not in (kind.was, kind):
         return f"it is a {type(layer).__name__}, which may compute something else than a {kind.was.__name__}"
-    if "forward" in layer.__dict__:
+    if has_own_forward(layer) and not keeps_forward(layer):
         return "it has a forward of its own"
     return kind.why_not(layer)  # type: ignore[no-any-return]
 
@@ -209,9 +210,9 @@ def _as_they_were(model: nn.Module) -> Iterator[None]:
     blocks = _blocks(model)
     kinds = [type(block) for block in blocks]
     for block in blocks:
-        block.__class__ = block.was
+        become(block, block.was)
     try:
         yield
     finally:
         for block, kind in zip(blocks, kinds, strict=True):
-            block.__class__ = kind
+            become(block, kind)

@@ -7,24 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import EncoderDecoderCache, activations
+from transformers import EncoderDecoderCache
 from transformers.models.gpt2 import modeling_gpt2 as theirs
 from transformers.pytorch_utils import Conv1D
 
 from te_fuser import ops
+from te_fuser.convert.activations import activation_for
 from te_fuser.convert.block import Block, Call
 from te_fuser.convert.parts import Parts, Theirs
 from te_fuser.ops.base import FusableOperation
-
-# Class of an activation -> the op.
-_ACTIVATIONS: dict[type[nn.Module], Any] = {
-    activations.NewGELUActivation: ops.GELU,
-    activations.GELUTanh: ops.GELU,
-    activations.GELUActivation: lambda: ops.GELU("none"),
-    nn.ReLU: ops.ReLU,
-    nn.SiLU: ops.SiLU,
-    activations.SiLUActivation: ops.SiLU,
-}
 
 
 class GPT2Block(Block, theirs.GPT2Block):
@@ -92,8 +83,12 @@ class GPT2Block(Block, theirs.GPT2Block):
         return {"scaling": self._attention().scaling, "dropout": self._attention_dropout()}
 
     def modes(self) -> tuple[Hashable, ...]:
-        dropped: list[Any] = [self._attention().resid_dropout, self.mlp.dropout]  # type: ignore[union-attr]
-        return tuple(getattr(m, "p", 0.0) if m.training else 0.0 for m in dropped)
+        return tuple(getattr(m, "p", 0.0) if m.training else 0.0 for m in self.settled_by()[1:])
+
+    def settled_by(self) -> list[nn.Module]:
+        dropped = (self._attention(), "attn_dropout"), (self._attention(), "resid_dropout"), (self.mlp, "dropout")
+        found: list[Any] = [getattr(module, name, None) for module, name in dropped]
+        return [*super().settled_by(), *(m for m in found if isinstance(m, nn.Module))]
 
     def _attention_dropout(self) -> float:
         attention = self._attention()
@@ -133,10 +128,11 @@ def _mlp(parts: Parts) -> list[nn.Module]:
     mlp: Any = parts.module("mlp")
     if parts.is_left("mlp", theirs.GPT2MLP):
         return [Theirs(mlp)]
-    act = _ACTIVATIONS.get(type(mlp.act))
-    if act is None or parts.is_left("mlp.act", type(mlp.act)):
-        parts.left.setdefault("mlp.act", f"no op is its activation, {type(mlp.act).__name__}")
-    activation = Theirs(mlp.act) if "mlp.act" in parts.left else act()  # type: ignore[misc]
+    activation: nn.Module | None = activation_for(mlp.act)
+    if activation is None:
+        parts.left["mlp.act"] = f"no op is its activation, {type(mlp.act).__name__}"
+    if activation is None or parts.is_left("mlp.act", type(mlp.act)):
+        activation = Theirs(mlp.act)
     return [*_conv(parts, "mlp.c_fc"), activation, *_conv(parts, "mlp.c_proj"), *_dropout(parts, "mlp.dropout")]
 
 

@@ -6,23 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import activations
 from transformers.models.llama import modeling_llama as theirs
 
 from te_fuser import ops
+from te_fuser.convert.activations import gate_for
 from te_fuser.convert.block import Block, Call
 from te_fuser.convert.parts import Parts, Theirs
 from te_fuser.ops.base import FusableOperation
 
 _QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# Class of an activation -> the op that gates by it.
-_GATES: dict[type[nn.Module], Any] = {
-    nn.SiLU: ops.SwiGLU,
-    activations.SiLUActivation: ops.SwiGLU,
-    activations.GELUTanh: ops.GEGLU,
-    activations.NewGELUActivation: ops.GEGLU,
-    nn.ReLU: ops.ReGLU,
-}
 
 
 class LlamaLike(Block):
@@ -77,13 +69,13 @@ class LlamaLike(Block):
         mlp: Any = parts.module("mlp")
         if parts.is_left("mlp", self.mlp_class):
             return [Theirs(mlp)]
-        gate = _GATES.get(type(mlp.act_fn))
+        gate = gate_for(mlp.act_fn)
         if gate is None:
             parts.left["mlp"] = f"no op gates by its activation, {type(mlp.act_fn).__name__}"
             return [Theirs(mlp)]
         if parts.is_left("mlp.act_fn", type(mlp.act_fn)):
             return [Theirs(mlp)]
-        return [*parts.linear("mlp.gate_proj", "mlp.up_proj"), gate(), *parts.linear("mlp.down_proj")]
+        return [*parts.linear("mlp.gate_proj", "mlp.up_proj"), gate, *parts.linear("mlp.down_proj")]
 
     def norm(self, parts: Parts, path: str) -> list[nn.Module]:
         """The norm of that path."""

@@ -16,6 +16,7 @@ class MistralDecoderLayer(LlamaLike, theirs.MistralDecoderLayer):
     attention_class = theirs.MistralAttention
     norm_class = theirs.MistralRMSNorm
     mlp_class = theirs.MistralMLP
+    of_config = (*LlamaLike.of_config, "sliding_window")
 
     def function_options(self) -> dict[str, Any]:
         return {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from te_fuser import ops
+from te_fuser.convert.watched import Facts, all_of, answers
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.hooks import hooks_of
 
@@ -100,16 +103,21 @@ class Parts:
         kept = norm.__dict__
         self.numbers += [(kept, name) for name in _EPSILONS if name in kept]
 
-    def read(self) -> list[Any]:
+    def facts(self) -> Facts:
         """What ops were made with, as it is now."""
-        return [*(kept.get(name) for kept, name in self.numbers), *(p.get("bias") is None for p in self.biases)]
+        items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
+        return all_of(items, answers(*(functools.partial(_has_bias, p) for p in self.biases)))
+
+
+def _has_bias(parameters: Mapping[str, Any]) -> bool:
+    return parameters.get("bias") is not None
 
 
 def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Why a module is not what its class says, so that it runs by itself; None where it is."""
     if any(getattr(hook, "__module__", "") != _RECORDING for hooks in hooks_of(module) for hook in hooks.values()):
         return "it has hooks, which run with the module alone"
-    if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
+    if has_own_forward(module) or type(module).__call__ is not nn.Module.__call__:
         return "it has a forward of its own"
     if type(module).forward is not kind.forward:
         name = type(module).__name__
@@ -118,3 +126,29 @@ def why_left(module: nn.Module, kind: type[nn.Module]) -> str | None:
         if parameter is not None and type(parameter) not in (nn.Parameter, torch.Tensor):
             return f"its {name} is a {type(parameter).__name__}"
     return None
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module runs something else than its class's forward, under whose name wrappers may have left that."""
+    found = module.__dict__.get("forward")
+    return found is not None and not _is_of_class(found, module)
+
+
+def keeps_forward(layer: nn.Module) -> bool:
+    """Whether what runs in place of a layer's forward is accelerate's, which calls the forward that it has kept."""
+    return "_hf_hook" in layer.__dict__ and _is_of_class(layer.__dict__.get("_old_forward"), layer)
+
+
+def become(layer: nn.Module, kind: type[nn.Module]) -> None:
+    """Make a layer one of another class, and so what wrappers have kept of the class's forward."""
+    kept = [name for name, value in layer.__dict__.items() if _is_of_class(value, layer)]
+    layer.__class__ = kind
+    for name in kept:
+        del layer.__dict__[name]
+        if name != "forward":
+            layer.__dict__[name] = MethodType(kind.forward, layer)
+
+
+def _is_of_class(found: Any, module: nn.Module) -> bool:
+    method = isinstance(found, MethodType) and found.__self__ is module
+    return method and found.__func__ is type(module).forward

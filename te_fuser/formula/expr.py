@@ -33,13 +33,14 @@ class Axes(enum.IntFlag):
 
     # The enum's own look the member up by a call of its class, which is a tenth of the time of planning.
     def __and__(self, other: int) -> Axes:
-        return _AXES[int(self) & int(other)]
+        return _AND[self][other]
 
     def __or__(self, other: int) -> Axes:
-        return _AXES[int(self) | int(other)]
+        return _OR[self][other]
 
 
-_AXES = tuple(map(Axes, range(8)))
+_AND = tuple([tuple([Axes(a & b) for b in range(8)]) for a in range(8)])
+_OR = tuple([tuple([Axes(a | b) for b in range(8)]) for a in range(8)])
 
 _interned: weakref.WeakValueDictionary[str, Expr] = weakref.WeakValueDictionary()
 
@@ -49,9 +50,15 @@ class Expr:
 
     Attributes:
         reduces: whether this is a row reduction.
+        unit, widest: what divides all feature widths here and below, concatenations apart, and the largest of all.
+        marked: whether it or something below means nothing to a kernel, or something else.
+        unmarked: the same without that, once it was asked for.
     """
 
-    __slots__ = ("__weakref__", "args", "attrs", "axes", "depth", "digest", "op", "reduces", "width")
+    __slots__ = (
+        "__weakref__", "args", "attrs", "axes", "depth", "digest", "marked", "op", "reduces", "unit", "unmarked",
+        "widest", "width",
+    )  # fmt: skip
 
     op: str
     args: tuple[Expr, ...]
@@ -61,6 +68,10 @@ class Expr:
     depth: int
     reduces: bool
     digest: str
+    unit: int
+    widest: int
+    marked: bool
+    unmarked: Expr | None
 
     def __add__(self, other: Any) -> Expr:
         return written(add, self, lift(other))
@@ -129,19 +140,27 @@ class Expr:
         return bool(self.axes & Axes.FEATURE) and self.width != self.attrs[-1]
 
 
+MARKS = ("value", "broadcast", "detach")
+_NOT_IN_KERNELS = (*MARKS, "quantize")
+
+
 def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, width: int) -> Expr:
     """Return the one node with these fields."""
-    key = f"{op}|{attrs!r}|{int(axes)}|{width}|{','.join(a.digest for a in args)}"
+    key = f"{op}|{attrs!r}|{int(axes)}|{width}|{','.join([a.digest for a in args])}"
     digest = hashlib.blake2b(key.encode(), digest_size=10).hexdigest()
     found = _interned.get(digest)
     if found is not None:
         return found
     node = Expr()
     node.op, node.args, node.attrs, node.axes, node.width, node.digest = op, args, attrs, axes, width, digest
-    below = max((a.depth for a in args), default=0)
+    wide = bool(axes & Axes.FEATURE)
+    own = width if wide else 0
     # Row reductions alone lose the features.
-    node.reduces = not axes & Axes.FEATURE and any(a.axes & Axes.FEATURE for a in args)
-    node.depth = below + 1 if node.reduces else below
+    node.reduces = not wide and any(a.axes & Axes.FEATURE for a in args)
+    node.depth = max([a.depth for a in args], default=0) + node.reduces
+    node.unit = math.gcd(0 if op == "concat" else own, *[a.unit for a in args])
+    node.widest = max([own, *[a.widest for a in args]])
+    node.marked, node.unmarked = op in _NOT_IN_KERNELS or any(a.marked for a in args), None
     _interned[digest] = node
     return node
 
@@ -234,7 +253,7 @@ def _join(args: Iterable[Expr]) -> tuple[Axes, int]:
 def pointwise(op: str, *args: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
     """A pointwise node; concatenated arguments are taken apart, so that concat floats up to the stores."""
     axes, width = _join(args)
-    pieces = math.lcm(*(len(a.args) for a in args if a.op == "concat"))
+    pieces = math.lcm(*[len(a.args) for a in args if a.op == "concat"])
     if pieces > 1:
         columns = [tile(a, pieces) for a in args]
         return concat([rebuild(op, tuple(c[k] for c in columns), attrs) for k in range(pieces)], width)
@@ -245,13 +264,16 @@ def _sorted(a: Expr, b: Expr) -> tuple[Expr, Expr]:
     return (a, b) if (a.op != "const", a.digest) <= (b.op != "const", b.digest) else (b, a)
 
 
+_ONCE = Fraction(1)
+
+
 def coefficient(e: Expr) -> tuple[Any, Expr]:
     """`e` as number * rest."""
     if e.op == "const":
         return e.attrs[0], ONE
     if e.op == "mul" and e.args[0].op == "const" and not is_scaled(e):
         return e.args[0].attrs[0], e.args[1]
-    return Fraction(1), e
+    return _ONCE, e
 
 
 def add(a: Expr, b: Expr) -> Expr:
@@ -263,6 +285,8 @@ def add(a: Expr, b: Expr) -> Expr:
     cb, rb = coefficient(b)
     if ra is rb:
         return mul(const(ca + cb or 0), ra)
+    if ca is cb is _ONCE:
+        return pointwise("add", *_sorted(a, b))
     if cb < 0 and rb is not ONE:
         return sub(a, mul(const(-cb), rb))
     if ca < 0 and ra is not ONE:
@@ -285,11 +309,13 @@ def sub(a: Expr, b: Expr) -> Expr:
 
 
 def mul(a: Expr, b: Expr) -> Expr:
-    ca, ra = coefficient(a)
-    cb, rb = coefficient(b)
-    c = ca * cb
     if a is ZERO or b is ZERO:
         return ZERO
+    ca, ra = coefficient(a)
+    cb, rb = coefficient(b)
+    if ca is cb is _ONCE:
+        return pointwise("mul", *_sorted(a, b))
+    c = ca * cb
     if not all(map(may_move, (ca, cb, c))) and not ra is rb is ONE:
         return pointwise("mul", *_sorted(a, b))
     if ra is ONE:

@@ -27,6 +27,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     bias_gelu_matmul_quack,
     cublaslt_masks,
     rotary_embedding,
+    turned_heads,
     dot_product_attention,
     cublaslt_sums,
     swiglu_matmul_quack,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -26,7 +26,7 @@ from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
-from te_fuser.ops.products import linear
+from te_fuser.ops.products import is_torchs, linear
 from te_fuser.ops.sizes import asked, exact
 
 register_library(
@@ -175,8 +175,8 @@ class ProductRow:
         saves: "mask", where forward's product writes that of ReLU.
         forward_ops, backward_ops: how many ops forward covers, the first ones, and backward, the last; None: all.
         when: why a match is none, asked before its ops and products are; None if they decide.
-        instead: what runs forward where the product cannot. No match is refused for that then, and the cost is a
-            launch's.
+        instead: what says what runs forward where the product cannot. No match is refused for that then, and the cost
+            is a launch's.
     """
 
     name: str
@@ -189,7 +189,7 @@ class ProductRow:
     forward_ops: int | None = None
     backward_ops: int | None = None
     when: Callable[[Match], str | None] = lambda m: None
-    instead: Callable[..., Any] | None = None
+    instead: Callable[[Match], Callable[..., torch.Tensor]] | None = None
 
     @property
     def direction(self) -> str:
@@ -239,7 +239,7 @@ class ProductRow:
     def choose(self, m: Match, method: str) -> Body:
         """What runs in a match."""
         if self.instead is not None and any(self.reasons(m)):
-            return Body(self.instead)
+            return Body(self.instead(m))
         return body_of(m, self.forward) if method == "forward" else body_of(m, method, self._last)
 
 
@@ -286,6 +286,15 @@ def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
     return in_shape_of(x, linear(as_rows(x), weight, bias if bias.dtype == x.dtype else bias.to(x.dtype)))
 
 
+def _linear_bias_of(m: Match) -> Callable[..., torch.Tensor]:
+    """That, or PyTorch's function where there is no choice to be made at each call."""
+    op, halves = cast(MatMul, m[0].op), m.device.type == "cpu" and m.dtype.itemsize == 2
+    if halves or m[1].dtype_of("bias") != m.dtype:
+        return linear_bias
+    settled = is_torchs(m.x.rows, op.in_features, op.out_features, m.dtype, m.device)
+    return torch.nn.functional.linear if settled else linear_bias
+
+
 _ROWS = (
     ProductRow("matmul", "y = x W^T by cuBLASLt.", (MatMul,), forward="forward"),
     ProductRow(
@@ -300,7 +309,7 @@ _ROWS = (
         (MatMul, Bias),
         forward="forward_bias",
         when=_why_dtypes_differ,
-        instead=linear_bias,
+        instead=_linear_bias_of,
     ),
     ProductRow(
         "matmul_bias_backward",

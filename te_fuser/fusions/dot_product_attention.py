@@ -14,19 +14,22 @@ from typing import Any, cast
 
 import torch
 
+from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Details, Fusion, fusion
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider
+from te_fuser.kernels.attention import PROVIDERS, AttentionProblem, Provider, blank_rows, moved_rows, padding
+from te_fuser.kernels.attention.padding import Padded
 from te_fuser.ops.attention_heads import ApartHeads, inputs_of
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dot_product_attention import AttentionSettings, DotProductAttention
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
 _MADE = 5  # times that the bytes of a dense bias are moved to make it
+_MOVING = (8.0, 14.0)  # calls of PyTorch that finding and moving tokens takes the host as long as, each way
 _FILLED = 7 / 12  # the mean of the squares of shares between 1/2 and 1
 _READ_APART = ("key", "value", "key_value")
 
@@ -119,16 +122,23 @@ class _Attention:
 
 
 class _SeparateAttention:
-    """Attention alone, of inputs that lie apart, or where structure hides."""
+    """Attention alone, of inputs that lie apart, or where structure hides.
 
-    def __init__(self, provider: Provider, settings: AttentionSettings, names: tuple[str, ...]) -> None:
+    Args:
+        compiled: whether rows are blanked and moved by the kernels for that, which the plan has compiled.
+    """
+
+    def __init__(self, provider: Provider, settings: AttentionSettings, names: tuple[str, ...], compiled: bool) -> None:
+        padded = Padded(provider, moved_rows.ByKernel if compiled else moved_rows.ByTorch)
         self._provider, self._names = provider, names
+        self._way = padded if provider.by_structure and settings.mask.padded else provider
+        self._blank = blank_rows.by_kernel if compiled else blank_rows.by_torch
         self._settings = {False: replace(settings, dropout=0.0), True: settings}
 
     def forward(self, m: FusionCall, x: torch.Tensor) -> torch.Tensor:
         """The output."""
         tensors = {"input": x, **{name: m[f"0.{name}"] for name in self._names}}
-        y, saved = self._provider.forward_separate(self._settings[m.draws(0)], tensors)
+        y, saved = self._way.forward_separate(self._settings[m.draws(0)], tensors, self._blank)
         for name, tensor in saved.items():
             m.emit(name, tensor)
         return y
@@ -138,7 +148,7 @@ class _SeparateAttention:
         tensors = {"input": m["-1.input"], **{name: m[name] for name in ("output", *self._provider.emits)}}
         for name in self._names:
             tensors[name] = m[f"-1.{name}" if name in _READ_APART else f"0.{name}"]
-        made = self._provider.backward_separate(self._settings[m.draws(0)], tensors, dy)
+        made = self._way.backward_separate(self._settings[m.draws(0)], tensors, dy, self._blank)
         if "sink" in self._names:
             sink = m["0.sink"]
             made["sink"] = made["sink"].to(sink.dtype) if "sink" in made else torch.zeros_like(sink)
@@ -155,8 +165,16 @@ def _choose(provider: Provider, m: Match, direction: str) -> Callable[..., Any]:
     settings = replace(op.settings(), dropout=op.dropout)
     if settings.beyond:
         names = (*op.named_inputs(), *op.parameter_shapes())
-        return getattr(_separate_attention(provider, settings, names), direction)  # type: ignore[no-any-return]
+        blanks = _blanks(provider, m)
+        return getattr(_separate_attention(provider, settings, names, blanks), direction)  # type: ignore[no-any-return]
     return getattr(_attention(provider, settings, _rotation(m), len(m) - 1), direction)  # type: ignore[no-any-return]
+
+
+def _blanks(provider: Provider, m: Match) -> bool:
+    """Whether the plan compiles the kernels that blank and move rows."""
+    mask = _op(m).hides
+    told = provider.by_structure and (mask.counts or mask.padded)
+    return told and m.target == "cuda" and m.device.type == "cuda" and blank_rows.reason_not(m.dtype) is None
 
 
 def declare(provider: Provider, registered: bool = True) -> Fusion:
@@ -168,12 +186,14 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
     def when(m: Match) -> bool | str:
         settings = _op(m).settings()
         problem = AttentionProblem.of(settings, m.x, m.capability, m.needs_grad, _keys(m))
-        return provider.reason_not(problem) or _why_not_these_inputs(m) or _why_not_the_ops_before(m) or True
+        asked = padding.reason_not if provider.by_structure and settings.mask.padded else type(provider).reason_not
+        return asked(provider, problem) or _why_not_these_inputs(m) or _why_not_the_ops_before(m) or True
 
     def saved_bytes(m: Match) -> dict[str, int]:
         rows = m.x.rows * _op(m).heads
         wide = 8 if m.dtype == torch.float64 else 4
-        return {name: wide * rows if name.endswith("logsumexp") else 8 for name in provider.emits}
+        calls = 2 if provider.by_structure and _op(m).hides.padded else 1
+        return {name: calls * (wide * rows if name.endswith("logsumexp") else 8) for name in provider.emits}
 
     Both.__doc__ = f"{type(provider).__doc__ or ''}".strip()
     before = (Optional(Bias), Optional(RotaryEmbedding)) if provider.on_cuda and not provider.packs else ()
@@ -188,15 +208,19 @@ def declare(provider: Provider, registered: bool = True) -> Fusion:
             choose=functools.partial(_choose, provider),
             saved_bytes=saved_bytes,
             forward_ops=1,
-            compiles=_compiles,
+            compiles=functools.partial(_compiles, provider),
             sums=("0.bias",) if before else (),
             registered=registered,
         ),
     )(Both)
 
 
-def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[packed_heads.PackedPass]:
-    """The packing of gradients, where backward covers more than attention."""
+def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[str]) -> Iterable[WrittenKernel]:
+    """What blanks rows; the packing of gradients, where backward covers more than attention."""
+    if _blanks(provider, m):
+        yield blank_rows.BlankRows(m.dtype)
+        if _op(m).hides.padded:
+            yield from (moved_rows.FindTokens(), moved_rows.MoveRows(m.dtype))
     if direction == "forward" or len(m) == 1:
         return
     sums = m[0].dtype_of("bias") if "0.bias" in needed else None
@@ -219,11 +243,15 @@ def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
         apart = samples * float(positions) ** 2 * m.dtype.itemsize * (_MADE + op.heads)
     forward, backward = _shares(provider, settings, positions)
     products, (calls, calls_back) = 2.5 * flops, provider.calls
-    ahead = Cost(x + apart, y, flops, efficiency=forward, apart=apart, calls=calls)
+    idle = (0, 0)
+    if provider.by_structure and settings.mask.padded:
+        # Masks are taken for those that hide the end of samples: a second call then finds nothing to do.
+        idle, calls, calls_back = (6, 11), 2.0 * calls + _MOVING[0], 2.0 * calls_back + _MOVING[1]
+    ahead = Cost(x + apart, y, flops, 1 + idle[0], efficiency=forward, apart=apart, calls=calls)
     if provider.packs:
-        return ahead, Cost(x + 2 * y, x, products, efficiency=backward, calls=calls_back)
+        return ahead, Cost(x + 2 * y, x, products, 1 + idle[1], efficiency=backward, calls=calls_back)
     x_apart, read = 2.0 * x + apart, 2 * x + 2 * y + apart
-    return ahead, Cost(read, 2 * x, products, 2, efficiency=backward, apart=x_apart, calls=calls_back)
+    return ahead, Cost(read, 2 * x, products, 2 + idle[1], efficiency=backward, apart=x_apart, calls=calls_back)
 
 
 def _shares(provider: Provider, settings: AttentionSettings, positions: int) -> tuple[float, float]:
@@ -242,7 +270,7 @@ def _seen(m: Match) -> float:
     mask, inputs = _op(m).hides, m[len(m) - 1].inputs
     _, positions = _op(m).packed.lengths(m.x.shape if len(m.x.shape) == 3 else (1, *m.x.shape))
     sequences = max(inputs["offsets"].shape[0] - 1, 1) if mask.offsets else 1
-    filled = _FILLED if mask.lengths or mask.key_lengths else 1.0
+    filled = _FILLED if mask.lengths or mask.key_lengths or mask.padded else 1.0
     return filled * sequences * mask.pairs(max(positions // sequences, 1))
 
 

@@ -156,6 +156,14 @@ class Match:
         warnings.warn("Match.kernels is called Match.target now", DeprecationWarning, stacklevel=2)
         return self.target
 
+    def why_no_cuda(self) -> str | None:
+        """Why no CUDA kernel that is compiled for the GPU at hand can run in this plan; None where one can."""
+        if self.device.type != "cuda":
+            return f"it runs on cuda, the input is on {self.device.type}"
+        if self.target != "cuda":
+            return "it is a kernel that is compiled for the GPU at hand, and this plan is one without generated kernels"
+        return None
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the input."""

@@ -11,15 +11,17 @@ from te_fuser.fusions.match import Match
 from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels.cublaslt import products
 from te_fuser.ops.base import Gradient
-from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
+from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.matmul import MatMul
 
 
 def put_weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
-    held, over = main_grad_to_write(weight, over)
-    products.put_weight_gradient(dy, x, held, add=not over)
-    return gradient_added(weight)
+    return put_gradient(dy, x, weight, over, _put)
+
+
+def _put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
+    products.put_weight_gradient(dy, x, main_grad, add=not over)
 
 
 def _put_over(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

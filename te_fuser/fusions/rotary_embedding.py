@@ -27,11 +27,7 @@ def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
 
 def why_no_kernel(m: Match) -> str | None:
     """Why the kernel over packed heads cannot run on what enters the match, or None."""
-    if m.device.type != "cuda":
-        return f"it runs on cuda, the input is on {m.device.type}"
-    if m.target != "cuda":
-        return "it is a kernel that is compiled for the GPU at hand, and this plan is one without generated kernels"
-    return packed_heads.reason_not(m.dtype, m[0].bias.dtype if m[0].op.kind is Bias else m.dtype)
+    return m.why_no_cuda() or packed_heads.reason_not(m.dtype, m[0].bias.dtype if m[0].op.kind is Bias else m.dtype)
 
 
 def _op(m: Match | FusionCall) -> RotaryEmbedding:

@@ -23,6 +23,8 @@ from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.codegen.written import MadeOnce
 from te_fuser.config import config
+from te_fuser.kernels.lanes import partner_of, vector_of
+from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.rotary_embedding import rotation_table
 
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_ACCESS = 16  # bytes: the widest access
-_LINE = 128  # bytes of a line of the cache
-_WARP = 32
 _THREADS = range(256, 0, -32)  # of a block
 _RESIDENT = 512  # threads of a multiprocessor: fewer do not hide the latency of memory, more were slower on an H200
 _MOST_ROWS = 2**31 - 1
@@ -103,23 +102,13 @@ class PackedPass:
 
     @property
     def vector(self) -> int:
-        """Neighbours that a thread takes at once: at most 16 bytes, within a head, partners in one place."""
-        dim, turning = self.heads.head_dim, self.rotary_dim
-        wanted = _ACCESS // self.dtype.itemsize
-        unit = turning // 2 if self.style == "half" else turning
-        while dim % wanted or (turning and unit % wanted):
-            wanted //= 2
-        return wanted
+        """Neighbours that a thread takes at once."""
+        return vector_of(self.dtype, self.heads.head_dim, self.rotary_dim, self.style)
 
     @property
     def partner(self) -> str:
         """Where a thread finds the partners of its vector, as the text calls it."""
-        if not self.rotary_dim or (self.style == "interleaved" and self.vector > 1):
-            return "kInside"
-        half, whole = self.rotary_dim // 2, self.heads.head_dim // self.vector
-        in_a_warp = _is_power_of_two(whole) and whole <= _WARP and _is_power_of_two(half // self.vector)
-        narrow = half * self.dtype.itemsize < _LINE and self.vector * self.dtype.itemsize == _ACCESS
-        return "kLane" if self.style == "half" and narrow and in_a_warp else "kSecond"
+        return partner_of(self.dtype, self.heads.head_dim, self.rotary_dim, self.style)
 
     @property
     def lanes(self) -> int:
@@ -174,10 +163,6 @@ class PackedPass:
         return "\n".join(lines)
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
 def reason_not(*dtypes: torch.dtype) -> str | None:
     """Why the kernel does not take tensors of these dtypes; None when it does."""
     wrong = next((dtype for dtype in dtypes if dtype not in _DTYPES), None)
@@ -208,7 +193,7 @@ def turn(
     Returns: the packed result, contiguous, and the sums [F] or None.
     """
     ready = _ready(heads, x.dtype, False, rotation, back, None if bias is None else bias.dtype, sums, x.device)
-    x = _readable(x, ready.vector)
+    x = readable(x, ready.vector)
     sequence, batch = LAYOUTS[heads.layout]
     strides = x.stride(sequence), x.stride(batch), 0, 0
     rows = _Rows.of(heads, [x], strides, ready.vector, samples=x.shape[batch], positions=x.shape[sequence])
@@ -249,7 +234,7 @@ class Packing:
             return _run(*known, [q, k, v], None, later)
         q, k, v = parts if grouped is None else grouped(*parts)
         ready = _ready(self._heads, q.dtype, True, self._rotation, True, None, sums, q.device)
-        sources = [_readable(part, ready.vector) for part in (q, k, v)]
+        sources = [readable(part, ready.vector) for part in (q, k, v)]
         rows = _rows_of_parts(self._heads, sources, ready.vector)
         if all(source is part for source, part in zip(sources, (q, k, v), strict=True)):
             if len(self._known) >= _FORMS_KEPT:
@@ -268,15 +253,6 @@ def _rows_of_parts(heads: PackedHeads, parts: Sequence[torch.Tensor], vector: in
 def _positions_first(steps: tuple[int, ...]) -> tuple[int, int, int]:
     """Of [B, G, S, D]."""
     return steps[2], steps[0], steps[1]
-
-
-def _readable(x: torch.Tensor, vector: int) -> torch.Tensor:
-    """x, or a copy whose vectors the kernel can read."""
-    *steps, last = x.stride()
-    for step in steps:
-        if step % vector or step // vector >= 2**31:
-            last = 0
-    return x if last == 1 or not x.numel() else x.contiguous()
 
 
 @dataclass(frozen=True)
@@ -321,14 +297,7 @@ class _Rows:
         ahead = out[1] * heads.features, heads.features
         sequence, batch = LAYOUTS[heads.layout]
         steps = tuple(step // vector for step in (ahead[sequence], ahead[batch], *strides))
-        return cls(out, samples * positions, samples, positions, tuple(map(_reach, sources)), steps)
-
-
-def _reach(x: torch.Tensor) -> int:
-    """All that x reaches, as one contiguous dimension; 0 where it is contiguous."""
-    if x.is_contiguous():
-        return 0
-    return 1 + sum([(size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)])
+        return cls(out, samples * positions, samples, positions, tuple(map(reach, sources)), steps)
 
 
 def _run(
@@ -345,7 +314,7 @@ def _run(
     if not rows.count:
         return out, None if sums is None else sums.zero_()
     # The native runtime takes contiguous tensors alone.
-    tensors = [x.as_strided((n,), (1,)) if n else x for x, n in zip(sources, rows.reaches, strict=True)]
+    tensors = [as_one(x, n) for x, n in zip(sources, rows.reaches, strict=True)]
     if ready.rotation is not None:
         tensors += _angles(ready.rotation, rows.positions, first.device)
     if bias is not None:

@@ -29,7 +29,7 @@ CORNERS = {"top_left": "the first query sees the first key", "bottom_right": "th
 
 _INTEGERS = (torch.int32, torch.int64)
 COUNTS = ("lengths", "key_lengths", "offsets", "key_offsets")
-_PADDINGS = ("padding", "key_padding")
+PADDINGS = ("padding", "key_padding")
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,13 @@ class AttentionMask:
         key_offsets: the same for keys that are apart; None: theirs are the queries'.
         padding: the name of a boolean input [B, 1, 1, S], True = padding, wherever it lies: it sees nothing, and
             nothing sees it.
-        key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there.
+        key_padding: the same for keys that are apart, [B, 1, 1, K]; None: all of them are there. It may be the queries'
+            own, by the same name.
         longest: no sequence of `offsets`, its padding included, is longer, which the caller knows: a kernel then
-            starts for so many positions of each, and not for all tokens. Longer ones have wrong results.
+            starts for so many positions of each, and not for all tokens.
+
+    Lengths and offsets are read on the device. On a CPU a sequence that is longer than the longest, or lies outside of
+    the tensors, is a ValueError; on a GPU its rows are NaN where a kernel is told the structure.
     """
 
     causal: bool = False
@@ -72,7 +76,7 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         one_of("corner", self.corner, CORNERS)
-        for name in ("given", *COUNTS, *_PADDINGS):
+        for name in ("given", *COUNTS, *PADDINGS):
             if getattr(self, name) is not None:
                 check_name(getattr(self, name))
         sides = self.window or (None, None)
@@ -95,7 +99,7 @@ class AttentionMask:
     @property
     def names(self) -> dict[str, str]:
         """Argument -> the name of the input that it reads."""
-        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in (*COUNTS, *_PADDINGS)}}
+        found = {"attention_mask": self.given, **{name: getattr(self, name) for name in (*COUNTS, *PADDINGS)}}
         return {argument: name for argument, name in found.items() if name is not None}
 
     @property
@@ -113,13 +117,17 @@ class AttentionMask:
             any(side is not None for side in self.window or ()),
             self.corner == "bottom_right" and self.is_banded,
         )
-        padded = self.padding or self.key_padding
-        return tuple(words for words, wanted in zip((*HIDDEN_BY, PADDED), (*asked, padded), strict=True) if wanted)
+        return tuple(words for words, wanted in zip((*HIDDEN_BY, PADDED), (*asked, self.padded), strict=True) if wanted)
 
     @property
     def counts(self) -> bool:
         """Whether sequences have lengths or offsets that are given."""
         return any(getattr(self, name) is not None for name in COUNTS)
+
+    @property
+    def padded(self) -> bool:
+        """Whether boolean tensors say what is padding."""
+        return self.padding is not None or self.key_padding is not None
 
     @property
     def keys_alike(self) -> bool:
@@ -181,7 +189,7 @@ class AttentionMask:
             TypeError: no booleans.
         """
         samples, _, *positions = full
-        for argument, count in zip(_PADDINGS, positions, strict=True):
+        for argument, count in zip(PADDINGS, positions, strict=True):
             name, spec = getattr(self, argument), others.get(argument)
             if name is None:
                 continue
@@ -197,6 +205,50 @@ class AttentionMask:
                     f"{name!r} has shape {[*spec.shape]}; {op} takes [batch, 1, 1, positions] = "
                     f"{[samples, 1, 1, count]}{hint}"
                 )
+
+    def check_counts(self, counts: Mapping[str, torch.Tensor | None], positions: int, keys: int | None) -> None:
+        """Raise, in words, when a sequence lies outside of so many positions and keys (None: the same), or is too long.
+
+        Raises:
+            ValueError: naming the input, what it says and what there is.
+        """
+        sides = (
+            (("offsets", "lengths", positions),)
+            if keys is None
+            else (
+                ("offsets", "lengths", positions),
+                ("key_offsets" if self.key_offsets else "offsets", "key_lengths", keys),
+            )
+        )
+        for begins, ends, room in sides:
+            offsets, lengths = counts.get(begins), counts.get(ends)
+            rooms: torch.Tensor | None = None
+            if offsets is not None:
+                rooms = offsets.diff()
+                self._check_offsets(getattr(self, begins), offsets, rooms, room)
+            if lengths is not None:
+                most = torch.full_like(lengths, room) if rooms is None else rooms
+                wrong = ((lengths < 0) | (lengths > most)).nonzero()
+                if len(wrong):
+                    n, what = int(wrong[0]), "sample" if rooms is None else "sequence"
+                    raise ValueError(
+                        f"{getattr(self, ends)!r} says that {what} {n} has {int(lengths[n])} positions, and there is "
+                        f"room for {int(most[n])}: give lengths from 0 to that"
+                    )
+
+    def _check_offsets(self, name: str, offsets: torch.Tensor, rooms: torch.Tensor, tokens: int) -> None:
+        if int(offsets[0]) != 0 or bool((rooms < 0).any()) or int(offsets[-1]) > tokens:
+            raise ValueError(
+                f"{name!r} go from {int(offsets[0])} to {int(offsets[-1])} with steps of at least "
+                f"{int(rooms.min()) if len(rooms) else 0}, and there are {tokens} tokens: offsets begin with 0, never "
+                "fall, and end within the tokens"
+            )
+        if self.longest is not None and len(rooms) and int(rooms.max()) > self.longest:
+            n = int(rooms.argmax())
+            raise ValueError(
+                f"{name!r} says that sequence {n} has {int(rooms[n])} tokens with its padding, and longest="
+                f"{self.longest}: give a longest that bounds all of them, or none"
+            )
 
     def _offsets_for(self, lengths: str) -> str:
         return "key_offsets" if lengths == "key_lengths" and self.key_offsets else "offsets"
@@ -251,7 +303,13 @@ class Band:
         apart: bool,
         device: torch.device,
     ) -> Band:
-        """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own."""
+        """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own.
+
+        Raises:
+            ValueError: on a CPU, where a sequence lies outside of what there is.
+        """
+        if device.type == "cpu" and mask.counts:
+            mask.check_counts(tensors, sizes[0], sizes[1] if apart else None)
         lengths, offsets, padding = (tensors.get(name) for name in ("lengths", "offsets", "padding"))
         queries = Places.of(sizes[0], lengths, offsets, device)
         if not apart:

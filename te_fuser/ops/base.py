@@ -18,6 +18,7 @@ import torch.nn.utils.parametrize
 from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.binding import Binding, PlannedParametrizations
+from te_fuser.ops.facts import Facts
 from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.sizes import exact, rounded_up
 
@@ -166,6 +167,7 @@ class FusableOperation(torch.nn.Module):
     make_cast: ClassVar[Callable[[torch.dtype], FusableOperation]]  # what autocast puts in front; set by ops.cast
     global_state: ClassVar[Callable[[], Hashable] | None] = None  # PyTorch's switches that plans of this op look at
     exports: ClassVar[bool] = False  # whether its named outputs go to the caller rather than to later ops
+    may_stay_unread: bool = False  # whether later ops need not read what it names
     emits: ClassVar[tuple[str, ...]] = ()  # what an opaque op's forward gives its backward
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
@@ -204,6 +206,10 @@ class FusableOperation(torch.nn.Module):
             if planned is not None:
                 return planned
         return super().__getattr__(name)
+
+    def facts(self) -> Facts:
+        """What holds while this op is as it is now; when it does not, plans and lists with the op are made anew."""
+        return Facts(items=((self.__dict__, "revision", self.revision),))
 
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""

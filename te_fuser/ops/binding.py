@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+
+from te_fuser.ops.facts import Facts
 
 Key = tuple[int, str]
 
@@ -39,6 +41,10 @@ class Binding:
         found = owner._parameters.get(self.name)
         return getattr(owner, self.name) if found is None else found
 
+    def parts(self) -> list[torch.Tensor]:
+        """The parameters that it stands for: mostly one."""
+        return [self.get()]
+
     def taken(self) -> torch.Tensor:
         """What a call takes for the parameter: by default the same."""
         return self.get()
@@ -48,9 +54,9 @@ class Binding:
         """(dict, key) where calls find what they take, if it is there."""
         return self.owner._parameters, self.name
 
-    def places(self) -> object:
-        """What has to stay as it is for calls to find the right tensor there; by default nothing has to."""
-        return None
+    def facts(self) -> Facts:
+        """What has to hold for calls to find the right tensor there; by default nothing has to."""
+        return Facts()
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor | None:
         """What stands for one that is computed, by `made(shape, dtype, device, needs_grad)`; None: computing tells."""
@@ -93,6 +99,20 @@ def place_of(owner: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
     """
     path, _, last = name.rpartition(".")
     return (owner.get_submodule(path) if path else owner), last
+
+
+def owned(owner: torch.nn.Module, names: Iterable[str]) -> Facts:
+    """What holds while parameters are of the modules that they are of, or are none that these have.
+
+    Raises:
+        AttributeError: when there is no such part.
+    """
+    facts = []
+    for name in names:
+        module, last = place_of(owner, name)
+        path, whether = tuple(name.split(".")[:-1]), module._parameters.get(last) is not None
+        facts.append((weakref.ref(owner), path, weakref.ref(module), last, whether))
+    return Facts(owned=tuple(facts))
 
 
 def has_tensor(owner: torch.nn.Module, name: str) -> bool:

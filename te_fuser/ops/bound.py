@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
-from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, place_of
-from te_fuser.ops.given import Given
-from te_fuser.ops.hooks import refuse_hooks, revision_of
+from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, owned, place_of
+from te_fuser.ops.facts import Facts
+from te_fuser.ops.given import Given, GivenBinding
+from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
 from te_fuser.ops.joined import JoinedBinding
 from te_fuser.ops.transposed import Transposed, TransposedBinding
 
@@ -94,18 +95,8 @@ class Bound(FusableOperation):
             return Transposed(theirs[0])
         return theirs[0] if len(theirs) == 1 else theirs
 
-    @property
-    def revision(self) -> Any:
-        """What changes when an attribute or a hook of the op does, or when the owner's parameters come or go."""
-        # Each call asks: nothing is looked for where torch.nn.Module would.
-        own = self.__dict__
-        owner = own["_owner"]()
-        there = [] if owner is None else [_place(owner, name) for names in own["_names"].values() for name in names]
-        return (own.get("revision", 0), revision_of(own["_modules"]["op"]), *there)
-
-    @revision.setter
-    def revision(self, number: int) -> None:
-        self.__dict__["revision"] = number
+    def facts(self) -> Facts:
+        return Facts.of([super().facts(), facts_of_parts(self), owned(self.owner, self._all_names())])
 
     def lower(self) -> list[LoweredOp]:
         refuse_hooks(self, "op", self.op)
@@ -129,6 +120,8 @@ class Bound(FusableOperation):
         if len(names) > 1:
             several = any(other is not owner for other, _ in places)
             return JoinedBinding(self.owner, names) if several else JoinedBinding(owner, tuple(n for _, n in places))
+        if isinstance(owner, Given):
+            return GivenBinding(owner, name)
         # Plans that an op is part of may outlive it; of those that it runs by alone `run_alone` takes care.
         return Binding(owner, name) if isinstance(owner, FusableOperation) else WeakBinding(owner, name)
 
@@ -163,17 +156,6 @@ def _names_in(given: Any) -> tuple[str, ...]:
     given = given.name if isinstance(given, Transposed) else given
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     return names if all(isinstance(name, str) for name in names) else ()
-
-
-def _place(owner: torch.nn.Module, name: str) -> tuple[int, bool]:
-    """Which module has it, where that is one in the owner, and whether it is there; asked in each call."""
-    if "." not in name:
-        return 0, owner._parameters.get(name) is not None
-    *path, own = name.split(".")
-    module: torch.nn.Module | None = owner
-    for step in path:
-        module = None if module is None else module._modules.get(step)
-    return (0, False) if module is None else (id(module._parameters), module._parameters.get(own) is not None)
 
 
 def _nobody() -> None:

@@ -30,7 +30,7 @@ from te_fuser.ops.attention_heads import (
     pack_gradients,
     split_inputs,
 )
-from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, AttentionMask, Band
+from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, PADDINGS, AttentionMask, Band
 from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
@@ -200,8 +200,10 @@ class DotProductAttention(UnfusedOperation):
                 f"layout={self.layout!r} with offsets={mask.offsets!r}: sequences one behind the other need both "
                 'layout="tokens" and mask=AttentionMask(offsets=...)'
             )
-        counts = {getattr(mask, name) for name in COUNTS} - {None}  # of queries and keys they may be one
-        names = [given.name for argument, given in self.named_inputs().items() if argument not in COUNTS] + [*counts]
+        shared = (COUNTS, PADDINGS)  # of queries and keys they may be one
+        said = [{getattr(mask, name) for name in kind} - {None} for kind in shared]
+        others = [given.name for name, given in self.named_inputs().items() if name not in sum(shared, ())]
+        names = [*others, *(name for kind in said for name in kind)]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise ValueError(f"two inputs are called {twice[0]!r}; give each a name of its own")

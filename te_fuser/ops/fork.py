@@ -11,13 +11,19 @@ from te_fuser.ops.row_op import RowOp
 class Fork(RowOp):
     """Hand the input through and give it a name for later ops of the list, `Add` or others: y = x, name = x.
 
+    Args:
+        name: what they call it.
+        may_stay_unread: whether it is no error where none does: as in a list that stands in others, or alone.
+
     Raises:
         ValueError: for a name that cannot be a keyword argument.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, may_stay_unread: bool = False) -> None:
         super().__init__()
         self.name = check_name(name)
+        if may_stay_unread:
+            self.may_stay_unread = True
 
     def named_outputs(self) -> tuple[str, ...]:
         return (self.name,)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, Place, Spec, Whole
-from te_fuser.ops.hooks import refuse_hooks, revision_of
+from te_fuser.ops.facts import Facts
+from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
 
 
 class FusedOperation(FusableOperation):
@@ -37,14 +37,8 @@ class FusedOperation(FusableOperation):
         """The ops it stands for, by name."""
         return {name: part for name, part in self._modules.items() if isinstance(part, FusableOperation)}
 
-    @property
-    def revision(self) -> Any:
-        """What changes when an attribute, a part, or a part's attribute or hooks do."""
-        return (self.__dict__.get("revision", 0), *map(revision_of, self.parts().values()))
-
-    @revision.setter
-    def revision(self, number: int) -> None:
-        self.__dict__["revision"] = number
+    def facts(self) -> Facts:
+        return Facts.of([super().facts(), facts_of_parts(self)])
 
     def lower(self) -> list[LoweredOp]:
         for name, part in self.parts().items():

@@ -27,7 +27,18 @@ def gelu_erf(x: Any) -> Any:
     return x * (0.5 + 0.5 * erf(x * math.sqrt(0.5)))
 
 
-_FORMS = {"tanh": gelu_tanh, "none": gelu_erf}
+GELU_FORMS = {"tanh": gelu_tanh, "none": gelu_erf}
+
+
+def known_form(op: RowOp, approximate: str) -> str:
+    """What an op was given as `approximate`.
+
+    Raises:
+        ValueError: where there is no such form.
+    """
+    if approximate not in GELU_FORMS:
+        raise ValueError(f"{type(op).__name__} knows approximate='tanh' and 'none', got {approximate!r}")
+    return approximate
 
 
 class GELU(RowOp):
@@ -46,12 +57,10 @@ class GELU(RowOp):
 
     def __init__(self, approximate: str = "tanh") -> None:
         super().__init__()
-        if approximate not in _FORMS:
-            raise ValueError(f"GELU knows approximate='tanh' and 'none', got {approximate!r}")
-        self.approximate = approximate
+        self.approximate = known_form(self, approximate)
 
     def compute(self, x: Any) -> Any:
-        return _FORMS[self.approximate](x)
+        return GELU_FORMS[self.approximate](x)
 
     def by_torch(self, x: Spec, names: tuple[str, ...]) -> TorchFunction | None:
         gelu = functools.partial(functional.gelu, approximate=self.approximate)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+
+from te_fuser.ops.binding import WeakBinding
 
 
 class Given(torch.nn.Module):
@@ -45,3 +47,16 @@ class Given(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         found = (self.__dict__["_held"].get() or {}).get(name) if "_held" in self.__dict__ else None
         return super().__getattr__(name) if found is None else found
+
+
+class GivenBinding(WeakBinding):
+    """A tensor of a call by its name: what it is like is known without computing anything."""
+
+    tells: ClassVar[bool] = True
+
+    def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
+        t = self.get()
+        return made(t.shape, t.dtype, t.device, t.requires_grad)
+
+    def weak(self) -> GivenBinding:
+        return self

@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.formula import clamp, relu, sigmoid, split
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
-from te_fuser.ops.gelu import gelu_tanh
+from te_fuser.ops.gelu import GELU_FORMS, known_form
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.reshape import Flatten, Unflatten
 from te_fuser.ops.row_op import RowOp
@@ -102,13 +102,28 @@ class GLU(GatedUnit):
 
 
 class GEGLU(GatedUnit):
-    """Gate by tanh-GELU: y = GELU(gate) * linear, [..., 2n] -> [..., n].
+    """Gate by GELU: y = GELU(gate) * linear, [..., 2n] -> [..., n].
+
+    Args:
+        gate_first, glu_interleave_size: where the gate lies, see `GatedUnit`.
+        approximate: "tanh" (the default) or "none", see `GELU`.
+
+    Raises:
+        ValueError: for another `approximate`, or an odd number of features.
 
     Source: Shazeer, "GLU variants improve Transformer" (2020).
     """
 
+    other_choices = {"approximate": "none"}
+
+    def __init__(
+        self, gate_first: bool = True, glu_interleave_size: int | None = None, approximate: str = "tanh"
+    ) -> None:
+        super().__init__(gate_first, glu_interleave_size)
+        self.approximate = known_form(self, approximate)
+
     def activation(self, gate: Any) -> Any:
-        return gelu_tanh(gate)
+        return GELU_FORMS[self.approximate](gate)
 
 
 class QGEGLU(GatedUnit):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.facts import Facts
 
 _module = torch.nn.modules.module
 # Those that run for all modules: while there is one, every op runs by its own __call__.
@@ -56,9 +57,18 @@ def silenced(module: torch.nn.Module) -> Iterator[None]:
             hooks.update({key: hook for key, hook in found.items() if key in hooks})
 
 
-def revision_of(part: FusableOperation) -> tuple[Any, ...]:
-    """What changes when an attribute or the hooks of an op do that another one is lowered to."""
-    return part.revision, *map(len, hooks_of(part))
+def hook_facts(hooks: Iterable[dict[int, Any]]) -> Facts:
+    """Which kinds of hooks there are, and which not."""
+    kinds = tuple(hooks)
+    return Facts(empty=tuple([kind for kind in kinds if not kind]), filled=tuple([kind for kind in kinds if kind]))
+
+
+def facts_of_parts(whole: FusableOperation) -> Facts:
+    """What holds while the ops that another one is lowered to are these, with these attributes and hooks."""
+    parts = tuple(whole._modules.values())
+    ops = [part for part in parts if isinstance(part, FusableOperation)]
+    hooks = hook_facts(kind for op in ops for kind in hooks_of(op))
+    return Facts.of([Facts(members=((whole._modules, parts),)), hooks, *[op.facts() for op in ops]])
 
 
 def refuse_hooks(whole: FusableOperation, name: str, part: FusableOperation) -> None:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from te_fuser.ops.binding import WeakBinding, place_of
+from te_fuser import _native
+from te_fuser.ops.binding import WeakBinding, owned, place_of
+from te_fuser.ops.facts import Facts, still_hold
 
-_PARTS = "_te_fuser_parts"  # attribute of a joined tensor: what it was joined from
-_PLACES = "_te_fuser_places"  # another: where these lay
+_JOINED = "_te_fuser_joined"  # attribute of a joined tensor: what it was joined from
+
+
+class Joined(NamedTuple):
+    """What a tensor was joined from: parts, the rows of each, and that these are the parts and lie where they lay."""
+
+    parts: tuple[torch.Tensor, ...]
+    rows: tuple[int, ...]
+    facts: Facts
 
 
 class JoinedBinding(WeakBinding):
@@ -63,27 +72,38 @@ class JoinedBinding(WeakBinding):
         owner = self.owner
         return owner.__dict__.get("_wholes", owner._parameters), self.name
 
-    def places(self) -> object:
-        """Which tensors the parts are, and where they lie."""
-        owners = [(part(), last) for part, last in self.__dict__["_places"]]
-        found = [p for part, last in owners if part is not None and (p := part._parameters.get(last)) is not None]
-        return [(id(p), p.data_ptr(), p.shape, p.dtype, p.requires_grad) for p in found]
+    def facts(self) -> Facts:
+        """Which tensors the parts of the kept one are, and where they lie."""
+        kept = joined_of(self._wholes.get(self.name))
+        return Facts() if kept is None else kept.facts
+
+    @property
+    def _wholes(self) -> dict[str, torch.Tensor]:
+        return self.owner.__dict__.get("_wholes", {})  # type: ignore[no-any-return]
 
     def taken(self) -> torch.Tensor:
-        now, wholes = self.places(), self.owner.__dict__.get("_wholes", {})
+        wholes = self._wholes
         kept = wholes.get(self.name)
-        if kept is not None and kept.__dict__[_PLACES] == now:
-            return kept  # type: ignore[no-any-return]
+        if kept is not None and still_hold(kept.__dict__[_JOINED].facts):
+            return kept
         parts = self.parts()
+        joined = Joined(tuple(parts), tuple([p.shape[0] for p in parts]), self._placed(parts))
         together = lie_together(parts)
         with torch.inference_mode(False), torch.no_grad():  # later calls may be recorded
-            whole = (_in_one_buffer if together else _copied)(parts)
+            whole = (in_one_buffer if together else _copied)(parts)
         whole.requires_grad_(any(p.requires_grad for p in parts))
-        whole.__dict__.update({_PARTS: parts, _PLACES: now})
+        whole.__dict__[_JOINED] = joined
         wholes.pop(self.name, None)
         if together:
             wholes[self.name] = whole
         return whole
+
+    def _placed(self, parts: Sequence[torch.Tensor]) -> Facts:
+        """These are the parts, and lie where they lie now."""
+        dicts = [(part()._parameters, last) for part, last in self.__dict__["_places"]]
+        placed = [(*at, t, _native.tensor_place(t)) for at, t in zip(dicts, parts, strict=True)]
+        of_others = owned(self.owner, [name for name in self.names if "." in name])
+        return of_others._replace(placed=tuple(placed))
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
         parts = self.parts()
@@ -100,9 +120,15 @@ class JoinedBinding(WeakBinding):
         return self
 
 
+def joined_of(t: torch.Tensor | None) -> Joined | None:
+    """What a parameter of a call was joined from; None where it was not."""
+    return None if t is None else t.__dict__.get(_JOINED)
+
+
 def parts_of(t: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What a parameter of a call was joined from; empty where it was not."""
-    return t.__dict__.get(_PARTS, ())  # type: ignore[no-any-return]
+    """The same, its parts alone; empty where it was not joined."""
+    joined = joined_of(t)
+    return () if joined is None else joined.parts
 
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:
@@ -113,7 +139,8 @@ def lie_together(parts: Sequence[torch.Tensor]) -> bool:
     return all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in itertools.pairwise(places))
 
 
-def _in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors that `lie_together` as one, joined along dimension 0: a view of the first one's memory."""
     first = parts[0].detach()
     return first.as_strided((sum([p.shape[0] for p in parts]), *first.shape[1:]), first.stride())
 
@@ -154,9 +181,9 @@ class Together(torch.nn.Module):
         for names in getattr(self, "_kept_together", ()):
             parts = self._found(names)
             kinds = {(type(p.data), p.dtype, p.device, p.shape[1:]) for p in parts}
-            if len(parts) < len(names) or len(kinds) > 1 or parts[0].is_meta or lie_together(parts):
-                continue
-            if type(parts[0].data) is torch.Tensor:
+            if len(parts) < len(names) or len(kinds) > 1 or parts[0].is_meta or type(parts[0].data) is not torch.Tensor:
+                continue  # a DTensor has no storage of its own to look at
+            if not lie_together(parts):
                 buffer = torch.cat([p.detach() for p in parts])
                 for p, piece in zip(parts, buffer.split([p.shape[0] for p in parts]), strict=True):
                     p.data = piece

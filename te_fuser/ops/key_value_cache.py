@@ -18,9 +18,9 @@ class KeyValueCache(UnfusedOperation):
     """Write keys and values of packed heads into caches of the call, and go on with the queries: y = q.
 
     Caches are [L + 1, B, kv_heads * head_dim], in the order of the layout. Row s of sample b goes to position
-    starts[b] + s of it; rows from counts[b] on, and what would lie behind L, go to the last one, which nobody reads. So
-    an attention of keys that are apart, with key_lengths = starts + counts, sees earlier calls too. Nothing waits for
-    the device.
+    starts[b] + s of it; rows from counts[b] on are padding, and go to the last one, which nobody reads. So an attention
+    of keys that are apart, with key_lengths = starts + counts, sees earlier calls too. Nothing waits for the device:
+    where positions would lie behind L, a CPU raises, and a GPU gives NaN for these queries.
 
     Args:
         head_dim: features of one head.
@@ -112,9 +112,28 @@ class KeyValueCache(UnfusedOperation):
         rows = torch.arange(x.shape[sequence], device=x.device)
         places = call["starts"].long() + rows[:, None]  # [S, B]
         last = call["key_cache"].shape[sequence] - 1
-        places = places.masked_fill(rows[:, None] >= call["counts"], last).clamp_(max=last)
+        places = places.masked_fill(rows[:, None] >= call["counts"], -1)
+        lost = places >= last
+        self._check_room(call, lost, last)
+        places.masked_fill_(lost, last)  # as -1 is
         samples = torch.arange(x.shape[batch], device=x.device).expand_as(places)
         index = (places, samples) if sequence == 0 else (samples, places)
         for cache, part in ((call["key_cache"], k), (call["value_cache"], v)):
             cache.index_put_(index, part.permute(2, 0, 1, 3).flatten(2))
-        return heads.merge_output(q)
+        lost = lost.mT[:, None, None, :, None]  # [B, 1, 1, S, 1]
+        return heads.merge_output(torch.where(lost, torch.nan, q))
+
+    def _check_room(self, call: OpCall, lost: torch.Tensor, room: int) -> None:
+        """Raise, in words, where a CPU's rows would lie behind a cache.
+
+        Raises:
+            ValueError: saying which sample's.
+        """
+        if lost.device.type != "cpu" or not len(found := lost.nonzero()):
+            return
+        sample = int(found[0, 1])
+        raise ValueError(
+            f"KeyValueCache: sample {sample} begins at position {int(call['starts'][sample])} and adds "
+            f"{int(call['counts'][sample])}, and its caches have room for {room} and one more for padding: enlarge "
+            f"{self.key_cache!r} and {self.value_cache!r}, or end the sequence"
+        )

@@ -9,16 +9,22 @@ differ in, or where the weight's `overwrite_main_grad` is true when backward run
 gradient when a backward begins. So the first product of a backward with that weight writes over it, and every later
 one adds, also those of other segments and models that use the weight: whoever reads main_grad does so in hooks of the
 weight, and autograd runs them once in a backward, after all of its uses.
+
+Of a weight that is joined from several parameters (`te_fuser.ops.joined`) each has a main_grad of its own: one product
+puts the gradient where these lie one behind the other in one buffer, else one for each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, MutableMapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from te_fuser.ops.joined import in_one_buffer, lie_together, parts_of
 
 _NOTE = "grad_added_to_main_grad"
 _ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of tensors
@@ -26,6 +32,50 @@ _ABSENT, _OVER = "_te_fuser_absent", "_te_fuser_written_over"  # attributes of t
 
 # Weight -> the backward, by autograd's number for it, that wrote to its main_grad last, and whether it wrote over it.
 _written: MutableMapping[torch.Tensor, tuple[int, bool]] = WeakTensorKeyDictionary()
+
+
+def put_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    over: bool,
+    put: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None],
+) -> torch.Tensor:
+    """Put dy^T x into a weight's main_grad, or into those of its parts, and give what stands for it.
+
+    Args:
+        over: whether the op says that this backward is to write over it.
+        put: (dy, x, main_grad, over) adds the product to main_grad, or writes over it.
+
+    Raises:
+        RuntimeError: as `main_grad_to_write` does.
+    """
+    parts = parts_of(weight)
+    if not parts:
+        put(dy, x, *main_grad_to_write(weight, over))
+        return gradient_added(weight)
+    ends = itertools.accumulate(part.shape[0] for part in parts)
+    shares = [
+        (slice(end - part.shape[0], end), *main_grad_to_write(part, over))
+        for part, end in zip(parts, ends, strict=True)
+        if _takes_gradient(part)
+    ]
+    if len(shares) == len(parts) and _are_one(held := [t for _, t, _ in shares], {is_over for *_, is_over in shares}):
+        put(dy, x, in_one_buffer(held), shares[0][2])
+    else:
+        for rows, main_grad, is_over in shares:
+            put(dy[..., rows], x, main_grad, is_over)
+    return gradient_added(weight)
+
+
+def _takes_gradient(part: torch.Tensor) -> bool:
+    """Whether a part's main_grad takes its share: those of frozen parts do not, unless the whole is `caught`."""
+    return part.requires_grad or _OVER in getattr(held_main_grad(part), "__dict__", {})
+
+
+def _are_one(held: Sequence[torch.Tensor], overs: set[bool]) -> bool:
+    """Whether one product can put what goes to these."""
+    return len(overs) == 1 and len({t.dtype for t in held}) == 1 and lie_together(held)
 
 
 def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.Tensor, bool]:
@@ -75,11 +125,23 @@ def _writes_over(weight: torch.Tensor, over: bool) -> bool:
 
 
 def gradient_added(weight: torch.Tensor) -> torch.Tensor:
-    """Note that a weight's gradient is in its main_grad, and give what stands for it: zeros, or `is_absent`."""
+    """Note that a weight's gradient is in its main_grad, and give what stands for it: zeros, or `is_absent`.
+
+    Raises:
+        RuntimeError: when some parts of a joined weight are to have zeros for autograd, and others none.
+    """
     shape, dtype, device = tuple(weight.shape), weight.dtype, weight.device
-    if not hasattr(weight, _NOTE):
+    of = [part for part in parts_of(weight) if part.requires_grad] or [weight]
+    noted = [part for part in of if hasattr(part, _NOTE)]
+    if not noted:
         return _absent(shape, dtype, device)
-    setattr(weight, _NOTE, True)
+    if len(noted) < len(of):
+        raise RuntimeError(
+            f"accumulate_into_main_grad: {len(noted)} of {len(of)} weights that are joined have {_NOTE}: give it to "
+            "all of them, or to none"
+        )
+    for part in noted:
+        setattr(part, _NOTE, True)
     # A tensor of its own over memory that all share: autograd would copy one that somebody else holds.
     return _zeros(shape, dtype, device).detach()
 
@@ -127,17 +189,24 @@ def restored(weights: Iterable[torch.Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def caught(weight: torch.Tensor) -> Iterator[torch.Tensor | None]:
     """What a backward in here gives to main_grad, by itself; main_grad has it afterwards. None: there is none."""
-    held = held_main_grad(weight)
-    if held is None:
+    parts = parts_of(weight) or (weight,)
+    held = [held_main_grad(part) for part in parts]
+    first = next((t for t in held if t is not None), None)
+    if first is None:
         yield None
         return
-    alone = torch.zeros_like(held)
-    alone.__dict__[_OVER] = None
-    with _replaced(weight, alone):
+    alone = torch.zeros(weight.shape, dtype=first.dtype, device=first.device)
+    pieces = alone.split([part.shape[0] for part in parts]) if len(parts) > 1 else (alone,)
+    with contextlib.ExitStack() as stack:
+        for part, piece in zip(parts, pieces, strict=True):
+            piece.__dict__[_OVER] = None
+            stack.enter_context(_replaced(part, piece))
         yield alone
-    over = alone.__dict__[_OVER]
-    over = _writes_over(weight, False) if over is None else over  # whoever wrote did not ask
-    held.copy_(alone) if over else held.add_(alone)
+    for part, main_grad, piece in zip(parts, held, pieces, strict=True):
+        if main_grad is not None and (part.requires_grad or len(parts) == 1):
+            over = piece.__dict__[_OVER]
+            over = _writes_over(part, False) if over is None else over  # whoever wrote did not ask
+            main_grad.copy_(piece) if over else main_grad.add_(piece)
 
 
 @contextlib.contextmanager
@@ -160,6 +229,11 @@ def held_main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     getter = getattr(weight, "get_main_grad", None)
     held = getattr(weight, "main_grad", None) if getter is None else getter()
     return held if isinstance(held, torch.Tensor) else None
+
+
+def has_main_grad(weight: torch.Tensor) -> bool:
+    """Whether a weight, or one that it was joined from, has a main_grad."""
+    return any(held_main_grad(part) is not None for part in parts_of(weight) or (weight,))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.ops.base import Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size
-from te_fuser.ops.main_grad import gradient_added, main_grad_to_write
+from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
@@ -39,10 +39,12 @@ def _weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, over: bool = False) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
-    held, over = main_grad_to_write(weight, over)
+    return put_gradient(dy, x, weight, over, _put)
+
+
+def _put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
     gradient = _weight_gradient(dy, x)
-    held.copy_(gradient) if over else held.add_(gradient)
-    return gradient_added(weight)
+    main_grad.copy_(gradient) if over else main_grad.add_(gradient)
 
 
 def _new_main_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -31,10 +31,11 @@ class RotaryByAngles(UnfusedOperation):
         angles: the name of the angles in the call, or two, of the queries' and the keys'; cosines and sines by
             `cos_sin` instead.
         cos_sin: the names of both.
-        starts: the name of whole numbers [B]: the position of each sample's first row; where not given, 0. Rows behind
-            the last angles turn as these say.
+        starts: the name of whole numbers [B]: the position of each sample's first row; where not given, 0.
         offsets: for layout="tokens", the name of whole numbers [N + 1]: x is [tokens, features], and sequence n begins
             with token offsets[n].
+        padded: whether rows whose positions have no angles are padding, which turns as the last angles say. Else they
+            are a ValueError on a CPU, and NaN on a GPU, where nobody waits for the device to raise.
         layout, packing, style: see `RotaryEmbedding`.
 
     Raises:
@@ -57,6 +58,7 @@ class RotaryByAngles(UnfusedOperation):
         cos_sin: tuple[str, str] | None = None,
         starts: str | None = None,
         offsets: str | None = None,
+        padded: bool = False,
         layout: str = "sequence_first",
         packing: str = "interleaved",
         style: str = "half",
@@ -69,7 +71,7 @@ class RotaryByAngles(UnfusedOperation):
             PackedHeads(heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads = head_dim, heads, kv_heads
         self.angles, self.cos_sin, self.starts, self.offsets = angles, cos_sin, starts, offsets
-        self.layout, self.packing = layout, packing
+        self.layout, self.packing, self.padded = layout, packing, padded
         self.style = one_of("style", style, STYLES)
         for given in self.named_inputs().values():
             check_name(given.name)
@@ -81,7 +83,7 @@ class RotaryByAngles(UnfusedOperation):
             names = {"angles": self.angles}
         else:
             names = dict(zip(("angles", "key_angles"), self.angles, strict=True))
-        names |= {name: own for name in ("starts", "offsets") if (own := getattr(self, name)) is not None}
+        names |= {name: getattr(self, name) for name in ("starts", "offsets") if getattr(self, name) is not None}
         return {argument: NamedInput(name, None, optional=True, gradient=False) for argument, name in names.items()}
 
     def infer(self, x: Spec) -> Spec:
@@ -142,78 +144,127 @@ class RotaryByAngles(UnfusedOperation):
             Gradient(("input",), tuple(n for n in (*_TABLES, "starts", "offsets") if n in names), "input_gradient"),
         )
 
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """The formula, recorded by autograd."""
+        apart, together, made = STYLES[self.style].apart, STYLES[self.style].together, []
+        for heads, table in self._spans(x, self._tables(call, x)):
+            if table is None or not heads.numel():
+                made.append(heads)
+                continue
+            cos, sin = table
+            turning, others = heads[..., : cos.shape[-1]].to(cos.dtype), heads[..., cos.shape[-1] :]
+            (a, b), (cos_a, cos_b), (sin_a, sin_b) = apart(turning), apart(cos), apart(sin)
+            turned = together(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+            made.append(torch.cat((turned.to(x.dtype), others), -1))
+        return torch.cat(made, -2).view(x.shape)
+
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        return self._turned(call, x, self._turn)
+        """x with queries and keys turned."""
+        return self._turned(call, x, 1)
 
     def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """dy turned back."""
-        return {"input": self._turned(call, dy, self._turn_back)}
+        return {"input": self._turned(call, dy, -1)}
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         layout = {"layout": "sequence_first", "offsets": None} if self.offsets else {}
         return alike(self, features, head_dim=features, heads=1, kv_heads=None, **layout)
 
-    def _turned(self, call: OpCall, x: torch.Tensor, turn: Any) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        shape, x = x.shape, x if self.offsets is None else x[:, None]
-        tables = self._tables(call, x, wide)
-        if tables is None:
-            return x.view(shape)
-        groups = (self.kv_heads or 1) if self.packing == "interleaved" else 1
-        heads = x.reshape(*x.shape[:2], groups, x.shape[2] // (groups * self.head_dim), self.head_dim)
-        count = self.heads // groups
-        keys = 0 if self.kv_heads is None else self.kv_heads // groups
-        parts = [
-            self._with_others(part, table, turn, wide)
-            for part, table in zip(heads.split([count, keys, heads.shape[3] - count - keys], 3), tables, strict=True)
-        ]
-        return torch.cat(parts, 3).view(shape)
+    def _turned(self, call: OpCall, x: torch.Tensor, direction: int) -> torch.Tensor:
+        """x turned, in one tensor that each span of heads is written into."""
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        tables = self._tables(call, x)
+        for (source, table), (target, _) in zip(self._spans(x, tables), self._spans(y, tables), strict=True):
+            turning = 0 if table is None else table[0].shape[-1]
+            if turning < self.head_dim:
+                target[..., turning:].copy_(source[..., turning:])
+                source, target = source[..., :turning], target[..., :turning]
+            if table is not None and x.numel():
+                cos, sin = table
+                self._turn(source, target, cos, sin, direction)
+        return y
 
-    def _with_others(self, heads: torch.Tensor, table: Any, turn: Any, wide: torch.dtype) -> torch.Tensor:
-        if table is None or not heads.numel():
-            return heads
-        cos, sin = table
-        turning, others = heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
-        return torch.cat((turn(turning.to(wide), cos, sin).to(heads.dtype), others), -1)
+    def _turn(
+        self, source: torch.Tensor, target: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int
+    ) -> None:
+        """Write heads turned into `target`, rounded once."""
+        made, apart = target, STYLES[self.style].apart
+        if target.dtype != cos.dtype:
+            source, made = source.to(cos.dtype), torch.empty_like(target, dtype=cos.dtype)
+        (a, b), (to_a, to_b), (cos_a, cos_b), (sin_a, sin_b) = apart(source), apart(made), apart(cos), apart(sin)
+        if direction < 0:
+            sin_a, sin_b = sin_b, sin_a
+        torch.mul(a, cos_a, out=to_a).addcmul_(b, sin_a, value=-direction)
+        torch.mul(b, cos_b, out=to_b).addcmul_(a, sin_b, value=direction)
+        if made is not target:
+            target.copy_(made)
 
-    def _turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        style = STYLES[self.style]
-        (a, b), (cos_a, cos_b), (sin_a, sin_b) = style.apart(x), style.apart(cos), style.apart(sin)
-        return style.together(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+    @property
+    def _groups(self) -> int:
+        return (self.kv_heads or 1) if self.packing == "interleaved" else 1
 
-    def _turn_back(self, dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        style = STYLES[self.style]
-        (a, b), (cos_a, cos_b), (sin_a, sin_b) = style.apart(dy), style.apart(cos), style.apart(sin)
-        return style.together(a * cos_a + b * sin_b, b * cos_b - a * sin_a)
+    def _spans(self, x: torch.Tensor, tables: tuple[Any, Any]) -> list[tuple[torch.Tensor, Any]]:
+        """Heads that lie one behind the other, [.., .., (groups,) heads, head_dim], and what they turn by, or None."""
+        groups = self._groups
+        rows = x.shape[:2] if self.offsets is None else (x.shape[0], 1)
+        count = x.shape[-1] // (groups * self.head_dim)
+        whole = x.reshape(*rows, *((groups,) if groups > 1 else ()), count, self.head_dim)
+        if self.kv_heads is None:
+            return [(whole, tables[0])]
+        queries, keys = self.heads // groups, self.kv_heads // groups
+        if tables[0] is tables[1]:
+            turning, values = torch.split_with_sizes(whole, (queries + keys, keys), -2)
+            return [(turning, tables[0]), (values, None)]
+        return list(zip(torch.split_with_sizes(whole, (queries, keys, keys), -2), (*tables, None), strict=True))
 
-    def _tables(self, call: OpCall, x: torch.Tensor, wide: torch.dtype) -> tuple[Any, Any, None] | None:
-        """(cos, sin) of queries, of keys, and of values none; None where nothing turns."""
+    def _tables(self, call: OpCall, x: torch.Tensor) -> tuple[Any, Any]:
+        """(cos, sin) of queries, and of keys; None for what does not turn."""
         cos, sin = call.get("cos"), call.get("sin")
         if cos is not None and sin is not None:
-            both = self._placed(call, cos, x).to(wide), self._placed(call, sin, x).to(wide)
-            return both, both, None
-        found = []
+            both = self._placed(call, cos, x), self._placed(call, sin, x)
+            return both, both
+        found: list[Any] = []
         for given in (call.get("angles"), call.get("key_angles")):
-            placed = None if given is None else self._placed(call, given, x).to(wide)
+            placed = None if given is None else self._placed(call, given, x)
             found.append(None if placed is None else (placed.cos(), placed.sin()))
-        if "key_angles" not in self.named_inputs():
-            found[1] = found[0]
-        return None if found == [None, None] else (found[0], found[1], None)
+        return found[0], found[1] if "key_angles" in self.named_inputs() else found[0]
 
     def _placed(self, call: OpCall, given: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The rows of a table that x has, as they broadcast against heads."""
+        """The rows of a table that x has, as they broadcast against heads, in what heads are turned in."""
         sequence, batch = LAYOUTS[self._order]
-        length, samples, starts = x.shape[sequence], x.shape[batch], call.get("starts")
+        starts, wide = call.get("starts"), torch.promote_types(x.dtype, torch.float32)
+        length = x.shape[sequence]
         if self.offsets is not None:
-            return given[self._places(call, length)].unsqueeze(2)
-        if starts is None:
-            rows = given[:length]
+            rows = self._rows(given, self._places(call, length))
+        elif starts is None:
+            rows = given if given.shape[0] == length else given[:length]
         else:
             places = starts.to(x.device) + torch.arange(length, device=x.device)[:, None]
-            places = places.clamp(max=given.shape[0] - 1)  # padding may lie behind the table
-            rows = given.expand(-1, samples, -1, -1)[places, torch.arange(samples, device=x.device)]
-        rows = rows.unsqueeze(2)
-        return rows if sequence == 0 else rows.transpose(0, 1)
+            rows = self._rows(given, places, torch.arange(x.shape[batch], device=x.device))
+        rows = rows if sequence == 0 else rows.transpose(0, 1)
+        rows = rows if self._groups == 1 else rows.unsqueeze(2)
+        return rows if rows.dtype == wide else rows.to(wide)
+
+    def _rows(self, given: torch.Tensor, places: torch.Tensor, samples: torch.Tensor | None = None) -> torch.Tensor:
+        """Those of a table at places [S, B] of samples [B], or at places [T].
+
+        Raises:
+            ValueError: on a CPU, for places that it does not have, where they are not padding.
+        """
+        last = given.shape[0] - 1
+        within = places.clamp(0, last)
+        rows = given[within] if samples is None else given.expand(-1, len(samples), -1, -1)[within, samples]
+        if self.padded:
+            return rows
+        outside = within != places
+        if given.device.type == "cpu" and len(found := outside.nonzero()):
+            at = found[0].tolist()
+            of = f" of sample {at[1]}" if samples is not None else ""
+            raise ValueError(
+                f"RotaryByAngles: row {at[0]}{of} stands at position {int(places[tuple(at)])}, and there are angles of "
+                f"{last + 1} positions: give more of them, or lower {self.starts or self.offsets}"
+            )
+        return rows.masked_fill(outside[(...,) + (None,) * (rows.dim() - outside.dim())], torch.nan)
 
     def _places(self, call: OpCall, tokens: int) -> torch.Tensor:
         """The position of each token in its sequence; those behind the last one are at 0."""

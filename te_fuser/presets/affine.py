@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import Common, check_choice, check_flag, check_size
-from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.arguments import Common, check_flag, check_size
+from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Norm
 
@@ -28,7 +28,7 @@ class AffineArguments(Common):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parallel_mode is not None:
-            check_choice("parallel_mode", self.parallel_mode, _DIMS)
+            self.choose("parallel_mode", _DIMS)
 
 
 class Affine(Preset):
@@ -49,14 +49,10 @@ class Affine(Preset):
         said = self.common
         self.in_features = check_size("in_features", in_features)
         self.out_features = check_size("out_features", out_features)
-        self.parallel_mode = said.parallel_mode.lower() if said.parallel_mode else None
+        self.parallel_mode = said.parallel_mode
         self.use_bias, self.return_bias = check_flag("bias", bias), bool(said.return_bias)
         self.skip_weight_param_allocation = bool(said.skip_weight_param_allocation)
         sizes = _split(said.parameters_split, self.out_features)
-        if sizes and self.fuse_wgrad_accumulation:
-            raise ValueError(
-                "fuse_wgrad_accumulation takes one weight, and parameters_split makes several: leave one of them out"
-            )
         self.parts = {name: tuple(f"{part}_{name}" for part in sizes) or (name,) for name in ("weight", "bias")}
         self.norm: Norm | None = None if eps is None else said.norm(self.in_features, eps)
         self._call = (ops.Given(),)  # no child: it has no state
@@ -142,7 +138,8 @@ class Affine(Preset):
         names = self.parts[name]
         return ops.Bound(op, self, **{name: names[0] if len(names) == 1 else names})
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         inp: torch.Tensor,
         weight: torch.Tensor | None = None,
@@ -151,7 +148,7 @@ class Affine(Preset):
         fp8_output: bool = False,
         fp8_grad: bool = False,
         **call: Any,
-    ) -> Any:
+    ) -> Asked:
         """out[, bias][, layernorm_out].
 
         Args:
@@ -165,16 +162,23 @@ class Affine(Preset):
             NotImplementedError: for FP8.
         """
         self.check_group()
+        gives_none = weight is None and bias is None and is_first_microbatch is None
+        if gives_none and not (fp8_output or fp8_grad or call) and self.is_list:
+            return Asked(self, inp)
         for name, wanted in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
             if wanted:
                 raise NotImplementedError(f"{type(self).__name__}: {name} asks for FP8, which is to come; leave it out")
         given = self._given_tensors(weight, bias)
         over = self.writes_over(is_first_microbatch)
         instead = () if self.skip_weight_param_allocation else tuple(given)
-        run = self.variant(over=over, given=instead) if instead or over else super().forward
-        with self._call[0].holding(**given) if given else nullcontext():
-            made = run(inp, **self.with_outputs(call))
-        return with_bias(made, self._bias(given)) if self.return_bias else made
+        listed = self.variant(over=over, given=instead) if instead or over else self
+        held = self._call[0].holding(**given) if given else None
+        finished = functools.partial(with_bias, bias=self._bias(given)) if self.return_bias else None
+        return Asked(listed, inp, self.with_outputs(call), held, finished)
+
+    @property
+    def is_list(self) -> bool:
+        return not (self.return_bias or self.skip_weight_param_allocation or self.asked())
 
     def asked(self) -> tuple[str, ...]:
         return () if self.norm is None or self.norm.output is None else (self.norm.output,)

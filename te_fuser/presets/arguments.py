@@ -66,6 +66,14 @@ class Placed:
             )
         check_size("tp_size", self.tp_size)
 
+    def choose(self, name: str, choices: Iterable[str]) -> None:
+        """Take one of several words for an argument, in any case.
+
+        Raises:
+            ValueError: naming them all.
+        """
+        object.__setattr__(self, name, check_choice(name, getattr(self, name), choices))
+
 
 @dataclass(frozen=True)
 class Common(Placed):

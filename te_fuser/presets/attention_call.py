@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class AttentionCall:
         qkv_format: "sbhd", "bshd" or "thd".
         padded_by: what says the padding: a "mask", "keys" for a mask of the keys alone, "lengths" of samples; in "thd"
             "offsets" of sequences, or "offsets and lengths"; "cache": how far caches are filled.
-        keys_alike: in "thd", whether the keys' sequences are the queries'.
+        keys_alike: whether the keys' mask of padding, in "thd" their sequences, are the queries'.
         longest: in "thd", no sequence is longer.
         bias: "none", "given", "alibi" or "slopes".
         mask: the name of its mask in the call.
@@ -158,7 +157,8 @@ class AttentionCall:
             if apart and not self.keys_alike:
                 found["key_offsets"] = self.begins.replace("_q", "_kv")
         elif "padding" in self.mask_type and self.padded_by in ("mask", "keys"):
-            ours, theirs = (f"{self.mask}_q", f"{self.mask}_kv") if apart else (self.mask, "")
+            ours = f"{self.mask}_q" if apart else self.mask
+            theirs = ours if self.keys_alike else f"{self.mask}_kv"
             found |= {"padding": ours} if self.padded_by == "mask" else {}
             found |= {"key_padding": theirs} if apart else {}
         if "lengths" in self.padded_by and (self.qkv_format == "thd" or "padding" in self.mask_type):
@@ -183,6 +183,7 @@ class Asking:
         apart: whether keys and values are apart from queries.
         scale: the factor on its scores.
         cross: whether keys are another tensor's than queries.
+        reads: whether a call that says nothing would have to give tensors.
     """
 
     who: str
@@ -190,6 +191,10 @@ class Asking:
     apart: bool
     scale: float
     cross: bool = False
+    reads: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", self.default.qkv_format == "thd" or self.default.reads_mask)
 
     def understood(
         self, given: Mapping[str, Any], caches: bool = False
@@ -215,11 +220,6 @@ class Asking:
         call, added = self._bias(call, given)
         return call, {**tensors, **added}
 
-    @functools.cached_property
-    def reads(self) -> bool:
-        """Whether a call that says nothing would have to give tensors."""
-        return self.default.qkv_format == "thd" or self.default.reads_mask
-
     def _by_mask(self, call: AttentionCall, mask: Any) -> AttentionCall:
         """No type is said: a mask that is given has the one that it looks like."""
         if mask is None or call.qkv_format == "thd":
@@ -227,7 +227,7 @@ class Asking:
         return call.changed("padding" if isinstance(mask, (tuple, list)) else "arbitrary")
 
     def _padding(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        ours, theirs = given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")
+        ours, theirs = (_offsets(self.who, name, given.get(name)) for name in ("cu_seqlens_q", "cu_seqlens_kv"))
         mask = given.get("attention_mask")
         if call.qkv_format == "thd" and call.mask_type != "arbitrary":
             self._refuse_mask(call, mask)
@@ -240,6 +240,11 @@ class Asking:
             return call, {call.mask: _boolean(self.who, call.mask, mask)}
         if "padding" not in call.mask_type:
             self._refuse_mask(call, mask)
+            if ours is not None or theirs is not None:
+                say_once(
+                    f"{self.who}: {_type(call)} reads no lengths, and the cu_seqlens that calls give change nothing: "
+                    "leave them out, or give a type that reads them ('padding' or 'padding_causal')"
+                )
             return call, {}
         if mask is not None:
             return self._padded_by_mask(call, mask)
@@ -264,6 +269,9 @@ class Asking:
                 f"{mask if not isinstance(mask, torch.Tensor) else 'one tensor'}: give (query_mask, key_mask)"
             )
         ours, theirs = mask
+        if ours is theirs:
+            alike = replace(call, padded_by="mask", keys_alike=True)
+            return alike, {f"{call.mask}_q": _boolean(self.who, call.mask, ours)}
         tensors = {f"{call.mask}_kv": _boolean(self.who, call.mask, theirs)}
         if ours is None:
             return replace(call, padded_by="keys"), tensors
@@ -305,6 +313,8 @@ class Asking:
         return 1 << (max(*lengths, 1) - 1).bit_length()
 
     def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
+        if isinstance(mask, str):
+            raise TypeError(f"{self.who}: {call.mask} takes a tensor, got {mask!r}: give its type by {_type(call)}")
         if mask is not None:
             say_once(
                 f"{self.who}: {_type(call)} reads no mask, and the {call.mask} that calls give changes nothing: leave "
@@ -386,6 +396,12 @@ def _window(given: Any) -> Window:
         raise ValueError(f"window_size is (left, right), how many positions on each side, -1 for all; got {given!r}")
     left, right = (None if side == -1 else side for side in sides)
     return None if left is None and right is None else (left, right)
+
+
+def _offsets(who: str, name: str, given: Any) -> torch.Tensor | None:
+    if not (given is None or isinstance(given, torch.Tensor)):
+        raise TypeError(f"{who}: {name} is a tensor of [sequences + 1] whole numbers, got {type(given).__name__}")
+    return given
 
 
 def _boolean(who: str, name: str, mask: Any) -> torch.Tensor:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from te_fuser import ops
-from te_fuser.flatten import Group
+from te_fuser.checkpointing import checkpoint
+from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, signature_of, taken
+from te_fuser.sequential import Sequential
 from te_fuser.variants import Variants
 
 
@@ -26,14 +29,92 @@ class Declared:
     marks: dict[str, Any]
 
 
-_SETTLED = frozenset({"attention_dropout", "eps", "softmax_scale"})  # what the ops of a list have, each for itself
+_NOTHING: dict[str, Any] = {}  # beside x; nobody writes to it
+
+
+class Asked(NamedTuple):
+    """What a call of a preset comes to.
+
+    Attributes:
+        listed: the list that it takes: the preset itself or a variant.
+        x: the input of that.
+        call: what else its call takes: named inputs, and `outputs`.
+        held: what it runs in.
+        finished: makes of the list's result that of the call.
+        again: whether backward keeps the input alone and computes the rest again.
+    """
+
+    listed: Sequential
+    x: torch.Tensor
+    call: dict[str, Any] = _NOTHING
+    held: contextlib.AbstractContextManager[None] | None = None
+    finished: Callable[[Any], Any] | None = None
+    again: bool = False
+
+    def of_list(self, way: Callable[..., Any]) -> Any:
+        """What way(list, x, **call) gives."""
+        if self.held is None:
+            return way(self.listed, self.x, **self.call)
+        with self.held:
+            return way(self.listed, self.x, **self.call)
+
+    def by(self, way: Callable[..., Any]) -> Any:
+        """The call's result, where `way` gives that of the list: a method of `Sequential`."""
+        made = self.of_list(way)
+        return made if self.finished is None else self.finished(made)
+
+    def run(self) -> Any:
+        """The call's result."""
+        return self.by(_again if self.again else Sequential.forward)
+
+
+def _again(listed: Sequential, x: torch.Tensor, **call: Any) -> Any:
+    return checkpoint(functools.partial(Sequential.forward, listed), x, **call)
+
+
+def understands(forward: Callable[..., Asked]) -> Callable[..., Any]:
+    """The forward of a preset, of a function that says what a call comes to and runs nothing."""
+
+    @functools.wraps(forward)
+    def run(self: Preset, *args: Any, **call: Any) -> Any:
+        asked = forward(self, *args, **call)
+        return Sequential.forward(asked.listed, asked.x) if asked.call is _NOTHING else asked.run()
+
+    vars(run)["asked"] = forward
+    return run
+
+
+_SETTLED = frozenset(
+    {  # what the ops of a list have, each for itself
+        "activation",
+        "apply_residual_connection_post_layernorm",
+        "attention_dropout",
+        "attn_mask_type",
+        "drop_path_rate",
+        "enc_dec_attn_mask_type",
+        "enc_dec_window_size",
+        "eps",
+        "hidden_dropout",
+        "layernorm_epsilon",
+        "normalization",
+        "output_layernorm",
+        "parallel_attention_mlp",
+        "self_attn_mask_type",
+        "softcap",
+        "softmax_scale",
+        "softmax_type",
+        "window_size",
+        "zero_centered_gamma",
+    }
+)
 
 
 class Preset(Together, Variants):
     """A list of ops over parameters of its own, which a call turns into x, named inputs and outputs.
 
     A constructor makes parameters by `declare`, then `reset_parameters`, then fills the list by `relist`, whose ops
-    are those of `variant_ops()` without arguments. A forward begins with `check_group`, and picks a variant.
+    are those of `variant_ops()` without arguments. A forward that `understands` begins with `check_group`, and picks
+    a variant. `reference`, `plan`, `plans`, `explain` and `tune` take what calls take.
 
     Attributes:
         arguments: the class of what the constructor takes as keywords, beside options of lists.
@@ -42,12 +123,13 @@ class Preset(Together, Variants):
     Raises:
         TypeError: for an unknown keyword, naming the nearest.
         NotImplementedError: for a value that asks for what is missing.
-        AttributeError: when a number that its ops have is to be changed later.
+        AttributeError: when what its ops have is to be changed later.
     """
 
     flattens = True
     arguments: ClassVar[type[Placed]] = Common
     common: Any
+    _listed: frozenset[str] = frozenset()  # names of the ops of the list
     __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -67,11 +149,13 @@ class Preset(Together, Variants):
         self._refusal = self._why_not()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTLED and self.__dict__.get(name, value) != value:
-            raise AttributeError(
-                f"{type(self).__name__}: {name} is settled when it is made ({self.__dict__[name]!r}), and calls would "
-                f"not follow {value!r}; make another one, which may share its parameters"
-            )
+        if name in _SETTLED and (name in self.__dict__ or self._listed):
+            settled = self.__dict__.get(name, getattr(self.__dict__.get("common"), name, value))
+            if settled != value:
+                raise AttributeError(
+                    f"{type(self).__name__}: {name} is settled when it is made ({settled!r}), and calls would not "
+                    f"follow {value!r}; make another one, which may share its parameters"
+                )
         super().__setattr__(name, value)
 
     def keywords(self, arguments: type[Placed] = Common, **changed: Any) -> dict[str, Any]:
@@ -144,16 +228,64 @@ class Preset(Together, Variants):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def relist(self) -> None:
-        """Fill the list with the ops of a call that changes nothing."""
-        self._modules.clear()
-        self.extend(self.variant_ops())
+    def named_ops(self, **how: Any) -> Iterable[tuple[str, torch.nn.Module]]:
+        """The ops of `variant_ops`, by the names that they have in this list."""
+        return ((str(n), op) for n, op in enumerate(self.variant_ops(**how)))
 
-    def plan_ahead(self, x: torch.Tensor) -> None:
-        """Plan and compile for calls with an input like this one, which is not read."""
-        for part in self._prepared():
-            if isinstance(part, Group) and not x.is_meta:
-                part.fuser.prepare(x, {}, self._wanted(self.asked()))
+    def relist(self) -> None:
+        """Fill the list with the ops of a call that changes nothing; other modules in here stay."""
+        found = dict(self.named_ops())
+        others = {name: m for name, m in self._modules.items() if name not in {*found, *self._listed}}
+        self._modules.clear()
+        self._modules.update({**others, **found})
+        self._listed = frozenset(found)
+
+    def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
+        """What stands in the list: what `relist` put there, or has taken its place, and what was appended.
+
+        A module that is assigned to a name of its own is no op of the list, as in modules that are no lists.
+
+        Raises:
+            AttributeError: when one of them is gone.
+        """
+        gone = [name for name in self._listed if self._modules.get(name) is None]
+        if gone:
+            raise AttributeError(
+                f"{type(self).__name__} has no {gone[0]!r} any more: put te_fuser.ops.Identity() there"
+            )
+        return ((name, m) for name, m in super().members() if name in self._listed or name.isdecimal())
+
+    def reference(self, *args: Any, **call: Any) -> Any:
+        """The result of the same call op by op from their meaning, in plain differentiable PyTorch operations."""
+        return self._asked(*args, **call).by(Sequential.reference)
+
+    def _looked_at(self, x: Any, outputs: Sequence[str], device: Any, inputs: Mapping[str, Any]) -> Any:
+        def look(listed: Sequential, x: Any, outputs: Sequence[str] = (), **inputs: Any) -> Any:
+            return Sequential._looked_at(listed, x, outputs, device, inputs)
+
+        return self._asked(x, outputs=outputs, **inputs).of_list(look)
+
+    def _try(self, run: GroupRun, x: Any, outputs: Sequence[str], inputs: Mapping[str, Any]) -> None:
+        def tried(listed: Sequential, x: Any, outputs: Sequence[str] = (), **inputs: Any) -> None:
+            Sequential._try(listed, run, x, outputs, inputs)
+
+        self._asked(x, outputs=outputs, **inputs).of_list(tried)
+
+    def _asked(self, *args: Any, **call: Any) -> Asked:
+        """What a call comes to by the forward of the preset, whatever a subclass does before and after it."""
+        forwards = (vars(kind).get("forward") for kind in type(self).__mro__)
+        return next(vars(f)["asked"] for f in forwards if f and "asked" in vars(f))(self, *args, **call)  # type: ignore[no-any-return]
+
+    def plan_ahead(self, x: torch.Tensor, **call: Any) -> None:
+        """Plan and compile for calls like this one, of which nothing runs; not where calls are refused as yet."""
+
+        def prepare(listed: Sequential, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> None:
+            parts = listed._prepared()
+            if len(parts) == 1 and isinstance(parts[0], Group):  # with hooks for all modules every op is a part
+                parts[0].fuser.prepare(x, inputs, listed._wanted(outputs))
+
+        if not (x.is_meta or self._refusal):
+            self._asked(x, **call).of_list(prepare)
 
     def writes_over(self, is_first_microbatch: bool | None) -> bool:
         """Whether a call writes gradients over main_grad, by its `is_first_microbatch`."""
@@ -175,6 +307,11 @@ class Preset(Together, Variants):
         if not (isinstance(op, ops.Bound) and isinstance(op.op, ops.MatMul) and op.op.accumulate_into_main_grad):
             return op
         return ops.Bound(self.product(op.op.in_features, op.op.out_features, over=True), op.owner, **op.names)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a call of nothing but x is one of the bare list, which gives what the preset returns."""
+        return not self.asked()
 
     def asked(self) -> tuple[str, ...]:
         """The named outputs that each call returns."""
@@ -224,7 +361,7 @@ class Preset(Together, Variants):
                 module._group = group
                 module._refusal = module._why_not()
             if isinstance(module, FusableOperation):
-                module.revision = module.__dict__["revision"] + 1  # lists around look at the preset again
+                module.revision += 1  # lists around look at the preset again
 
     def check_group(self) -> None:
         """Raise where this preset is one of several ranks'.
@@ -277,3 +414,17 @@ def _note_extra_state(errors: list[str]) -> None:
 def cut(dim: int, is_cut: bool = True) -> dict[str, Any]:
     """The marks of a parameter that ranks would cut along a dimension, as Megatron reads them."""
     return {"tensor_model_parallel": is_cut, "partition_dim": dim if is_cut else -1, "partition_stride": 1}
+
+
+def first_or_later(part: torch.nn.Module, over: bool) -> torch.nn.Module:
+    """A preset, or the variant that writes gradients over main_grad.
+
+    Raises:
+        TypeError: where another module stands in its place, which has none.
+    """
+    if over and not isinstance(part, Variants):
+        raise TypeError(
+            f"{type(part).__name__} stands in place of a preset, and cannot be told is_first_microbatch=True: fill "
+            "main_grad with zeros before a step, and leave it out"
+        )
+    return part.within(over=True) if isinstance(part, Variants) and over else part

@@ -10,9 +10,9 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
-from te_fuser.presets.arguments import Placed, check_choice, check_flag, check_size
+from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
-from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.base import Asked, Preset, cut, understands
 
 KEYS = "keys "  # before a packing: of keys and values alone, which a cross attention has projected together
 CACHES = "caches"  # in place of a packing: keys and values lie in the caches of the call
@@ -40,8 +40,8 @@ class DotProductAttentionArguments(Placed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("attention_type", self.attention_type, ("self", "cross"))
-        check_choice("softmax_type", self.softmax_type, SINKS)
+        self.choose("attention_type", ("self", "cross"))
+        self.choose("softmax_type", SINKS)
         if self.layer_number is not None:
             check_size("layer_number", self.layer_number)
 
@@ -96,6 +96,8 @@ class DotProductAttention(Preset):
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
         self.num_gqa_groups = groups_of(num_attention_heads, num_gqa_groups)
         self.attention_dropout, self.layer_number = attention_dropout, said.layer_number
+        if not (said.softmax_scale is None or isinstance(said.softmax_scale, (int, float))):
+            raise TypeError(f"softmax_scale is a number, got {said.softmax_scale!r}")
         self.softmax_scale = self.channels[0] ** -0.5 if said.softmax_scale is None else said.softmax_scale
         cross = said.attention_type == "cross"
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)
@@ -131,7 +133,8 @@ class DotProductAttention(Preset):
             return ops.Apart("key_layer", "value_layer", value_dim=self.channels[1])
         return ops.Apart(key_value="key_value", packing=packing.removeprefix(KEYS), value_dim=self.channels[1])
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         query_layer: torch.Tensor,
         key_layer: torch.Tensor | None = None,
@@ -141,7 +144,7 @@ class DotProductAttention(Preset):
         checkpoint_core_attention: bool = False,
         inference_params: Any = None,
         **call: Any,
-    ) -> Any:
+    ) -> Asked:
         """[S, B, heads * channels of values], in the order of qkv_format.
 
         Args:
@@ -159,7 +162,7 @@ class DotProductAttention(Preset):
         self.check_group()
         if key_layer is None and self.common.packing != "apart":
             masked = {} if attention_mask is None else {"attention_mask": attention_mask}
-            return super().forward(query_layer, **masked, **call)
+            return Asked(self, query_layer, {**masked, **call})
         who, outputs = type(self).__name__, call.pop("outputs", ())
         check_arguments(who, call)
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
@@ -169,8 +172,8 @@ class DotProductAttention(Preset):
         rows = 1 if how.qkv_format == "thd" else 2
         x, key, value = self._flat(rows, query_layer, key_layer, value_layer)
         usual = how == self.asking.default and self.common.packing == "apart"
-        run = super().forward if usual else self.variant(call=how, packing="apart")
-        return run(x, outputs=outputs, key_layer=key, value_layer=value, **tensors)
+        listed = self if usual else self.variant(call=how, packing="apart")
+        return Asked(listed, x, {"outputs": outputs, "key_layer": key, "value_layer": value, **tensors})
 
     def _flat(self, rows: int, query: Any, key: Any, value: Any) -> list[torch.Tensor]:
         """Heads as features of a row."""

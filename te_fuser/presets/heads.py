@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import check_choice, check_size
+from te_fuser.presets.arguments import check_size
+from te_fuser.presets.attention_call import AttentionCall
 from te_fuser.presets.norm import Normed
 
 
@@ -37,12 +38,7 @@ class HeadsArguments(Normed):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.qk_norm_type is not None:
-            check_choice("qk_norm_type", self.qk_norm_type, NORMS)
-        if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
-            raise ValueError(
-                "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
-                "weight for queries, keys and values"
-            )
+            self.choose("qk_norm_type", NORMS)
         for name in ("seq_length", "micro_batch_size", "kv_channels"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
@@ -61,14 +57,33 @@ class MultiheadAttentionArguments(HeadsArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("attention_type", self.attention_type, ("self", "cross"))
+        self.choose("attention_type", ("self", "cross"))
 
 
-def example(like: torch.nn.Module, qkv_format: str, said: HeadsArguments, hidden_size: int) -> torch.Tensor:
-    """An input of the sizes that a preset is to plan ahead for."""
-    sizes = [said.seq_length or 1, said.micro_batch_size or 1]
-    shape = sizes if qkv_format == "sbhd" else sizes[::-1]
-    return next(like.parameters()).new_empty([*shape, hidden_size], requires_grad=True)
+def plans_ahead(said: HeadsArguments) -> bool:
+    """Whether a preset is to plan ahead for calls of sizes that were given."""
+    return said.seq_length is not None and said.micro_batch_size is not None
+
+
+def example(said: HeadsArguments, call: AttentionCall, like: torch.Tensor, hidden_size: int) -> torch.Tensor:
+    """The input of a call of these sizes, in the dtype and on the device of another tensor."""
+    positions, samples = said.seq_length or 1, said.micro_batch_size or 1
+    rows = {"sbhd": (positions, samples), "bshd": (samples, positions), "thd": (positions * samples,)}
+    return like.new_empty(*rows[call.qkv_format], hidden_size, requires_grad=True)
+
+
+def example_masks(
+    said: HeadsArguments, call: AttentionCall, device: torch.device, cross: bool = False
+) -> dict[str, Any]:
+    """What such a call gives for its mask, by its keywords: keys of the queries' length, and nothing is hidden."""
+    positions, samples = said.seq_length or 1, said.micro_batch_size or 1
+    if call.qkv_format == "thd":
+        return {"cu_seqlens_q": torch.arange(samples + 1, dtype=torch.int32, device=device) * positions}
+    if not call.reads_mask:
+        return {}
+    arbitrary = call.mask_type == "arbitrary"
+    mask = torch.zeros(samples, 1, positions if arbitrary else 1, positions, dtype=torch.bool, device=device)
+    return {call.mask: (mask, mask) if cross and not arbitrary else mask}
 
 
 def channels_of(hidden_size: int, heads: int) -> int:

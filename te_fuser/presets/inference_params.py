@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -78,8 +79,13 @@ class InferenceParams:
         self.sequences: OrderedDict[Hashable, int] = OrderedDict()  # with what the step adds
         self.key_value_memory_dict: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         self._steps: list[int] = []
+        self._by_steps = False  # whether `pre_step` says which sequences there are
         self._lengths: dict[torch.device, Lengths] = {}
         self._batch_dim: dict[Hashable, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Lengths lie in views of one tensor, which pickles tear apart: a copy makes its own.
+        return {**self.__dict__, "_lengths": {}}
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
         """Say what the next step continues: sequence -> how many tokens, in the order of the batch's rows.
@@ -87,30 +93,39 @@ class InferenceParams:
         A sequence that is not among them has ended, and its place is free; one that is new begins.
 
         Raises:
+            TypeError: for what is no dict of whole numbers.
             ValueError: when there are too many of them, or one gets too long; nothing has changed then.
         """
-        if len(step_dict) > self.max_batch_size:
+        steps = _whole_numbers(step_dict)
+        if len(steps) > self.max_batch_size:
+            new = [name for name in steps if name not in self.sequences]
             raise ValueError(
-                f"{len(step_dict)} sequences, and max_batch_size={self.max_batch_size}: end some, or enlarge it"
+                f"pre_step: {len(steps)} sequences, of which {len(new)} are new ({_some(new)}), and max_batch_size="
+                f"{self.max_batch_size}: leave out those that have ended, begin fewer, or enlarge it"
             )
-        lengths = OrderedDict((name, self.sequences.get(name, 0) + count) for name, count in step_dict.items())
+        lengths = OrderedDict((name, self.sequences.get(name, 0) + count) for name, count in steps.items())
         for name, length in lengths.items():
-            if step_dict[name] < 0 or length > self.max_sequence_length:
+            if length > self.max_sequence_length:
+                has = f"has {length - steps[name]} positions" if name in self.sequences else "is new"
                 raise ValueError(
-                    f"sequence {name!r} would have {length} positions by {step_dict[name]} more, and "
-                    f"max_sequence_length={self.max_sequence_length}: enlarge it, or end the sequence"
+                    f"pre_step: sequence {name!r} {has} and would have {length} by {steps[name]} more, and "
+                    f"max_sequence_length={self.max_sequence_length}: leave it out to end it, or enlarge that"
                 )
         self._move(list(self.sequences), list(lengths))
-        self.sequences, self._steps = lengths, list(step_dict.values())
+        self.sequences, self._steps, self._by_steps = lengths, list(steps.values()), True
         for rows in self._lengths.values():
             rows.put(list(lengths.values()), self._steps)
 
     def reset(self) -> None:
         """Forget all sequences; memory stays."""
-        self.sequences, self._steps = OrderedDict(), []
+        self.sequences, self._steps, self._by_steps = OrderedDict(), [], False
         self.sequence_len_offset = self.batch_size_offset = 0
         for rows in self._lengths.values():
             rows.put([], [])
+
+    def goes_on(self) -> bool:
+        """Whether a sequence of the step has tokens of earlier steps."""
+        return any(length > count for length, count in zip(self.sequences.values(), self._steps, strict=True))
 
     def _move(self, before: list[Hashable], now: list[Hashable]) -> None:
         """Bring the caches of sequences that go on to their new rows."""
@@ -130,10 +145,18 @@ class InferenceParams:
         Raises:
             ValueError: when the call has other sizes than the step.
         """
-        if not len(self._steps) <= batch <= self.max_batch_size or max(self._steps) > positions:
+        told, longest = len(self._steps), max(self._steps, default=0)
+        if not told:
             raise ValueError(
-                f"{wanted.who}: pre_step was told {len(self._steps)} sequences with {max(self._steps)} tokens at most, "
-                f"and the call has {batch} samples of {positions} (max_batch_size={self.max_batch_size})"
+                f"{wanted.who}: pre_step was told no sequence, and the call has {batch} samples: name them, or reset() "
+                "and say sequence_len_offset"
+            )
+        if not told <= batch <= self.max_batch_size or longest > positions:
+            raise ValueError(
+                f"{wanted.who}: pre_step was told {told} sequences with {longest} tokens at most, and the call has "
+                f"{batch} samples of {positions} (max_batch_size={self.max_batch_size}): give a row for each sequence, "
+                f"from {told} to {self.max_batch_size}, with room for {longest} tokens or more, or tell pre_step what "
+                "this step has"
             )
         if device not in self._lengths:
             self._lengths[device] = Lengths(self.max_batch_size, device)
@@ -153,6 +176,39 @@ class InferenceParams:
         ):
             if given is not None and given != is_now:
                 raise ValueError(f"InferenceParams({name}={given}), and {wanted.who} has {is_now}: leave it out")
+
+
+def _whole_numbers(step_dict: Any) -> dict[Hashable, int]:
+    """What `pre_step` was told, as plain numbers.
+
+    Raises:
+        TypeError, ValueError: naming the sequence, and what it takes.
+    """
+    if not isinstance(step_dict, Mapping):
+        raise TypeError(f"pre_step takes a dict, sequence -> how many tokens, got {type(step_dict).__name__}")
+    found = {}
+    for name, count in step_dict.items():
+        if isinstance(name, torch.Tensor):
+            raise TypeError(
+                "pre_step: a sequence is called by a tensor, and another tensor of the same value would be another "
+                "sequence: call it by a number or a text, of tensors by .tolist()"
+            )
+        try:
+            found[name] = operator.index(count)
+        except TypeError:
+            raise TypeError(
+                f"pre_step: sequence {name!r} continues by {count!r} ({type(count).__name__}): give a whole number of "
+                "tokens"
+            ) from None
+        if found[name] < 0:
+            raise ValueError(f"pre_step: sequence {name!r} continues by {found[name]} tokens: give 0 or more")
+    return found
+
+
+def _some(names: list[Hashable]) -> str:
+    """The first of them."""
+    shown = ", ".join(map(repr, names[:4]))
+    return shown + ", .." * (len(names) > 4)
 
 
 class Lengths:
@@ -197,7 +253,7 @@ def cached(params: Any, wanted: Wanted, heads: int, x: torch.Tensor) -> dict[str
     if isinstance(params, InferenceParams):
         params.check(wanted, heads)
         params._batch_dim[wanted.key] = int(wanted.positions_first)
-    if isinstance(params, InferenceParams) and params.sequences:
+    if isinstance(params, InferenceParams) and params._by_steps:
         rows = params.rows(wanted, batch, positions, x.device)
     else:
         rows = _alike(params, wanted, batch, positions, x.device)
@@ -241,6 +297,11 @@ def _memory(params: Any, wanted: Wanted, device: torch.device) -> tuple[torch.Te
     dtype = getattr(params, "dtype", None) or wanted.dtype
     found = params.key_value_memory_dict.get(wanted.key)
     if found is None:
+        if isinstance(params, InferenceParams) and params.goes_on():
+            raise ValueError(
+                f"{wanted.who}: sequences go on, and no earlier step has caches of this layer: begin by a step through "
+                "all layers; a layer without a layer_number is known by itself, and a copy of it is another"
+            )
         with torch.inference_mode(False):
             found = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         params.key_value_memory_dict[wanted.key] = found

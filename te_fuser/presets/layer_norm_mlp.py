@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.checkpointing import checkpoint
 from te_fuser.presets.activations import activation_op, activation_to_torch, widens
 from te_fuser.presets.arguments import check_flag, check_size
-from te_fuser.presets.base import Preset, cut
+from te_fuser.presets.base import Asked, Preset, cut, understands
 from te_fuser.presets.linears import linear_to_torch, with_bias
 from te_fuser.presets.norm import Normed
 
@@ -121,7 +121,8 @@ class LayerNormMLP(Preset):
         if self.use_bias and not self.return_bias:
             yield ops.Bound(ops.Bias(self.hidden_size, device="meta"), self, bias="fc2_bias")
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **call: Any) -> Any:  # type: ignore[override]
+    @understands
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **call: Any) -> Asked:
         """out[, bias][, layernorm_out].
 
         Args:
@@ -132,10 +133,16 @@ class LayerNormMLP(Preset):
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
         """
         self.check_group()
-        run = self.variant(over=True) if self.writes_over(is_first_microbatch) else super().forward
-        call = self.with_outputs(call)
-        made = checkpoint(run, inp, **call) if self.checkpoint else run(inp, **call)
-        return with_bias(made, self._parameters.get("fc2_bias")) if self.return_bias else made
+        if is_first_microbatch is None and not call and self.is_list:
+            return Asked(self, inp)
+        listed = self.variant(over=True) if self.writes_over(is_first_microbatch) else self
+        bias = self._parameters.get("fc2_bias")
+        finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
+        return Asked(listed, inp, self.with_outputs(call), finished=finished, again=self.checkpoint)
+
+    @property
+    def is_list(self) -> bool:
+        return not (self.return_bias or self.checkpoint or self.asked())
 
     def asked(self) -> tuple[str, ...]:
         return () if self.norm.output is None else (self.norm.output,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,36 +11,22 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import check_flag, check_size
+from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
-from te_fuser.presets.base import Preset
+from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
-from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example
+from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example, example_masks, plans_ahead
 from te_fuser.presets.inference_params import Wanted, cached
+from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_linear import LayerNormLinear
 from te_fuser.presets.linear import Linear
 from te_fuser.presets.linears import with_bias
 from te_fuser.presets.norm import Normed, share_norm
 from te_fuser.presets.plain_attention import TorchAttention
+from te_fuser.presets.rms_norm import RMSNorm
 
 _OUTPUT = "layernorm_output"
 _PAIR = ("rotary_pos_emb_q", "rotary_pos_emb_k")
-
-
-class _HeadParameters(Preset):
-    """The parameters of a norm of heads, which an op of the list around reads: a list of no ops."""
-
-    flattens = True
-
-    def __init__(self, channels: int, norm: str, zero_centered: bool, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        for name in NORMS[norm]:
-            self.declare(name, [channels], float(name == "weight" and not zero_centered), **self.whole())
-        self.reset_parameters()
-
-    def variant_ops(self) -> Iterator[torch.nn.Module]:  # type: ignore[override]
-        """None."""
-        return iter(())
 
 
 class MultiheadAttention(Preset):
@@ -61,7 +48,7 @@ class MultiheadAttention(Preset):
             keys, all values.
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of each head, of queries (`q_norm`) and keys
             (`k_norm`).
-        qk_norm_eps: added to their variance.
+        qk_norm_eps: added to their variance; `zero_centered_gamma` says nothing of them.
         qk_norm_before_rope: they come before the rotation, else behind it.
         rotary_pos_interleaved: neighbours are turned as pairs, else the halves of a head.
         attn_mask_type, window_size, bottom_right_diagonal, softmax_type, layer_number, qkv_format: see
@@ -102,8 +89,10 @@ class MultiheadAttention(Preset):
         if self._returns_norm:
             share_norm(self.first, _OUTPUT)
         self.relist()
-        if said.seq_length is not None and said.micro_batch_size is not None and not self.crosses:
-            self.plan_ahead(example(self.proj, default.qkv_format, said, hidden_size))
+        if plans_ahead(said):
+            x = example(said, default, self.proj.get_parameter("weight"), hidden_size)
+            others = {"encoder_output": x.detach().requires_grad_()} if self.crosses else {}
+            self.plan_ahead(x, **others, **example_masks(said, default, x.device, self.crosses))
 
     # --------------------------------------------------------------------------------------- parts
 
@@ -151,8 +140,7 @@ class MultiheadAttention(Preset):
         else:
             self._project("qkv", {"query": queries, "key": keys, "value": keys})
         if said.qk_norm_type is not None and NORMS[said.qk_norm_type]:
-            shape = (self.channels, said.qk_norm_type, bool(said.zero_centered_gamma))
-            self.q_norm, self.k_norm = (_HeadParameters(*shape, **self.keywords()) for _ in range(2))
+            self.q_norm, self.k_norm = self._norm_of_heads(), self._norm_of_heads()
         names = ("softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type")
         self.core_attention = DotProductAttention(
             self.num_attention_heads,
@@ -175,6 +163,11 @@ class MultiheadAttention(Preset):
         if self.return_bias:
             self.proj.return_bias = True
             self.proj.relist()
+
+    def _norm_of_heads(self) -> Preset:
+        """The parameters of a norm, which an op of this list reads; called by itself it normalizes heads."""
+        kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[self.common.qk_norm_type]
+        return kind(self.channels, self.common.qk_norm_eps, **self.keywords(Placed))
 
     def _project(self, what: str, split: Mapping[str, int]) -> None:
         """The projection of x, behind a norm or not."""
@@ -208,31 +201,33 @@ class MultiheadAttention(Preset):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def relist(self) -> None:
-        norms = [(name, part) for name, part in self._modules.items() if isinstance(part, _HeadParameters)]
-        found = dict([*norms, *self._named_ops()])
-        self._modules.clear()
-        self._modules.update(found)
-
     def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
         """The ops of a call, as `understood` says it."""
-        return (op for _, op in self._named_ops(**how))
+        return (op for _, op in self.named_ops(**how))
 
-    def _named_ops(
+    def named_ops(  # type: ignore[override]
         self,
         call: AttentionCall | None = None,
         rotary: str = "one",
         over: bool = False,
         caches: bool = False,
     ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The list, with what a call of this kind has.
+
+        Args:
+            call: how it is asked, None: as usually.
+            rotary: "pair" where it gives angles of queries and of keys.
+            over: whether gradients of weights are written over their main_grad.
+            caches: whether it continues sequences.
+        """
         call = call or self.core_attention.common.call()
         names = {module: name for name, module in self._modules.items()}
-        yield names[self.first], _first_or_later(self.first, over)
+        yield names[self.first], first_or_later(self.first, over)
         yield from self._turned(call, rotary, caches)
         if self.crosses:
             yield "query", ops.Fork("query")
             yield "encoder_output", ops.Take("encoder_output")
-            yield "key_value", _first_or_later(self.key_value, over)
+            yield "key_value", first_or_later(self.key_value, over)
             if self.common.qk_norm_type is not None:
                 yield "key_norm", self._head_norm(keys_alone=True)
             yield "keys", ops.Fork("key_value")
@@ -244,7 +239,7 @@ class MultiheadAttention(Preset):
         else:
             usual = call == self.core_attention.common.call()
             yield "core_attention", self.core_attention if usual else self.core_attention.within(call=call)
-        yield "proj", _first_or_later(self.proj, over)
+        yield "proj", first_or_later(self.proj, over)
         if self._returns_norm:
             yield "output", ops.Fork("attention_output")
             yield "normed", ops.Take(_OUTPUT)
@@ -264,6 +259,7 @@ class MultiheadAttention(Preset):
                     **self._heads(),
                     angles=_PAIR if rotary == "pair" else "rotary_pos_emb",
                     starts="starts" if caches else None,
+                    padded=caches,  # of sequences themselves `cached` knows that all positions have angles
                     layout=LAYOUTS[call.qkv_format],
                     offsets=call.begins if call.qkv_format == "thd" else None,
                     style="interleaved" if self.common.rotary_pos_interleaved else "half",
@@ -286,7 +282,6 @@ class MultiheadAttention(Preset):
             **self._heads(keys_alone),
             norm=said.qk_norm_type,
             eps=said.qk_norm_eps,
-            zero_centered_gamma=bool(said.zero_centered_gamma),
             device="meta",
         )
         names = {n: f"k_norm.{n[4:]}" if n.startswith("key_") else f"q_norm.{n}" for n in norm.parameter_names()}
@@ -324,6 +319,11 @@ class MultiheadAttention(Preset):
             if self.crosses:
                 raise ValueError(f"{type(self).__name__}: rotary_pos_emb is for attention_type='self', got 'cross'")
             pair = isinstance(rotary_pos_emb, (tuple, list))
+            if pair and len(rotary_pos_emb) != 2:
+                raise ValueError(
+                    f"{type(self).__name__}: rotary_pos_emb is angles, or a pair, of queries and keys, got "
+                    f"{len(rotary_pos_emb)} of them"
+                )
             how |= {"rotary": "pair"} if pair else {}
             tensors |= zip(_PAIR, rotary_pos_emb, strict=True) if pair else {"rotary_pos_emb": rotary_pos_emb}.items()
         return how, tensors
@@ -341,7 +341,8 @@ class MultiheadAttention(Preset):
             )
         return cached(params, Wanted(who, key, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
@@ -352,7 +353,7 @@ class MultiheadAttention(Preset):
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
         **call: Any,
-    ) -> Any:
+    ) -> Asked:
         """y[, bias][, layernorm_output].
 
         Args:
@@ -378,9 +379,10 @@ class MultiheadAttention(Preset):
         how, tensors = self.understood(given, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states)
         if encoder_output is not None:
             tensors["encoder_output"] = encoder_output
-        run = self.variant(**how) if how else super().forward
-        made = run(hidden_states, outputs=outputs, **tensors)
-        return with_bias(made, self.proj._parameters.get("bias")) if self.return_bias else made
+        bias = self.proj._parameters.get("bias")
+        finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
+        listed = self.variant(**how) if how else self
+        return Asked(listed, hidden_states, {"outputs": outputs, **tensors}, finished=finished)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of the projections and attention with the same function, over copies of the parameters.
@@ -414,8 +416,3 @@ def check_tensor(who: str, name: str, given: Any, wanted: bool) -> None:
         raise TypeError(f"{who}: cross attention takes {name}=..., a tensor, got {type(given).__name__}")
     if not wanted and given is not None:
         raise ValueError(f"{who}: {name} is for cross attention, and this preset has none: leave it out")
-
-
-def _first_or_later(part: Any, over: bool) -> torch.nn.Module:
-    """A preset, or the variant that writes gradients over main_grad."""
-    return part.within(over=True) if over else part  # type: ignore[no-any-return]

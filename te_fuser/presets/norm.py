@@ -11,8 +11,8 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.norm import as_row
-from te_fuser.presets.arguments import Common, Placed, check_choice, check_size
-from te_fuser.presets.base import Preset
+from te_fuser.presets.arguments import Common, Placed, check_size
+from te_fuser.presets.base import Asked, Preset, understands
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 
@@ -43,7 +43,7 @@ class Normed(Common):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "normalization", check_choice("normalization", self.normalization, _OPS))
+        self.choose("normalization", _OPS)
 
     def norm(self, features: int, eps: float) -> Norm:
         """The norm."""
@@ -61,7 +61,7 @@ class Norm:
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: the factor is 1 + weight, which starts at 0.
         output: the name by which calls can ask for what it gives; None: they cannot.
-        fork: the name by which later ops of the lists around read it; None: none does.
+        fork: the name by which later ops of the lists around may read it; None: none does.
 
     Raises:
         TypeError, ValueError: naming the argument, and what it takes.
@@ -93,7 +93,7 @@ class Norm:
         if self.output is not None:
             yield ops.Output(self.output)
         if self.fork is not None:
-            yield ops.Fork(self.fork)
+            yield ops.Fork(self.fork, may_stay_unread=True)
 
     def to_torch(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Module:
         """torch.nn's norm with the same function, over copies of these parameters."""
@@ -160,14 +160,15 @@ class NormPreset(Preset):
         yield from self.norm.ops(self, "flat_")
         yield ops.Unflatten(-1, self.normalized_shape)
 
-    def forward(self, inp: torch.Tensor, **call: Any) -> Any:  # type: ignore[override]
+    @understands
+    def forward(self, inp: torch.Tensor, **call: Any) -> Asked:
         """Normalized rows, in inp's shape [..., *normalized_shape].
 
         Raises:
             TypeError, ValueError, RuntimeError: for what the preset was not made for, before anything runs.
         """
         self.check_group()
-        return super().forward(inp, **call)
+        return Asked(self, inp, call)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn's norm with the same function, over copies of the parameters."""

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import check_choice, default_device
+from te_fuser.presets.arguments import check_choice, check_size, default_device
 from te_fuser.presets.attention_call import LAYOUTS
 
 
@@ -25,7 +25,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         device: where the angles are; None: torch's default if one was set, else the GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: when an odd number of features would turn.
+        TypeError, ValueError: when an odd number of features would turn, or `dim` is no size.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021); Chen et al., "Extending
     Context Window of Large Language Models via Positional Interpolation" (2023).
@@ -44,7 +44,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        turning = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if not 0.0 < rotary_percent <= 1.0:
+            raise ValueError(f"rotary_percent is a share of the features, above 0 and up to 1, got {rotary_percent}")
+        turning = int(check_size("dim", dim) * rotary_percent)
         if turning % 2 or turning < 2:
             raise ValueError(f"features turn in pairs: dim={dim} with rotary_percent={rotary_percent} gives {turning}")
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
@@ -97,7 +99,7 @@ def apply_rotary_pos_emb(
     """
     if cp_size != 1 or cp_rank != 0:
         raise NotImplementedError(f"cp_size={cp_size}, cp_rank={cp_rank}: te_fuser splits no sequences; leave them out")
-    check_choice("tensor_format", tensor_format, LAYOUTS)
+    tensor_format = check_choice("tensor_format", tensor_format, LAYOUTS)
     packed = tensor_format == "thd"
     if t.dim() != 4 - packed:
         raise ValueError(f"t is {4 - packed}-dimensional for tensor_format={tensor_format!r}, got {list(t.shape)}")

@@ -11,10 +11,10 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
-from te_fuser.presets.arguments import check_choice, check_flag, check_size
+from te_fuser.presets.arguments import check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, OF_BOTH, check_arguments
-from te_fuser.presets.base import Preset
-from te_fuser.presets.heads import HeadsArguments, example
+from te_fuser.presets.base import Asked, Preset, first_or_later, understands
+from te_fuser.presets.heads import HeadsArguments, example, example_masks, plans_ahead
 from te_fuser.presets.layer_norm import LayerNorm
 from te_fuser.presets.layer_norm_mlp import LayerNormMLP
 from te_fuser.presets.multihead_attention import MultiheadAttention, check_tensor
@@ -58,8 +58,8 @@ class TransformerLayerArguments(HeadsArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("layer_type", self.layer_type, ("encoder", "decoder"))
-        check_choice("attn_input_format", self.attn_input_format, LAYOUTS)
+        self.choose("layer_type", ("encoder", "decoder"))
+        self.choose("attn_input_format", LAYOUTS)
         check_probability(self.hidden_dropout)
         check_probability(self.drop_path_rate)
         if self.drop_path_rate and self.attn_input_format == "thd":
@@ -68,6 +68,11 @@ class TransformerLayerArguments(HeadsArguments):
         given = [name for name in others if getattr(self, name)] + ["layer_type"] * (self.layer_type == "decoder")
         if self.parallel_attention_mlp and given:
             raise ValueError(f"parallel_attention_mlp=True stands alone, got {given[0]} too: leave one out")
+        if self.fuse_wgrad_accumulation and not self.fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation=True takes fuse_qkv_params=True: gradients are added to the main_grad of one "
+                "weight for queries, keys and values"
+            )
         if self.return_layernorm_output:
             raise ValueError("return_layernorm_output is for the parts of a layer: ask its layernorm_mlp")
 
@@ -136,8 +141,8 @@ class TransformerLayer(Preset):
         if said.apply_residual_connection_post_layernorm:
             self._add_to_norms()
         self.relist()
-        if said.seq_length is not None and said.micro_batch_size is not None and not self.decodes:
-            self.plan_ahead(example(self.self_attention, said.attn_input_format, said, hidden_size))
+        if plans_ahead(said):
+            self._plan_ahead()
 
     def _attention(self, heads: int, attention_type: str) -> MultiheadAttention:
         said, cross = self.common, attention_type == "cross"
@@ -160,6 +165,15 @@ class TransformerLayer(Preset):
             ),
         )
 
+    def _plan_ahead(self) -> None:
+        said, call = self.common, self.self_attention.asking.default
+        x = example(said, call, self.layernorm_mlp.get_parameter("fc1_weight"), self.hidden_size)
+        others = example_masks(said, call, x.device)
+        if self.decodes:
+            others["encoder_output"] = x.detach().requires_grad_()
+            others |= example_masks(said, self.inter_attention.asking.default, x.device, cross=True)
+        self.plan_ahead(x, **others)
+
     def _add_to_norms(self) -> None:
         """Let branches be added to what their norms give."""
         if self.self_attention.input_layernorm:
@@ -169,9 +183,9 @@ class TransformerLayer(Preset):
         share_norm(self.layernorm_mlp, "mlp_residual")
 
     @functools.cached_property
-    def _says_all(self) -> bool:
-        """Whether a call may give nothing but hidden_states."""
-        return not (self.decodes or self.self_attention.asking.reads)
+    def is_list(self) -> bool:  # type: ignore[override]
+        part = self.self_attention
+        return not (self.decodes or isinstance(part, MultiheadAttention) and part.asking.reads)
 
     @property
     def decodes(self) -> bool:
@@ -180,16 +194,11 @@ class TransformerLayer(Preset):
 
     # --------------------------------------------------------------------------------------- lists
 
-    def relist(self) -> None:
-        found = dict(self._named_ops())
-        self._modules.clear()
-        self._modules.update(found)
-
     def variant_ops(self, **how: Any) -> Iterator[torch.nn.Module]:
         """The ops of a call, as its forward understands it."""
-        return (op for _, op in self._named_ops(**how))
+        return (op for _, op in self.named_ops(**how))
 
-    def _named_ops(
+    def named_ops(  # type: ignore[override]
         self,
         self_attention: tuple[tuple[str, Hashable], ...] = (),
         inter_attention: tuple[tuple[str, Hashable], ...] = (),
@@ -201,7 +210,7 @@ class TransformerLayer(Preset):
             over: whether gradients of weights are written over their main_grad.
         """
         attention = _variant(self.self_attention, self_attention)
-        mlp = self.layernorm_mlp.within(over=True) if over else self.layernorm_mlp
+        mlp = first_or_later(self.layernorm_mlp, over)
         if self.common.parallel_attention_mlp:
             yield "self_attention_fork", ops.Fork("residual")
             yield "self_attention", attention
@@ -233,7 +242,8 @@ class TransformerLayer(Preset):
 
     # --------------------------------------------------------------------------------------- calls
 
-    def forward(  # type: ignore[override]
+    @understands
+    def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
@@ -244,7 +254,7 @@ class TransformerLayer(Preset):
         inference_params: Any = None,
         rotary_pos_emb: Any = None,
         **call: Any,
-    ) -> torch.Tensor:
+    ) -> Asked:
         """y, as hidden_states.
 
         Args:
@@ -267,15 +277,15 @@ class TransformerLayer(Preset):
             TypeError, ValueError, RuntimeError: for what the layer was not made for, before anything runs.
         """
         self.check_group()
-        said = (attention_mask, encoder_output, enc_dec_attn_mask, is_first_microbatch, inference_params)
-        says_nothing = not call and not checkpoint_core_attention and rotary_pos_emb is None
-        if says_nothing and self._says_all and all(given is None for given in said):
-            return super().forward(hidden_states)  # type: ignore[no-any-return]
-        who, outputs = type(self).__name__, call.pop("outputs", ())
-        self._check_call(encoder_output, checkpoint_core_attention, call)
+        of_masks = attention_mask is encoder_output is enc_dec_attn_mask is None
+        of_others = is_first_microbatch is inference_params is rotary_pos_emb is None
+        if of_masks and of_others and not (call or checkpoint_core_attention) and self.is_list:
+            return Asked(self, hidden_states)
+        outputs = call.pop("outputs", ())
+        self._check_call(encoder_output, enc_dec_attn_mask, checkpoint_core_attention, call)
         ours = {name: item for name, item in call.items() if name not in _CROSS}
         ours |= {"attention_mask": attention_mask, "attn_mask_type": ours.pop("self_attn_mask_type", None)}
-        found, tensors = self.self_attention.understood(
+        found, tensors = _attending(self.self_attention).understood(
             ours, rotary_pos_emb, is_first_microbatch, inference_params, hidden_states
         )
         how: dict[str, Hashable] = {"self_attention": tuple(found.items())} if found else {}
@@ -283,17 +293,13 @@ class TransformerLayer(Preset):
             theirs = {plain: call.get(name) for name, plain in _CROSS.items()}
             theirs |= {name: call[name] for name in OF_BOTH if name in call}
             theirs["attention_mask"] = enc_dec_attn_mask
-            crossing, others = self.inter_attention.understood(theirs, None, is_first_microbatch)
+            crossing, others = _attending(self.inter_attention).understood(theirs, None, is_first_microbatch)
             how |= {"inter_attention": tuple(crossing.items())} if crossing else {}
-            tensors |= others
             assert encoder_output is not None
-            tensors["encoder_output"] = encoder_output
-        elif enc_dec_attn_mask is not None:
-            raise ValueError(f"{who}: enc_dec_attn_mask is for layer_type='decoder': leave it out")
+            tensors |= {**others, "encoder_output": encoder_output}
         if self.writes_over(is_first_microbatch):
             how["over"] = True
-        run = self.variant(**how) if how else super().forward
-        return run(hidden_states, outputs=outputs, **tensors)  # type: ignore[no-any-return]
+        return Asked(self.variant(**how) if how else self, hidden_states, {"outputs": outputs, **tensors})
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of two branches with the same function, over copies of the parameters.
@@ -313,7 +319,9 @@ class TransformerLayer(Preset):
         )
         return torch.nn.Sequential(*branches).train(self.training)
 
-    def _check_call(self, encoder_output: Any, checkpoint_core_attention: Any, call: Mapping[str, Any]) -> None:
+    def _check_call(
+        self, encoder_output: Any, enc_dec_attn_mask: Any, checkpoint_core_attention: Any, call: Mapping[str, Any]
+    ) -> None:
         who = type(self).__name__
         if isinstance(encoder_output, str):
             raise TypeError(
@@ -321,9 +329,20 @@ class TransformerLayer(Preset):
                 f"keyword, self_attn_mask_type={encoder_output!r}"
             )
         check_tensor(who, "encoder_output", encoder_output, self.decodes)
+        if enc_dec_attn_mask is not None and not self.decodes:
+            raise ValueError(f"{who}: enc_dec_attn_mask is for layer_type='decoder': leave it out")
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
         if call:
             check_arguments(who, call, _OWN)
+
+
+def _attending(part: torch.nn.Module) -> MultiheadAttention:
+    if not isinstance(part, MultiheadAttention):
+        raise TypeError(
+            f"TransformerLayer: {type(part).__name__} stands in place of a MultiheadAttention, so a call may give "
+            "nothing but hidden_states"
+        )
+    return part
 
 
 def _variant(attention: MultiheadAttention, how: tuple[tuple[str, Hashable], ...]) -> torch.nn.Module:

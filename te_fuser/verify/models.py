@@ -71,8 +71,8 @@ class Subject:
         self.modes = {name: m.training for name, m in model.named_modules()}
         for item in listed_ops(self.fused):
             for name in item.lowered.op.marked_parameters(tuple(item.lowered.bindings)):
-                marked = item.lowered.bindings[name].get()
-                marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
+                for marked in item.lowered.bindings[name].parts():
+                    marked.main_grad = torch.zeros_like(marked)  # type: ignore[attr-defined]
 
     def check(self, case: Case, call: Call) -> list[Row]:
         """One row for each result of the case, and for each promise that is not about accuracy."""

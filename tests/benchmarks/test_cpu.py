@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import common, cpu, models
+from benchmarks import common, cpu, models, presets
 from benchmarks.common import ROOT
 
 
@@ -74,3 +74,18 @@ def test_text_goes_between_the_marks(tmp_path: Path) -> None:
     assert path.read_text() == text
     with pytest.raises(ValueError, match="begin other"):
         common.replace_between(path, "other", table)
+
+
+@pytest.mark.parametrize("twins", presets.TWINS, ids=lambda t: t.name)
+def test_a_preset_and_the_list_beside_it_are_the_same_model(twins: presets.Twins) -> None:
+    found = twins.build(8, 16, torch.float32, {"kernels": "reference"}, ("list", "preset"))  # compares the results
+    ours, theirs = (rival.forward() for rival in found.values())
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_presets_are_measured_in_both_directions() -> None:
+    sizes = presets.Sizes(4, 8, common.Effort(rounds=1, turn=0.0, warm_up=1))
+    entries = list(presets.measured(sizes, {"kernels": "reference"}))
+    assert len(entries) == 2 * len(presets.TWINS)
+    for entry in entries:
+        assert set(entry["measured"]) == {"list us", "preset us"} and entry["goal"] > 1.0

@@ -173,3 +173,13 @@ def test_first_calls_with_and_without_optional_packages(monkeypatch: pytest.Monk
     assert folders[::2] == folders[1::2] and len(set(folders)) == len(plans)
     assert [environment for _, environment in asked[1:]] == [{"QUACK_CACHE_DIR": f} for f in folders]
     assert ["--without" in command for command, _ in asked] == [False] * 3 + [True, True] * (len(plans) - 1)
+
+
+def test_a_model_that_is_not_converted_is_named_and_the_others_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(model: Any, **options: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(te_fuser, "convert", convert)
+    for entry in PARTS["converted"].run(TOY):
+        assert entry["left_out"] == {"te_fuser": "RuntimeError: no such luck"}
+        assert entry["contenders"].keys() == {"eager"} and entry["goals"] == []

@@ -40,7 +40,9 @@ def test_modules_and_parameters_stay_the_models_own(family: str) -> None:
     again = results(model, IDS)
     assert all(torch.equal(again[name], want) for name, want in wanted.items())
     assert all(torch.equal(p, parameters[name][1]) for name, p in model.named_parameters())
-    assert not any("te_fuser" in name for m in model.modules() for name in m.__dict__)
+    assert not any("te_fuser" in name or name == "_wholes" for m in model.modules() for name in m.__dict__)
+    storages = [p.untyped_storage().data_ptr() for p in model.parameters()]
+    assert len(set(storages)) == len(storages)
 
 
 def test_what_is_said() -> None:
@@ -165,3 +167,26 @@ def test_copies_and_reverted_copies_are_apart() -> None:
     want = results(other, IDS)
     te_fuser.convert(other, check=False)
     assert_alike(results(other, IDS), want)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_second_call_is_known(check: bool) -> None:
+    """By one native look, whether the check made the lists or the first call."""
+    model = model_of("llama", torch.float32)
+    te_fuser.convert(model, check=check)
+    cache = transformers.DynamicCache(config=model.config)
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        model(IDS[:, :1], past_key_values=cache)
+    lists: Any = [made for m in model.model.layers for made in m.__dict__["_te_fuser"].lists.values()]
+    assert len(lists) == 6 and all(made._structure.alone._known is not None for made in lists)
+
+
+def test_a_reverted_model_is_saved_by_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, original = both("llama", torch.float32)
+    te_fuser.revert(model)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert_alike(load_file(tmp_path / "model.safetensors"), original.state_dict(), 0)

@@ -174,6 +174,8 @@ def changed_launch(**changes: Any) -> tuple[Any, ...]:
         ({"alignments": (16, 16, 0)}, ValueError, "alignments lie between 1 and 64"),
         ({"inputs": 4}, ValueError, "inputs more than there are tensors"),
         ({"partial_widths": (-1,)}, ValueError, "negative width"),
+        ({"partial_rows": (1, 1)}, ValueError, "one number of partial rows for each width"),
+        ({"partial_rows": (0,)}, ValueError, "1 to 65536 rows of partial sums"),
         ({"partial_widths": ()}, ValueError, r"'rows' has an argument \(partial, 0\), which there is not"),
         ({"integers": 0}, ValueError, r"'rows' has an argument \(integer, 0\)"),
         ({"launches": ()}, ValueError, "1 to 4 launches"),
@@ -232,6 +234,13 @@ def test_few_rows_are_summed_at_once(rows: int, driver: FakeDriver) -> None:
     """One block does them all and stores the sums itself."""
     kernel(partial_widths=(1 << 48,))(tensors(rows), rows, 0 if rows == 0 else 1, min(rows, 1), (7,))
     assert (driver.launches, driver.last_symbol) == (1, b"rows")
+
+
+def test_several_blocks_that_add_to_one_sum_are_always_added_up(driver: FakeDriver) -> None:
+    native = kernel(partial_rows=(3,))
+    assert native.sizes(1, 1, 1) == ((1, 1), 1) and kernel(partial_rows=(1,)).sizes(1, 1, 1) == ((1, 0), 1)
+    native(tensors(1), 1, 1, 1, (7,))
+    assert (driver.launches, driver.last_symbol) == (2, b"finish")
 
 
 def test_no_rows_and_no_sums_launch_nothing(driver: FakeDriver) -> None:

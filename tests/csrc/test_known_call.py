@@ -10,7 +10,8 @@ from torch.nn import Parameter
 
 import te_fuser
 from te_fuser import _native, ops
-from te_fuser.fuser.run.known import Facts, Known
+from te_fuser.fuser.run.known import Known
+from te_fuser.ops.facts import Facts
 
 T = torch.zeros(2, 3)
 
@@ -51,40 +52,7 @@ def test_attributes_are_those_of_all_in_order() -> None:
         _native.attributes([T])  # type: ignore[call-arg]
 
 
-class Thing:
-    number = 3
-
-
-D: dict[str, Any] = {"a": T, "b": None}
-
-
-@pytest.mark.parametrize(
-    ("held", "broken"),
-    [
-        ({"members": ((D, (T, None)),)}, {"members": ((D, (T, T)),)}),
-        ({"members": (({}, ()),)}, {"members": ((D, (T,)),)}),
-        ({"members": ((D, (T, None)),)}, {"members": ((D, (T, None, T)),)}),
-        ({"empty": ({}, {})}, {"empty": ({}, D)}),
-        ({"filled": (D,)}, {"filled": (D, {})}),
-        ({"items": (({"n": 2.0}, "n", 2), (D, "c", None))}, {"items": (({"n": 2.0}, "n", 3),)}),
-        ({"items": ((D, "b", None),)}, {"items": ((D, "c", 1),)}),
-        ({"attributes": ((Thing, "number", 3),)}, {"attributes": ((Thing, "number", 4),)}),
-        ({"calls": ((dict, {}), (list, []))}, {"calls": ((dict, {}), (list, [1]))}),
-        ({"pairs": (({"x": 1}, {"x": 1}),)}, {"pairs": (({"x": 1}, {"x": 2}),)}),
-    ],
-)
-def test_facts_hold_or_do_not(held: dict[str, Any], broken: dict[str, Any]) -> None:
-    assert _native.still_hold(Facts(**held))
-    assert not _native.still_hold(Facts(**broken))
-
-
-def test_what_a_fact_raises_is_raised() -> None:
-    with pytest.raises(AttributeError, match="nothing"):
-        _native.still_hold(Facts(attributes=((Thing, "nothing", 1),)))
-    with pytest.raises(ZeroDivisionError):
-        _native.still_hold(Facts(calls=((lambda: 1 // 0, 1),)))
-    with pytest.raises(TypeError, match="Facts"):
-        _native.still_hold(())  # type: ignore[arg-type]
+def test_what_is_no_known_call_is_refused() -> None:
     with pytest.raises(TypeError, match="Known"):
         _native.like(Facts(), T, {}, ())  # type: ignore[arg-type]
 

@@ -10,6 +10,8 @@ import torch
 
 from te_fuser import Sequential, ops
 from te_fuser.fuser.plan.plan import Plan
+from te_fuser.kernels.attention.blank_rows import BlankRows
+from te_fuser.kernels.attention.moved_rows import FindTokens, MoveRows
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4
 from tests.kernels.packages import fake_flash_attn
 
@@ -128,3 +130,38 @@ def test_the_reasons_of_others() -> None:
     assert reason(p, FLASH) == "it takes no mask tensor, only none or causal"
     p = plan(WINDOW, (1, 16384), scores=ops.AttentionScores(alibi=True))
     assert reason(p, FLASH) == "it is not called for ALiBi"
+
+
+def padded(mask: Mask, positions: int = 2048, samples: int = 4, **options: Any) -> Plan:
+    """Of padding by a boolean tensor."""
+    with torch.device("meta"):
+        op = ops.DotProductAttention(32, 128, mask=mask, layout="batch_first", **options).to(torch.bfloat16)
+        x = torch.empty(samples, positions, op.packed.features, dtype=torch.bfloat16, requires_grad=True)
+        pad = torch.empty(samples, 1, 1, positions, dtype=torch.bool)
+    return Sequential(op).plan(x, pad=pad, device="h200")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_by_a_boolean_tensor_is_told(causal: bool) -> None:
+    p = padded(Mask(causal=causal, padding="pad"))
+    assert taken(p) == [FLASH, FLASH]
+    kernels = [BlankRows(torch.bfloat16), FindTokens(), MoveRows(torch.bfloat16)]
+    assert [k for k in p.written if k.name in ("blank_rows", "find_tokens", "move_rows")] == kernels
+
+
+def test_flash_attention_4_is_told_padding(installed: None) -> None:
+    assert taken(padded(Mask(padding="pad"))) == [FLASH_4, FLASH_4]
+
+
+def test_short_samples_take_a_bias() -> None:
+    """There a second call costs more than it saves."""
+    assert FLASH not in taken(padded(Mask(padding="pad"), positions=128))
+
+
+def test_where_positions_count_padding_is_a_bias() -> None:
+    p = padded(Mask(window=(5, 0), padding="pad"))
+    assert FLASH not in taken(p)
+    assert reason(p, FLASH) == (
+        "padding by a boolean tensor is told by moving tokens together, which changes how far apart they are, and a "
+        "window or a corner counts that"
+    )

@@ -8,7 +8,7 @@ import torch
 import te_fuser
 from te_fuser import fusions, ops
 from te_fuser.kernels.attention import Provider, Speed
-from tests.kernels.attention import structured
+from tests.kernels.attention import padded, structured
 from tests.kernels.attention.cases import BY_NAME
 from tests.kernels.attention.providers.test_flash_structure import Operators
 from tests.kernels.packages import fake_flash_attn
@@ -58,4 +58,20 @@ def test_flash_attention_4(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = model_of(op, tensors)
     assert any(isinstance(p, torch.nn.Parameter) for p in model.parameters())
     check("attention_cuda_flash_attn_4", model, inputs)
+    fake_flash_attn.forget()
+
+
+@pytest.mark.parametrize("kind", ["end", "anywhere"])
+@pytest.mark.parametrize("name", padded.MASKS)
+def test_padding_by_a_boolean_tensor(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both providers, which are told lengths and offsets."""
+    flash, played = BY_NAME["cuda_flash"], Operators()
+    played.all_rows = False
+    monkeypatch.setattr(flash, "_forward_by_structure", played.forward)
+    monkeypatch.setattr(flash, "_backward_by_structure", played.backward)
+    fake_flash_attn.in_place(monkeypatch)
+    for provider in (flash, BY_NAME["cuda_flash_attn_4"]):
+        take(provider, monkeypatch)
+        for layout in padded.LAYOUTS:
+            check(f"attention_{provider.name}", *model_of(*padded.case(name, layout, kind)))
     fake_flash_attn.forget()

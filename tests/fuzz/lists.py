@@ -86,7 +86,7 @@ NORMS = (
 FLOAT32_NORMS = ("ops.LayerNorm({f}, 0.3, dtype=torch.float32)", "ops.RMSNorm({f}, 0.3, dtype=torch.float32)")
 GATED = (
     "ops.GLU()", "ops.GEGLU()", "ops.QGEGLU()", "ops.ReGLU()", "ops.SReGLU()", "ops.SwiGLU()", "ops.ClampedSwiGLU()",
-    "ops.ClampedSwiGLU(limit=0.5)", "ops.SwiGLU(gate_first=False)",
+    "ops.GEGLU(approximate='none')", "ops.ClampedSwiGLU(limit=0.5)", "ops.SwiGLU(gate_first=False)",
 )  # fmt: skip
 RANDOM = ("ops.Dropout(0.3)", "ops.Dropout(0.0)", "ops.Dropout(1.0)", "ops.DropPath(0.4, 0)")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -167,7 +167,8 @@ def layer(kind: str) -> Sequential:
 def batch(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """What enters such a layer, and the gradient of what leaves it."""
     widths = 256, 768 if kind == "rotation" else 256
-    x, dy = (torch.randn(150, 3, width, device="cuda", dtype=dtype) for width in widths)
+    rng = torch.Generator("cuda").manual_seed(1)
+    x, dy = (torch.randn(150, 3, width, generator=rng, device="cuda", dtype=dtype) for width in widths)
     return x, dy
 
 

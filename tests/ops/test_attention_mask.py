@@ -254,3 +254,38 @@ def test_a_plain_mask_is_what_its_name_says():
         "a window",
         "a diagonal from the bottom right",
     )
+
+
+BOUNDED = AttentionMask(offsets="cu", longest=4)
+BETWEEN = AttentionMask(offsets="cu", lengths="n")
+
+
+@pytest.mark.parametrize(
+    ("mask", "counts", "words"),
+    [
+        (AttentionMask(lengths="n"), {"n": [7, 8]}, r"'n' says that sample 1 has 8 positions, .* room for 7: give"),
+        (AttentionMask(lengths="n"), {"n": [-1, 7]}, r"'n' says that sample 0 has -1 positions"),
+        (AttentionMask(offsets="cu"), {"cu": [0, 3, 8]}, r"'cu' go from 0 to 8 .* there are 7 tokens: offsets begin"),
+        (AttentionMask(offsets="cu"), {"cu": [1, 3, 7]}, r"'cu' go from 1 to 7"),
+        (AttentionMask(offsets="cu"), {"cu": [0, 5, 3]}, r"'cu' go from 0 to 3 with steps of at least -2"),
+        (BOUNDED, {"cu": [0, 2, 7]}, r"'cu' says that sequence 1 has 5 tokens .* longest=4: give a longest that"),
+        (BETWEEN, {"cu": [0, 2, 7], "n": [3, 5]}, r"'n' says that sequence 0 has 3 positions, .* room for 2"),
+    ],
+)
+def test_what_lies_outside_is_refused_on_a_cpu(mask: AttentionMask, counts: dict[str, list[int]], words: str) -> None:
+    op = DotProductAttention(2, 4, mask=mask, layout="tokens" if mask.offsets else "batch_first").double()
+    x = tensor(*((7,) if mask.offsets else (2, 7)), op.packed.features)
+    given = {argument: torch.tensor(counts[name]) for argument, name in mask.names.items()}
+    with pytest.raises(ValueError, match=words):
+        run(op, x, torch.ones_like(x[..., :8]), given)
+    with pytest.raises(ValueError, match=words):
+        op.reference(OpCall(given), x)
+
+
+def test_keys_that_lie_outside_are_refused_on_a_cpu() -> None:
+    mask = AttentionMask(lengths="n", key_lengths="m")
+    op = DotProductAttention(2, 4, mask=mask, layout="batch_first", packing="apart").double()
+    others = {"key": tensor(2, 5, 8), "value": tensor(2, 5, 8)}
+    given = {"lengths": torch.tensor([7, 7]), "key_lengths": torch.tensor([5, 6])}
+    with pytest.raises(ValueError, match=r"'m' says that sample 1 has 6 positions, and there is room for 5"):
+        run(op, tensor(2, 7, 8), tensor(2, 7, 8), {**others, **given})

@@ -266,6 +266,8 @@ def test_what_is_joined_is_known_again() -> None:
     with torch.no_grad():
         model.key_weight.mul_(2.0)
     assert_as_meant(model, x)
+    model.query_weight.data = model.query_weight.data.t()  # square: it lies where it lay, the other way round
+    assert_as_meant(model, x)
     model.key_weight.data = normal(3, WIDTH, seed=9).float()
     assert_as_meant(model, x)
     assert binding.taken() is not whole

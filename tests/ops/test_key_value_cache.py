@@ -64,3 +64,22 @@ def test_what_does_not_fit() -> None:
     y = op(leaf, **given)
     with pytest.raises(RuntimeError, match=r"has no gradient: call the model under torch.no_grad\(\)"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["sequence_first", "batch_first"])
+def test_more_than_a_cache_holds(layout: str) -> None:
+    """The last position is nobody's: a CPU refuses, and no more is written."""
+    shape, batch = ((2, B), 1) if layout == "sequence_first" else ((B, 2), 0)
+    op, x = ops.KeyValueCache(D, heads=H, kv_heads=G, layout=layout), normal(*shape, (H + 2 * G) * D)
+    cache = torch.zeros((L + 1, B, G * D) if batch else (B, L + 1, G * D)).double()
+    starts, counts = torch.tensor([0, L - 1, 5]), torch.tensor([2, 1, 0])
+    given = {"key_cache": cache, "value_cache": cache.clone(), "starts": starts, "counts": counts}
+    with torch.no_grad():
+        op(x, **given)
+        written = cache.clone()
+        for start, count in ((L, 1), (L - 1, 2), (L + 7, 1)):
+            starts[1], counts[1] = start, count
+            words = rf"sample 1 begins at position {start} and adds {count}, and its caches have room for {L} and one"
+            with pytest.raises(ValueError, match=words):
+                op(x, **given)
+            assert torch.equal(cache, written)

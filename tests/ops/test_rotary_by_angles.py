@@ -143,3 +143,30 @@ def test_what_does_not_fit() -> None:
         model(x[..., :8], rotary_pos_emb=torch.zeros(S, 1, 1, D))
     with pytest.raises(ValueError, match="cosines and sines together"):
         te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, cos_sin=("c", "s")))(x, c=torch.zeros(S, 1, 1, D))
+
+
+def test_positions_behind_the_angles() -> None:
+    """Refused on a CPU, where they are no padding."""
+    x, angles, starts = normal(S, B, 2 * D), angles_of("half"), torch.tensor([0, 2])
+    model = te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, starts="first"))
+    words = (
+        "row 5 of sample 1 stands at position 7, and there are angles of 7 positions: give more of them, or lower first"
+    )
+    with pytest.raises(ValueError, match=words):
+        model(x, rotary_pos_emb=angles, first=starts)
+    with pytest.raises(ValueError, match="row 0 of sample 0 stands at position -1"):
+        model(x, rotary_pos_emb=angles, first=torch.tensor([-1, 0]))
+    padded = te_fuser.Sequential(ops.RotaryByAngles(D, heads=2, starts="first", padded=True))
+    longer = torch.cat((angles, angles[-1:].expand(2, -1, -1, -1)))
+    torch.testing.assert_close(
+        gradients(padded, x, rotary_pos_emb=angles, first=starts),
+        gradients(model, x, rotary_pos_emb=longer, first=starts),
+    )
+
+
+def test_sequences_longer_than_the_angles() -> None:
+    model = te_fuser.Sequential(ops.RotaryByAngles(D, layout="tokens", offsets="ends", starts="first", heads=2))
+    x, angles, ends = normal(9, 2 * D), angles_of("half", length=9), torch.tensor([0, 4, 9])
+    model(x, rotary_pos_emb=angles, ends=ends, first=torch.tensor([5, 4]))
+    with pytest.raises(ValueError, match="row 3 stands at position 9, and there are angles of 9 positions"):
+        model(x, rotary_pos_emb=angles, ends=ends, first=torch.tensor([6, 4]))

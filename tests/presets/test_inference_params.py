@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -167,22 +168,42 @@ def test_sizes_that_are_said_and_dtypes() -> None:
         run(made, x, Params(2, L, num_heads_kv=2))
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda params: pickle.loads(pickle.dumps(params))])
+def test_a_copy_goes_on_by_itself(copied: Any) -> None:
+    made, x, params = layer(layer_number=1), tensor(L, 2, F, grad=False), Params(2, L)
+    want = whole(made, x)
+    params.pre_step({0: 3, 1: 3})
+    run(made, x[:3], params)
+    twin = copied(params)
+    twin.pre_step({0: 2, 1: 2})
+    torch.testing.assert_close(run(made, x[3:5], twin), want[3:5])
+    twin.pre_step({0: 1, 1: 1})
+    torch.testing.assert_close(run(made, x[5:6], twin), want[5:6])
+
+
+def test_sequences_do_not_go_on_without_their_caches() -> None:
+    """A layer that no earlier step went through, as a copy of one without a number is."""
+    made, x, params = layer(), tensor(L, 2, F, grad=False), Params(2, L)
+    params.pre_step({0: 3, 1: 3})
+    run(made, x[:3], params)
+    params.pre_step({0: 1, 1: 1})
+    with pytest.raises(ValueError, match="no earlier step has caches of this layer"):
+        run(copy.deepcopy(made), x[3:4], params)
+    torch.testing.assert_close(run(made, x[3:4], params), whole(made, x)[3:4])
+
+
 def test_what_is_refused() -> None:
     made, x, params = layer(), tensor(2, 2, F, grad=False), Params(2, L)
     with pytest.raises(NotImplementedError, match="is_paged asks for pages"):
         Params(2, L, is_paged=True)
     with pytest.raises(TypeError, match="takes no argument 'pages'"):
         Params(2, L, pages=3)
-    with pytest.raises(ValueError, match="3 sequences, and max_batch_size=2"):
-        params.pre_step({0: 1, 1: 1, 2: 1})
     params.pre_step({0: 8, 1: 2})
-    with pytest.raises(ValueError, match="sequence 0 would have 10 positions by 2 more, and max_sequence_length=9"):
-        params.pre_step({1: 1, 0: 2})
-    assert params.sequences == {0: 8, 1: 2}
-    with pytest.raises(
-        ValueError, match="pre_step was told 2 sequences with 8 tokens at most, and the call has 2 samples"
-    ):
+    words = r"told 2 sequences with 8 tokens at most, and the call has 2 samples of 2 .* room for 8 tokens or more"
+    with pytest.raises(ValueError, match=words):
         run(made, x, params)
+    with pytest.raises(ValueError, match="has 1 samples of 2 .* give a row for each sequence, from 2 to 2, with room"):
+        run(made, x[:, :1], params)
     params.pre_step({0: 1, 1: 2})
     with pytest.raises(ValueError, match="attn_mask_type='arbitrary' with inference_params"):
         run(made, x, params, self_attn_mask_type="arbitrary")
@@ -196,3 +217,47 @@ def test_what_is_refused() -> None:
     run(both[0], x, params)
     with pytest.raises(ValueError, match="give each layer a layer_number of its own"):
         run(both[1], x, params)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "words"),
+    [
+        (
+            {0: 1, "a": 1, "b": 1},
+            ValueError,
+            r"3 sequences, of which 2 are new \('a', 'b'\), and max_batch_size=2: leave",
+        ),
+        (dict.fromkeys(range(2, 8), 1), ValueError, r"6 are new \(2, 3, 4, 5, ..\), and max_batch_size=2"),
+        ({1: 1, 0: 2}, ValueError, "sequence 0 has 8 positions and would have 10 by 2 more, and max_sequence_length=9"),
+        ({0: 1, "long": 10}, ValueError, "sequence 'long' is new and would have 10 by 10 more, .* leave it out to end"),
+        ({0: -1}, ValueError, "sequence 0 continues by -1 tokens: give 0 or more"),
+        ({0: 1.5}, TypeError, r"sequence 0 continues by 1.5 \(float\): give a whole number of tokens"),
+        (
+            {torch.tensor(0): 1},
+            TypeError,
+            r"called by a tensor, .* call it by a number or a text, of tensors by .tolist",
+        ),
+        ([0, 1], TypeError, "pre_step takes a dict, sequence -> how many tokens, got list"),
+    ],
+)
+def test_steps_that_are_refused_change_nothing(step: Any, error: type[Exception], words: str) -> None:
+    params = Params(2, L)
+    params.pre_step({0: 8, 1: torch.tensor(2)})
+    with pytest.raises(error, match=words):
+        params.pre_step(step)
+    assert params.sequences == {0: 8, 1: 2} and params._steps == [8, 2]
+
+
+def test_steps_without_a_sequence() -> None:
+    """All have ended: a call has nothing to go on with, until it is said or all is reset."""
+    made, x, params = layer(), tensor(2, 2, F, grad=False), Params(2, L)
+    params.pre_step({0: 2, 1: 2})
+    want = run(made, x, params)
+    params.pre_step({})
+    assert not params.sequences
+    with pytest.raises(
+        ValueError, match=r"pre_step was told no sequence, and the call has 2 samples: name them, or reset"
+    ):
+        run(made, x, params)
+    params.reset()
+    torch.testing.assert_close(run(made, x, params), want)

@@ -50,8 +50,9 @@ def test_it_is_its_list_bit_for_bit(dtype: torch.dtype) -> None:
     assert_same(layer(x), bare(x), leaves_of(layer, x), tolerance=0)
 
 
-def test_zero_centered_gamma() -> None:
-    layer, x = made(zero_centered_gamma=True), tensor(3, IN)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_zero_centered_gamma(normalization: str) -> None:
+    layer, x = made(zero_centered_gamma=True, normalization=normalization), tensor(3, IN)
     y = layer(x)
     with torch.no_grad():
         layer.layer_norm_weight += 1

@@ -79,8 +79,9 @@ def test_activation_params() -> None:
         mlp(activation="swish")
 
 
-def test_zero_centered_gamma() -> None:
-    m, x = mlp(zero_centered_gamma=True), tensor(3, HIDDEN)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_zero_centered_gamma(normalization: str) -> None:
+    m, x = mlp(zero_centered_gamma=True, normalization=normalization), tensor(3, HIDDEN)
     assert (te_fuser.LayerNormMLP(4, 4, zero_centered_gamma=True, device="cpu").layer_norm_weight == 0).all()
     y = m(x)
     with torch.no_grad():
@@ -156,15 +157,27 @@ def test_fill_methods() -> None:
     assert (m.fc1_weight == 2).all()
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_checkpoint_keeps_the_input_alone(bare: bool) -> None:
-    m, x = mlp(checkpoint=not bare), tensor(3, 5, HIDDEN)
+KINDS = [{}, {"activation": "swiglu"}, {"return_bias": True, "return_layernorm_output": True}]
+
+
+@pytest.mark.parametrize("keywords", KINDS, ids=str)
+@pytest.mark.parametrize("again", [False, True])
+def test_checkpoint_keeps_the_input_alone(again: bool, keywords: dict[str, Any]) -> None:
+    """Beside the parameters and what is returned: what autograd holds, and what Python does."""
+    m, x = mlp(checkpoint=again, **keywords), tensor(3, 5, HIDDEN)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = m(x)
-    shapes = {tuple(t.shape) for t in kept if not any(t is p for p in m.parameters())}
-    assert ((3, 5, FFN) in shapes or len(shapes) > 1) == bare
-    assert_same(y, meaning(m, x)[0], leaves_of(m, x))
+    own = {t.untyped_storage().data_ptr() for t in m.parameters()}
+    held = {s.data_ptr(): s.nbytes() for t in kept if (s := t.untyped_storage()).data_ptr() not in own}
+    assert (sum(held.values()) == x.nbytes) is again
+    if again:
+        assert list(held) == [x.data_ptr()]
+    want, norm = meaning(m, x, keywords.get("activation", "gelu"))
+    if isinstance(y, tuple):
+        y = y[0] + y[1], y[2]
+        want = want, norm
+    assert_same(y, want, leaves_of(m, x))
 
 
 def test_checkpoint_in_a_list() -> None:

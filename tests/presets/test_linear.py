@@ -158,6 +158,29 @@ def test_weights_of_the_call_in_a_list() -> None:
         forward_hook(layer)
 
 
+@pytest.mark.parametrize("kind", [te_fuser.Linear, te_fuser.LayerNormLinear])
+def test_weights_of_the_call_in_lists_in_lists(kind: Any) -> None:
+    """Each by the path of its Linear, however deep; looks and the reference take them as calls do."""
+    apart = {"skip_weight_param_allocation": True, "device": "cpu", "params_dtype": torch.float64}
+    first, second = kind(IN, IN, **apart), kind(IN, IN, bias=False, **apart)
+    model = te_fuser.Sequential(te_fuser.Residual(first, ops.GELU()), te_fuser.Sequential(ops.SiLU(), second))
+    x, w, v, b = tensor(3, IN), tensor(IN, IN, seed=1), tensor(IN, IN, seed=2), tensor(IN, seed=3)
+    given = {"0.0.weight": w, "0.0.bias": b, "1.1.weight": v}
+    (plan,) = model.plans(x, **given)
+    assert plan.backward
+
+    def meant() -> torch.Tensor:
+        return second(torch.nn.functional.silu(x + torch.nn.functional.gelu(first(x, w, b), approximate="tanh")), v)
+
+    leaves = {"x": x, "w": w, "v": v, "b": b, **dict(model.named_parameters())}
+    assert_same(model(x, **given), meant(), leaves)
+    assert_same(model.reference(x, **given), meant(), leaves)
+    with pytest.raises(TypeError, match=r"call the model with \*\*\{'1.1.weight': tensor\}"):
+        model(x, **{"0.0.weight": w, "0.0.bias": b})
+    with pytest.raises(TypeError, match=r"unknown input '0.weight'.*0.0.bias, 0.0.weight, 1.1.weight"):
+        model(x, **given, **{"0.weight": w})
+
+
 def test_tensors_in_place_of_parameters() -> None:
     layer, x, w, b = made(), tensor(3, IN), tensor(OUT, IN), tensor(OUT)
     assert_same(layer(x, w), linear(x, w, layer.bias), {"x": x, "w": w, "bias": layer.bias})
@@ -197,8 +220,23 @@ def test_main_grad() -> None:
     layer.weight.requires_grad_(False)
     layer(x, is_first_microbatch=True).sum().backward()
     torch.testing.assert_close(layer.weight.main_grad, 2 * want)
-    with pytest.raises(ValueError, match="fuse_wgrad_accumulation takes one weight"):
-        made(fuse_wgrad_accumulation=True, parameters_split=SPLIT)
+
+
+@pytest.mark.parametrize("kind", [te_fuser.Linear, te_fuser.LayerNormLinear])
+@pytest.mark.parametrize("together", [True, False])
+def test_main_grad_of_split_parameters(kind: Any, together: bool) -> None:
+    """Each has its own; where these lie one behind the other in one buffer, as the weights do, one product adds."""
+    layer = randomize(kind(IN, OUT, parameters_split=SPLIT, fuse_wgrad_accumulation=True, device="cpu"))
+    x, weights = tensor(3, 5, IN, dtype=torch.float32), [layer.get_parameter(name) for name in layer.parts["weight"]]
+    want = torch.autograd.grad(layer.reference(x).sum(), weights)
+    lying = torch.full((OUT, IN), 2.0).split(OUT // 3)
+    for weight, piece in zip(weights, lying, strict=True):
+        weight.main_grad = piece if together else piece.clone()
+    for first, times, base in ((None, 1, 2), (True, 1, 0), (False, 2, 0)):
+        layer(x, is_first_microbatch=first).sum().backward()
+        for weight, one in zip(weights, want, strict=True):
+            assert weight.grad is None
+            torch.testing.assert_close(weight.main_grad, base + times * one)
 
 
 def test_main_grad_of_a_weight_of_the_call() -> None:

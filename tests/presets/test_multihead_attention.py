@@ -47,6 +47,23 @@ def test_self_and_cross_attention(keywords: dict[str, Any]) -> None:
         assert_as_meant(made, Call(memory=memory), encoder_output=memory)
 
 
+def test_positions() -> None:
+    made = randomize(te_fuser.MultiheadAttention(F, H, 5, 0.0, 0.1, input_layernorm=True, device="cpu").double())
+    assert made.channels == 5 and made.proj.in_features == 20
+    assert_as_meant(made, Call(causal(S)))
+
+
+@pytest.mark.parametrize("keywords", [{"bias": False}, {"normalization": "RMSNorm"}, {"softmax_type": "off-by-one"}])
+def test_other_arguments(keywords: dict[str, Any]) -> None:
+    made = attention(input_layernorm=True, layer_number=2, **keywords)
+    assert_as_meant(made, Call(causal(S)))
+    x = tensor(S, B, F)
+    for how in ({"fast_zero_fill": False}, {"pad_between_seqs": False}, {"checkpoint_core_attention": True}):
+        assert torch.equal(made(x, **how), made(x))
+    other = attention(input_layernorm=True, qkv_format="bshd", **keywords)
+    torch.testing.assert_close(other(x.transpose(0, 1)).transpose(0, 1), made(x))
+
+
 def test_what_it_returns() -> None:
     made, x = attention(input_layernorm=True, return_layernorm_output=True), tensor(S, B, F)
     assert_as_meant(made, Call(causal(S)))
@@ -91,6 +108,39 @@ def test_hooks_of_attention_alone() -> None:
         for mine, other in zip(*[torch.autograd.grad(t, leaves, want) for t in (y, want)], strict=True):
             torch.testing.assert_close(mine, other)
         torch.testing.assert_close(y, want)
+
+
+@pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
+def test_norms_of_heads(norm: str) -> None:
+    """Their weights are factors, whatever zero_centered_gamma says; called by themselves they normalize."""
+    made = attention(qk_norm_type=norm, qk_norm_eps=0.1, zero_centered_gamma=True, input_layernorm=True)
+    assert_as_meant(made, Call(causal(S)))
+    fresh = te_fuser.MultiheadAttention(F, H, qk_norm_type=norm, zero_centered_gamma=True, device="cpu")
+    assert (fresh.q_norm.weight == 1).all() and (fresh.k_norm.weight == 1).all()
+    heads = tensor(S, B, H, F // H)
+    for which in ("q", "k"):
+        part = made.get_submodule(f"{which}_norm")
+        torch.testing.assert_close(part(heads), plain.head_norm(heads, made, which))
+    x = tensor(S, B, F)
+    want = made(x)
+    made.q_norm.register_forward_hook(lambda *_: None)
+    assert torch.equal(made(x), want) and len(made.plans(x)) == 1
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_main_grad_of_weights_that_are_apart(kind: str) -> None:
+    made = attention(fuse_wgrad_accumulation=True, attention_type=kind, attn_mask_type="no_mask")
+    x, given = tensor(S, B, F), {} if kind == "self" else {"encoder_output": tensor(K, B, F, seed=3)}
+    twin = attention(attention_type=kind, attn_mask_type="no_mask")
+    twin(x, **given).sum().backward()
+    weights = {name: p for name, p in made.named_parameters() if p.dim() == 2}
+    for p in weights.values():
+        p.main_grad = torch.ones_like(p)
+    for first, times, base in ((None, 1, 1), (True, 1, 0), (False, 2, 0)):
+        made(x, is_first_microbatch=first, **given).sum().backward()
+        for name, p in weights.items():
+            assert p.grad is None
+            torch.testing.assert_close(p.main_grad, base + times * twin.get_parameter(name).grad)
 
 
 def test_names() -> None:

@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "off_by_one": {"softmax_type": "off-by-one"},
     "nothing_changes": {"apply_query_key_layer_scaling": False, "attention_softmax_in_fp32": True, "layer_number": 3},
     "cut": {"set_parallel_mode": True, "sequence_parallel": True},
+    "clamped": {"activation": "clamped_swiglu", "activation_params": {"limit": 0.5, "alpha": 1.1}},
 }
 
 

@@ -65,6 +65,7 @@ def test_masks_of_cross_attention() -> None:
     call.crossing = causal(S, K, "bottom_right")
     given = {"enc_dec_attn_mask_type": "causal", "enc_dec_bottom_right_diagonal": True}
     assert_as_meant(made, call, **given, **both)
+    assert_as_meant(layer(layer_type="decoder", **given), call, **both)
     counts = torch.tensor([0, 2, 5, 6])
     by_length = torch.arange(K) >= counts.diff()[:, None, None, None]
     call = Call(causal(S) | around(BY_LENGTH), memory=memory, crossing=around(BY_LENGTH, by_length))

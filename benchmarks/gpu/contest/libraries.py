@@ -89,7 +89,7 @@ def versions() -> dict[str, str]:
 
     found = {}
     ours = ("triton", "nvidia-cudnn-frontend", "flash-attn-4", "nvidia-cutlass-dsl")
-    for package in ("transformer_engine", "liger_kernel", "quack-kernels", *ours):
+    for package in ("transformer_engine", "liger_kernel", "quack-kernels", "transformers", *ours):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

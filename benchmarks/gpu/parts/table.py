@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.contest.bench import Bench
 from benchmarks.gpu.contest.entries import Entry
+from benchmarks.gpu.parts.converted import LLAMA_LAYERS, converted
 from benchmarks.gpu.parts.first_call import first_call
 from benchmarks.gpu.parts.glue import glue
 from benchmarks.gpu.parts.host import HOST_HIDDEN, HOST_TOKENS, host
@@ -36,7 +37,12 @@ PARTS: dict[str, Part] = {
     "llama": Part("a Llama layer: RMSNorm, RoPE, 32 query and 8 key/value heads, SwiGLU", llama, 75),
     "stack": Part(f"{STACKED} seed layers in one Sequential and apart", stack, 70),
     "presets": Part(
-        "presets beside the lists of their ops, time and memory, and the host at small sizes", presets, 120
+        "presets beside the lists of their ops, time and memory, and the host at small sizes", presets, 190
+    ),
+    "converted": Part(
+        f"{LLAMA_LAYERS} layers of a Llama of transformers, as it is and converted: training, forward, decoding",
+        converted,
+        120,
     ),
     "glue": Part("what stands between products, in GB/s and share of a copy", glue, 150),
     "growth": Part("time and memory with the tokens and with the hidden size", growth, 130),

@@ -414,10 +414,14 @@ class GraphBuilder:
         if op.exports:
             self.exported.setdefault(name, []).append((label, value))
             return
-        if name in self.bound and name not in self.read:
+        if name in self.opened and name not in self.read:
             raise ValueError(f"{label} opens {plain(name)!r}, which {self.opened[name]} opened and nobody closed yet")
         self.read.discard(name)
-        self.bound[name], self.opened[name] = value, label
+        self.bound[name] = value
+        if op.may_stay_unread:
+            self.opened.pop(name, None)
+        else:
+            self.opened[name] = label
 
     def _exported(self, name: str) -> int:
         close = [n for n in self.exported if plain(n) == name]

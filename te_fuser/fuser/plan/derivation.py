@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.formula.expr import Axes
+from te_fuser.fuser.graph.checks import plain
+from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan.stretch import Stretch, values_leaving
 
 if TYPE_CHECKING:
@@ -108,13 +110,23 @@ class DerivedStretch:
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
     ) -> KernelTask | None:
-        """See `Stretch.backward`."""
-        known = frozenset(self._values)
-        readable, forbidden = readable & known, forbidden & known
-        sets = frozenset(self._numbers(readable)), frozenset(self._numbers(forbidden))
-        mute = frozenset(k - self.start for k in silent if self.start <= k < self.stop)
-        key = ("backward", self._place(start, stop), *sets, self._numbers(recompute), mute)
-        return self._once(key, lambda: self.exact.backward(start, stop, readable, forbidden, recompute, silent))
+        """See `Stretch.backward`.
+
+        Args:
+            forbidden: values that nobody can give.
+
+        Raises:
+            NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
+        """
+        readable, silent = readable & self._made_in(start, stop), silent & self._gives_statistics
+        sets = frozenset(self._numbers(readable)), frozenset([k - self.start for k in silent])
+        key = ("backward", self._place(start, stop), self._numbers(recompute), *sets)
+        kernel = self._once(key, lambda: self.exact.backward(start, stop, readable, recompute, silent))
+        read = {r.index for r in kernel.inputs if r.kind is VALUE} if kernel and forbidden else set()
+        bad = [plain(self._graph.values[v].name) for v in forbidden if v in read]
+        if bad:
+            raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
+        return kernel
 
     def values_leaving(self, start: int, stop: int) -> list[int]:
         """See `Stretch.values_leaving`."""
@@ -128,9 +140,23 @@ class DerivedStretch:
 
     def first_made(self, digest: str) -> int:
         """See `Stretch.first_made`."""
-        first = self if self._like is None else self._like
-        found = first.exact.first_made(digest)
-        return found if found < 0 else found + self.start - first.start
+        found = self._first.exact.first_made(digest)
+        return found if found < 0 else found + self.start - self._first.start
+
+    @property
+    def _first(self) -> DerivedStretch:
+        """The first one that is like it, which is traced."""
+        return self if self._like is None else self._like
+
+    @functools.cached_property
+    def _gives_statistics(self) -> frozenset[int]:
+        """See `Stretch.gives_statistics`."""
+        return frozenset([k + self.start - self._first.start for k in self._first.exact.gives_statistics])
+
+    def _made_in(self, start: int, stop: int) -> frozenset[int]:
+        """The values that ops of a range make, by storage."""
+        made = (v for n in self._graph.nodes[start:stop] for v in (n.output, *n.named_out))
+        return frozenset(map(self._graph.root, made))
 
     # ------------------------------------------------------------------------------------------ sharing
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,7 @@ from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import substitute
 from te_fuser.formula.traversal import topological
-from te_fuser.fuser.graph.checks import plain
-from te_fuser.fuser.graph.refs import VALUE, Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
+from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import parameter_axes
@@ -58,6 +57,7 @@ class Stretch:
         self.marks: dict[str, int] = {}  # name of a value node -> value
         self.streams: dict[str, int] = {}
         self.roles: dict[int, str] = {}
+        self._cuts: dict[int, _Range] = {}
         self._differentiated: dict[tuple[int, int], tuple[_Range, _Wanted, list[Expr]]] = {}
         # statistics have the dtype of the arithmetic
         wide = graph.values[graph.nodes[start].input].spec.dtype == torch.float64
@@ -169,19 +169,28 @@ class Stretch:
 
     def _cut(self, start: int) -> _Range:
         """Expressions of the range that begins at `start`: values made before it become leaves."""
+        if start not in self._cuts:
+            self._cuts[start] = self._cut_at(start)
+        found = self._cuts[start]
+        return replace(found, leaves=dict(found.leaves))
+
+    def _cut_at(self, start: int) -> _Range:
         earlier = {name: v for name, v in self.marks.items() if (p := self.graph.producer(v)) is not None and p < start}
         leaves = dict(self.leaves)
         for name, value in earlier.items():
             leaves[name] = self._value_leaf(value)
         nodes = topological(self.env.values())
 
-        def replace(e: Expr) -> Expr | None:
+        def as_leaf(e: Expr) -> Expr | None:
             if e.op == "value" and e.attrs[0] in earlier:
                 return expr.make("input", (), e.attrs, e.axes, e.width)
             return None
 
-        cut = substitute(nodes, replace)
-        return _Range({id(a): b for a, b in zip(nodes, cut, strict=True)}, nodes, cut, leaves)
+        cut = substitute(nodes, as_leaf) if earlier else nodes
+        statistics = {
+            id(b): a.digest for a, b in zip(nodes, cut, strict=True) if _is_statistic(b) and not FUNCTIONS[b.op].picks
+        }
+        return _Range({id(a): b for a, b in zip(nodes, cut, strict=True)}, cut, statistics, leaves)
 
     def _value_leaf(self, value: int) -> _Leaf:
         v = self.graph.values[value]
@@ -208,19 +217,28 @@ class Stretch:
 
     def statistic(self, digest: str) -> Expr:
         """The canonical expression with this digest."""
-        return next(e for e in topological(self.env.values()) if e.digest == digest)
+        return self._made[digest][1]
 
     def first_made(self, digest: str) -> int:
         """The first op whose output has that expression in it; -1 for none."""
-        return self._first_made.get(digest, -1)
+        return self._made[digest][0] if digest in self._made else -1
 
     @functools.cached_property
-    def _first_made(self) -> dict[str, int]:
-        """Digest -> the first op whose output has that expression in it."""
-        found: dict[str, int] = {}
+    def gives_statistics(self) -> frozenset[int]:
+        """The ops that are the first to make something per row that backward may read."""
+        return frozenset([node for node, e in self._made.values() if _is_statistic(e)])
+
+    @functools.cached_property
+    def _made(self) -> dict[str, tuple[int, Expr]]:
+        """Digest -> the first op whose output has that expression in it, and the expression."""
+        found: dict[str, tuple[int, Expr]] = {}
+
+        def is_found(e: Expr) -> bool:
+            return e.digest in found
+
         for node in self.graph.nodes[self.start : self.stop]:
-            for e in topological([self.env[v] for v in (node.output, *node.named_out)]):
-                found.setdefault(e.digest, node.index)
+            outputs = [self.env[v] for v in (node.output, *node.named_out)]
+            found.update([(e.digest, (node.index, e)) for e in topological(outputs, is_found)])
         return found
 
     def backward(
@@ -228,7 +246,6 @@ class Stretch:
         start: int,
         stop: int,
         readable: frozenset[int],
-        forbidden: frozenset[int],
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
     ) -> KernelTask | None:
@@ -236,12 +253,11 @@ class Stretch:
 
         Args:
             readable: values (by storage) that exist after forward, apart from what enters the range.
-            forbidden: values that nobody can give.
             recompute: values of the range to compute again and store.
             silent: ops whose per-row statistics forward cannot give.
 
         Raises:
-            NotOneKernel: when it would read a forbidden value, or does not fit one kernel.
+            NotOneKernel: when it does not fit one kernel.
         """
         if (start, stop) not in self._differentiated:
             self._differentiated[start, stop] = self._differentiate(start, stop)
@@ -252,8 +268,11 @@ class Stretch:
         avoid = {self.graph.root(v) for v in recompute}
         roots = adjoints + again
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
-        ways = [_by_output(roots, cut, readable_marks), roots]
-        reduced, used = min((self._reduce(way, cut, readable_marks, silent) for way in ways if way), key=_full_reads)
+        by_output = _by_output(roots, cut, readable_marks)
+        reduced, used = self._reduce(roots, cut, readable_marks, silent)
+        if by_output:
+            other = self._reduce(by_output, cut, readable_marks, silent)
+            reduced, used = min(other, (reduced, used), key=_full_reads)
         gives = _Gives(used)
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             gives.add(f"d_{name}", e, output)
@@ -262,12 +281,6 @@ class Stretch:
             gives.store(
                 self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
             )
-        read = {leaf.ref for leaf in used.used_leaves(gives.targets, gives.sums)}
-        bad = [
-            plain(self.graph.values[v].name) for v in forbidden if any(r.kind is VALUE and r.index == v for r in read)
-        ]
-        if bad:
-            raise NotOneKernel(f"it would read {', '.join(bad)}, which the forward fusion does not give")
         return self._kernel(start, stop, "bwd", used, gives)
 
     def _differentiate(self, start: int, stop: int) -> tuple[_Range, _Wanted, list[Expr]]:
@@ -344,29 +357,22 @@ class Stretch:
         self, roots: list[Expr], cut: _Range, readable: dict[str, int], silent: frozenset[int]
     ) -> tuple[list[Expr], _Range]:
         """Replace what exists already: stored values, and per-row statistics that forward computed on its way."""
-        forward = {id(e): canonical for canonical, e in zip(cut.canonical, cut.nodes, strict=True)}
         leaves = dict(cut.leaves)
         statistics: dict[str, str] = {}
 
-        def replace(e: Expr) -> Expr | None:
+        def as_leaf(e: Expr) -> Expr | None:
             if e.op == "value" and e.attrs[0] in readable:
                 leaves[e.attrs[0]] = self._value_leaf(readable[e.attrs[0]])
                 return expr.make("input", (), e.attrs, e.axes, e.width)
-            canonical = forward.get(id(e))
-            if canonical is None or e.axes & Axes.FEATURE or not e.axes & Axes.OUTER or not e.depth:
+            digest = cut.statistics.get(id(e))
+            if digest is None or self.first_made(digest) in silent:
                 return None
-            if self._first_made.get(canonical.digest) in silent:
-                return None
-            # Forward picks among unrounded features, and no rounded one need reach the one it took: whoever asks which
-            # feature that was must pick among those it reads.
-            if FUNCTIONS[e.op].picks:
-                return None
-            name = statistics.setdefault(canonical.digest, f"statistic{len(statistics)}")
-            leaves[name] = _Leaf(statistic_ref(self.start, canonical.digest), Axes.ROWS, 1, self._wide)
+            name = statistics.setdefault(digest, f"statistic{len(statistics)}")
+            leaves[name] = _Leaf(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             return expr.leaf(name, Axes.ROWS)
 
-        reduced = substitute(roots, replace)
-        return reduced, _Range({}, [], [], leaves)
+        reduced = substitute(roots, as_leaf)
+        return reduced, _Range({}, [], {}, leaves)
 
     def _kernel(self, start: int, stop: int, direction: str, cut: _Range, gives: _Gives) -> KernelTask | None:
         if gives.nothing():
@@ -420,11 +426,11 @@ def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list
     told = [e for e in cut.nodes if e.op == "value" and e.attrs[0] in readable and FUNCTIONS[e.args[0].op].tells_sign]
     given = {e.args[0].args[0]: e for e in told}
 
-    def replace(e: Expr) -> Expr | None:
+    def read(e: Expr) -> Expr | None:
         slope = e.op == "le" and e.args[0] in given and e.args[1] is expr.ZERO
         return expr.pointwise("le", given[e.args[0]], expr.ZERO) if slope else None
 
-    return substitute(roots, replace) if given else []
+    return substitute(roots, read) if given else []
 
 
 def _full_reads(reduced: tuple[list[Expr], _Range]) -> int:
@@ -434,14 +440,27 @@ def _full_reads(reduced: tuple[list[Expr], _Range]) -> int:
     return sum(used.leaves[name].axes == Axes.FULL for name in leaves)
 
 
+def _is_statistic(e: Expr) -> bool:
+    """Whether an expression is a number for each row that takes a pass over its features."""
+    return bool(e.depth and e.axes & Axes.OUTER and not e.axes & Axes.FEATURE)
+
+
 @dataclass
 class _Range:
-    """Expressions cut at the beginning of a range, and the leaves they may have."""
+    """Expressions cut at the beginning of a range, and the leaves they may have.
+
+    Attributes:
+        mapping: by its id, what a canonical expression is here.
+        nodes: all of these.
+        statistics: by its id, the digest of what backward may read in its place: a number for each row. No pick is one:
+            forward picks among unrounded features, and no rounded one need reach the one it took. Whoever asks which
+            feature that was must pick among those it reads.
+    """
 
     mapping: dict[int, Expr]
-    canonical: list[Expr]
     nodes: list[Expr]
-    leaves: dict[str, _Leaf] = field(default_factory=dict)
+    statistics: dict[int, str]
+    leaves: dict[str, _Leaf]
 
     def of(self, e: Expr) -> Expr:
         return self.mapping[id(e)]
@@ -452,11 +471,6 @@ class _Range:
             return None
         leaf = self.leaves[e.attrs[0]]
         return leaf.ref if leaf.dtype == dtype else None
-
-    def used_leaves(self, *targets: list[Target]) -> list[_Leaf]:
-        roots = [t.expression for group in targets for t in group]
-        names = {e.attrs[0] for e in topological(roots) if e.op == "input"}
-        return [self.leaves[n] for n in names]
 
 
 class _Gives:

@@ -19,12 +19,13 @@ from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache
-from te_fuser.fuser.run.known import Call, Facts, Known, Modes, Ops
+from te_fuser.fuser.run.known import Call, Known, Modes, Ops
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
+from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.sizes import Questions
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Fuser:
             "reference" (PyTorch operations).
         fallback: what "auto" does where generated kernels cannot be had: "warn" once and run PyTorch's, or
             raise an "error" that says what is missing.
+        holding: what holds while these are the ops; without it whoever calls has to know.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Fuser:
         memory: str | int = "balanced",
         kernels: str = "auto",
         fallback: str = "warn",
+        holding: Facts | None = None,
     ) -> None:
         check_options(memory, kernels, fallback)
         for op in ops:
@@ -64,12 +67,13 @@ class Fuser:
                 raise TypeError(f"a Fuser takes ops, got {op!r}{of_class}; plain modules go into a Sequential")
         self.memory, self.kernels, self.fallback = memory, kernels, fallback
         self._given = tuple(ops)
+        self._holding = holding or Facts()
         # Whoever gives ListedOps has lowered them, and makes a new Fuser when one changes.
         self._watched = tuple(o for o in ops if isinstance(o, FusableOperation))
         self._kept = PlanCache()
         self._known: Known | None = None  # the last call
         self._facts: tuple[Any, Facts] = (None, Facts())  # what held in these modes
-        self._relist()
+        self._list(0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"ops": self._given, "memory": self.memory, "kernels": self.kernels, "fallback": self.fallback}
@@ -79,6 +83,12 @@ class Fuser:
         self.__init__(ops, **state)  # type: ignore[misc]
 
     def _relist(self) -> None:
+        """List the ops anew where one of them is not as it was."""
+        if self._watched and not still_hold(self._ops.given):
+            self._list(self._ops.listing + 1)
+
+    def _list(self, number: int) -> None:
+        facts = Facts.of([self._holding, *[op.facts() for op in self._watched]])
         listed: list[ListedOp] = []
         for k, op in enumerate(self._given):
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
@@ -89,8 +99,7 @@ class Fuser:
         self._computed = any(b.computed or name not in place for b, (place, name) in there)
         lowered = tuple(o.lowered.op for o in listed)
         switches = dict.fromkeys(s for op in lowered if (s := type(op).global_state) is not None)
-        self._ops = Ops(self._watched, lowered, tuple(switches))
-        self._revisions = self._ops.revisions()
+        self._ops = Ops(number, facts, lowered, tuple(switches))
 
     def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""
@@ -102,12 +111,21 @@ class Fuser:
         Raises:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
+        y = self.again(x, inputs, outputs)
+        return self.anew(x, inputs, outputs) if y is None else y
+
+    def again(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
+        """Run the plan of the last call, if this one is like it; else nothing runs, and it gives None."""
         known = self._known
-        if known is not None and known.function is not None:
-            if (y := _native.run_if_like(known, x, inputs, outputs)) is not None:
-                return y
-        elif known is not None and (parameters := _native.like(known, x, inputs, outputs)) is not None:
-            return execute(known.prepared, x, inputs, parameters)
+        if known is None:
+            return None
+        if known.function is not None:
+            return _native.run_if_like(known, x, inputs, outputs)
+        parameters = _native.like(known, x, inputs, outputs)
+        return None if parameters is None else execute(known.prepared, x, inputs, parameters)
+
+    def anew(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
+        """The same as `run` for a call that is not like the last one."""
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
             call = Call(x, named_tensors(inputs), outputs, self.parameters())
@@ -122,8 +140,7 @@ class Fuser:
 
     def parameters(self) -> list[torch.Tensor]:
         """The ops' parameters as they are now, in the order of the graph's; what is computed is computed anew."""
-        if self._watched and self._ops.revisions() != self._revisions:
-            self._relist()
+        self._relist()
         if self._computed:
             return self._bound.get()
         return [parameters[name] for parameters, name in self._slots]  # type: ignore[misc]
@@ -142,7 +159,7 @@ class Fuser:
         call = Call(x, inputs, outputs, self.parameters())
         if in_dual_level():
             refuse_tangents(call.tensors)
-        modes = self._ops.modes(x.device.type, outputs, self._revisions)
+        modes = self._ops.modes(x.device.type, outputs)
         found, graph = self._found(call, modes)
         self._note(call, modes, found)
         return found, call, graph
@@ -158,8 +175,7 @@ class Fuser:
             self._facts = kind, self._ops.facts(modes, call.x.device.type)
         facts = self._facts[1]
         if self._computed:
-            places = [(b.places, now) for b in self._bound.bindings if (now := b.places()) is not None]
-            facts = facts._replace(calls=(*facts.calls, *places))
+            facts = Facts.of([facts, *[b.facts() for b in self._bound.bindings]])
         self._known = Known(facts, tuple(call.inputs), self._slots, key, found, modes.outputs, found.function)
 
     def _found(self, call: Call, modes: Modes) -> tuple[Prepared, Graph | None]:
@@ -220,8 +236,7 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        if self._ops.revisions() != self._revisions:
-            self._relist()
+        self._relist()
         with looking():
             call = Call(x, named_tensors(inputs or {}), outputs, self._bound.looked_at())
             plan, _ = self._planned(make_exact_plan, Questions(), call, self._ops.training(), device)
@@ -319,15 +334,15 @@ def check_options(memory: str | int, kernels: str, fallback: str) -> None:
         raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
 
 
-def check_tensor(x: Any) -> None:
-    """Check that the main input is a tensor, which is all that a reference asks.
+def check_tensor(x: Any, where: str = "") -> None:
+    """Check that an input is a tensor, which is all that a reference asks.
 
     Raises:
         TypeError: when it is none.
     """
     refuse_proxy(x)
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"te_fuser takes a torch.Tensor, got {type(x).__name__}")
+        raise TypeError(f"te_fuser takes a torch.Tensor{where}, got {type(x).__name__}")
 
 
 def check_input(x: Any, planning: bool = False) -> None:
@@ -361,8 +376,9 @@ def check_input(x: Any, planning: bool = False) -> None:
         raise ValueError("te_fuser takes [..., features], got a scalar tensor")
 
 
-# Op -> what its fuser was made for, and the fuser, which must not hold the op: it would never be freed.
-_alone: WeakKeyDictionary[FusableOperation, tuple[Any, Fuser]] = WeakKeyDictionary()
+# Op -> its class and the facts that its fuser was made by, and the fuser; these must not hold the op: it would never be
+# freed.
+_alone: WeakKeyDictionary[FusableOperation, tuple[type, Facts, Fuser]] = WeakKeyDictionary()
 
 
 def run_alone(
@@ -381,12 +397,10 @@ def _run_alone(
 ) -> Any:
     if type(x) not in PLAIN:
         refuse_proxy(x)
-    made_for = type(op), op.revision  # parametrize and fully_shard change the class
-    known, fuser = _alone.get(op, (None, None))
-    if fuser is None or known != made_for:
-        fuser = Fuser(_listed_alone(op))
-        _alone[op] = made_for, fuser
-    return fuser.run(x, inputs, tuple(outputs))
+    known = _alone.get(op)
+    if known is None or known[0] is not type(op) or not still_hold(known[1]):  # parametrize and fully_shard change it
+        known = _alone[op] = type(op), op.facts(), Fuser(_listed_alone(op))
+    return known[2].run(x, inputs, tuple(outputs))
 
 
 def _listed_alone(op: FusableOperation) -> list[ListedOp]:

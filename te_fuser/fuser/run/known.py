@@ -1,4 +1,4 @@
-"""What calls depend on, as it was: facts that the native runtime compares with what is, and the call that was last."""
+"""What a call depended on: facts that the native runtime compares with what is, and the call that was last."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from te_fuser import _native
 from te_fuser.fuser.graph.listed import autocast_of
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.fusions import registry
+from te_fuser.ops.facts import Facts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.run.loading import Prepared
     from te_fuser.ops.base import FusableOperation
 
-still_hold = _native.still_hold
 _C = torch._C
 _NO_AUTOCAST = (_C._is_any_autocast_enabled, False)
 _NOBODY_LOOKS = (
@@ -30,27 +30,6 @@ _NOBODY_LOOKS = (
 )
 
 
-class Facts(NamedTuple):
-    """What was so, and may not be any more; `_native.still_hold(facts)` tells.
-
-    Attributes:
-        members: (dict, its values).
-        empty, filled: dicts without and with items.
-        items: (dict, key, value); None stands for nothing.
-        attributes: (object, name, value).
-        calls: (function, what it gives).
-        pairs: two objects that are equal.
-    """
-
-    members: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...] = ()
-    empty: tuple[Mapping[Any, Any], ...] = ()
-    filled: tuple[Mapping[Any, Any], ...] = ()
-    items: tuple[tuple[dict[str, Any], str, Any], ...] = ()
-    attributes: tuple[tuple[object, str, Any], ...] = ()
-    calls: tuple[tuple[Callable[[], Any], Any], ...] = ()
-    pairs: tuple[tuple[Any, Any], ...] = ()
-
-
 class Known(NamedTuple):
     """A call and the plan that it ran by; `_native.like(known, ...)` tells which are like it.
 
@@ -58,7 +37,7 @@ class Known(NamedTuple):
         names: of the named inputs.
         slots: (dict, key) of each parameter.
         key: what is known of the input, the named ones and the parameters.
-        function: what the plan comes to, where that is one that autograd records, on the input and the parameters.
+        function: what the plan comes to, where that is one function of the input and the parameters.
     """
 
     facts: Facts
@@ -106,6 +85,7 @@ class Modes(NamedTuple):
 
     Attributes:
         fusions: which there are, in this scope.
+        listing: which listing of its ops the Fuser goes by.
         states: what the switches are that ops name.
     """
 
@@ -114,28 +94,32 @@ class Modes(NamedTuple):
     outputs: tuple[str, ...]
     fusions: Hashable
     capturing: bool
-    revisions: tuple[Any, ...]
+    listing: int
     training: tuple[bool, ...]
     states: tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The ops of a Fuser: those that were given, which may change; what they are lowered to; the switches they name."""
+    """The ops of a Fuser as it listed them last.
 
-    given: tuple[FusableOperation, ...]
+    Attributes:
+        listing: the number of that listing.
+        given: what holds while the ops that were given come to these.
+        lowered: what they are lowered to.
+        switches: which these name.
+    """
+
+    listing: int
+    given: Facts
     lowered: tuple[FusableOperation, ...]
     switches: tuple[Callable[[], Hashable], ...]
-
-    def revisions(self) -> tuple[Any, ...]:
-        """What changes when an attribute of an op does."""
-        return tuple([op.revision for op in self.given])
 
     def training(self) -> tuple[bool, ...]:
         """Which ops are in training mode now."""
         return _native.attributes(self.lowered, "training")
 
-    def modes(self, kind: str, outputs: tuple[str, ...], revisions: tuple[Any, ...]) -> Modes:
+    def modes(self, kind: str, outputs: tuple[str, ...]) -> Modes:
         """Those of a call on a kind of device; each is read once, since another thread may change it."""
         return Modes(
             torch.is_grad_enabled(),
@@ -143,7 +127,7 @@ class Ops:
             outputs,
             registry.state(),
             capturing.get(),
-            revisions,
+            self.listing,
             self.training(),
             tuple([state() for state in self.switches]),
         )
@@ -152,14 +136,13 @@ class Ops:
         """What holds while calls on a kind of device are in these modes, and nobody traces or profiles them."""
         any_autocast = _C._is_any_autocast_enabled()
         autocast = (functools.partial(autocast_of, kind), modes.autocast) if any_autocast else _NO_AUTOCAST
-        return Facts(
+        now = Facts(
             items=(
                 *[(vars(op), "training", mode) for op, mode in zip(self.lowered, modes.training, strict=True)],
                 (vars(forward_ad), "_current_level", -1),
                 (vars(_symbolic_trace), "_is_fx_tracing_flag", False),
                 (vars(profiler), "_is_profiler_enabled", False),
             ),
-            attributes=tuple([(op, "revision", n) for op, n in zip(self.given, modes.revisions, strict=True)]),
             calls=(
                 (torch.is_grad_enabled, modes.grad),
                 autocast,
@@ -169,3 +152,4 @@ class Ops:
                 *_NOBODY_LOOKS,
             ),
         )
+        return Facts.of([self.given, now])

@@ -13,11 +13,9 @@ import torch
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.run.program import Loaded, Wrapper
-from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
-from te_fuser.fuser.steps.torch_tasks import RecordedTask
+from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments, taken_apart
 from te_fuser.kernels.column_sums import column_sums
-from te_fuser.ops.joined import parts_of
-from te_fuser.ops.main_grad import held_main_grad
+from te_fuser.ops.main_grad import has_main_grad
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -38,7 +36,7 @@ class Prepared:
     """A plan with its segments ready to run.
 
     Attributes:
-        function: what a call comes to, where that is one that autograd records, on input and parameters as they come.
+        function: what a call comes to, where that is one function of input and parameters as they come.
     """
 
     plan: Plan
@@ -103,14 +101,14 @@ def load(
 
 
 def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
-    """What a call comes to, where that is one function which autograd records."""
+    """What a call comes to, where that is one function, which autograd records if anybody needs a gradient."""
     alone = prepared.alone
-    if alone is None or not alone.recorded or alone.aliased != (False,) or prepared.autocast:
+    if alone is None or alone.aliased != (False,) or alone.unrecorded or prepared.autocast or prepared.draws:
         return None
     (segment,) = prepared.plan.segments
     (step, *more) = segment.forward
-    fits = not more and tuple(step.reads()) == segment.takes and isinstance(step.task, RecordedTask)
-    return step.task.function if fits else None  # type: ignore[attr-defined]
+    called = None if more or alone.backward is not None else step.task.called(step)
+    return called.function if called is not None and called.reads == segment.takes else None
 
 
 def _tensors(plan: Plan, values: Sequence[int]) -> list[int]:
@@ -220,9 +218,8 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
     if segment.uses_seed:
         tensors.append(seed)  # type: ignore[arg-type]
     if segment.backward is not None:
-        if segment.joined:  # autograd knows their parts
-            tensors += [part for k in segment.joined for part in parts_of(tensors[k])]
-        return _apply(segment, *tensors)  # type: ignore[no-any-return]
+        wholes = taken_apart(segment, tensors) if segment.joined else ()
+        return _apply(segment, wholes, *tensors)  # type: ignore[no-any-return]
     if segment.unrecorded:
         with torch.no_grad():
             return segment.results(segment.run_forward(tensors))
@@ -234,7 +231,7 @@ def unhooked(t: torch.Tensor) -> torch.Tensor:
 
     One that has a main_grad is known by itself, and stays.
     """
-    return t if held_main_grad(t) is not None else t.detach().requires_grad_(t.requires_grad)
+    return t if has_main_grad(t) else t.detach().requires_grad_(t.requires_grad)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

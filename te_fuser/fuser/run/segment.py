@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
@@ -14,7 +14,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
-from te_fuser.ops.joined import JoinedBinding, parts_of
+from te_fuser.ops.joined import JoinedBinding, joined_of
 from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from te_fuser.fuser.steps.step import SlotMap, Step
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
+Gradient = Optional[torch.Tensor]  # noqa: UP045 - a type alias at run time
+Whole = tuple[int, torch.Tensor, tuple[int, ...]]  # a joined parameter's place, itself, and the rows of its parts
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Segment:
         recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
-        joined: the places of parameters that may be joined from several; then these come after all other tensors.
+        joined: the places of parameters that may be joined from several.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
@@ -91,10 +93,10 @@ class SegmentFunction(torch.autograd.Function):
     """Runs one segment's forward program, and its backward program when gradients arrive."""
 
     @staticmethod
-    def forward(ctx: Any, segment: Segment, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, segment: Segment, wholes: Sequence[Whole], *tensors: torch.Tensor) -> Any:  # type: ignore[override]
         if segment.joined:
-            ctx.parts = {k: [p.shape[0] for p in parts_of(tensors[k])] for k in segment.joined}
-            tensors = tensors[: len(segment.gradients_out)]
+            ctx.rows = [(k, rows) for k, _, rows in wholes]
+            tensors = _with_wholes(tensors[: len(segment.gradients_out)], wholes)
         slots = segment.run_forward(tensors)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
@@ -119,8 +121,8 @@ class SegmentFunction(torch.autograd.Function):
         program = segment.backward
         assert program is not None
         if grads[0] is None and all(g is None for g in grads):
-            extra = sum(map(len, ctx.parts.values())) if segment.joined else 0
-            return (None,) * (1 + len(segment.gradients_out) + extra)
+            parts = sum([len(rows) for _, rows in ctx.rows]) if segment.joined else 0
+            return (None,) * (2 + len(segment.gradients_out) + parts)
         saved = ctx.saved_tensors
         if segment.marked:
             saved = _with_marked(saved, segment, ctx.marked)
@@ -143,8 +145,8 @@ class SegmentFunction(torch.autograd.Function):
         if segment.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
         if segment.joined:
-            given = _parted(given, ctx.parts)
-        return (None, *given)
+            given = _parted(given, ctx.rows)
+        return (None, None, *given)
 
 
 def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tensor]:
@@ -156,12 +158,33 @@ def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tenso
     return [t.data if only else t for t, only in zip(outs, alone, strict=True)]
 
 
-def _parted(given: tuple[torch.Tensor | None, ...], parts: Mapping[int, list[int]]) -> tuple[torch.Tensor | None, ...]:
+def taken_apart(segment: Segment, tensors: list[Any]) -> list[Whole]:
+    """The joined parameters among the tensors of a call, which get None in their places and their parts at the end.
+
+    So autograd knows the parts alone.
+    """
+    wholes = []
+    for k in segment.joined:
+        if (joined := joined_of(tensors[k])) is not None:
+            wholes.append((k, tensors[k], joined.rows))
+            tensors[k] = None
+            tensors += joined.parts
+    return wholes
+
+
+def _with_wholes(tensors: tuple[torch.Tensor, ...], wholes: Sequence[Whole]) -> tuple[torch.Tensor, ...]:
+    found = list(tensors)
+    for k, whole, _ in wholes:
+        found[k] = whole
+    return tuple(found)
+
+
+def _parted(given: Sequence[Gradient], rows_of: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[Gradient, ...]:
     """The gradients with those of joined parameters cut, by rows, and behind all others."""
-    whole = {k: given[k] for k, rows in parts.items() if rows}
-    found: list[torch.Tensor | None] = [None if k in whole else g for k, g in enumerate(given)]
-    for k, gradient in whole.items():
-        found += [None] * len(parts[k]) if gradient is None else gradient.split(parts[k])
+    found = list(given)
+    for k, rows in rows_of:
+        gradient, found[k] = found[k], None
+        found += [None] * len(rows) if gradient is None else gradient.split_with_sizes(rows)
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made, stream_of
-from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task, made_name
+from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, FusionCall, Match
 from te_fuser.ops.rows import batch_layout
 
@@ -86,6 +86,13 @@ class FusionTask(Task):
         return _native.FunctionStep(
             f"fusion {fusion.name}", self.function(), inputs, [made.get(name, -1) for name in gives]
         )
+
+    def called(self, step: Step) -> Called | None:
+        takes, read = self._takes(), dict(step.inputs)
+        # What has memory of its own is a native product, which runs in the loop.
+        if self.own_memory or len(step.outputs) != 1 or not takes or any(name not in read for name in takes):
+            return None
+        return Called(self.function(), tuple(read[name] for name in takes))
 
     def _takes(self) -> tuple[str, ...]:
         """The tensors that its body is a plain function of; none: it is called with what it covers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,13 @@ class Bench:
     dying: Container[int] = ()
 
 
+class Called(NamedTuple):
+    """A plain function of tensors, and what it is called with."""
+
+    function: Callable[..., Any]
+    reads: tuple[Ref, ...]
+
+
 class Task:
     """What a step does; a class for each way to do it.
 
@@ -99,6 +106,10 @@ class Task:
     def runner(self, step: Step, bench: Bench) -> Runner:
         """The step made ready to run."""
         raise NotImplementedError
+
+    def called(self, step: Step) -> Called | None:
+        """The function that the step comes to, where one that gives a tensor from some is all; None: it is more."""
+        return None
 
     def sums(self, step: Step) -> list[Ref]:
         """The column sums that it makes whose last addition may wait, as far as it is concerned."""

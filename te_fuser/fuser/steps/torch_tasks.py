@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser import _native
-from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
+from te_fuser.fuser.steps.step import Bench, Called, Runner, Step, Task
 from te_fuser.ops.main_grad import is_absent
 
 
@@ -45,6 +45,9 @@ class RecordedTask(Task):
     call = "recorded"
 
     function: Callable[..., torch.Tensor]
+
+    def called(self, step: Step) -> Called:
+        return Called(self.function, tuple(step.reads()))
 
     def runner(self, step: Step, bench: Bench) -> Runner:
         reads = [bench.slots[r] for r in step.reads()]

@@ -16,7 +16,7 @@ import torch
 
 from te_fuser.compare import Tensors, judge_alike, neighbour
 from te_fuser.fuser.run.loading import Prepared, execute
-from te_fuser.ops.main_grad import caught, held_main_grad
+from te_fuser.ops.main_grad import caught, has_main_grad
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan
@@ -74,7 +74,7 @@ class Check:
     def _neighbour(self, number: int) -> Results:
         """The default's results on data moved by an ulp."""
         # What has a main_grad is known by the tensor itself, and stays.
-        moving = {f"{k}": p for k, p in enumerate(self.parameters) if held_main_grad(p) is None}
+        moving = {f"{k}": p for k, p in enumerate(self.parameters) if not has_main_grad(p)}
         given = {"x": self.x, **{f"input {name}": t for name, t in self.inputs.items()}, **moving}
         moved = _moved(given, number, self.coarsest)
         inputs = {name: moved[f"input {name}"] for name in self.inputs}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from te_fuser.formula.random import RandomStream
+from te_fuser.kernels.attention.blank_rows import Blank, by_torch
 from te_fuser.kernels.attention.conditions import Condition
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.separate import Separate, Tensors
@@ -161,16 +162,23 @@ class Provider:
         call = self._call(views, self._readable(qkv), mask)
         return self._run_backward(call, views.split_output(self._readable(out)), dout, saved), views.grouped
 
-    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
-        """The same as `forward` for what `beyond` has: inputs and what hides by name."""
+    def forward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
+    ) -> tuple[torch.Tensor, Saved]:
+        """The same as `forward` for what `beyond` has: inputs and what hides by name.
+
+        `blank` is for kernels that are told lengths and leave rows out; None: nobody reads those.
+        """
         call = Separate.of(settings, tensors)
         if call.is_empty:
-            return self._nothing(call)
+            return self.nothing(call)
         hidden = call.hidden(tensors)
         out, saved = self._run(self._separate_call(call, hidden))
         return call.output(self._seeing(out, hidden)), saved
 
-    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+    def backward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
+    ) -> Saved:
         """The gradients by input."""
         call = Separate.of(settings, tensors)
         if call.is_empty:
@@ -183,7 +191,11 @@ class Provider:
             *self._run_backward(self._separate_call(call, hidden), out, self._seeing(dout, hidden), saved)
         )
 
-    def _nothing(self, call: Separate) -> tuple[torch.Tensor, Saved]:
+    def gradients_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Gradients:
+        """The gradients of heads q [B, H, S, D], k and v [B, G, K, D], of one that is told offsets and packs none."""
+        raise NotImplementedError
+
+    def nothing(self, call: Separate) -> tuple[torch.Tensor, Saved]:
         """What `forward_separate` gives where nothing is seen."""
         return call.nothing(), {name: call.heads[0].new_empty(0, dtype=torch.float32) for name in self.emits}
 

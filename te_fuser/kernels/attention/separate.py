@@ -79,11 +79,14 @@ class Separate:
         grouped = heads.unflatten(1, (lead.kv_heads, lead.per_group))
         return of_layout(lead.merge_output(grouped.to(x.dtype)), x.dim())
 
-    def nothing(self, zeros: bool = True) -> torch.Tensor:
-        """The output where nothing is seen, or memory for it."""
+    def memory(self) -> torch.Tensor:
+        """For the output."""
         x, heads = self.inputs["input"], self.settings.heads
-        make = x.new_zeros if zeros else x.new_empty
-        return make((*x.shape[:-1], heads.heads * heads.value_dim))
+        return x.new_empty((*x.shape[:-1], heads.heads * heads.value_dim))
+
+    def nothing(self) -> torch.Tensor:
+        """The output where nothing is seen."""
+        return self.memory().zero_()
 
     def split_output(self, y: torch.Tensor) -> torch.Tensor:
         """The output or its gradient as [B, H, S, E]."""
@@ -112,10 +115,9 @@ class Targets:
     queries: torch.Tensor
 
     @classmethod
-    def of(cls, call: Separate, zeros: bool) -> Targets:
-        """For a call; `zeros`: the kernel leaves some positions out."""
-        make = torch.zeros_like if zeros else torch.empty_like
-        inputs = {n: make(t, memory_format=torch.contiguous_format) for n, t in call.inputs.items()}
+    def of(cls, call: Separate) -> Targets:
+        """For a call; nothing is in it."""
+        inputs = {n: torch.empty_like(t, memory_format=torch.contiguous_format) for n, t in call.inputs.items()}
         q, k, v = split_inputs(call.settings.heads, [*inputs.values()])
         return cls(inputs, (q.flatten(1, 2), k, v), q)
 
@@ -125,16 +127,3 @@ class Targets:
         if beside.data_ptr() != self.queries.data_ptr():
             self.queries.copy_(beside.unflatten(1, self.queries.shape[1:3]))
         return self.inputs
-
-
-def blank_behind(settings: AttentionSettings, by_input: Mapping[str, torch.Tensor], tensors: Tensors) -> None:
-    """Zero what is behind the lengths of samples, in tensors of the layout, by the input whose positions they have."""
-    apart = isinstance(settings.heads, ApartHeads)
-    for name, tensor in by_input.items():
-        lengths = tensors.get("lengths" if name == "input" or not apart else "key_lengths")
-        if lengths is None:
-            continue
-        _, positions = settings.heads.lengths(tensor.shape)
-        behind = torch.arange(positions, device=tensor.device) >= lengths[:, None]
-        behind = behind.mT if settings.heads.layout == "sequence_first" else behind
-        tensor.masked_fill_(behind[..., None], 0.0)

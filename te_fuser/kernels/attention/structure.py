@@ -9,14 +9,16 @@ Shapes in this file: B samples, S positions, N slots, T tokens, U tokens of keys
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from te_fuser.kernels.attention.blank_rows import Blank, Blanks, Side
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.separate import Separate, Tensors
 from te_fuser.ops.attention_heads import ApartHeads
-from te_fuser.ops.attention_mask import AttentionMask
+from te_fuser.ops.attention_mask import COUNTS, AttentionMask
 
 # At least: kernels take calls of one query for decoding, which has other rules.
 _LONGEST = 2
@@ -39,7 +41,57 @@ def counts_from_the_end(p: AttentionProblem) -> str | None:
 
 
 @dataclass(frozen=True)
-class Side:
+class Sides:
+    """Where sequences of queries and of keys lie, as a call says; `keys` is None where heads are packed.
+
+    The kernels take `clamped` numbers: none is beyond the memory of heads, whatever a call says.
+    """
+
+    queries: Side
+    keys: Side | None
+    mask: AttentionMask
+    sequence_first: bool
+
+    @classmethod
+    def of(cls, call: Separate, tensors: Tensors) -> Sides:
+        """Those of a call."""
+        mask, (q, k, _), heads = call.settings.mask, call.heads, call.settings.heads
+        said = {
+            name: t.to(q.device, torch.int32).contiguous() for name in COUNTS if (t := tensors.get(name)) is not None
+        }
+        queries = Side(q.shape[2], said.get("offsets"), said.get("lengths"))
+        first = heads.layout == "sequence_first"
+        if not isinstance(heads, ApartHeads):
+            return cls(queries, None, mask, first)
+        keys = Side(k.shape[2], said.get("key_offsets", queries.offsets), said.get("key_lengths"))
+        return cls(queries, keys, mask, first)
+
+    def clamped(self) -> tuple[Side, Side]:
+        """Of queries and of keys."""
+        queries = _clamped(self.queries)
+        return queries, queries if self.keys is None else _clamped(self.keys)
+
+    def blank(self, by_input: Mapping[str, torch.Tensor], blank: Blank | None) -> None:
+        """Make what no kernel writes, or has wrong, zero and NaN, in tensors by the input whose positions they have.
+
+        None: nobody reads that.
+        """
+        if blank is None:
+            return
+        for name, tensor in by_input.items():
+            own, other = (self.queries, self.keys) if name == "input" else (self.keys or self.queries, self.queries)
+            blank(tensor, Blanks(own, other, self.mask.longest, self.sequence_first))
+
+
+def _clamped(side: Side) -> Side:
+    offsets, lengths = (None if t is None else t.clamp(0, side.positions) for t in (side.offsets, side.lengths))
+    if offsets is not None and lengths is not None:
+        lengths = torch.minimum(lengths, offsets.diff())
+    return Side(side.positions, offsets, lengths)
+
+
+@dataclass(frozen=True)
+class Slotted:
     """Where slots begin on one side, and how long they are at most.
 
     Attributes:
@@ -57,29 +109,27 @@ class Side:
 class Slots:
     """The slots of queries and of keys."""
 
-    queries: Side
-    keys: Side
+    queries: Slotted
+    keys: Slotted
 
     @classmethod
-    def of(cls, call: Separate, tensors: Tensors) -> Slots | None:
-        """Those of a call; None where all samples are whole."""
+    def of(cls, call: Separate, sides: Sides, all_rows: bool = True) -> Slots | None:
+        """Those of a call; None where all samples are whole. `all_rows`: also of what is behind the last sequence."""
         mask, (q, k, _) = call.settings.mask, call.heads
-        if not (mask.lengths or mask.key_lengths or mask.offsets):
+        if not mask.counts:
             return None
-        offsets = tensors.get("offsets")
-        queries = _Slotted.of(q, offsets, tensors.get("lengths"), mask)
-        if not isinstance(call.settings.heads, ApartHeads):
-            side = queries.side(queries.tails)
+        queries, keys = sides.clamped()
+        begun = _Begun.of(queries, q, mask)
+        if sides.keys is None:
+            side = begun.side(begun.tails if all_rows else 0)
             return cls(side, side)
-        key_offsets = tensors.get("key_offsets")
-        key_offsets = offsets if key_offsets is None else key_offsets
-        keys = _Slotted.of(k, key_offsets, tensors.get("key_lengths"), mask)
-        tails = max(queries.tails, keys.tails)
-        return cls(queries.side(tails), keys.side(tails))
+        other = _Begun.of(keys, k, mask)
+        tails = max(begun.tails, other.tails) if all_rows else 0
+        return cls(begun.side(tails), other.side(tails))
 
 
 @dataclass(frozen=True)
-class _Slotted:
+class _Begun:
     """One side before what is behind the last sequence: that is `tails` slots, so that none is longer than others."""
 
     begin: torch.Tensor
@@ -89,32 +139,29 @@ class _Slotted:
     tails: int
 
     @classmethod
-    def of(
-        cls, heads: torch.Tensor, offsets: torch.Tensor | None, lengths: torch.Tensor | None, mask: AttentionMask
-    ) -> _Slotted:
+    def of(cls, side: Side, heads: torch.Tensor, mask: AttentionMask) -> _Begun:
         """Of heads [B, H, S, D], which are one sample where there are offsets."""
-        samples, _, positions, _ = heads.shape
-        if offsets is None:
-            begin = torch.arange(samples + 1, dtype=torch.int32, device=heads.device) * positions
-            longest, tails = positions, 0
+        positions, begin = side.positions, side.offsets
+        longest, tails = positions, 0
+        if begin is None:
+            begin = torch.arange(heads.shape[0] + 1, dtype=torch.int32, device=heads.device) * positions
         else:
-            begin = offsets.to(heads.device, torch.int32).clamp(max=positions)
             longest = positions if mask.longest is None else min(mask.longest, positions)
             tails = -(-positions // longest)
         counts = begin.diff()
         if mask.lengths is None and mask.key_lengths is None:
             return cls(begin, counts, positions, longest, tails)
-        seen = counts if lengths is None else torch.minimum(lengths.to(counts), counts)
+        seen = counts if side.lengths is None else side.lengths
         first = begin[:-1]
         slots = torch.stack((first, first + seen), 1).flatten()
         seen = torch.stack((seen, torch.zeros_like(seen)), 1).flatten()
         return cls(torch.cat((slots, begin[-1:])), seen, positions, longest, tails)
 
-    def side(self, tails: int) -> Side:
+    def side(self, tails: int) -> Slotted:
         """With so many slots for what is behind the last sequence."""
         longest = max(self.longest, _LONGEST)
         if not tails:
-            return Side(self.begin, self.counts, longest)
+            return Slotted(self.begin, self.counts, longest)
         steps = torch.arange(1, tails + 1, dtype=torch.int32, device=self.begin.device) * self.longest
         behind = (self.begin[-1:] + steps).clamp(max=self.positions)
-        return Side(torch.cat((self.begin, behind)), torch.cat((self.counts, torch.zeros_like(behind))), longest)
+        return Slotted(torch.cat((self.begin, behind)), torch.cat((self.counts, torch.zeros_like(behind))), longest)

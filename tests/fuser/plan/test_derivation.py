@@ -9,6 +9,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.codegen.description import NotOneKernel
 from te_fuser.fuser.graph.refs import PARAMETER
 from te_fuser.fuser.plan import derivation
 from te_fuser.fuser.plan.plan import Plan
@@ -104,9 +105,21 @@ def test_results_and_refusals_are_those_of_the_stretch() -> None:
     for start, stop in ((0, 2), (7, 11)):
         shared, exact = derivation.DerivedStretch(graph, start, stop, {}), Stretch(graph, start, stop)
         for _ in range(2):
-            assert shared.backward(start, stop, frozenset(), frozenset()) == exact.backward(
-                start, stop, frozenset(), frozenset()
-            )
+            assert shared.backward(start, stop, frozenset(), frozenset()) == exact.backward(start, stop, frozenset())
+
+
+def test_what_a_range_does_not_make_is_no_part_of_what_its_kernels_depend_on(derived: list[str]) -> None:
+    graph = plan(branch()).graph
+    shared, none = derivation.DerivedStretch(graph, 0, 2, {}), frozenset[int]()
+    made = {graph.root(v) for n in graph.nodes[:2] for v in (n.output, *n.named_out)}
+    others = frozenset(range(len(graph.values))) - made
+    derivation.forget()
+    derived.clear()
+    kernel = shared.backward(0, 2, none, none)
+    assert kernel is shared.backward(0, 2, others, none) is shared.backward(0, 2, none, none, (), frozenset([5]))
+    assert derived == ["backward"]
+    with pytest.raises(NotOneKernel, match="it would read input, which the forward fusion does not give"):
+        shared.backward(0, 2, none, frozenset([graph.nodes[0].input]))
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,3 +126,34 @@ def test_sharded_parameters_outside_of_fsdp_are_refused(one_process):
         our_mlp()(DTensor.from_local(X.detach(), mesh, [Replicate()]))
     with pytest.raises(TypeError, match="input 'c' is a DTensor"):
         sequential(ops.Add("c"))(X, c=DTensor.from_local(X.detach(), mesh, [Replicate()]))
+
+
+def split_projection(**keywords):
+    """Parameters that lie in one buffer."""
+    split = {"parameters_split": ("query", "key", "value"), "params_dtype": torch.float64, **keywords}
+    return te_fuser.LayerNormLinear(8, 24, **split)
+
+
+@pytest.mark.parametrize("way", ["load", "made on meta", "another dtype and back"])
+def test_fsdp2_of_parameters_that_are_kept_together(one_process, way):
+    """While they are spread over ranks they have no memory to be kept together in."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    twin = split_projection(device="cpu")
+    model = split_projection(device="meta" if way == "made on meta" else "cpu")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    if way == "made on meta":
+        model.to_empty(device="cpu")
+    elif way == "another dtype and back":
+        model.to(torch.float32).to(torch.float64)
+    set_model_state_dict(model, twin.state_dict(), options=StateDictOptions(full_state_dict=True))
+    model.load_state_dict(model.state_dict())
+    y, want = model(X), twin(X)
+    torch.testing.assert_close(y, want)
+    for out in (y, want):
+        out.square().sum().backward()
+    X.grad = None
+    got = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    assert_same_gradients(got, {n: p.grad for n, p in twin.named_parameters()})

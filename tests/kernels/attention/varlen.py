@@ -41,6 +41,7 @@ class Kernel:
 
     def forward(self, q, k, v, sink=None):
         """Output [Q, H, E] and lse [H, Q] of one sequence."""
+        q, k, v = _wide(q, k, v)
         scores, _ = self.scores(q, k)
         lse = scores.logsumexp(-1) if k.shape[0] else scores.new_full(scores.shape[:2], -torch.inf)
         if sink is not None:
@@ -52,6 +53,7 @@ class Kernel:
 
     def backward(self, q, k, v, out, dout, lse, sink=None):
         """dq, dk, dv and the part of the sinks' gradient."""
+        q, k, v, out, dout = _wide(q, k, v, out, dout)
         scores, capped = self.scores(q, k)
         p = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
         group = q.shape[1] // k.shape[1]
@@ -66,6 +68,11 @@ class Kernel:
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
         dsink = None if sink is None else -((sink[:, None] - lse).exp() * mean).sum(1)
         return dq, dk, dv, dsink
+
+
+def _wide(*tensors):
+    """In float32 at least."""
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 
 import torch
 
+from te_fuser.kernels.attention.blank_rows import Blank, by_torch
 from te_fuser.kernels.attention.conditions import NO_MASK, ONE_STRIDE, capability, needs
 from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved
-from te_fuser.kernels.attention.separate import Separate, Targets, Tensors, blank_behind
+from te_fuser.kernels.attention.separate import Separate, Targets, Tensors
+from te_fuser.kernels.attention.structure import Sides
 from te_fuser.kernels.attention.views import output_form, packed_forms
 from te_fuser.kernels.packages import cudnn_attention, cudnn_frontend
 from te_fuser.kernels.packages.cudnn_attention import Banded, Form
@@ -102,7 +104,9 @@ class CudaCudnnFrontend(CudnnProvider):
         x, y, dy = (self._readable(tensor.contiguous()) for tensor in (x, y, dy))
         return graph.run(x, y, dy, tuple(tensor for tensor in saved if tensor is not None))
 
-    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
+    def forward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
+    ) -> tuple[torch.Tensor, Saved]:
         """The output, stored where it belongs, and the log of sums of exponentials.
 
         Raises:
@@ -110,15 +114,17 @@ class CudaCudnnFrontend(CudnnProvider):
         """
         call, tensors = _contiguous(self, settings, tensors)
         if call.is_empty:
-            return self._nothing(call)
-        y, (q, k, v) = call.nothing(zeros=False), call.heads
+            return self.nothing(call)
+        sides, y, (q, k, v) = Sides.of(call, tensors), call.memory(), call.heads
         logsumexp = q.new_empty((*q.shape[:3], 1), dtype=torch.promote_types(q.dtype, torch.float32))
         graph = self._graphs_of(call)[0]
-        graph.run_on([q, k, v, *_lengths(call, tensors), call.split_output(y), logsumexp])
-        blank_behind(settings, {"input": y}, tensors)
+        graph.run_on([q, k, v, *_lengths(call, sides), call.split_output(y), logsumexp])
+        sides.blank({"input": y}, blank)
         return y, self._saved(logsumexp, None, None)
 
-    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+    def backward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
+    ) -> Saved:
         """The gradients by input, stored where they belong.
 
         Raises:
@@ -130,11 +136,11 @@ class CudaCudnnFrontend(CudnnProvider):
         y, logsumexp = tensors["output"], tensors["cudnn_logsumexp"]
         assert y is not None and logsumexp is not None
         out, dout = (call.split_output(self._readable(t.contiguous())) for t in (y, dy))
-        targets = Targets.of(call, zeros=False)
+        sides, targets = Sides.of(call, tensors), Targets.of(call)
         graph = self._graphs_of(call)[1]
-        graph.run_on([*call.heads, out, dout, logsumexp.contiguous(), *_lengths(call, tensors), *targets.heads])
+        graph.run_on([*call.heads, out, dout, logsumexp.contiguous(), *_lengths(call, sides), *targets.heads])
         found = targets.stored()
-        blank_behind(settings, found, tensors)
+        sides.blank(found, blank)
         return found
 
     def _graphs_of(self, call: Separate) -> tuple[Graph, Graph]:
@@ -152,18 +158,15 @@ def _contiguous(provider: CudaCudnnFrontend, settings: AttentionSettings, tensor
     return Separate.of(settings, found), found
 
 
-def _lengths(call: Separate, tensors: Tensors) -> list[torch.Tensor]:
+def _lengths(call: Separate, sides: Sides) -> list[torch.Tensor]:
     """Lengths of queries and of keys, where graphs are told any."""
-    mask, (q, k, _) = call.settings.mask, call.heads
-    if not mask.counts:
+    if not call.settings.mask.counts:
         return []
-    lengths, apart = tensors.get("lengths"), isinstance(call.settings.heads, ApartHeads)
-    key_lengths = tensors.get("key_lengths") if apart else lengths
-    found = []
-    for given, heads in ((lengths, q), (key_lengths, k)):
-        given = q.new_full((q.shape[0],), heads.shape[2], dtype=torch.int32) if given is None else given
-        found.append(given.to(q.device, torch.int32).contiguous())
-    return found
+    q = call.heads[0]
+    return [
+        q.new_full((q.shape[0],), side.positions, dtype=torch.int32) if side.lengths is None else side.lengths
+        for side in sides.clamped()
+    ]
 
 
 @functools.lru_cache(maxsize=_GRAPHS_KEPT)
@@ -173,7 +176,7 @@ def _graphs(
     """Both graphs of a problem beyond packed heads, made once; or why there are none."""
     mask = settings.mask
     call = Separate.on_meta(settings, samples, positions, keys, dtype)
-    q, k, v, out = (_form(part) for part in (*call.heads, call.split_output(call.nothing())))
+    q, k, v, out = (_form(part) for part in (*call.heads, call.split_output(call.memory())))
     ends = mask.corner == "bottom_right"
     return cudnn_attention.graphs_for(
         Banded(q, k, v, out, dtype, settings.scale, mask.sides, ends, mask.counts, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from te_fuser.kernels.attention.blank_rows import Blank, by_torch
 from te_fuser.kernels.attention.conditions import (
     DROPS_SOME,
     IN_GRID,
@@ -18,7 +19,7 @@ from te_fuser.kernels.attention.cuda import CudaProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved, Speed, function_of, why_no_operator
 from te_fuser.kernels.attention.separate import Separate, Tensors
-from te_fuser.kernels.attention.structure import Slots, counts_from_the_end, window_of
+from te_fuser.kernels.attention.structure import Sides, Slots, counts_from_the_end, window_of
 from te_fuser.kernels.attention.views import AttentionCall, Gradients
 from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
 
@@ -89,12 +90,15 @@ class CudaFlash(CudaProvider):
         """Why not; what hides by structure is for operators of its own."""
         return super().reason_not(problem) or (self._no_structure if problem.settings.mask.beyond else None)
 
-    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
+    def forward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
+    ) -> tuple[torch.Tensor, Saved]:
         """The output and what backward takes, without a mask tensor."""
         call = Separate.of(settings, tensors)
         if call.is_empty or not settings.mask.beyond:
-            return super().forward_separate(settings, tensors)
-        slots, (left, right) = Slots.of(call, tensors), window_of(settings.mask)
+            return super().forward_separate(settings, tensors, blank)
+        sides, (left, right) = Sides.of(call, tensors), window_of(settings.mask)
+        slots = Slots.of(call, sides, blank is not None)
         heads = [self._by_position(part, slots) for part in call.heads]
         out, logsumexp, seed, offset, _ = self._forward_by_structure(
             *(*heads, *_lengths(call, slots), settings.dropout, False, False),
@@ -103,15 +107,31 @@ class CudaFlash(CudaProvider):
             window_size_right=right,
             seqused_k=None if slots is None else slots.keys.seen,
         )
-        return call.output(_by_head(out, call.heads[0])), self._saved(logsumexp, seed, offset)
+        y = call.output(_by_head(out, call.heads[0]))
+        sides.blank({"input": y}, blank)
+        return y, self._saved(logsumexp, seed, offset)
 
-    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+    def backward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
+    ) -> Saved:
         """The gradients by input, without a mask tensor."""
-        call, y = Separate.of(settings, tensors), tensors["output"]
+        call = Separate.of(settings, tensors)
         if call.is_empty or not settings.mask.beyond:
-            return super().backward_separate(settings, tensors, dy)
+            return super().backward_separate(settings, tensors, dy, blank)
+        sides = Sides.of(call, tensors)
+        found = call.gradients(*self._gradients(call, tensors, dy, Slots.of(call, sides)))
+        sides.blank(found, blank)
+        return found
+
+    def gradients_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Gradients:
+        """Those of heads, of rows that are in a sequence."""
+        call = Separate.of(settings, tensors)
+        return self._gradients(call, tensors, dy, Slots.of(call, Sides.of(call, tensors), all_rows=False))
+
+    def _gradients(self, call: Separate, tensors: Tensors, dy: torch.Tensor, slots: Slots | None) -> Gradients:
+        """dq [B, H, S, D], dk and dv [B, G, K, D]."""
+        settings, y, (left, right) = call.settings, tensors["output"], window_of(call.settings.mask)
         assert y is not None
-        slots, (left, right) = Slots.of(call, tensors), window_of(settings.mask)
         read = (call.split_output(dy.contiguous()), *call.heads, call.split_output(y.contiguous()))
         logsumexp, seed, offset = (tensors[name] for name in self.emits)
         made = self._backward_by_structure(
@@ -122,7 +142,7 @@ class CudaFlash(CudaProvider):
             window_size_right=right,
         )
         dq, dk, dv = (_by_head(part, like) for part, like in zip(made, call.heads, strict=True))
-        return call.gradients(dq, dk, dv)
+        return dq, dk, dv
 
     def _by_position(self, heads: torch.Tensor, slots: Slots | None) -> torch.Tensor:
         """[B, H, S, D] as the operators read it: [B, S, H, D], of slots [B * S, H, D]."""

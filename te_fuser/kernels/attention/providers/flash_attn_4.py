@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from te_fuser.formula.random import RandomStream
+from te_fuser.kernels.attention.blank_rows import Blank, by_torch
 from te_fuser.kernels.attention.conditions import (
     IN_GRID,
     NO_DROPOUT,
@@ -25,12 +26,11 @@ from te_fuser.kernels.attention.cudnn_base import CudnnProvider
 from te_fuser.kernels.attention.problem import AttentionProblem
 from te_fuser.kernels.attention.provider import Saved
 from te_fuser.kernels.attention.separate import Separate, Targets, Tensors
-from te_fuser.kernels.attention.structure import counts_from_the_end
+from te_fuser.kernels.attention.structure import Sides, counts_from_the_end
 from te_fuser.kernels.attention.views import views_of
 from te_fuser.kernels.packages import flash_attn_4
 from te_fuser.kernels.packages.flash_attn_4 import Choices, Ragged
 from te_fuser.ops.attention_heads import ApartHeads
-from te_fuser.ops.attention_mask import COUNTS
 from te_fuser.ops.attention_scores import SINK, SOFT_CAP
 from te_fuser.ops.dot_product_attention import STRUCTURES, AttentionSettings
 
@@ -123,7 +123,9 @@ class CudaFlashAttn4(CudaProvider):
         flash_attn_4.backward(read, views.by_position(dx), choices)
         return dx
 
-    def forward_separate(self, settings: AttentionSettings, tensors: Tensors) -> tuple[torch.Tensor, Saved]:
+    def forward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, blank: Blank | None = by_torch
+    ) -> tuple[torch.Tensor, Saved]:
         """The output, stored where it belongs, and the log of sums of exponentials.
 
         Raises:
@@ -131,13 +133,17 @@ class CudaFlashAttn4(CudaProvider):
         """
         call = Separate.of(settings, tensors)
         if _is_empty(call, tensors):
-            return self._nothing(call)
-        ragged, y = _ragged(call, tensors), call.nothing(zeros=settings.mask.counts)
+            return self.nothing(call)
+        sides, y = Sides.of(call, tensors), call.memory()
+        ragged = _ragged(sides)
         q, k, v, out = (self._by_position(part, ragged) for part in (*call.heads, call.split_output(y)))
         logsumexp = flash_attn_4.forward(q, k, v, out, _choices(settings), ragged, _sink(call, tensors))
+        sides.blank({"input": y}, blank)
         return y, {"flash4_logsumexp": logsumexp}
 
-    def backward_separate(self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor) -> Saved:
+    def backward_separate(
+        self, settings: AttentionSettings, tensors: Tensors, dy: torch.Tensor, blank: Blank | None = by_torch
+    ) -> Saved:
         """The gradients by input, stored where they belong.
 
         Raises:
@@ -148,14 +154,16 @@ class CudaFlashAttn4(CudaProvider):
             return call.zeros()
         y, logsumexp = tensors["output"], tensors["flash4_logsumexp"]
         assert y is not None and logsumexp is not None
-        ragged = _ragged(call, tensors)
+        sides = Sides.of(call, tensors)
+        ragged = _ragged(sides)
         out, dout = (call.split_output(t.contiguous()) for t in (y, dy))
         read = [self._by_position(part, ragged) for part in (*call.heads, out, dout)]
-        targets = Targets.of(call, zeros=settings.mask.counts)
+        targets = Targets.of(call)
         dq, dk, dv = (self._by_position(part, ragged) for part in targets.heads)
         read, sink = [*read, logsumexp.contiguous()], _sink(call, tensors)
         dsink = flash_attn_4.backward(read, (dq, dk, dv), _choices(settings), ragged, sink)
         found = targets.stored()
+        sides.blank(found, blank)
         if dsink is not None and settings.scores.sink == "learned":
             found["sink"] = dsink
         return found
@@ -176,15 +184,10 @@ def _choices(settings: AttentionSettings) -> Choices:
     return Choices(settings.scale, window=settings.mask.sides, soft_cap=settings.scores.soft_cap)
 
 
-def _ragged(call: Separate, tensors: Tensors) -> Ragged:
+def _ragged(sides: Sides) -> Ragged:
     """Offsets and lengths of a call; those of keys that are not apart are the queries'."""
-    given = {name: t for name in COUNTS if (t := tensors.get(name)) is not None}
-    if not isinstance(call.settings.heads, ApartHeads):
-        given |= {f"key_{name}": t for name, t in given.items()}
-    elif "offsets" in given:
-        given.setdefault("key_offsets", given["offsets"])
-    names = ("offsets", "key_offsets", "lengths", "key_lengths")
-    return Ragged(*(given[name].to(torch.int32).contiguous() if name in given else None for name in names))
+    queries, keys = sides.clamped()
+    return Ragged(queries.offsets, keys.offsets, queries.lengths, keys.lengths)
 
 
 def _sink(call: Separate, tensors: Tensors) -> torch.Tensor | None:

@@ -1,0 +1,498 @@
+"""Query and key heads normalized and turned by angles of the call, in one pass each way; values are copied.
+
+    y = turn(norm(x))                                  or norm(turn(x)), or one of them alone
+    dx, dweight, dbias, column sums of dx              of dy, and of x where there is a norm
+
+The kernel's text is `turned_heads.cu`; NVRTC compiles it for the heads at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.codegen.cuda_text import CTYPES
+from te_fuser.codegen.written import MadeOnce
+from te_fuser.config import config
+from te_fuser.dtypes import GENERATED, name_of, text_of
+from te_fuser.kernels.lanes import WARP, partner_of, vector_of
+from te_fuser.kernels.strided import as_one, reach, readable
+from te_fuser.ops.attention_heads import LAYOUTS
+
+if TYPE_CHECKING:
+    from te_fuser import _native
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_THREADS = range(256, 0, -32)  # of a block
+_RESIDENT = 512  # threads of a multiprocessor, as over packed heads
+_RESIDENT_READING = 384  # where backward reads the input too: what a norm needs stays in registers
+_IN_FLIGHT = 128  # bytes that a thread loads before it uses the first
+_STAGED = 24 * 1024  # bytes of angles in shared memory, at most
+_MOST_ROWS = 2**31 - 1
+_FORMS_KEPT = 256
+MOST_FEATURES = 512  # of a head: what a thread holds of it stays in registers
+WEIGHTS = ("weight", "key_weight", "bias", "key_bias")
+WHOLE = {torch.int32: "int", torch.int64: "long long"}
+_TABLES = {"angles": "kAngles", "pair": "kPair", "cos_sin": "kCosSin"}
+_NORMS = {"RMSNorm": "kRms", "LayerNorm": "kLayer", "L2Normalization": "kL2"}
+_INTEGERS = 14
+_ORDERS = {**LAYOUTS, "tokens": (0, 1)}  # which dimensions are positions and samples
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where heads lie in the features: groups one behind the other, in each its queries, keys and others."""
+
+    groups: int
+    queries: int
+    keys: int
+    others: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int | None, head_dim: int, packing: str) -> Groups:
+        """Of heads alone (kv_heads=None), of keys and values alone (heads=0), or of all, packed."""
+        groups = (kv_heads or 1) if packing == "interleaved" else 1
+        keys = (kv_heads or 0) // groups
+        return cls(groups, heads // groups, keys, keys, head_dim)
+
+    @property
+    def heads(self) -> int:
+        """All of them."""
+        return self.groups * (self.queries + self.keys + self.others)
+
+    @property
+    def features(self) -> int:
+        """Those of all heads."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Turning:
+    """How heads turn; see `ops.RotaryByAngles`.
+
+    Attributes:
+        rotary_dim: features that turn.
+        tables: "angles" (of all that turns), "pair" (of queries, of keys) or "cos_sin".
+        queries, keys: whether they turn.
+        dtype: of the tables.
+        starts, offsets: dtypes of them, where the call gives them; if both, the same.
+    """
+
+    rotary_dim: int
+    style: str
+    tables: str
+    queries: bool
+    keys: bool
+    dtype: torch.dtype
+    starts: torch.dtype | None = None
+    offsets: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Norming:
+    """How heads are normalized; see `ops.HeadNorm`.
+
+    Attributes:
+        norm: "RMSNorm", "LayerNorm" or "L2Normalization".
+        centered: whether weights are what is added to 1.
+        last: whether it comes behind the rotation.
+        dtype: of the parameters; None: there are none.
+    """
+
+    norm: str
+    centered: bool = False
+    last: bool = False
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class TurnedPass:
+    """What the text is written for.
+
+    Attributes:
+        dtype: of what is read and stored.
+        back: whether it is the backward.
+        columns: the dtype of the sums over rows that backward gives, if any.
+        gradients: of which of `WEIGHTS` backward gives the gradients.
+    """
+
+    heads: Groups
+    dtype: torch.dtype
+    turning: Turning | None = None
+    norming: Norming | None = None
+    back: bool = False
+    columns: torch.dtype | None = None
+    gradients: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What it is called while it is compiled."""
+        return "turned_heads"
+
+    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
+        """The kernel for an architecture; made once in a process."""
+        return _kernel(self, arch, cache)
+
+    # ------------------------------------------------------------------------------- who does what
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many features of a head turn."""
+        return self.turning.rotary_dim if self.turning else 0
+
+    @property
+    def _style(self) -> str:
+        return self.turning.style if self.turning else "half"
+
+    @functools.cached_property
+    def vector(self) -> int:
+        """Neighbours that a thread takes at once."""
+        return vector_of(self.dtype, self.heads.head_dim, self.rotary_dim, self._style)
+
+    @functools.cached_property
+    def partner(self) -> str:
+        """Where a thread finds the partners of its vector, as the text calls it."""
+        return partner_of(self.dtype, self.heads.head_dim, self.rotary_dim, self._style)
+
+    @property
+    def units(self) -> int:
+        """Parts of a head, of one vector or of two."""
+        vectors = self.heads.head_dim // self.vector
+        pairs = self.rotary_dim // 2 // self.vector
+        return pairs + (vectors - 2 * pairs + 1) // 2 if self.partner == "kSecond" else vectors
+
+    @property
+    def width(self) -> int:
+        """Threads of a head: a power of two, so that they add up by halves."""
+        return min(WARP, 1 << (self.units - 1).bit_length())
+
+    @property
+    def slots(self) -> int:
+        """Units of a thread."""
+        return -(-self.units // self.width)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: as many as leave the fewest idle."""
+        lanes = self.heads.heads * self.width
+        counts = [t for t in _THREADS if 2 * t <= self._resident]
+        return min(counts, key=lambda t: -(-lanes // t) * t)
+
+    @property
+    def tiles(self) -> int:
+        """Blocks side by side in a row."""
+        return -(-self.heads.heads * self.width // self.threads)
+
+    @property
+    def per_multiprocessor(self) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return self._resident // self.threads
+
+    @property
+    def _resident(self) -> int:
+        return _RESIDENT_READING if self.reads else _RESIDENT
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that a thread loads before it uses the first."""
+        vectors = self.slots * (2 if self.partner == "kSecond" else 1) * (2 if self.reads else 1)
+        rows = max(1, min(8, _IN_FLIGHT // (vectors * self.vector * self.dtype.itemsize)))
+        angles = 16 * self.rotary_dim * (2 if self.turning and self.turning.tables == "pair" else 1)
+        return max(1, min(rows, _STAGED // angles)) if angles else rows
+
+    @property
+    def reads(self) -> bool:
+        """Whether backward reads the input of the forward."""
+        return self.back and self.norming is not None
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The parameters that it reads: backward does not read biases."""
+        if self.norming is None or self.norming.dtype is None:
+            return ()
+        names = [name for name, count in (("weight", self.heads.queries), ("key_weight", self.heads.keys)) if count]
+        if self.norming.norm == "LayerNorm" and not self.back:
+            names += [name.replace("weight", "bias") for name in names]
+        return tuple(names)
+
+    # ------------------------------------------------------------------------------------- the text
+
+    def text(self) -> str:
+        """The CUDA text: the constants, and `turned_heads.cu`."""
+        lines = [
+            '#include "te_cuda.cuh"',
+            "",
+            "enum { kInside, kSecond, kLane };",
+            "enum { kAngles, kPair, kCosSin };",
+            "enum { kNone, kRms, kLayer, kL2 };",
+        ]
+        lines += [f"using {name} = {ctype};" for name, ctype in self._types().items()]
+        lines += [f"constexpr int {name} = {value};" for name, value in self._integers().items()]
+        lines += [f"constexpr bool {name} = {str(bool(value)).lower()};" for name, value in self._flags().items()]
+        return "\n".join([*lines, *self._sums_text(), "", _SOURCE.read_text()])
+
+    def _types(self) -> dict[str, str]:
+        turning, norming = self.turning, self.norming
+        whole = (turning.starts or turning.offsets) if turning else None
+        found = {
+            "Element": self.dtype,
+            "TableElement": turning.dtype if turning else None,
+            "WeightElement": norming.dtype if norming else None,
+            "ColumnElement": self.columns,
+        }
+        types = {name: CTYPES[name_of(dtype or torch.float32)] for name, dtype in found.items()}
+        return {**types, "Whole": WHOLE[whole or torch.int32]}
+
+    def _integers(self) -> dict[str, object]:
+        heads = self.heads
+        return {
+            "kPartner": self.partner, "kTables": _TABLES[self.turning.tables] if self.turning else "kAngles",
+            "kNorm": _NORMS[self.norming.norm] if self.norming else "kNone", "kGroups": heads.groups,
+            "kQueries": heads.queries, "kKeys": heads.keys, "kOthers": heads.others, "kHeadDim": heads.head_dim,
+            "kRotary": self.rotary_dim, "kVector": self.vector, "kUnits": self.units, "kWidth": self.width,
+            "kSlots": self.slots, "kThreads": self.threads, "kBlocks": self.per_multiprocessor, "kTiles": self.tiles,
+            "kRows": self.rows_at_once,
+        }  # fmt: skip
+
+    def _flags(self) -> dict[str, object]:
+        turning, norming = self.turning, self.norming
+        return {
+            "kHalves": self._style == "half", "kTurnsQueries": turning and turning.queries,
+            "kTurnsKeys": turning and turning.keys, "kStarts": turning and turning.starts,
+            "kOffsets": turning and turning.offsets, "kNormLast": norming and norming.last,
+            "kWeights": norming and norming.dtype, "kCentered": norming and norming.centered, "kBack": self.back,
+            "kSumsColumns": self.columns, "kSumsWeights": self.gradients,
+        }  # fmt: skip
+
+    def _sums_text(self) -> list[str]:
+        """The sums, as macros that are called for each."""
+        first = 1 if self.columns else 0
+        each = ["X(0, kFeatures, 1, ColumnElement)"] if self.columns else []
+        each += [f"X({first + n}, kHeadDim, kTiles, WeightElement)" for n in range(len(self.gradients))]
+        kinds = {
+            name: f"X({first + n}, {'kKey' if name.startswith('key_') else 'kQuery'})"
+            for n, name in enumerate(self.gradients)
+        }
+        weights = [text for name, text in kinds.items() if name.endswith("weight")]
+        biases = [text for name, text in kinds.items() if name.endswith("bias")]
+        return [
+            f"#define TE_SUMS(X) {' '.join(each)}",
+            f"#define TE_COLUMN_SUMS(X) {'X(0, 0)' if self.columns else ''}",
+            f"#define TE_WEIGHT_SUMS(X) {' '.join(weights)}",
+            f"#define TE_BIAS_SUMS(X) {' '.join(biases)}",
+        ]
+
+    @property
+    def sums(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the sums: of columns, of the gradients of weights."""
+        weights = self.norming.dtype if self.norming else None
+        return (*([self.columns] if self.columns else []), *([weights] * len(self.gradients) if weights else []))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many numbers each of them has."""
+        return (*([self.heads.features] if self.columns else []), *[self.heads.head_dim] * len(self.gradients))
+
+
+def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
+    """Why the kernel does not take such heads, or tensors of these dtypes; None when it does."""
+    wrong = next((dtype for dtype in dtypes if dtype not in GENERATED), None)
+    if wrong is not None:
+        return f"its kernel takes {', '.join(map(text_of, GENERATED))}, there is {text_of(wrong)}"
+    return f"its kernel takes heads of at most {MOST_FEATURES} features" if head_dim > MOST_FEATURES else None
+
+
+# -------------------------------------------------------------------------------------------------- calling it
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call brings beside the heads.
+
+    Attributes:
+        tables: angles; angles of queries and of keys; or cosines and sines, each [L, 1 or B, 1, rotary_dim].
+        starts: whole numbers [B], of tokens [N].
+        offsets: of tokens: whole numbers [N + 1].
+        weights: name -> parameter of the norm, [head_dim].
+    """
+
+    tables: Sequence[torch.Tensor] = ()
+    starts: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+Form = tuple["_native.CudaKernel", tuple[int, ...], tuple[int, int], tuple[int, ...]]
+
+
+class Turned:
+    """A pass as it is called. What devices, sizes and strides decide is worked out when they are new.
+
+    Args:
+        layout: "sequence_first" [S, B, features], "batch_first" [B, S, features], or "tokens" [tokens, features]; of a
+            norm alone "tokens" too, and heads are any [.., features].
+        eps: of the norm.
+    """
+
+    def __init__(self, p: TurnedPass, layout: str, eps: float = 0.0) -> None:
+        self._pass, self._order, self._eps = p, _ORDERS[layout], _bits(eps)
+        self._known: dict[Hashable, Form] = {}
+
+    def __call__(
+        self, x: torch.Tensor, given: Given, *, read: torch.Tensor | None = None, later: object = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The result, contiguous, and the sums in the order of `TurnedPass.sums`.
+
+        Args:
+            x: heads, or in backward the gradient of the output, on a CUDA device, of the pass's dtype.
+            read: in backward of a norm, the input of the forward.
+            later: `m.later` of a fusion: the program adds the sums up at its end. None: they are there at once.
+
+        Raises:
+            ValueError: for more rows than the kernel counts, and angles of no position.
+        """
+        p = self._pass
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        sums = [x.new_empty(n, dtype=dtype) for n, dtype in zip(p.widths, p.sums, strict=True)]
+        if not x.numel():
+            return out, [t.zero_() for t in sums]
+        sources = [x] if read is None else [x, read]
+        tables, ends = given.tables, None if given.offsets is None else len(given.offsets)
+        form = x.device, x.shape, ends, *[(t.shape, t.stride(), t.dtype) for t in (*sources, *tables)]
+        known = self._known.get(form)
+        if known is None:
+            before = [t.data_ptr() for t in (*sources, *tables)]
+            sources = [readable(_by_rows(t), p.vector) for t in sources]
+            tables = [_flat_table(t, p.turning) for t in tables]
+            known = self._form(sources, tables, given)
+            if [t.data_ptr() for t in (*sources, *tables)] == before:  # nothing was copied
+                if len(self._known) >= _FORMS_KEPT:
+                    self._known.clear()
+                self._known[form] = known
+        kernel, reaches, counts, numbers = known
+        tensors = [as_one(t, n) for t, n in zip((*sources, *tables), reaches, strict=True)]
+        tensors += [t.contiguous() for t in (given.starts, given.offsets) if t is not None]
+        tensors += [given.weights[name].contiguous() for name in p.weights]
+        launch = kernel if later is None or not sums else functools.partial(kernel.leave_sums, later)
+        launch((*tensors, out, *sums), counts[0], 1, counts[1], numbers)
+        return out, sums
+
+    def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: Given) -> Form:
+        """What a call with three-dimensional heads and with tables that lie so is told."""
+        shape, vector, (sequence, batch) = sources[0].shape, self._pass.vector, self._order
+        if shape[0] * shape[1] > _MOST_ROWS:
+            raise ValueError(f"{shape[0]} x {shape[1]} rows are more than {_MOST_ROWS}: split the batch")
+        ahead = shape[1] * shape[2], shape[2]  # of the result
+        steps = [step // vector for step in (ahead[sequence], ahead[batch])]
+        steps += [t.stride(d) // vector for t in sources for d in (sequence, batch)]
+        steps += [0] * (2 * (2 - len(sources)))
+        numbers = self._eps, *steps, *_table_numbers(tables, given)
+        reaches = tuple(map(reach, (*sources, *tables)))
+        return _ready(self._pass, sources[0].device), reaches, (shape[0] * shape[1], shape[batch]), numbers
+
+
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    """[.., features] as three dimensions."""
+    if x.dim() == 3:
+        return x
+    return x[:, None] if x.dim() == 2 else x.reshape(-1, 1, x.shape[-1])
+
+
+def _flat_table(table: torch.Tensor, turning: Turning | None) -> torch.Tensor:
+    """[L, 1 or B, 1, rotary_dim] whose angles lie side by side, in the pass's dtype."""
+    assert turning is not None
+    if not table.shape[0]:
+        raise ValueError("rotary angles of no position: give as many as there are positions")
+    table = table.to(turning.dtype)
+    return table if table.stride(3) == 1 else table.contiguous()
+
+
+def _table_numbers(tables: Sequence[torch.Tensor], given: Given) -> tuple[int, ...]:
+    """Strides of both tables, their length, sequences, and whether each row has angles of its own."""
+    if not tables:
+        return (0,) * 7
+    strides = [n for t in tables for n in (t.stride(0), t.stride(1) if t.shape[1] > 1 else 0)]
+    strides += [] if len(tables) == 2 else strides
+    sequences = 0 if given.offsets is None else len(given.offsets) - 1
+    by_row = given.starts is not None or given.offsets is not None or any(t.shape[1] > 1 for t in tables)
+    return (*strides, min(t.shape[0] for t in tables), sequences, int(by_row))
+
+
+def _bits(number: float) -> int:
+    """A positive number in float32, as the whole number of its bits."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+# ------------------------------------------------------------------------------------------------- making it
+
+
+@functools.cache
+def _ready(p: TurnedPass, device: torch.device) -> _native.CudaKernel:
+    kernel = p.compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
+    # Now, since the threads of a backward pass have no context of their own.
+    kernel.load(device.index or 0)
+    return kernel
+
+
+def _arch(device: torch.device) -> str:
+    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
+
+
+@MadeOnce
+def _kernel(p: TurnedPass, arch: str, cache: Path | None) -> _native.CudaKernel:
+    compiled = nvrtc.compile_source(p.text(), arch, name=p.name, cache=cache)
+    return native_kernel(p, compiled.cubin)
+
+
+def native_kernel(p: TurnedPass, cubin: bytes) -> _native.CudaKernel:
+    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+    from te_fuser import _native
+
+    wide = p.vector * p.dtype.itemsize
+    read = {"from": (name_of(p.dtype), wide)}
+    if p.reads:
+        read["read"] = (name_of(p.dtype), wide)
+    if p.turning is not None:
+        turning = p.turning
+        for name in ("first", "second")[: 1 if turning.tables == "angles" else 2]:
+            read[name] = (name_of(turning.dtype), turning.dtype.itemsize)
+        for name, dtype in (("starts", turning.starts), ("offsets", turning.offsets)):
+            if dtype is not None:
+                read[name] = (text_of(dtype), dtype.itemsize)
+    weights = p.norming.dtype if p.norming is not None else None
+    for name in p.weights:
+        assert weights is not None
+        read[name] = (name_of(weights), weights.itemsize)
+    written = [(name_of(p.dtype), wide), *((name_of(dtype), dtype.itemsize) for dtype in p.sums)]
+    dtypes, alignments = zip(*read.values(), *written, strict=True)
+    rows = (*([1] if p.columns else []), *[p.tiles] * len(p.gradients))
+    launches = _launches(p, list(read))
+    return _native.CudaKernel(
+        p.name, cubin, dtypes, alignments, len(read), launches, p.widths, 0, _INTEGERS, waits=True, partial_rows=rows
+    )
+
+
+def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:
+    """Where the arguments come from; what is not there is never read, and any address stands for it."""
+    places = {name: ("tensor", k) for k, name in enumerate(read)}
+    if "second" not in places:
+        places["second"] = places.get("first", ("tensor", 0))
+    names = ("from", "read", "first", "second", "starts", "offsets", "weight", "bias", "key_weight", "key_bias")
+    sources = [places.get(name, ("tensor", 0)) for name in names]
+    sums = [pair for n in range(len(p.sums)) for pair in (("partial", n), ("tensor", len(read) + 1 + n))]
+    counts = [("rows", 0), ("batch_size", 0), ("groups", 0), *(("integer", k) for k in range(_INTEGERS))]
+    arguments = (*sources, ("tensor", len(read)), *counts, *sums)
+    grid = (p.tiles, p.rows_at_once, p.per_multiprocessor, False, bool(p.sums))
+    launches: list[_native.CudaLaunch] = [("turned_heads", p.threads, 0, grid, arguments)]
+    if p.sums:
+        blocks = sum(-(-width // 32) for width in p.widths)
+        launches.append(("turned_heads_finish", 1024, 0, (blocks, 0), (("groups", 0), *sums)))
+    return tuple(launches)

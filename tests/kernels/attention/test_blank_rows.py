@@ -1,0 +1,80 @@
+"""Rows that become zeros or NaN: by PyTorch, by the kernel run on the CPU; and compiled for the GPUs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels.attention import blank_rows
+from te_fuser.kernels.attention.blank_rows import BlankRows, Blanks, Side
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver
+from tests.kernels.attention.blanked import CASES, blanked, numbers, rows_for
+from tests.kernels.attention.emulated import DTYPES, row_kernels
+from tests.needs import needs_compiler, needs_nvrtc
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels run by a driver that executes them on the CPU."""
+    with row_kernels(tmp_path_factory.mktemp("blank")) as driver:
+        yield driver
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_by_torch(name: str) -> None:
+    x = rows_for(CASES[name], torch.float64)
+    want = blanked(x, CASES[name])
+    blank_rows.by_torch(x, CASES[name])
+    torch.testing.assert_close(x, want, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_by_the_kernel(name: str, dtype: torch.dtype, emulated: FakeDriver) -> None:
+    """In one launch."""
+    x = rows_for(CASES[name], dtype)
+    want = blanked(x, CASES[name])
+    emulated.launches = emulated.copies = 0
+    blank_rows.by_kernel(x, CASES[name])
+    torch.testing.assert_close(x, want, rtol=0, atol=0, equal_nan=True)
+    assert (emulated.launches, emulated.copies) == (1, 0)
+
+
+@needs_compiler
+def test_nothing_to_do(emulated: FakeDriver) -> None:
+    emulated.launches = 0
+    for x, blanks in (
+        (torch.ones(2, 3, 8, dtype=torch.bfloat16), Blanks(Side(3))),
+        (torch.ones(0, 3, 8, dtype=torch.bfloat16), Blanks(Side(3, lengths=numbers()))),
+    ):
+        for way in (blank_rows.by_kernel, blank_rows.by_torch):
+            way(x, blanks)
+            assert (x == 1).all()
+    assert emulated.launches == 0
+
+
+def test_dtypes() -> None:
+    assert blank_rows.reason_not(torch.bfloat16) is None
+    assert blank_rows.reason_not(torch.float32) == (
+        "the kernel that blanks rows takes bfloat16, float16, there is torch.float32"
+    )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for dtype in DTYPES:
+        compiled = nvrtc.compile_source(BlankRows(dtype).text(), arch, name="blank_rows", cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} == {"blank_rows"}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
+
+
+@needs_nvrtc
+def test_it_waits_before_it_touches_memory() -> None:
+    assert not ptx.too_early(BlankRows(torch.bfloat16).text(), "sm_90a")

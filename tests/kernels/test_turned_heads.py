@@ -1,0 +1,85 @@
+"""The kernel that norms and turns heads, run on the CPU by an emulated driver, and compiled for the GPUs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels import turned_heads
+from te_fuser.kernels.turned_heads import TurnedPass, native_kernel
+from tests.codegen import cuda_on_cpu, ptx
+from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from tests.kernels.turned_cases import CASES, EMPTY, SIZES, Case, complaints
+from tests.needs import needs_compiler, needs_nvrtc
+
+BY_NAME = {case.name: case for case in CASES}
+EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels of all cases run by a driver that executes them on the CPU."""
+    folder = tmp_path_factory.mktemp("turned")
+    passes = list(dict.fromkeys(p for case in CASES for p in case.passes()))
+    texts = [SimpleNamespace(source=p.text(), launches=_symbols(p)) for p in passes]
+    assert CXX is not None
+    built = cuda_on_cpu.build(CXX, texts, folder)  # type: ignore[arg-type]
+    kernels = {
+        p: native_kernel(p, f"{b.library._name}:{b.number}".encode()) for p, b in zip(passes, built, strict=True)
+    }
+    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
+        patch.setattr(turned_heads, "_kernel", lambda p, arch, cache: kernels[p])
+        patch.setattr(turned_heads, "_arch", lambda device: "sm_90a")
+        turned_heads._ready.cache_clear()
+        yield driver
+    turned_heads._ready.cache_clear()
+
+
+def _symbols(p: TurnedPass) -> list[SimpleNamespace]:
+    return [SimpleNamespace(symbol=name) for name in ("turned_heads", *(["turned_heads_finish"] if p.sums else []))]
+
+
+@needs_compiler
+@EACH
+def test_values_and_gradients(case: Case, emulated: FakeDriver) -> None:
+    for seed, (samples, positions) in enumerate(SIZES):
+        call = case.inputs(samples, positions, seed)
+        assert not complaints(case, call, case.run(call)), (samples, positions)
+
+
+@needs_compiler
+@EACH
+def test_nothing(case: Case, emulated: FakeDriver) -> None:
+    for samples, positions in EMPTY:
+        call = case.inputs(samples, positions)
+        made = case.run(call)
+        assert made.pop("y").shape == made.pop("dx").shape == call["x"].shape
+        assert all((t == 0).all() for t in made.values())
+
+
+COMPILED = [
+    "turned lines", "turned in other lanes", "some neighbours", "pairs that are no whole vectors", "tokens with starts",
+    "many units of a thread", "normed, then turned", "normed, then turned, centered", "turned, then normed",
+    "normed, then turned in lanes", "of many heads",
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for name in COMPILED:
+        for p in BY_NAME[name].passes():
+            compiled = nvrtc.compile_source(p.text(), arch, name="turned_heads", cache=tmp_path)
+            assert {r.symbol for r in compiled.resources} >= {"turned_heads"}
+            assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (name, compiled)
+
+
+@needs_nvrtc
+def test_kernels_wait_before_they_touch_memory() -> None:
+    for name in COMPILED:
+        for p in BY_NAME[name].passes():
+            assert not ptx.too_early(p.text(), "sm_90a")

@@ -1,0 +1,110 @@
+"""Presets whose parts are changed after they were made: other modules, modes, forwards, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from tests.presets.layers import F, layer
+from tests.twins import tensor
+
+CALLS: dict[str, dict[str, Any]] = {"as it was made": {}, "of another kind": {"self_attn_mask_type": "no_mask"}}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_mode_of_a_part_is_its_own(call: dict[str, Any]) -> None:
+    """Also where a variant of the layer runs."""
+    made, x = layer(hidden_dropout=0.0, attention_dropout=0.5), tensor(5, 2, F)
+
+    def draws() -> bool:
+        return not torch.equal(made(x, **call), made(x, **call))
+
+    assert draws()
+    made.self_attention.eval()
+    assert not draws()
+    made.train()
+    assert draws()
+    made.eval()
+    assert not draws()
+    made.self_attention.train()
+    assert draws()
+
+
+@pytest.mark.parametrize("part", ["self_attention", "self_attention.core_attention"])
+def test_a_forward_of_its_own_is_not_passed_over(part: str) -> None:
+    """A call whose variant would not run it is refused."""
+    made, x, seen = layer(), tensor(5, 2, F), []
+    module = made.get_submodule(part)
+    run = module.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        seen.append(part)
+        return run(*given, **named)
+
+    y = made(x)
+    module.forward = forward
+    torch.testing.assert_close(made(x), y)
+    assert seen == [part]
+    with pytest.raises(TypeError, match=r"Attention has a forward of its own, which the list around does not run"):
+        made(x, self_attn_mask_type="no_mask")
+    del module.forward
+    made(x, self_attn_mask_type="no_mask")
+    assert seen == [part]
+
+
+def test_a_part_that_is_gone() -> None:
+    made, x = layer(), tensor(5, 2, F)
+    made.layernorm_mlp = None
+    with pytest.raises(AttributeError, match=r"TransformerLayer has no 'layernorm_mlp' any more: put te_fuser.ops.Id"):
+        made(x)
+    del made.layernorm_mlp
+    with pytest.raises(AttributeError, match="no 'layernorm_mlp' any more"):
+        made(x)
+
+
+def test_another_module_in_place_of_attention() -> None:
+    made, x = layer(), tensor(5, 2, F)
+    made.self_attention = ops.Identity()
+    torch.testing.assert_close(made(x), 2 * x + made.layernorm_mlp(2 * x))
+    with pytest.raises(TypeError, match="Identity stands in place of a MultiheadAttention"):
+        made(x, self_attn_mask_type="no_mask")
+
+
+def test_another_module_in_place_of_one_that_adds_to_main_grad() -> None:
+    """It cannot be told to write over it."""
+    made, x = layer(fuse_wgrad_accumulation=True, fuse_qkv_params=True), tensor(5, 2, F)
+    for p in made.parameters():
+        p.main_grad = torch.zeros_like(p)
+    made.layernorm_mlp = torch.nn.Sequential(made.layernorm_mlp)
+    made(x).sum().backward()
+    with pytest.raises(TypeError, match="Sequential stands in place of a preset, and cannot be told is_first_microb"):
+        made(x, is_first_microbatch=True)
+
+
+def test_an_adapter_around_a_projection() -> None:
+    class Adapted(torch.nn.Module):
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base, self.more = base, torch.nn.Linear(F, F, bias=False, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.more(x)
+
+    made, x, dy = layer(), tensor(5, 2, F), tensor(5, 2, F, grad=False, seed=3)
+    made.self_attention.proj = Adapted(made.self_attention.proj)
+    joined = layer()
+    proj = joined.self_attention.proj
+    with torch.no_grad():
+        proj.weight.add_(made.self_attention.proj.more.weight)
+    for call in CALLS.values():
+        y, want = made(x, **call), joined(x, **call)
+        torch.testing.assert_close(y, want)
+        of = made.self_attention.proj
+        found = torch.autograd.grad(y, [x, of.base.weight, of.more.weight], dy)
+        wanted = torch.autograd.grad(want, [x, proj.weight, proj.weight], dy)
+        torch.testing.assert_close(found, wanted)
+    assert isinstance(made.layernorm_mlp, te_fuser.LayerNormMLP)
