@@ -124,8 +124,7 @@ class Sequential(OpList):
             structure = self._structure = _structure_of(self)
         wanted = self._wanted(outputs) if outputs else ()
         if structure.alone is not None:
-            run = structure.alone.run if wanted else structure.alone.anew  # forward has tried the other
-            return run(x, inputs, wanted)
+            return structure.alone.run(x, inputs, wanted)
         return walk_parts(structure.parts, x, named_tensors(inputs), wanted, _run_group)
 
     def _wanted(self, outputs: Sequence[str]) -> tuple[str, ...]:

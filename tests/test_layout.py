@@ -37,7 +37,7 @@ KNOWS = {
     "fuser": {"dtypes", "formula", "ops", "codegen", "kernels", "fusions", "config", "compare", "look", "_native"},
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
-    "variants": {"sequential"},
+    "variants": {"flatten", "sequential"},
     "convert": {"ops", "fuser", "sequential", "compare", "_native"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {

@@ -112,7 +112,15 @@ class Fuser:
             TypeError, ValueError: when the input does not fit the list; the message names the op and what to do.
         """
         y = self.again(x, inputs, outputs)
-        return self.anew(x, inputs, outputs) if y is None else y
+        if y is not None:
+            return y
+        if type(x) not in PLAIN and stands_in(x):
+            check_input(x)
+            call = Call(x, named_tensors(inputs), outputs, self.parameters())
+            return results_like(self._graph(call, self._ops.training()), outputs, x.device)
+        inputs = named_tensors(inputs) if inputs else inputs
+        prepared, call, promised = self._prepare_call(x, inputs, outputs)
+        return execute(prepared if promised is None else prepared.first(promised), x, inputs, call.parameters)
 
     def again(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
         """Run the plan of the last call, if this one is like it; else nothing runs, and it gives None."""
@@ -123,16 +131,6 @@ class Fuser:
             return _native.run_if_like(known, x, inputs, outputs)
         parameters = _native.like(known, x, inputs, outputs)
         return None if parameters is None else execute(known.prepared, x, inputs, parameters)
-
-    def anew(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Any:
-        """The same as `run` for a call that is not like the last one."""
-        if type(x) not in PLAIN and stands_in(x):
-            check_input(x)
-            call = Call(x, named_tensors(inputs), outputs, self.parameters())
-            return results_like(self._graph(call, self._ops.training()), outputs, x.device)
-        inputs = named_tensors(inputs) if inputs else inputs
-        prepared, call, promised = self._prepare_call(x, inputs, outputs)
-        return execute(prepared if promised is None else prepared.first(promised), x, inputs, call.parameters)
 
     def prepare(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()) -> Prepared:
         """The prepared plan for a call like this one, from the cache or newly made."""
