@@ -35,6 +35,12 @@ def test_lists_run_by_generated_kernels(case: FuzzCase) -> None:
     assert not case.check(), case.script()
 
 
+@settings(REPEATABLE, max_examples=60)
+@given(fuzz_cases(quantizes=True))
+def test_lists_with_numbers_of_8_bits(case: FuzzCase) -> None:
+    assert not case.check(), case.script()
+
+
 def test_a_case_is_the_same_whatever_ran_before() -> None:
     case = FuzzCase("te_fuser.Sequential(ops.Linear(4, 3), ops.Linear(3, 5, bias=False))", seed=7)
     first = case.build().state_dict()
