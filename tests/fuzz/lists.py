@@ -352,7 +352,7 @@ KINDS: dict[str, Rule] = {
 
 @st.composite
 def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = False) -> FuzzCase:
-    """Lists of any kind and depth, on inputs of any shape, dtype and strides; some with numbers of 8 bits on the way."""
+    """Lists of any kind and depth, on inputs of any shape, dtype and strides, with numbers of 8 bits or without."""
     dtype = draw(st.sampled_from(DTYPES if kernels == "reference" else DTYPES[:3]))
     features = draw(st.one_of(st.integers(1, 67), st.sampled_from((8, 16, 32, 64))))
     rows, side = st.integers(0, 40), st.integers(1, 6)
