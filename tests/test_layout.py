@@ -38,7 +38,7 @@ KNOWS = {
     "flatten": {"ops", "fuser", "look"},
     "sequential": {"ops", "fuser", "flatten", "look"},
     "variants": {"flatten", "sequential"},
-    "convert": {"ops", "fuser", "sequential", "compare", "_native"},
+    "convert": {"ops", "sequential", "compare"},
     "from_torch": {"ops", "sequential", "compare"},
     "verify": {
         "dtypes",

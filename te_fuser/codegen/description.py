@@ -240,7 +240,7 @@ def describe(
     narrowed: _Narrowed = {}
     cut = [_unrounded(_cut(e, t, unit, narrowed), t.dtype) for t, e in written]
     nodes = topological([p for parts in cut for p in parts])
-    found = {n.width for n in nodes if n.axes & Axes.FEATURE}
+    found = {n.width for n in nodes if n.has_features}
     if len(found) > 1:
         raise NotOneKernel(f"feature sizes {sorted(found)} do not fit one tile")
     used = {n.attrs[0] for n in nodes if n.op == "input"}

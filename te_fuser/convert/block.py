@@ -26,7 +26,8 @@ from transformers.utils import output_capturing
 
 from te_fuser import ops
 from te_fuser.convert.parts import Parts, become, has_own_forward, keeps_forward, why_left
-from te_fuser.convert.watched import Facts, all_of, answers, modules_as_they_are, scalars_of, still_hold
+from te_fuser.convert.watched import answers, modules_as_they_are, scalars_of
+from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.hooks import GLOBAL_HOOKS
 from te_fuser.sequential import Sequential
 
@@ -241,7 +242,7 @@ class Block(ops.Together):
         if why is not None:
             parts.left = {path: said for path, said in parts.left.items() if not path.startswith(f"{self.attention}.")}
             parts.left[self.attention] = why
-        return _Made(all_of(modules_as_they_are(self), parts.facts()), parts.left)
+        return _Made(Facts.of([modules_as_they_are(self), parts.facts()]), parts.left)
 
     def _look(self, parts: Parts) -> None:
         """Note of all parts what `Parts` notes."""
@@ -254,10 +255,10 @@ class Block(ops.Together):
     def _settled(self, made: _Made) -> _Now:
         attention, modes = self._attention(), self.modes()
         if self.attention in made.left:
-            return _Now(all_of(made.facts, scalars_of(self.settled_by())), attention, True, key=modes)
+            return _Now(Facts.of([made.facts, scalars_of(self.settled_by())]), attention, True, key=modes)
         settings = self.settings()
         return _Now(
-            facts=all_of(made.facts, scalars_of(self.settled_by()), self._choice()),
+            facts=Facts.of([made.facts, scalars_of(self.settled_by()), self._choice()]),
             attention=attention,
             left=False,
             knows=self.knows_function(),
@@ -276,7 +277,7 @@ class Block(ops.Together):
         items = ((vars(self._attention()), "config", config), (vars(sys.modules[self.was.__module__]), _EAGER, eager))
         found = functools.partial(ALL_ATTENTION_FUNCTIONS.get_interface, name, eager)
         asked = (functools.partial(getattr, config, option, None) for option in self.of_config)
-        return all_of(Facts(items=items), answers(found, *asked))
+        return Facts.of([Facts(items=items), answers(found, *asked)])
 
     def _list(self, now: _Now, part: str, hides: str = "") -> Sequential:
         found = now.lists.get((part, hides))

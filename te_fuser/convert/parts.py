@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from te_fuser import ops
-from te_fuser.convert.watched import Facts, all_of, answers
+from te_fuser.convert.watched import answers
 from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.facts import Facts
 from te_fuser.ops.hooks import hooks_of
 
 _RECORDING = "transformers.utils.output_capturing"  # whose hooks do nothing unless a call asks for what they record
@@ -106,7 +107,7 @@ class Parts:
     def facts(self) -> Facts:
         """What ops were made with, as it is now."""
         items = Facts(items=tuple([(kept, name, kept.get(name)) for kept, name in self.numbers]))
-        return all_of(items, answers(*(functools.partial(_has_bias, p) for p in self.biases)))
+        return Facts.of([items, answers(*(functools.partial(_has_bias, p) for p in self.biases))])
 
 
 def _has_bias(parameters: Mapping[str, Any]) -> bool:

@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from te_fuser._native import still_hold
-from te_fuser.fuser.run.known import Facts
+from te_fuser.ops.facts import Facts
 from te_fuser.ops.hooks import hooks_of
 
-__all__ = ["Facts", "all_of", "answers", "modules_as_they_are", "scalars_of", "still_hold"]
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -42,8 +40,3 @@ def scalars_of(modules: Iterable[nn.Module]) -> Facts:
 def answers(*asked: Callable[[], Any]) -> Facts:
     """What functions give now."""
     return Facts(calls=tuple([(ask, ask()) for ask in asked]))
-
-
-def all_of(*several: Facts) -> Facts:
-    """All of them."""
-    return Facts(*(sum(same, ()) for same in zip(*several, strict=True)))

@@ -24,7 +24,7 @@ def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
         return
     for a, contribution in zip(e.args, FUNCTIONS[e.op].adjoint(e, g), strict=True):
         if contribution is not None:
-            yield a, _counted(e.width, a, contribution) if e.axes & Axes.FEATURE else contribution
+            yield a, _counted(e.width, a, contribution) if e.has_features else contribution
 
 
 def _counted(width: int, argument: Expr, contribution: Expr) -> Expr:
@@ -72,11 +72,11 @@ def _total(node: Expr, contributions: list[Expr]) -> Expr:
     """Add contributions of equal extent first, then reduce each sum over the features if the node has none."""
     by_width: dict[int, Expr] = {}  # 0: without features; a node without features may meet parts of several widths
     for c in contributions:
-        key = c.width if c.axes & Axes.FEATURE else 0
+        key = c.width if c.has_features else 0
         by_width[key] = add(by_width[key], c) if key in by_width else c
     total = by_width.pop(0, ZERO)
     for width, e in by_width.items():
-        total = add(total, e if node.axes & Axes.FEATURE else sum_features(e, width))
+        total = add(total, e if node.has_features else sum_features(e, width))
     return total
 
 

@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -49,6 +50,7 @@ class Expr:
     """One node: an operation, its arguments, its attributes, the axes it extends over and its feature width.
 
     Attributes:
+        has_features: whether it extends over the features.
         reduces: whether this is a row reduction.
         unit, widest: what divides all feature widths here and below, concatenations apart, and the largest of all.
         marked: whether it or something below means nothing to a kernel, or something else.
@@ -56,8 +58,8 @@ class Expr:
     """
 
     __slots__ = (
-        "__weakref__", "args", "attrs", "axes", "depth", "digest", "marked", "op", "reduces", "unit", "unmarked",
-        "widest", "width",
+        "__weakref__", "args", "attrs", "axes", "depth", "digest", "has_features", "marked", "op", "reduces",
+        "unit", "unmarked", "widest", "width",
     )  # fmt: skip
 
     op: str
@@ -66,6 +68,7 @@ class Expr:
     axes: Axes
     width: int
     depth: int
+    has_features: bool
     reduces: bool
     digest: str
     unit: int
@@ -137,7 +140,7 @@ class Expr:
     @property
     def is_part(self) -> bool:
         """Whether this leaf, or named output, has a part of its tensor's features alone."""
-        return bool(self.axes & Axes.FEATURE) and self.width != self.attrs[-1]
+        return self.has_features and self.width != self.attrs[-1]
 
 
 MARKS = ("value", "broadcast", "detach")
@@ -153,10 +156,10 @@ def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, wi
         return found
     node = Expr()
     node.op, node.args, node.attrs, node.axes, node.width, node.digest = op, args, attrs, axes, width, digest
-    wide = bool(axes & Axes.FEATURE)
-    own = width if wide else 0
+    node.has_features = bool(axes & Axes.FEATURE)
+    own = width if node.has_features else 0
     # Row reductions alone lose the features.
-    node.reduces = not wide and any(a.axes & Axes.FEATURE for a in args)
+    node.reduces = not node.has_features and any(a.has_features for a in args)
     node.depth = max([a.depth for a in args], default=0) + node.reduces
     node.unit = math.gcd(0 if op == "concat" else own, *[a.unit for a in args])
     node.widest = max([own, *[a.widest for a in args]])
@@ -219,6 +222,7 @@ def is_const(e: Expr, number: float | None = None) -> bool:
 
 
 _SMALLEST, _LARGEST = 2.0**-64, 2.0**64
+_ONCE = Fraction(1)
 
 
 def may_move(number: float | Fraction) -> bool:
@@ -239,15 +243,12 @@ def is_scaled(e: Expr) -> bool:
 
 
 def _join(args: Iterable[Expr]) -> tuple[Axes, int]:
-    axes, width = Axes.NONE, 1
-    for a in args:
-        if a.axes & Axes.FEATURE:
-            if axes & Axes.FEATURE and a.width != width:
-                few, many = sorted((width, a.width))
-                raise ValueError(f"a formula mixes the feature widths {few} and {many}")
-            width = a.width
-        axes |= a.axes
-    return axes, width
+    widths = {a.width for a in args if a.has_features}
+    if len(widths) > 1:
+        few, many = sorted(widths)[:2]
+        raise ValueError(f"a formula mixes the feature widths {few} and {many}")
+    axes = functools.reduce(operator.or_, [a.axes for a in args], Axes.NONE)
+    return axes, widths.pop() if widths else 1
 
 
 def pointwise(op: str, *args: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
@@ -262,9 +263,6 @@ def pointwise(op: str, *args: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
 
 def _sorted(a: Expr, b: Expr) -> tuple[Expr, Expr]:
     return (a, b) if (a.op != "const", a.digest) <= (b.op != "const", b.digest) else (b, a)
-
-
-_ONCE = Fraction(1)
 
 
 def coefficient(e: Expr) -> tuple[Any, Expr]:
@@ -387,7 +385,7 @@ def broadcast(e: Expr, axes: Axes, width: int = 1) -> Expr:
     """`e` as it stands for every place along `axes` (`width` features); a kernel does not see this mark."""
     if e.axes & axes == axes:
         return e
-    return make("broadcast", (e,), (), e.axes | axes, e.width if e.axes & Axes.FEATURE else width)
+    return make("broadcast", (e,), (), e.axes | axes, e.width if e.has_features else width)
 
 
 def written(build: Callable[..., Expr], *args: Expr) -> Expr:
@@ -398,7 +396,7 @@ def written(build: Callable[..., Expr], *args: Expr) -> Expr:
     found = build(*args)
     if found is ZERO:
         found = mul(const(0.0), args[0])
-    if found.axes & Axes.FEATURE:
+    if found.has_features:
         return found
     axes, width = _join(args)
     return broadcast(found, Axes.FEATURE, width) if axes & Axes.FEATURE else found
@@ -416,8 +414,8 @@ def concat(parts: Iterable[Expr], width: int | None = None) -> Expr:
     if len(given) == 1 or all(is_const(p) and p is given[0] for p in given):
         return given[0]
     items = [q for p in given for q in (p.args if p.op == "concat" else (p,))]
-    widths = {p.width for p in items if p.axes & Axes.FEATURE}
-    whole = {p.width for p in given if p.axes & Axes.FEATURE}
+    widths = {p.width for p in items if p.has_features}
+    whole = {p.width for p in given if p.has_features}
     if len(widths) > 1 and len(whole) == 1:
         unit = math.gcd(*widths)
         items = [q for p in given for q in tile(p, whole.copy().pop() // unit)]
@@ -443,7 +441,7 @@ def part(e: Expr, index: int, pieces: int) -> Expr:
 
 
 def _part(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr]) -> Deep[Expr]:
-    if pieces == 1 or not e.axes & Axes.FEATURE:
+    if pieces == 1 or not e.has_features:
         return e
     key = (id(e), index, pieces)
     if key not in done:

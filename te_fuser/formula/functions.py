@@ -328,7 +328,7 @@ def row_sum(x: Operand) -> Any:
 def row_mean(x: Operand) -> Any:
     """The mean of each row over its features, [rows, 1]."""
     if isinstance(x, Expr):
-        return mul(const(Fraction(1, x.width)), reductions.row_sum(x)) if x.axes & Axes.FEATURE else x
+        return mul(const(Fraction(1, x.width)), reductions.row_sum(x)) if x.has_features else x
     return x.mean(-1, keepdim=True)
 
 

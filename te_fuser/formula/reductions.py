@@ -20,7 +20,7 @@ from te_fuser.formula.traversal import Deep, deep, topological
 
 def row_sum(e: Expr) -> Expr:
     """The sum over the features of each row; a value without a feature axis is its own sum."""
-    return sum_features(e, e.width) if e.axes & Axes.FEATURE else e
+    return sum_features(e, e.width) if e.has_features else e
 
 
 def sum_features(e: Expr, width: int) -> Expr:
@@ -39,7 +39,7 @@ def _sum_once(e: Expr, width: int, done: dict[tuple[Expr, int], Expr]) -> Deep[E
 
 
 def _sum(e: Expr, width: int, done: dict[tuple[Expr, int], Expr]) -> Deep[Expr]:
-    if not e.axes & Axes.FEATURE:
+    if not e.has_features:
         return mul(const(width), e)
     if e.op == "broadcast":
         return (yield _sum_once(e.args[0], width, done))
@@ -69,7 +69,7 @@ def _separate(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr, E
 
 
 def _factor_out(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr, Expr]]:
-    if not e.axes & Axes.FEATURE:
+    if not e.has_features:
         return e, ONE
     if is_scaled(e):
         return ONE, e
@@ -78,7 +78,7 @@ def _factor_out(e: Expr, done: dict[int, tuple[Expr, Expr]]) -> Deep[tuple[Expr,
         if oa is ONE and ob is ONE:
             return ONE, e
         return mul(oa, ob), mul(ia, ib)
-    if e.op == "div" and not e.args[1].axes & Axes.FEATURE:
+    if e.op == "div" and not e.args[1].has_features:
         outer, inner = yield _separate(e.args[0], done)
         return div(outer, e.args[1]), inner
     return ONE, e
@@ -91,7 +91,7 @@ def _reduction_cost(e: Expr) -> tuple[int, int]:
 
 def extreme(op: str, e: Expr) -> Expr:
     """row_max or row_min: the feature of each row that the reduction `op` picks."""
-    if not e.axes & Axes.FEATURE:
+    if not e.has_features:
         return e
     if e.op == "broadcast":
         return extreme(op, e.args[0])

@@ -28,7 +28,7 @@ _SHARE = 1.01
 
 def weight_kind(m: Match, at: int) -> str:
     """The product of cuBLASLt's that gives the gradient of the weight of op `at`."""
-    return "wgrad_onto" if m[at].op.accumulate_into_main_grad else "wgrad"
+    return "wgrad_onto" if m[at].accumulate_into_main_grad else "wgrad"
 
 
 def with_weight_gradient(m: Match, product: Cost, at: int) -> Cost:
@@ -45,7 +45,7 @@ def weight_gradient(m: FusionCall, at: int, dy: torch.Tensor, x: torch.Tensor) -
     name = f"{at}.weight"
     if not m.needs(name):
         return {}
-    op = m[at].op
+    op = m[at]
     if op.accumulate_into_main_grad:
         return {name: put_weight_gradient(dy, x, m[name], op.overwrite_main_grad)}
     return {name: products.multiply("wgrad", dy, x)}

@@ -21,13 +21,13 @@ from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.cublaslt.tuned import ProductForm
 from te_fuser.kernels.cublaslt.tuning import tune_products
 from te_fuser.ops.add import Add
-from te_fuser.ops.base import FusableOperation, Gradient
+from te_fuser.ops.base import FusableOperation, Gradient, Spec
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.dropout import Dropout
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.matmul import MatMul, as_rows, in_shape_of
 from te_fuser.ops.products import is_torchs, linear
-from te_fuser.ops.sizes import asked, exact
+from te_fuser.ops.sizes import asked
 
 register_library(
     Library(
@@ -52,13 +52,13 @@ def why_no_product(m: Match, kind: str, at: int = 0) -> str | None:
         return f"cuBLASLt's products are in bfloat16, float16 and float32, and this one is in {text_of(m.dtype)}"
     if m.target == "torch":
         return "this plan is one of PyTorch's operations alone"
-    if kind.startswith("wgrad") and (kind == "wgrad_onto") != m[at].op.accumulate_into_main_grad:
+    if kind.startswith("wgrad") and (kind == "wgrad_onto") != m[at].accumulate_into_main_grad:
         return "the weight's gradient goes to its main_grad"
     if m[at].dtype_of("weight") != m.dtype:
         return f"input and weight differ in dtype, {text_of(m.dtype)} and {text_of(m[at].dtype_of('weight'))}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return None
-    return asked(products.refusal, kind, m.dtype, *_sizes(m, kind, at), m.device)
+    return asked(products.refusal, kind, m.dtype, *_sizes(m, kind, at, m.x), m.device)
 
 
 def why_no_backward(m: Match) -> str | None:
@@ -74,7 +74,7 @@ def why_no_bias(m: Match, at: int = 1) -> str | None:
 
 def why_no_gelu(m: Match, at: int) -> str | None:
     """Why the epilogues' GELU is not that of op `at`; None if it is."""
-    if m[at].op.approximate != "tanh":
+    if m[at].approximate != "tanh":
         return "the epilogue's GELU is the tanh form, and this one is exact (erf)"
     if m.dtype == torch.float32:
         return "the epilogue's tanh errs by 1e-5, too much for float32"
@@ -102,10 +102,10 @@ _EPILOGUES: dict[type[FusableOperation], Callable[[Match, int], str | None]] = {
 }
 
 
-def _sizes(m: Match, kind: str, at: int) -> tuple[int, int, int]:
-    """Rows, columns, and what is summed over."""
-    op = cast(MatMul, m[at].op)
-    return products.product_sizes(kind, m.x.rows, op.in_features, op.out_features)
+def _sizes(m: Match, kind: str, at: int, x: Spec) -> tuple[int, int, int]:
+    """Rows, columns, and what is summed over, for an input x."""
+    op = cast(MatMul, m[at])
+    return products.product_sizes(kind, x.rows, op.in_features, op.out_features)
 
 
 # --------------------------------------------------------------------------------- what it costs, what runs
@@ -142,7 +142,7 @@ _LAUNCHES = {"dgrad_dgelu_sum": 10, "dgrad_drelu": 10, "dgrad_drelu_sum": 10}
 
 def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
     """What MatMul number `at` of a match takes as cuBLASLt's product of that kind."""
-    rows, columns, inner = _sizes(m, kind, at)
+    rows, columns, inner = _sizes(m, kind, at, m.x)
     options, size = products.KINDS[kind], m.dtype.itemsize
     epilogue, out = str(options.get("epilogue", "none")), rows * columns * size
     aux = rows * products.mask_bytes(columns) if "relu" in epilogue else out
@@ -155,7 +155,7 @@ def cost_of(m: Match, kind: str, at: int = 0) -> Cost:
 
 def body_of(m: Match, kind: str, at: int = 0) -> Body:
     """MatMul number `at` of a match as the product of that kind, in the match's dtype."""
-    form, sizes = ProductForm(kind, m.dtype, m.dtype), tuple(map(exact, _sizes(m, kind, at)))
+    form, sizes = ProductForm(kind, m.dtype, m.dtype), _sizes(m, kind, at, m.x.exact())
     describe = functools.partial(products.algorithms_of, form, sizes)
     return Body(products.configured(*form).make, plain=True, describe=describe)
 
@@ -245,7 +245,7 @@ class ProductRow:
 
 def mask_size(m: Match) -> Mapping[str, int]:
     """The bytes of ReLU's mask that the first product of a match writes."""
-    return {"mask": m.x.rows * products.mask_bytes(cast(MatMul, m[0].op).out_features)}
+    return {"mask": m.x.rows * products.mask_bytes(cast(MatMul, m[0]).out_features)}
 
 
 def declare(row: ProductRow) -> Fusion:

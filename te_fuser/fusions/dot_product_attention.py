@@ -40,7 +40,7 @@ def _op(m: Match) -> DotProductAttention:
 
 def _rotary(m: Match) -> RotaryEmbedding | None:
     """The rotation just before attention, if it is part of the match."""
-    op = m[len(m) - 2].op if len(m) > 1 else None
+    op = m[len(m) - 2] if len(m) > 1 else None
     return cast(RotaryEmbedding, op) if op is not None and op.kind is RotaryEmbedding else None
 
 

@@ -94,7 +94,11 @@ class Body:
 
 
 class MatchedOp:
-    """One matched op while planning: its attributes, and its parameters; those that are computed have no values."""
+    """One matched op while planning: its attributes, and its parameters; those that are computed have no values.
+
+    Attributes:
+        looked: whether somebody may have seen a parameter: else what was said of this op holds for all that are alike.
+    """
 
     def __init__(
         self,
@@ -103,16 +107,29 @@ class MatchedOp:
         dtypes: Mapping[str, torch.dtype] | None = None,
         inputs: Mapping[str, Spec] | None = None,
     ) -> None:
-        self.op, self._parameters, self._dtypes = op, parameters, dtypes or {}
+        self._op, self._parameters, self._dtypes = op, parameters, dtypes or {}
         self.inputs = inputs or {}  # argument -> what is known of a named input that is given
+        self.looked = False
+
+    @property
+    def op(self) -> FusableOperation:
+        """The op itself, which has its parameters."""
+        self.looked |= bool(self._parameters)
+        return self._op
+
+    @property
+    def kind(self) -> type[FusableOperation]:
+        """The class that the op is matched as."""
+        return self._op.kind
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""
         return self._dtypes[name]
 
     def __getattr__(self, name: str) -> Any:
+        self.looked |= bool(self._parameters) and name not in vars(self._op)
         parameter = self._parameters.get(name)
-        return parameter() if parameter is not None else getattr(self.op, name)
+        return parameter() if parameter is not None else getattr(self._op, name)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def why_no_quack_product(m: Match, product: int, bfloat16_alone: str) -> str | N
         return "this plan is one of PyTorch's operations alone"
     if m.dtype != torch.bfloat16:
         return f"{bfloat16_alone}, and this is {m.dtype}"
-    op = cast(MatMul, m[product].op)
+    op = cast(MatMul, m[product])
     if any(not n or n % products.MULTIPLE for n in (op.in_features, op.out_features)):
         return (
             f"it reads and writes rows of a multiple of {products.MULTIPLE}, and the product is of "

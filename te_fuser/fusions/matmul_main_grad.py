@@ -35,11 +35,11 @@ def _input_gradient(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _choose(m: Match, method: str) -> Callable[..., torch.Tensor]:
     if method == "input_gradient":
         return _input_gradient
-    return _put_over if m[0].op.overwrite_main_grad else put_weight_gradient
+    return _put_over if m[0].overwrite_main_grad else put_weight_gradient
 
 
 def _why_not(m: Match) -> bool | str:
-    if not m[0].op.accumulate_into_main_grad:
+    if not m[0].accumulate_into_main_grad:
         return "accumulate_into_main_grad is off"
     return why_no_product(m, "dgrad") or why_no_product(m, "wgrad_onto") or True
 

@@ -176,11 +176,14 @@ def matches(
 
 
 def may_begin(pattern: Sequence[PatternPart], kind: type[FusableOperation]) -> bool:
-    """Whether an op of this kind may be the first of a match, as far as the pattern's first part tells."""
-    part = pattern[0]
-    if not isinstance(part, type) or issubclass(part, FusedOperation):
-        return True
-    return _fits(part, kind)
+    """Whether an op of this kind may be the first of a match, as far as the parts tell that it may begin with."""
+    for part in pattern:
+        first = part.part if isinstance(part, Optional) else part
+        if not isinstance(first, type) or issubclass(first, FusedOperation) or _fits(first, kind):
+            return True
+        if first is part:
+            return False
+    return True
 
 
 def _stops(pattern: tuple[PatternPart, ...], listed: _List, at: int) -> Iterator[int]:

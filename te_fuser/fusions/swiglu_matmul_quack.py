@@ -26,14 +26,14 @@ _SHARE = 1.03
 
 def _why_not(m: Match) -> bool | str:
     why = why_no_quack_product(m, 1, "it is for bfloat16 alone")
-    if not why and not cast(SwiGLU, m[0].op).gate_first:
+    if not why and not cast(SwiGLU, m[0]).gate_first:
         why = "its gate is the first half of SwiGLU's input, and here it is the second (gate_first=False)"
     return why or why_not_here(m, quack_matmul.unusable_by_gates) or why_no_product(m, weight_kind(m, 1), at=1) or True
 
 
 def _cost(m: Match) -> Cost:
     """dy W reads both halves of SwiGLU's input, and writes two results of its size beside the plain product's one."""
-    half = float(m.y.rows * cast(MatMul, m[1].op).in_features * m.dtype.itemsize)
+    half = float(m.y.rows * cast(MatMul, m[1]).in_features * m.dtype.itemsize)
     halves = Cost(read=2 * half, written=2 * half, launches=0, efficiency=_SHARE)
     return with_weight_gradient(m, cost_of_product(m, "dgrad", _SHARE, at=1) + halves, at=1)
 

@@ -109,7 +109,7 @@ _turned = functools.lru_cache(maxsize=512)(_Turned)
 
 
 def _places(m: Match) -> dict[type, int]:
-    return {m[k].op.kind: k for k in range(len(m))}
+    return {m[k].kind: k for k in range(len(m))}
 
 
 def _groups(op: Any) -> Groups:
@@ -148,8 +148,9 @@ def _turning(op: RotaryByAngles, inputs: Any, tables: Sequence[str]) -> Turning:
     queries, keys = (not pair or "angles" in tables), (not pair or "key_angles" in tables)
     # The kernel reads no float64: angles of that are rounded to float32 first, as the op rounds them.
     dtype = next((inputs[name].dtype for name in tables if inputs[name].dtype in GENERATED), torch.float32)
-    whole = [inputs[name].dtype if name in inputs else None for name in ("starts", "offsets")]
-    return Turning(int(inputs[tables[0]].shape[3]), op.style, kind, queries, keys, dtype, *whole)
+    starts, offsets = (inputs[name].dtype if name in inputs else None for name in ("starts", "offsets"))
+    rotary = int(inputs[tables[0]].shape[3])
+    return Turning(rotary, op.style, kind, queries, keys, dtype, starts, offsets, op.padded)
 
 
 def _why_not(m: Match) -> str | None:
@@ -157,7 +158,7 @@ def _why_not(m: Match) -> str | None:
     places = _places(m)
     if len(places) < len(m):
         return "it norms once and turns once, and here one of them is done twice"
-    ops = [m[k].op for k in range(len(m)) if m[k].op.kind is not Bias]
+    ops = [m[k].op for k in range(len(m)) if m[k].kind is not Bias]
     groups = {_groups(op) for op in ops}
     if len(groups) > 1:
         return f"heads are normed and turned as they lie differently: {', '.join(map(str, groups))}"
@@ -171,7 +172,7 @@ def _why_not(m: Match) -> str | None:
         if len(found) > 1:
             return f"its norm's parameters are of several dtypes: {', '.join(sorted(map(text_of, found)))}"
         dtypes += found
-    if m[0].op.kind is Bias:
+    if m[0].kind is Bias:
         dtypes.append(m[0].dtype_of("bias"))
     head_dim = next(iter(groups)).head_dim
     why = kernel.reason_not(head_dim, *dtypes)

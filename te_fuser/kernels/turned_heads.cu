@@ -11,6 +11,7 @@
 //   kTables                             kAngles, kPair (of queries, of keys) or kCosSin
 //   kTurnsQueries, kTurnsKeys           whether they turn
 //   kStarts, kOffsets                   whether the call gives them
+//   kPadded                             whether rows behind the last angles, or before the first, take those
 //   kNorm, kNormLast                    kNone, kRms, kLayer or kL2; whether it comes behind the rotation
 //   kWeights, kCentered                 whether the norm has weights, and whether these are what is added to 1
 //   kBack                               backward: of the output's gradient, and of the input where there is a norm
@@ -121,8 +122,8 @@ struct Tables {
   int first_position, first_sample, second_position, second_sample, length, sequences;
   bool by_row;  // whether each row has its own, else each position
 
-  // The row of a table for a position of a sample, or for a token.
-  __device__ __forceinline__ int row_of(int position, int sample) const {
+  // The row of a table for a position of a sample, or for a token; outside: whether there is none.
+  __device__ __forceinline__ int row_of(int position, int sample, bool& outside) const {
     long long place = position;
     if (kOffsets) {
       int low = 0, high = sequences;  // how many sequences end at the token or before it
@@ -135,7 +136,8 @@ struct Tables {
     } else if (kStarts) {
       place += starts[sample];
     }
-    return static_cast<int>(place < 0 ? 0 : place < length ? place : length - 1);
+    outside = place < 0 || place >= length;
+    return static_cast<int>(place < 0 ? 0 : outside ? length - 1 : place);
   }
 
   __device__ __forceinline__ void stage(Angles& to, long long row, long long rows, int samples) const {
@@ -147,9 +149,11 @@ struct Tables {
       if (own >= rows) break;
       const int position = static_cast<int>(static_cast<unsigned>(own) / samples) + (by_row ? 0 : number);
       if (position >= positions) break;
-      const int sample = static_cast<unsigned>(own) % samples, at = row_of(position, sample);
-      const float a = read(first, at, first_position, sample, first_sample, feature);
-      const float b = kTables == kAngles ? 0.0f : read(second, at, second_position, sample, second_sample, feature);
+      bool outside;
+      const int sample = static_cast<unsigned>(own) % samples, at = row_of(position, sample, outside);
+      float a = read(first, at, first_position, sample, first_sample, feature);
+      float b = kTables == kAngles ? 0.0f : read(second, at, second_position, sample, second_sample, feature);
+      if (outside && !kPadded) a = b = te::as_float(0x7fc00000);  // NaN: nobody waits for the device to raise
       if (kTables == kCosSin) {
         to.cosine[0][number][feature] = a, to.sine[0][number][feature] = b;
       } else {

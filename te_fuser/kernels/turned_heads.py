@@ -84,6 +84,7 @@ class Turning:
         queries, keys: whether they turn.
         dtype: of the tables.
         starts, offsets: dtypes of them, where the call gives them; if both, the same.
+        padded: whether rows at positions without angles are padding, and take the nearest; else they are NaN.
     """
 
     rotary_dim: int
@@ -94,6 +95,7 @@ class Turning:
     dtype: torch.dtype
     starts: torch.dtype | None = None
     offsets: torch.dtype | None = None
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,9 +269,10 @@ class TurnedPass:
         return {
             "kHalves": self._style == "half", "kTurnsQueries": turning and turning.queries,
             "kTurnsKeys": turning and turning.keys, "kStarts": turning and turning.starts,
-            "kOffsets": turning and turning.offsets, "kNormLast": norming and norming.last,
-            "kWeights": norming and norming.dtype, "kCentered": norming and norming.centered, "kBack": self.back,
-            "kSumsColumns": self.columns, "kSumsWeights": self.gradients,
+            "kOffsets": turning and turning.offsets, "kPadded": turning and turning.padded,
+            "kNormLast": norming and norming.last, "kWeights": norming and norming.dtype,
+            "kCentered": norming and norming.centered, "kBack": self.back, "kSumsColumns": self.columns,
+            "kSumsWeights": self.gradients,
         }  # fmt: skip
 
     def _sums_text(self) -> list[str]:

@@ -6,6 +6,7 @@ Row operations give a formula (`row_op.RowOp`); opaque ones give a forward and g
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.ops.binding import Binding, PlannedParametrizations
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.parameters import alike, of_kind, randomized
-from te_fuser.ops.sizes import exact, rounded_up
+from te_fuser.ops.sizes import Size, exact, rounded_up
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Spec:
     dtype: torch.dtype
     device: torch.device
 
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for specs that are equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
+        return tuple([s.text if isinstance(s, Size) else s for s in self.shape]), self.dtype, self.device
+
     @property
     def features(self) -> int:
         """The size of the last dimension; 1 for a scalar."""
@@ -65,11 +71,15 @@ class Spec:
 
     def exact(self) -> Spec:
         """The same in plain numbers."""
-        return Spec(tuple(map(exact, self.shape)), self.dtype, self.device)
+        return self._seen(exact)
 
     def rounded(self) -> Spec:
         """The same as prices see it: in plain numbers, those of a call rounded up to the grid."""
-        return Spec(tuple(map(rounded_up, self.shape)), self.dtype, self.device)
+        return self._seen(rounded_up)
+
+    def _seen(self, view: Callable[[int], int]) -> Spec:
+        plain = {*map(type, self.shape)} <= {int}
+        return self if plain else Spec(tuple(map(view, self.shape)), self.dtype, self.device)
 
 
 @dataclass(frozen=True)

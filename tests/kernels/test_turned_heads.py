@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import turned_heads
@@ -59,6 +60,25 @@ def test_nothing(case: Case, emulated: FakeDriver) -> None:
         made = case.run(call)
         assert made.pop("y").shape == made.pop("dx").shape == call["x"].shape
         assert all((t == 0).all() for t in made.values())
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["some of an odd head", "tokens with starts"])
+def test_rows_without_angles_are_nan(name: str, emulated: FakeDriver) -> None:
+    case = BY_NAME[name]
+    call = case.inputs(3, 5)
+    if case.tokens:
+        call["offsets"] = torch.tensor([0, 4, 9, 15], dtype=case.tokens)
+    within, length = call["starts"].clone(), call["tables"][0].shape[0]
+    known = case.run({**call, "starts": within})
+    for wrong in (-5, length):
+        found = case.run({**call, "starts": within.index_fill(0, torch.tensor([1]), wrong)})
+        for value in ("y", "dx"):
+            outside = slice(4, 9) if case.tokens else (slice(None), 1)
+            assert found[value][outside].isnan().any(-1).all()
+            same = found[value].isnan().any(-1, keepdim=True) | (found[value] == known[value])
+            same[outside] = True
+            assert same.all() and not known[value].isnan().any()
 
 
 COMPILED = [

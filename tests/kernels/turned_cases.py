@@ -13,6 +13,7 @@ from te_fuser import ops
 from te_fuser.kernels.turned_heads import WEIGHTS, Given, Groups, Norming, Turned, TurnedPass, Turning
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MOST_START = 8
 _LEAD = {"sequence_first": (0, 1), "batch_first": (1, 0), "tokens": (0,)}
 
 
@@ -24,6 +25,7 @@ class Case:
         rotary: how many features turn; 0: none.
         tables: "angles", "pair" or "cos_sin", of `table_dtype`, for each sample or for all.
         starts, tokens: dtypes of starts and of offsets, if any; tokens are packed.
+        padded: whether rows at positions behind the last angles take these; there are such then.
         norm, last, centered, weights: the norm, whether it comes last, its weights' dtype.
         columns: the dtype of the sums of columns in backward, if any.
     """
@@ -40,6 +42,7 @@ class Case:
     by_sample: bool = False
     starts: torch.dtype | None = None
     tokens: torch.dtype | None = None
+    padded: bool = False
     norm: str | None = None
     last: bool = False
     centered: bool = False
@@ -63,7 +66,9 @@ class Case:
         turning = norming = None
         if self.rotary:
             which = (bool(self.heads), self.kv_heads is not None)
-            turning = Turning(self.rotary, self.style, self.tables, *which, self.table_dtype, self.starts, self.tokens)
+            turning = Turning(
+                self.rotary, self.style, self.tables, *which, self.table_dtype, self.starts, self.tokens, self.padded
+            )
         if self.norm:
             dtype = None if self.norm == "L2Normalization" else self.weights
             norming = Norming(self.norm, self.centered, self.last, dtype)
@@ -87,7 +92,7 @@ class Case:
         return ops.RotaryByAngles(
             self.dim, heads=self.heads, kv_heads=self.kv_heads, layout=self.order, packing=self.packing,
             style=self.style, starts="starts" if self.starts else None, offsets="offsets" if self.tokens else None,
-            **names,
+            padded=self.padded, **names,
         )  # fmt: skip
 
     def model(self, parameters: Mapping[str, torch.Tensor], wide: torch.dtype) -> te_fuser.Sequential:
@@ -105,7 +110,7 @@ class Case:
         count = samples * positions
         lead = (count,) if self.tokens else tuple((positions, samples)[k] for k in _LEAD[self.layout])
         x, dy = (torch.randn(*lead, self.features, generator=rng).to(self.dtype) for _ in range(2))
-        length = (count if self.tokens else positions) + 5
+        length = (count if self.tokens else positions) + (0 if self.padded else MOST_START)
         shape = (length, samples if self.by_sample else 1, 1, self.rotary)
         made = [torch.randn(shape, generator=rng) * (1 if self.tables == "cos_sin" else 40) for _ in range(2)]
         tables = [t.to(self.table_dtype).to(device) for t in made[: 1 if self.tables == "angles" else 2]]
@@ -115,7 +120,7 @@ class Case:
             found["offsets"] = torch.tensor([0, *ends], dtype=self.tokens, device=device)
         if self.starts:
             many = 3 if self.tokens else samples
-            found["starts"] = torch.randint(0, 9, (many,), generator=rng).to(self.starts).to(device)
+            found["starts"] = torch.randint(0, MOST_START + 1, (many,), generator=rng).to(self.starts).to(device)
         names = self.head_norm().parameter_shapes() if self.norm else ()
         found["weights"] = {
             n: (torch.randn(self.dim, generator=rng) + (not self.centered)).to(self.weights).to(device) for n in names
@@ -157,6 +162,7 @@ CASES = [
     Case("neighbours", 4, 4, 24, F32, 24, "interleaved", **BATCH_FIRST),
     Case("some neighbours", 3, 1, 24, BF16, 8, "interleaved", "cos_sin", **BLOCKED),
     Case("neighbours of an odd head", 2, 1, 5, F16, 4, "interleaved", starts=I64),
+    Case("behind the last angles", 4, 2, 16, BF16, 16, starts=I64, padded=True),
     Case("some of an odd head", 5, 5, 7, F32, 4, "half", "pair", starts=I32, columns=F32),
     Case("pairs that are no whole vectors", 4, 2, 80, BF16, 40, starts=I64, by_sample=True, **BATCH_FIRST),
     Case("heads alone", 6, None, 96, BF16, 96, by_sample=True, tables="cos_sin"),

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.ops.sizes import Size
-
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from te_fuser.ops.base import FusableOperation, Spec
+    from te_fuser.ops.base import FusableOperation
 
 _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
@@ -26,8 +24,3 @@ def likeness(op: FusableOperation) -> Hashable:
     except TypeError:
         return id(op)
     return type(op), op.training, *found
-
-
-def spec_key(spec: Spec) -> Hashable:
-    """Equal for specs that are equal in all shapes that a plan may hold for; it asks nothing of their sizes."""
-    return tuple([s.text if isinstance(s, Size) else s for s in spec.shape]), spec.dtype, spec.device

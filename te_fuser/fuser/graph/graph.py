@@ -11,7 +11,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import likeness, spec_key
+from te_fuser.fuser.graph.alike import likeness
 from te_fuser.fuser.graph.checks import (
     check_input,
     check_kind,
@@ -129,6 +129,14 @@ class Graph:
         return found
 
     @functools.cached_property
+    def related(self) -> list[tuple[int, int, int]]:
+        """By value the one that it is, the first that is the same tensor, and the first in the same memory."""
+        return [
+            (root, self._firsts[ref], self._storages[root] if ref.form == AS_MADE else root)
+            for root, ref in zip(self._roots, self._refs, strict=True)
+        ]
+
+    @functools.cached_property
     def _consumers(self) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self.values]
         for n in self.nodes:
@@ -155,9 +163,10 @@ class Graph:
     def _seen(self, view: Callable[[Spec], Spec]) -> Graph:
         specs = {id(v.spec): v.spec for v in self.values}
         seen = {key: view(spec) for key, spec in specs.items()}
-        return dataclasses.replace(
-            self, values=tuple([dataclasses.replace(v, spec=seen[id(v.spec)]) for v in self.values])
-        )
+        values = [
+            Value(v.index, v.name, seen[id(v.spec)], v.axes, v.needs_grad, v.alias_of, v.gradient) for v in self.values
+        ]
+        return dataclasses.replace(self, values=tuple(values))
 
     @property
     def widest(self) -> torch.dtype:
@@ -220,6 +229,11 @@ class Graph:
     def leaves(self, value: int) -> bool:
         """Whether the caller gets this value."""
         return value == self.output or value in self.named_outputs.values()
+
+    def leaving(self, start: int, stop: int) -> list[int]:
+        """The values made by the nodes start..stop-1 that somebody else reads."""
+        made = [v for n in self.nodes[start:stop] for v in (n.output, *n.named_out)]
+        return [v for v in made if self.leaves(v) or any(not start <= c < stop for c in self.consumers(v))]
 
     def stand_ins(self) -> StandIns:
         """What stands for the parameters that are computed."""
@@ -392,8 +406,8 @@ class GraphBuilder:
     ) -> tuple[Mapping[str, Spec], bool]:
         """What an op says of its outputs, and whether it hands its input through; once for all that are alike."""
         parameters = [(name, self.call.parameters[b.key].spec) for name, b in listed.lowered.bindings.items()]
-        read = tuple((name, spec_key(spec)) for name, spec in (*named.items(), *parameters))
-        key = like, spec_key(x), read
+        read = tuple((name, spec.key) for name, spec in (*named.items(), *parameters))
+        key = like, x.key, read
         if key not in self.told:
             op = listed.lowered.op
             specs = self._infer(label, op, x, named)

@@ -44,9 +44,11 @@ class ListedOp:
 
         It does not keep the owners of its parameters alive.
         """
-        op = with_attributes(self.lowered.op, {**self.lowered.op.__dict__, "training": training})
-        bindings = {name: b.weak() for name, b in self.lowered.bindings.items()}
-        return replace(self, lowered=replace(self.lowered, op=op, bindings=bindings))
+        known = self.lowered
+        op = with_attributes(known.op, {**known.op.__dict__, "training": training})
+        bindings = {name: b.weak() for name, b in known.bindings.items()}
+        lowered = LoweredOp(op, bindings, known.suffix, known.places)
+        return ListedOp(lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream)
 
 
 def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:

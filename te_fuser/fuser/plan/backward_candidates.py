@@ -153,7 +153,7 @@ class BackwardCandidates:
         self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[int, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; what else it could is kept."""
-        readable, silent = self._readable[stretch.start], self.limits.silent
+        readable, silent = self._readable(stretch), self.limits.silent
         try:
             kernel = stretch.backward(start, stop, readable, self.withheld, again, silent)
         except NotOneKernel as why:
@@ -165,15 +165,11 @@ class BackwardCandidates:
         name, recomputes = steps[0].name if steps else "none", tuple(map(self.graph.ref, again))
         return Edge(start, stop, name, steps, self.prices.kept_bytes(kept), recomputes=recomputes)
 
-    @functools.cached_property
-    def _readable(self) -> dict[int, frozenset[int]]:
-        """By stretch the values that its backward may read."""
-        found = {}
-        for stretch in self.problem.stretches:
-            leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
-            left = {r.index for r in leaving if r.form == AS_MADE}
-            found[stretch.start] = frozenset(left | self.limits.given) - self.limits.forbidden
-        return found
+    def _readable(self, stretch: DerivedStretch) -> frozenset[int]:
+        """The values that the backward of a stretch may read."""
+        leaving = map(self.graph.ref, stretch.values_leaving(stretch.start, stretch.stop))
+        left = {r.index for r in leaving if r.form == AS_MADE}
+        return frozenset(left | self.limits.given) - self.limits.forbidden
 
     # --------------------------------------------------------------------------------------- fusions
 

@@ -12,7 +12,7 @@ from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.op_tasks import OpTask
-from te_fuser.fuser.steps.step import Price
+from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions.match import Body, Match
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
-    from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
 
@@ -112,7 +111,7 @@ class Ledger:
 def find_rows(problem: Problem, found: Found, derive: Callable[[DerivedStretch, int, int], list[Edge]]) -> None:
     """Add the kernels of every sub-range worth one, and of lone ops where one cannot be had as it is."""
     for number in found.section.stretches:
-        stretch, ranges = problem.stretches[number], problem.ranges[number]
+        stretch, ranges = problem.stretch_of(problem.stretches[number][0]), problem.ranges[number]
         rows = [derive(stretch, a, b) for a, b in ranges]
         found.rows.append(rows)
         all_there = all(any(not e.recomputes for e in variants) for variants in rows)
@@ -171,17 +170,19 @@ def _moved_step(
     start, stop = step.start + by, step.stop + by
     if isinstance(task, KernelTask):
         streams = problem.nodes[there.start].stream - problem.nodes[here.start].stream
-        kernel = task.moved(functools.partial(here.ref_in, there), streams)
-        return _kernel_step(problem, prices, kernel, start, stop, step.price)
-    if isinstance(task, FusionTask):
+        task = task.moved(functools.partial(here.ref_in, there), streams)
+        if task.aliases:  # what they are called, the place says
+            return _kernel_step(problem, prices, task, start, stop, step.price)
+    elif isinstance(task, FusionTask):
         assert whole is not None
         nodes, match = problem.nodes[start:stop], problem.match(*whole)
         task = fusion_task(problem, task.fusion, task.direction, nodes, match, task.needed, task.gradient)
     else:
         assert isinstance(task, OpTask)
         task = replace(task, node=problem.nodes[start])
-    inputs, outputs = (tuple((n, here.ref_in(there, r)) for n, r in refs) for refs in (step.inputs, step.outputs))
-    return replace(step, start=start, stop=stop, inputs=inputs, outputs=outputs, task=task)
+    inputs, outputs = (tuple([(n, here.ref_in(there, r)) for n, r in refs]) for refs in (step.inputs, step.outputs))
+    taken = step.cost, step.seconds, step.host
+    return Step(step.name, start, stop, inputs, outputs, task, *taken, step.chain, step.price)
 
 
 def fusion_task(

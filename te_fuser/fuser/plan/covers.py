@@ -11,6 +11,7 @@ of them, and laid out in the others.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,14 +41,14 @@ class Covers:
     """What covers the list in both directions.
 
     Attributes:
-        refusals: what was not taken.
         choices: what is computed again in backward, or could be.
+        refusals: says what was not taken.
     """
 
     forward: list[Edge]
     backward: list[Edge]
-    refusals: list[Refusal]
     choices: list[Choice]
+    refusals: Callable[[], list[Refusal]]
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,15 @@ class Covering:
 
     def cover(self, prices: Prices, keeping: Keeping) -> Covers:
         """The cheapest covers that fit together, by prices that may weigh the host's time."""
-        aim = Aim(prices, keeping.weight)
+        aim = self._once((prices, keeping.weight), lambda: Aim(prices, keeping.weight))
         found = self._round(aim, keeping.held, Withheld())
         assert found is not None  # every op has an edge of its own, and nothing is forbidden
         if found.demand_unmet:
             second = self._second_round(aim, keeping.held)
             found = found if second is None or found.length <= second.length else second
         backward, forward = self._laid_out(found.backward), self._laid_out(found.forward)
-        refusals = list(dict.fromkeys(self._refusals(found, _WEIGHED if aim.weight else "")))
-        return Covers(forward, backward, refusals, list(self._choices(found.backward)))
+        refusals = functools.partial(self._refusals, found, _WEIGHED if aim.weight else "")
+        return Covers(forward, backward, list(self._choices(found.backward)), refusals)
 
     # --------------------------------------------------------------------------------------------- rounds
 
@@ -101,15 +102,15 @@ class Covering:
         candidates, impossible = BackwardCandidates(self.problem, self.prices, limits), dict[Any, Refusal]()
         known = self._all_found(limits, candidates)
         while True:
-            backward = _all(map(functools.partial(self._backward, aim, held, impossible), known, self.sections))
+            backward = self._backward(aim, held, impossible, known)
             if backward is None:
                 return None
-            chosen = tuple(e for way in backward for e in way.edges)
+            chosen = _edges(backward)
             joint, found, wrong = self._once(("following", chosen), functools.partial(self._following, backward))
             if wrong is None:
                 break
             impossible[wrong] = _why_impossible(wrong, joint)
-        forward = _all(self._forward(aim, f) for f in found)
+        forward = self._forward(aim, found)
         if forward is None:
             return None
         return _Round(backward, forward, impossible)
@@ -123,10 +124,10 @@ class Covering:
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
         """Forward as if nobody demanded anything, then a round within what it gives."""
-        free = _all(self._forward(aim, found) for found in self._all_found((), self._free))
+        free = self._forward(aim, self._all_found((), self._free))
         if free is None:
             return None
-        limits = self._once((Withheld, *free), lambda: _limits_of(self.problem, self._matches(free)))
+        limits = self._once((Withheld, *_edges(free)), lambda: _limits_of(self.problem, self._matches(free)))
         return self._round(aim, held, limits)
 
     def _matches(self, ways: list[Way]) -> list[MatchOf]:
@@ -135,20 +136,23 @@ class Covering:
 
     def _cannot_run(self, joint: Sequence[MatchOf], forward: Sequence[Found]) -> MatchOf | None:
         """The first joint fusion of a backward cover whose forward cannot run."""
-        for section, found in zip(self.sections, forward, strict=True):
-            here = [match for match in joint if section.has(match[1][0])]
-            there = found.section.of_matches(e.match for e in found.others if here and e.match is not None)
-            for match in here:
-                if not section.of_matches([match]) <= there:
-                    return match
+        starts = [section.start for section in self.sections]
+        for fusion, (start, stop) in joint:
+            number = bisect.bisect_right(starts, start) - 1
+            found = forward[number]
+            by = starts[number] - found.section.start
+            if (fusion, (start - by, stop - by)) not in [e.match for e in found.others]:
+                return fusion, (start, stop)
         return None
 
     def _demands(self, backward: list[Way]) -> frozenset[Ref]:
         """What a backward cover reads of forward's; what is computed again, hanging nodes read instead."""
-        ways = list(zip(backward, self.sections, strict=True))
-        again = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.recomputed)}
-        read = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.read)}
-        hanging = {ref for way, s in ways for ref in way.found.section.refs_in(s, way.read_hanging)}
+        again: set[Ref] = set()
+        read: set[Ref] = set()
+        hanging: set[Ref] = set()
+        for way, section in zip(backward, self.sections, strict=True):
+            for refs, found in ((way.recomputed, again), (way.read, read), (way.read_hanging, hanging)):
+                found.update(way.found.section.refs_in(section, refs))
         return frozenset(read | hanging - again)
 
     # --------------------------------------------------------------------------- sections that are alike
@@ -168,16 +172,22 @@ class Covering:
         made = type(candidates), key
         return self._once(made, lambda: [self._found(candidates, s) for s in self.sections])  # type: ignore[no-any-return]
 
-    def _forward(self, aim: Aim, found: Found) -> Way | None:
-        return self._once((found, aim), lambda: way_through(aim, found))  # type: ignore[no-any-return]
+    def _forward(self, aim: Aim, found: list[Found]) -> list[Way] | None:
+        ways = {f: self._once((f, aim), functools.partial(way_through, aim, f)) for f in dict.fromkeys(found)}
+        return _all([ways[f] for f in found])
 
     def _backward(
-        self, aim: Aim, held: frozenset[int], dropped: Collection[MatchOf], found: Found, section: Section
-    ) -> Way | None:
-        kept, none = section.of_values(held), section.of_matches(dropped)
-        return self._once(  # type: ignore[no-any-return]
-            (found, aim, kept, none), lambda: way_through(aim, found, kept, none, self._ahead(aim, found))
-        )
+        self, aim: Aim, held: frozenset[int], dropped: Collection[MatchOf], found: list[Found]
+    ) -> list[Way] | None:
+        limits = [(s.of_values(held), s.of_matches(dropped)) for s in self.sections]
+        asked = list(zip(found, limits, strict=True))
+
+        def way(f: Found, kept: frozenset[int], none: frozenset[MatchOf]) -> Way | None:
+            make = functools.partial(way_through, aim, f, kept, none, self._ahead(aim, f))
+            return self._once((f, aim, kept, none), make)  # type: ignore[no-any-return]
+
+        ways = {(f, limit): way(f, *limit) for f, limit in dict.fromkeys(asked)}
+        return _all([ways[a] for a in asked])
 
     def _ahead(self, aim: Aim, backward: Found) -> Callable[[Edge], int] | None:
         """What a candidate for backward takes in forward; without joint fusions that is the same for all ways."""
@@ -197,11 +207,15 @@ class Covering:
 
     def _laid_out(self, ways: Sequence[Way]) -> list[Edge]:
         """The edges of some ways in the sections that they are for."""
-        found = []
-        for section, way in zip(self.sections, ways, strict=True):
-            here = way.found.section
-            found += way.edges if here is section else [self._moved(e, here, section) for e in way.edges]
-        return found
+
+        def make() -> list[Edge]:
+            found = []
+            for section, way in zip(self.sections, ways, strict=True):
+                here = way.found.section
+                found += way.edges if here is section else [self._moved(e, here, section) for e in way.edges]
+            return found
+
+        return self._once(("laid out", *_edges(ways)), make)  # type: ignore[no-any-return]
 
     def _moved(self, edge: Edge, here: Section, there: Section) -> Edge:
         return self._once((edge, there), lambda: moved(self.problem, self.prices, edge, here, there))  # type: ignore[no-any-return]
@@ -219,13 +233,14 @@ class Covering:
             found.append(replace(choice, value=self.problem.graph.values[root].name, root=root))
         return found
 
-    def _refusals(self, found: _Round, note: str) -> Iterator[Refusal]:
+    def _refusals(self, found: _Round, note: str) -> list[Refusal]:
         """What was no candidate, then what lost, first in backward, with what kept bytes are worth, then in forward."""
-        yield from self._in_order(found.backward, lambda way: way.found.ledger.refusals)
-        yield from found.impossible.values()
-        yield from self._in_order(found.backward, lambda way: self._lost("backward", way, note))
-        yield from self._in_order(found.forward, lambda way: way.found.ledger.refusals)
-        yield from self._in_order(found.forward, lambda way: self._lost("forward", way, ""))
+        said = self._in_order(found.backward, lambda way: way.found.ledger.refusals)
+        said += found.impossible.values()
+        said += self._in_order(found.backward, lambda way: self._lost("backward", way, note))
+        said += self._in_order(found.forward, lambda way: way.found.ledger.refusals)
+        said += self._in_order(found.forward, lambda way: self._lost("forward", way, ""))
+        return list(dict.fromkeys(said))
 
     def _lost(self, direction: str, way: Way, note: str) -> list[Refusal]:
         def make() -> list[Refusal]:
@@ -242,10 +257,14 @@ class Covering:
         return sorted(found, key=lambda r: self._rank.get(r.name, -1))
 
 
-def _all(ways: Iterable[Way | None]) -> list[Way] | None:
+def _all(ways: list[Way | None]) -> list[Way] | None:
     """All of them; None where one is missing."""
-    found = list(ways)
-    return None if None in found else found  # type: ignore[return-value]
+    return None if None in ways else ways  # type: ignore[return-value]
+
+
+def _edges(ways: Sequence[Way]) -> tuple[Edge, ...]:
+    """What some ways take, as a key."""
+    return tuple([e for way in ways for e in way.edges])
 
 
 def _why_impossible(match: MatchOf, joint: Sequence[MatchOf]) -> Refusal:

@@ -14,7 +14,7 @@ from te_fuser.codegen.description import NotOneKernel
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.checks import plain
 from te_fuser.fuser.graph.refs import VALUE
-from te_fuser.fuser.plan.stretch import Stretch, values_leaving
+from te_fuser.fuser.plan.stretch import Stretch
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -129,9 +129,9 @@ class DerivedStretch:
         return kernel
 
     def values_leaving(self, start: int, stop: int) -> list[int]:
-        """See `Stretch.values_leaving`."""
+        """See `Graph.leaving`."""
         if (start, stop) not in self._leaving:
-            self._leaving[start, stop] = values_leaving(self._graph, start, stop)
+            self._leaving[start, stop] = self._graph.leaving(start, stop)
         return self._leaving[start, stop]
 
     def statistics_of(self, start: int, stop: int, digests: Iterable[str]) -> list[str]:

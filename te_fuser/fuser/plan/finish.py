@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
     from te_fuser.fuser.plan.candidates import Edge
     from te_fuser.fuser.plan.covers import Covers
-    from te_fuser.fuser.plan.plan import Kept
+    from te_fuser.fuser.plan.plan import Kept, Refusal
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.steps.step import Step
@@ -40,8 +41,6 @@ WORTH_A_NODE = 32  # times what an autograd node takes the host, a segment has t
 def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
     """The plan of these covers."""
     found = prices.once((finish, *covers.forward, *covers.backward), lambda: _segments(problem, prices, covers))
-    taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
-    refused = (r for r in covers.refusals if (r.name, r.start, r.stop) not in taken)
     memory = problem.options.memory
     return Plan(
         problem.graph,
@@ -49,9 +48,15 @@ def finish(problem: Problem, prices: Prices, covers: Covers) -> Plan:
         problem.options.device,
         problem.options.target,
         memory if isinstance(memory, str) else f"at most {memory} bytes",
-        (*problem.conditions, *refused),
-        tuple(covers.choices),
+        choices=tuple(covers.choices),
+        refused=functools.partial(_refused, problem, found, covers),
     )
+
+
+def _refused(problem: Problem, found: Iterable[SegmentPlan], covers: Covers) -> list[Refusal]:
+    """What could not be taken, and what was not."""
+    taken = {(s.name, s.start, s.stop) for segment in found for s in (*segment.forward, *segment.backward)}
+    return [*problem.conditions, *(r for r in covers.refusals() if (r.name, r.start, r.stop) not in taken)]
 
 
 def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
@@ -161,9 +166,10 @@ def segments(problem: Problem, covers: Covers, steps: Iterable[Step]) -> tuple[t
                 size += bytes_of(graph.parameter_specs[p])
         if following is None:
             break
+        if size < SEGMENT_BYTES or following.index not in ends:
+            continue
         beside = any(not n.is_row and n.parameters for n in (node, following))
-        long = taken[following.index] - taken[cuts[-1]] >= least
-        if size >= SEGMENT_BYTES and following.index in ends and beside and long:
+        if beside and taken[following.index] - taken[cuts[-1]] >= least:
             cuts.append(following.index)
             size = 0
     short = size < _SHORT_END * SEGMENT_BYTES or taken[-1] - taken[cuts[-1]] < least

@@ -71,15 +71,25 @@ class ForwardCandidates:
 
     def seen_from(self, section: Section) -> tuple[Hashable, ...]:
         """What the candidates of a section depend on beside it."""
-        return section.of_refs(self._demanded), section.of_matches(self.joint)
+        joint = [m for node in range(section.start, section.stop) for m in self._joint_at.get(node, ())]
+        return section.of_refs(*self._demanded), section.of_matches(joint)
 
     @functools.cached_property
-    def _demanded(self) -> Mapping[tuple[bool, int], list[Ref]]:
-        """What is demanded, by whether the index counts values, and the index."""
-        found: dict[tuple[bool, int], list[Ref]] = {}
-        for ref in self.demands:
-            found.setdefault((ref.is_of_a_value, ref.index), []).append(ref)
+    def _joint_at(self) -> Mapping[int, list[MatchOf]]:
+        """The joint fusions by the op at which they begin."""
+        found: dict[int, list[MatchOf]] = {}
+        for match in self.joint:
+            found.setdefault(match[1][0], []).append(match)
         return found
+
+    @functools.cached_property
+    def _demanded(self) -> tuple[Mapping[int, list[Ref]], Mapping[int, list[Ref]]]:
+        """What is demanded by its index, where that counts values and where it does not."""
+        values: dict[int, list[Ref]] = {}
+        others: dict[int, list[Ref]] = {}
+        for ref in self.demands:
+            (values if ref.is_of_a_value else others).setdefault(ref.index, []).append(ref)
+        return values, others
 
     def _row(self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int) -> list[Edge]:
         stores = dict.fromkeys(self.graph.first(v) for v in stretch.values_leaving(start, stop))
@@ -181,7 +191,7 @@ class ForwardCandidates:
             reader = "backward" if missing <= self.demands else "a later op"
             has = ", ".join(("its output", *fusion.emits))
             return f"{reader} reads {wants}, and it gives only {has}"
-        if not joint and self._statistics_owed(nodes[0].index, nodes[-1].index + 1):
+        if not joint and any(self._owes(n) for n in nodes):
             return "backward reads per-row statistics or op results that it does not give"
         return None
 
@@ -199,15 +209,17 @@ class ForwardCandidates:
         emitted = self.problem.emitted(fusion, nodes).items()
         return [("output", last), *((name, ref) for name, ref in emitted if ref in owed and ref != last)]
 
-    def _statistics_owed(self, start: int, stop: int) -> bool:
-        return any(k in self._owing for k in range(start, stop))
+    def _owes(self, node: Node) -> bool:
+        """Whether backward reads what an op emits, or a per-row statistic of its."""
+        if not node.is_row:
+            return node.index in self._emitting
+        stretch = self.problem.stretch_of(node.index)
+        return any(stretch.first_made(name) == node.index for name in self._statistics.get(stretch.start, ()))
 
     @functools.cached_property
-    def _owing(self) -> set[int]:
-        """The ops of whose own results, or per-row statistics, backward reads one."""
-        stretches = {s.start: s for s in self.problem.stretches}
-        found = {r.index for r in self.demands if r.kind is EMITTED}
-        return found | {stretches[r.index].first_made(r.name) for r in self.demands if r.kind is STATISTIC}
+    def _emitting(self) -> set[int]:
+        """The ops of whose own results backward reads one."""
+        return {r.index for r in self.demands if r.kind is EMITTED}
 
 
 def _forms(fusion: Fusion) -> list[str]:

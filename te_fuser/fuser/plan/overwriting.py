@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser.codegen.description import item_size
 from te_fuser.codegen.nvrtc import arch_of
-from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, Ref, gradient_ref
+from te_fuser.fuser.graph.refs import PARAMETER_GRADIENT, Ref, bytes_of, gradient_ref
 
 if TYPE_CHECKING:
     from te_fuser.fuser.plan.plan import Plan, SegmentPlan
@@ -37,7 +37,8 @@ LEAST_BYTES = 2**20
 
 def with_overwriting(plan: Plan, options: Options) -> Plan:
     """The plan with kernels that may overwrite what dies at their step; only generated CUDA kernels do."""
-    if plan.target != "cuda":
+    values = plan.graph.values
+    if plan.target != "cuda" or all(max(bytes_of(v.spec), bytes_of(v.gradient_spec)) < LEAST_BYTES for v in values):
         return plan
     ours = _kept_of_our_own(plan)
     return replace(plan, segments=tuple(_in_segment(plan, s, ours) for s in plan.segments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,17 +23,20 @@ if TYPE_CHECKING:
 _TIE = 0.05e-6  # seconds: shown as nothing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Aim:
     """What ways are to have the least of: seconds, and bytes kept for backward, each worth `weight` passes over it."""
 
     prices: Prices
     weight: float
 
+    @functools.cached_property
+    def _bandwidth(self) -> float:
+        return self.prices.problem.options.device.bandwidth
+
     def seconds(self, edge: Edge) -> float:
         """What an edge takes, with what it makes kept."""
-        bandwidth = self.prices.problem.options.device.bandwidth
-        return self.prices.weighed(edge.steps) + edge.kept * self.weight / bandwidth
+        return self.prices.weighed(edge.steps) + edge.kept * self.weight / self._bandwidth
 
     def length(self, edge: Edge) -> int:
         """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
@@ -103,12 +107,11 @@ def way_through(
     """
     variants = {picked: edges for edges, picked in _picked(aim, found, held)}
     others = [e for e in found.others if not (dropped and e.match and found.section.of_matches([e.match]) <= dropped)]
-    lengths, compared = dict[Edge, int](), dict[Edge, int]()
-    for edge in [*variants, *others]:
-        lengths[edge] = 0 if aim.is_preferred(edge) else aim.length(edge)
-        compared[edge] = lengths[edge]
-        if ahead is not None and not aim.is_preferred(edge):
-            compared[edge] = max(lengths[edge] + ahead(edge), 0)
+    lengths = {edge: 0 if aim.is_preferred(edge) else aim.length(edge) for edge in (*variants, *others)}
+    compared = lengths
+    if ahead is not None:
+        free = [(edge, length) for edge, length in lengths.items() if not aim.is_preferred(edge)]
+        compared = lengths | {edge: max(length + ahead(edge), 0) for edge, length in free}
     path = _shortest(found.section.start, found.section.stop, compared)
     if path is None:
         return None
@@ -121,8 +124,8 @@ def _picked(aim: Aim, found: Found, held: Set[int]) -> Iterator[tuple[list[Edge]
     graph, number = aim.prices.graph, found.section.numbers
 
     def pick(edges: list[Edge]) -> Edge | None:
-        allowed = (e for e in edges if not any(number[graph.value_of(r)] in held for r in e.recomputes))
-        return min(allowed, key=aim.seconds, default=None)
+        allowed = [e for e in edges if not (held and any(number[graph.value_of(r)] in held for r in e.recomputes))]
+        return min(allowed, key=aim.seconds) if len(allowed) > 1 else next(iter(allowed), None)
 
     for rows, lone in zip(found.rows, found.lone, strict=True):
         picked = [(edges, pick(edges)) for edges in rows]
@@ -148,7 +151,7 @@ def _choices(aim: Aim, best: Edge, variants: list[Edge]) -> Iterator[Choice]:
 def _shortest(start: int, end: int, lengths: Mapping[Edge, int]) -> list[Edge] | None:
     """The edges of the shortest way from one place to another; a tie goes to the last edge that begins earlier."""
     best: dict[int, tuple[int, list[Edge]]] = {start: (0, [])}
-    for edge in sorted(lengths, key=lambda e: e.start):
+    for edge in sorted(lengths, key=operator.attrgetter("start")):
         if edge.start in best:
             so_far, edges = best[edge.start]
             length = so_far + lengths[edge]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from te_fuser.kernels.column_sums import ColumnSumsKernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from te_fuser.codegen.description import KernelDescription
     from te_fuser.codegen.written import WrittenKernel
     from te_fuser.fuser.graph.graph import Graph
@@ -133,7 +135,11 @@ class Generated:
 
 @dataclass(frozen=True)
 class Plan:
-    """Both plans of one signature."""
+    """Both plans of one signature.
+
+    Attributes:
+        refused: says what else was not taken, while plans are compared: only the one that is chosen has to know.
+    """
 
     graph: Graph
     segments: tuple[SegmentPlan, ...]
@@ -143,6 +149,7 @@ class Plan:
     refusals: tuple[Refusal, ...] = ()
     choices: tuple[Choice, ...] = ()
     notes: tuple[str, ...] = ()
+    refused: Callable[[], Iterable[Refusal]] = tuple
 
     @functools.cached_property
     def forward(self) -> tuple[Step, ...]:
@@ -241,6 +248,10 @@ class Plan:
         )
         choices = tuple(replace(c, bytes=prices.size(prices.graph.ref(c.root))) for c in self.choices)
         return replace(self, graph=prices.graph, segments=segments, choices=choices)
+
+    def chosen(self) -> Plan:
+        """The same with everything that was not taken."""
+        return replace(self, refusals=(*self.refused(), *self.refusals), refused=tuple)
 
     def noted(self, *notes: str) -> Plan:
         """The same with more to say of it."""

@@ -43,7 +43,8 @@ def covered(problem: Problem) -> tuple[Plan, Prices]:
         if not found[-1][0].waits_for_host:
             break
         found.append(_covered(problem, prices.sharing(share), covering))
-    return min(found, key=lambda made: _price(made[0], problem.options))
+    plan, prices = min(found, key=lambda made: _price(made[0], problem.options))
+    return plan.chosen(), prices
 
 
 def _covered(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan, Prices]:
@@ -113,6 +114,8 @@ def _warn_of_large(label: str, why: str) -> None:
 def make_exact_plan(graph: Graph, options: Options) -> Plan:
     """The same plan, and what it shows is of the sizes of the call."""
     plan, prices = _made(graph, options)
+    if plan.graph.values == graph.exact().values:
+        return plan
     with standing_in(graph.stand_ins()):
         return plan.seen_by(prices.at_exact_sizes())
 

@@ -156,7 +156,8 @@ class Prices:
 
     def weighed(self, steps: Iterable[Step]) -> float:
         """Seconds of some steps, with the host's by its share."""
-        return sum(s.seconds + self.share * s.host for s in steps)
+        share = self.share
+        return sum([s.seconds + share * s.host for s in steps])
 
     # ----------------------------------------------------------------------------------------- costs
 
@@ -234,7 +235,7 @@ def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
 
 def kernel_cost(description: KernelDescription, rows: int, samples: int, generated: bool) -> Cost:
     """A row kernel: one pass if it is generated, one PyTorch operation for each node if it is interpreted."""
-    full = [n for n in description.nodes if n.axes & Axes.FEATURE and n.axes & Axes.ROWS and n.op not in _FREE]
+    full = [n for n in description.nodes if n.has_features and n.op not in _FREE and n.axes & Axes.ROWS]
     size = rows * max(description.width, 1)
     operations = float(sum(FUNCTIONS[n.op].operations for n in full) * size)
     read, written = description.bytes_moved(rows, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -91,19 +92,35 @@ def _find_matches(
 ) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
-    runs = _Runs(ops)
+    runs, alike = _Runs(ops), [_likeness(graph, n) for n in graph.nodes]
+    known: dict[Hashable, str | None] = {}
     with standing_in(graph.stand_ins()):
         for fusion in registry.active():
             for start, stop in _fits(fusion, ops, places, runs):
-                match = match_of(start, stop)
-                why = fusion.refusal(match)
-                if why is None and options.tuned and options.tuned.get(place_of(fusion, match)) == OFF:
+                here = fusion.name, *alike[start:stop]
+                if here in known:
+                    why = known[here]
+                else:
+                    match = match_of(start, stop)
+                    why = fusion.refusal(match)
+                    if not any(op.looked for op in match.ops):
+                        known[here] = why
+                if why is None and options.tuned and options.tuned.get(place_of(fusion, match_of(start, stop))) == OFF:
                     why = "measured slower in its place by tune()"
                 if why is None:
                     found.append((fusion, start, stop))
                 else:
                     refusals.append(Refusal(fusion.direction, start, stop, fusion.name, why))
     return found, refusals
+
+
+def _likeness(graph: Graph, node: Node) -> Hashable:
+    """Equal for ops of which a condition that sees no parameter cannot tell the places in the list apart."""
+    x, y = graph.values[node.input], graph.values[node.output]
+    parameters = [(name, graph.parameter_specs[p].key) for name, p in node.parameters.items()]
+    named = [(name, graph.values[v].spec.key) for name, v in node.named_in.items()]
+    ends = x.spec.key, y.spec.key, y.gradient, y.needs_grad
+    return node.likeness, *ends, *node.casts.items(), *parameters, *named
 
 
 class _Runs:
@@ -154,13 +171,15 @@ class Problem:
             for fusion, start, stop in (self.matches if options.tuned else ())
             if options.tuned.get(place_of(fusion, self.match(start, stop))) == ON
         }
-        alike: dict[Hashable, DerivedStretch] = {}
-        self.stretches = [DerivedStretch(self.graph, a, b, alike) for a, b in self._runs()]
+        self.stretches = self._runs()
+        self._derived: dict[int, DerivedStretch] = {}
+        self._alike: dict[Hashable, DerivedStretch] = {}
         self.ranges = self._ranges()
         self.hanging_reads = self._hanging_reads()
         self.sections = sections_of(self)
 
     def _runs(self) -> list[tuple[int, int]]:
+        """The stretches."""
         groups = itertools.groupby(self.nodes, key=lambda n: n.is_row)
         return [(g[0].index, g[-1].index + 1) for row, nodes in groups if row and (g := list(nodes))]
 
@@ -169,12 +188,12 @@ class Problem:
         parts = [f.covers(d, start, stop) for f, start, stop in self.matches for d in ("forward", "backward")]
         points = sorted({p for part in parts for p in part})
         found = []
-        for stretch in self.stretches:
-            lone = {(i, i + 1) for i in range(stretch.start, stretch.stop)}
+        for start, stop in self.stretches:
+            lone = {(i, i + 1) for i in range(start, stop)}
             ranges = set(lone)
             if registry.enabled(registry.STRETCH):
-                first, last = bisect.bisect_right(points, stretch.start), bisect.bisect_left(points, stretch.stop)
-                ends = [stretch.start, *points[first:last], stretch.stop]
+                first, last = bisect.bisect_right(points, start), bisect.bisect_left(points, stop)
+                ends = [start, *points[first:last], stop]
                 ranges |= set(itertools.combinations(ends, 2))
                 # One pass over more ops is never dearer, so lone ops are only for where such a kernel cannot be had.
                 ranges -= lone - set(itertools.pairwise(ends)) if self.options.target != "torch" else set()
@@ -182,8 +201,11 @@ class Problem:
         return found
 
     def stretch_of(self, node: int) -> DerivedStretch:
-        """The stretch that a row op lies in."""
-        return self.stretches[bisect.bisect_right(self.stretches, node, key=lambda s: s.start) - 1]
+        """The stretch that a row op lies in; made where kernels are asked of it."""
+        start, stop = self.stretches[bisect.bisect_right(self.stretches, node, key=operator.itemgetter(0)) - 1]
+        if start not in self._derived:
+            self._derived[start] = DerivedStretch(self.graph, start, stop, self._alike)
+        return self._derived[start]
 
     def match(self, start: int, stop: int) -> Match:
         """What a fusion's condition and cost see of the ops start..stop-1."""

@@ -12,7 +12,6 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from te_fuser.fuser.graph.alike import spec_key
 from te_fuser.fuser.graph.checks import plain
 from te_fuser.fuser.graph.refs import Ref
 
@@ -59,19 +58,21 @@ class Section:
         """Those of some ops that are here, counted from its beginning."""
         return frozenset([k - self.start for k in range(self.start, self.stop) if k in nodes])
 
-    def of_refs(self, refs: Mapping[tuple[bool, int], Iterable[Ref]]) -> frozenset[Ref]:
+    def of_refs(self, of_values: Mapping[int, list[Ref]], of_nodes: Mapping[int, list[Ref]]) -> frozenset[Ref]:
         """Those of some refs that are known here, with the numbers that they have here.
 
         Args:
-            refs: whether the index counts values, and the index -> those with it.
+            of_values, of_nodes: by the index, those that count values, and those that count ops.
         """
-        places = [(True, v, k) for k, v in enumerate(self.values)]
-        places += [(False, node, node - self.start) for node in range(self.start, self.stop)]
-        return frozenset([r._replace(index=k) for of, index, k in places for r in refs.get((of, index), ())])
+        nodes = {node: node - self.start for node in range(self.start, self.stop)}
+        places = [(refs, self.numbers[v]) for v in of_values.keys() & self.numbers.keys() for refs in of_values[v]]
+        places += [(refs, nodes[n]) for n in of_nodes.keys() & nodes.keys() for refs in of_nodes[n]]
+        return frozenset([Ref(r.kind, k, r.form, r.name, r.term) for r, k in places])
 
     def of_matches(self, matches: Iterable[MatchOf]) -> frozenset[MatchOf]:
         """Those of some matches that are here, counted from its beginning."""
-        return frozenset([(f, (a - self.start, b - self.start)) for f, (a, b) in matches if self.has(a)])
+        here, end = self.start, self.stop
+        return frozenset([(f, (a - here, b - here)) for f, (a, b) in matches if here <= a < end])
 
     def moved(self, value: int, there: Section) -> int:
         """What a value of this section is in one that is like it."""
@@ -107,7 +108,7 @@ def sections_of(problem: Problem) -> list[Section]:
 def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
     """The shortest runs that no match and no stretch leaves."""
     reach = list(range(1, len(problem.nodes) + 1))
-    for start, stop in [*((a, b) for _, a, b in problem.matches), *((s.start, s.stop) for s in problem.stretches)]:
+    for start, stop in [*((a, b) for _, a, b in problem.matches), *problem.stretches]:
         reach[start] = max(reach[start], stop)
     found, start, end = [], 0, 0
     for place, stop in enumerate(reach, 1):
@@ -123,10 +124,9 @@ def _section(
 ) -> Section:
     graph, nodes = problem.graph, problem.nodes[start:stop]
     values = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out))
-    for v in [*values]:
-        values |= dict.fromkeys((graph.root(v), graph.first(v), graph.stored(graph.ref(v)).index))
+    values |= dict.fromkeys([r for v in values for r in graph.related[v]])
     parameters = dict.fromkeys(p for n in nodes for p in n.parameters.values())
-    first, last = (bisect.bisect_left(problem.stretches, place, key=lambda s: s.start) for place in (start, stop))
+    first, last = (bisect.bisect_left(problem.stretches, (place,)) for place in (start, stop))
     section = Section(start, stop, -1, tuple(values), tuple(parameters), matches, tuple(range(first, last)))
     form = forms.setdefault(_Form(problem, section).whole(), len(forms))
     return replace(section, form=form)
@@ -160,9 +160,9 @@ class _Form:
             node.likeness,
             number[node.input],
             number[node.output],
-            tuple(number[v] for v in node.named_out),
-            tuple((name, number[v]) for name, v in node.named_in.items()),
-            tuple((name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()),
+            tuple([number[v] for v in node.named_out]),
+            tuple([(name, number[v]) for name, v in node.named_in.items()]),
+            tuple([(name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()]),
             node.role,
             node.draws,
         )
@@ -171,15 +171,15 @@ class _Form:
         graph, section = self.graph, self.section
         v = graph.values[value]
         producer, readers = graph.producer(value), graph.consumers(value)
-        related = (graph.root(value), graph.first(value), graph.stored(graph.ref(value)).index)
-        made = producer is not None and (section.has(producer), self.graph.nodes[producer].is_row)
+        made = producer is not None and (section.has(producer), graph.nodes[producer].is_row)
+        start, stop = section.start, section.stop
         return (
             plain(v.name),
-            spec_key(self.problem.asked.values[value].spec),
+            self.problem.asked.values[value].spec.key,
             (v.axes, v.gradient, v.needs_grad),
-            tuple(section.numbers.get(r) for r in related),
+            tuple([section.numbers.get(r) for r in graph.related[value]]),
             made,
-            tuple(k - section.start if section.has(k) else None for k in readers),
+            tuple([k - start if start <= k < stop else None for k in readers]),
             graph.leaves(value),
             self.problem.hanging_reads.get(value),
             self.problem.forms_read[graph.root(value)],

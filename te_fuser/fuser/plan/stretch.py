@@ -99,9 +99,9 @@ class Stretch:
         if node.draws:
             y = self._name_stream(y, role, node.stream)
         features = self.graph.values[value].spec.features
-        if y.op != "const" and not y.axes & Axes.FEATURE and features != 1:
+        if y.op != "const" and not y.has_features and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
-        if y.axes & Axes.FEATURE and y.width != features:
+        if y.has_features and y.width != features:
             says = "infer()" if value == node.output else "named_output()"
             raise ValueError(
                 f"{node.label}: compute() gives {y.width} features, {says} says {features}; it need not be defined "
@@ -169,9 +169,7 @@ class Stretch:
 
     def _cut(self, start: int) -> _Range:
         """Expressions of the range that begins at `start`: values made before it become leaves."""
-        if start not in self._cuts:
-            self._cuts[start] = self._cut_at(start)
-        found = self._cuts[start]
+        found = self._cuts[start] = self._cuts.get(start) or self._cut_at(start)
         return replace(found, leaves=dict(found.leaves))
 
     def _cut_at(self, start: int) -> _Range:
@@ -187,10 +185,10 @@ class Stretch:
             return None
 
         cut = substitute(nodes, as_leaf) if earlier else nodes
-        statistics = {
-            id(b): a.digest for a, b in zip(nodes, cut, strict=True) if _is_statistic(b) and not FUNCTIONS[b.op].picks
-        }
-        return _Range({id(a): b for a, b in zip(nodes, cut, strict=True)}, cut, statistics, leaves)
+        pairs = list(zip(nodes, cut, strict=True))
+        return _Range(
+            {id(a): b for a, b in pairs}, cut, {id(b): a.digest for a, b in pairs if _is_statistic(b)}, leaves
+        )
 
     def _value_leaf(self, value: int) -> _Leaf:
         v = self.graph.values[value]
@@ -269,10 +267,8 @@ class Stretch:
         roots = adjoints + again
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         by_output = _by_output(roots, cut, readable_marks)
-        reduced, used = self._reduce(roots, cut, readable_marks, silent)
-        if by_output:
-            other = self._reduce(by_output, cut, readable_marks, silent)
-            reduced, used = min(other, (reduced, used), key=_full_reads)
+        ways = [self._reduce(way, cut, readable_marks, silent) for way in (by_output, roots) if way]
+        reduced, used = min(ways, key=_full_reads) if len(ways) > 1 else ways[0]
         gives = _Gives(used)
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             gives.add(f"d_{name}", e, output)
@@ -293,7 +289,7 @@ class Stretch:
 
     def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
         seeds: dict[Expr, Expr] = {}
-        for value in values_leaving(self.graph, start, stop):
+        for value in self.graph.leaving(start, stop):
             v = self.graph.values[value]
             if not v.needs_grad:
                 continue
@@ -404,18 +400,7 @@ class Stretch:
         """A full-size tensor that is at hand, for a kernel that reads none (dropout with p = 1)."""
         if direction == "fwd":
             return self.graph.ref(self.graph.nodes[start].input)
-        return gradient_ref(next(v for v in values_leaving(self.graph, start, stop) if self.graph.needs_grad(v)))
-
-
-def values_leaving(graph: Graph, start: int, stop: int) -> list[int]:
-    """Values made in the range that somebody outside it reads."""
-    found = []
-    for node in graph.nodes[start:stop]:
-        for value in (node.output, *node.named_out):
-            outside = [c for c in graph.consumers(value) if not start <= c < stop]
-            if outside or graph.leaves(value):
-                found.append(value)
-    return found
+        return gradient_ref(next(v for v in self.graph.leaving(start, stop) if self.graph.needs_grad(v)))
 
 
 def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list[Expr]:
@@ -441,8 +426,12 @@ def _full_reads(reduced: tuple[list[Expr], _Range]) -> int:
 
 
 def _is_statistic(e: Expr) -> bool:
-    """Whether an expression is a number for each row that takes a pass over its features."""
-    return bool(e.depth and e.axes & Axes.OUTER and not e.axes & Axes.FEATURE)
+    """Whether backward may read an expression in place of its features: a number for each row.
+
+    No pick is one: forward picks among unrounded features, and no rounded one need reach the one it took. Whoever asks
+    which feature that was must pick among those it reads.
+    """
+    return bool(e.depth and not e.has_features and e.axes & Axes.OUTER) and not FUNCTIONS[e.op].picks
 
 
 @dataclass
@@ -450,11 +439,8 @@ class _Range:
     """Expressions cut at the beginning of a range, and the leaves they may have.
 
     Attributes:
-        mapping: by its id, what a canonical expression is here.
-        nodes: all of these.
-        statistics: by its id, the digest of what backward may read in its place: a number for each row. No pick is one:
-            forward picks among unrounded features, and no rounded one need reach the one it took. Whoever asks which
-            feature that was must pick among those it reads.
+        mapping: by its id, what a canonical expression is here; `nodes` are all of these.
+        statistics: by its id, the digest of what backward may read in its place, a number for each row.
     """
 
     mapping: dict[int, Expr]
@@ -467,7 +453,7 @@ class _Range:
 
     def alias(self, e: Expr, dtype: str) -> Ref | None:
         """The tensor that `e` is, if it is one as a whole and in this dtype."""
-        if e.op != "input" or e.width != e.attrs[2] and e.axes & Axes.FEATURE or e.axes != Axes.FULL:
+        if e.op != "input" or e.is_part or e.axes != Axes.FULL:
             return None
         leaf = self.leaves[e.attrs[0]]
         return leaf.ref if leaf.dtype == dtype else None

@@ -90,13 +90,14 @@ class KernelTask(Task):
 
     def moved(self, move: Callable[[Ref], Ref], streams: int) -> KernelTask:
         """The same kernel on other tensors, its streams so many places later."""
-        return replace(
-            self,
-            inputs=tuple(map(move, self.inputs)),
-            outputs=tuple(KernelOutput(move(o.ref), o.axes, o.width, o.dtype, o.shape) for o in self.outputs),
-            streams=tuple(s + streams for s in self.streams),
-            aliases=tuple((move(new), move(old)) for new, old in self.aliases),
-            lead=move(self.lead),
+        return KernelTask(
+            self.description,
+            tuple(map(move, self.inputs)),
+            tuple([KernelOutput(move(o.ref), o.axes, o.width, o.dtype, o.shape) for o in self.outputs]),
+            tuple([s + streams for s in self.streams]),
+            self.batch_dim,
+            tuple([(move(new), move(old)) for new, old in self.aliases]),
+            move(self.lead),
         )
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> KernelTask:

@@ -178,3 +178,53 @@ def test_autocast_between_the_parts_is_no_obstacle() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert "gated" not in [s.name for s in model.plan(x).forward]
         torch.testing.assert_close(model(x), model.reference(x), rtol=0.02, atol=0.02)
+
+
+# ------------------------------------------------------------------------------------------------ conditions
+
+
+LOOKS = {
+    "at nothing": (lambda m: m[0].in_features == 8 and m[1].kind is ops.Bias, 1),
+    "at a parameter": (lambda m: bool(m[0].weight.any()), 4),
+    "at the op": (lambda m: m[0].op.in_features == 8, 4),
+    "by a method": (lambda m: bool(m[0].extra_repr()), 4),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_condition_that_sees_no_parameter_is_asked_once_for_all_places_that_are_alike(look: str) -> None:
+    answer, times = LOOKS[look]
+    asked = []
+
+    def when(m: fusions.Match) -> bool:
+        asked.append(m)
+        return answer(m)
+
+    @fusions.fusion(forward=[ops.MatMul, ops.Bias], when=when, details=Details(registered=False))
+    def product(m, x):
+        return F.linear(x, m[0].weight, m[1].bias)
+
+    model = te_fuser.Sequential(*(ops.Linear(8, 8) for _ in range(4))).to(X.dtype)
+    with torch.no_grad():
+        model[2].weight.zero_()
+    with fusions.only(product):
+        found = model.plan(X, device="cpu")
+    assert len(asked) == times
+    refused = [r.start for r in found.refusals if r.name == "product" and "condition" in r.reason]
+    assert refused == ([4] if look == "at a parameter" else [])
+
+
+def test_a_condition_is_asked_again_where_sizes_or_attributes_differ() -> None:
+    asked = []
+
+    @fusions.fusion(
+        forward=[ops.MatMul, ops.Bias], when=lambda m: asked.append((m.x.features, m[0].out_features)) or True,
+        details=Details(registered=False),
+    )  # fmt: skip
+    def product(m, x):
+        return F.linear(x, m[0].weight, m[1].bias)
+
+    model = te_fuser.Sequential(ops.Linear(8, 16), ops.Linear(16, 8), ops.Linear(8, 16), ops.Linear(16, 16))
+    with fusions.only(product):
+        model.to(X.dtype).plan(X, device="cpu")
+    assert asked == [(8, 16), (16, 8), (16, 16)]
