@@ -51,6 +51,20 @@ def test_a_case_is_the_same_whatever_ran_before() -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_what_cancels_across_ops_is_no_number_where_its_terms_are_none(kernels: str) -> None:
+    """x + (-x) and its gradient, where x is infinite."""
+    case = FuzzCase(
+        "te_fuser.Sequential(te_fuser.Residual(ops.Scale(value=-1.0)), ops.GELU(), memory=memory, kernels=kernels)",
+        shape=(2, 8),
+        dtype="float16",
+        training=False,
+        kernels=kernels,
+        numbers="extreme",
+    )
+    assert not case.check(), case.script()
+
+
 def test_a_bias_under_autocast_is_rounded_as_plain_pytorch_rounds_it() -> None:
     """All rows are nearly equal here, so that they round alike and errors add up."""
     case = FuzzCase(
