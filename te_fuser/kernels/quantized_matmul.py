@@ -15,8 +15,7 @@ import torch
 from te_fuser import _native
 from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.kernels.cublaslt.products import DTYPES, obstacle
-
-STEP = 16  # numbers in a row come in whole multiples
+from te_fuser.ops.quantized_matmul import STEP, product
 
 # What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
 KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "onto": {"add": "out"}}
@@ -100,10 +99,10 @@ def multiply(
     """
     _check_dtypes(a, b, out_dtype)
     if a.device.type != "cuda":
-        return emulated(a, scale_a, b, scale_b, out_dtype, bias)
+        return product(a, scale_a, b, scale_b, out_dtype, bias)
     kind, given = ("plain", ()) if bias is None else ("bias", (bias,))
-    product = configured(kind, a.dtype, b.dtype, out_dtype, fast)
-    return product.make(a, b, scale_a, scale_b, *given)  # type: ignore[no-any-return]
+    native = configured(kind, a.dtype, b.dtype, out_dtype, fast)
+    return native.make(a, b, scale_a, scale_b, *given)  # type: ignore[no-any-return]
 
 
 def add_onto(
@@ -124,20 +123,7 @@ def add_onto(
         configured("onto", a.dtype, b.dtype, onto.dtype, fast)((a, b, scale_a, scale_b, onto))
         torch.autograd.graph.increment_version(onto)
     else:
-        onto += emulated(a, scale_a, b, scale_b, torch.float32)
-
-
-def emulated(
-    a: torch.Tensor,
-    scale_a: torch.Tensor,
-    b: torch.Tensor,
-    scale_b: torch.Tensor,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same by PyTorch: what 8 bits stand for, multiplied in float32 and rounded once."""
-    y = (a.float() * scale_a) @ (b.float() * scale_b).mT
-    return (y if bias is None else y + bias.float()).to(out_dtype)
+        onto += product(a, scale_a, b, scale_b, torch.float32)
 
 
 def _check_dtypes(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> None:

@@ -43,12 +43,12 @@ class Call:
     differentiable: frozenset[str] = frozenset()
 
     def to(self, dtype: torch.dtype | None) -> Call:
-        """The same call with every floating-point tensor in `dtype`, if one is given."""
+        """The same call with every floating-point tensor in `dtype`, if one is given; 8 bits stay as they are."""
         if dtype is None:
             return self
 
         def cast(t: torch.Tensor) -> torch.Tensor:
-            return t.to(dtype) if t.is_floating_point() else t
+            return t.to(dtype) if t.dtype in FLOATING.values() else t
 
         return replace(self, x=cast(self.x), inputs={name: cast(t) for name, t in self.inputs.items()})
 
