@@ -103,8 +103,11 @@ class CudaRNGStatesTracker:
         """Make a state from a seed.
 
         Raises:
+            TypeError: for what is no name, or no whole number.
             ValueError: for a name or a seed that there is already.
         """
+        if not isinstance(name, str) or not hasattr(seed, "__index__"):
+            raise TypeError(f"CudaRNGStatesTracker.add takes a text and a whole number, got {name!r}, {seed!r}")
         for what, known in (("name", name in self.states_), ("seed", seed in self.seeds_)):
             if known:
                 raise ValueError(

@@ -65,6 +65,11 @@ class OpList(torch.nn.Sequential):
     _given: Options
     _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "__class__":  # its forward may be another one: lists around look again
+            self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+
     def options(self) -> dict[str, Any]:
         """The options by name, as they hold."""
         return {name: getattr(self, name) for name in ("memory", "kernels", "fallback", "verify")}

@@ -359,11 +359,11 @@ def _structure_of(model: Sequential) -> _Structure:
     containers = [m for m in model.modules() if isinstance(m, Sequential)]
     lists = [c._modules for c in containers]  # not the containers: the model would hold itself
     watched = [m for modules in lists for m in modules.values() if m is not None]
-    inner = [vars(m) for m in watched if isinstance(m, Sequential)]  # a forward may be put there later
+    inner = [vars(m) for m in watched if isinstance(m, Sequential)]  # a forward or a class may be put there later
     options = [model._around, *(c._given for c in containers)]
     lists_as_they_are = Facts(
         members=tuple([(modules, tuple(dict.values(modules))) for modules in lists]),
-        items=tuple([(own, "forward", own.get("forward")) for own in inner]),
+        items=tuple([(own, name, own.get(name)) for own in inner for name in ("forward", "revision")]),
         pairs=tuple([(o, dict(o)) for o in options]),
     )
     hooks = hook_facts([*GLOBAL_HOOKS, *(h for m in watched for h in hooks_of(m))])

@@ -38,6 +38,10 @@ class Variants(Sequential):
         """The ops of a variant: ones of this list, and others bound to its parameters by `ops.Bound`."""
         raise NotImplementedError(f"{type(self).__name__} must define variant_ops(self, **how)")
 
+    def appended(self) -> Iterable[torch.nn.Module]:
+        """What stands behind the ops of every variant; by default nothing."""
+        return ()
+
     def _is_made_from_now(self) -> bool:
         """Whether this list and those in it have the members that the variants were made from."""
         made_from = self._made_from
@@ -53,7 +57,7 @@ class Variants(Sequential):
         key = tuple(how.items())
         found = self._variants.get(key)
         if found is None:
-            made = Sequential(*self.variant_ops(**how))
+            made = Sequential(*self.variant_ops(**how), *self.appended())
             made.shares_names = self.shares_names
             found = self._variants[key] = made, _modes(made, self)
             while len(self._variants) > _KEPT:

@@ -94,6 +94,9 @@ def test_states_of_a_tracker_are_those_of_forward(form: str) -> None:
 def test_refused() -> None:
     with pytest.raises(TypeError, match="checkpoint takes a function first, got 5"):
         te_fuser.checkpoint(5)
+    for name, seed in (("a", "b"), (1, 2), ("a", 0.5)):
+        with pytest.raises(TypeError, match="CudaRNGStatesTracker.add takes a text and a whole number, got "):
+            te_fuser.CudaRNGStatesTracker().add(name, seed)
 
 
 def test_ranks_that_would_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,20 @@ def test_other_forwards_are_run(make: Callable[[], te_fuser.Sequential]) -> None
     assert len(model.plans(X, skip=skip)) == 2
 
 
+def test_a_class_with_another_forward_is_seen() -> None:
+    class Doubled(te_fuser.Residual):
+        def forward(self, x: torch.Tensor, **call: Any) -> Any:  # type: ignore[override]
+            return 2.0 * super().forward(x, **call)
+
+    inner = te_fuser.Residual(ops.SiLU())
+    model = sequential(ops.Bias(8), sequential(inner))
+    want = model(X)
+    inner.__class__ = Doubled
+    torch.testing.assert_close(model(X), 2.0 * want)
+    inner.__class__ = te_fuser.Residual
+    assert torch.equal(model(X), want)
+
+
 def test_a_wrapped_class_keeps_the_promise() -> None:
     """As fully_shard makes one."""
     preset = Preset()

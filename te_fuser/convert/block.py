@@ -362,7 +362,9 @@ def _hides(x: torch.Tensor, call: Call, now: _Now) -> str:
         return "causal" if causal and x.shape[1] > 1 and not now.is_eager else "none"
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-1] != x.shape[1]:
         return _FUNCTION
-    return "given" if mask.dtype == torch.bool else "added" if mask.is_floating_point() else _FUNCTION
+    if mask.dtype == torch.bool:
+        return _FUNCTION if now.is_eager else "given"  # eager attention adds booleans to scores too
+    return "added" if mask.is_floating_point() else _FUNCTION
 
 
 def _by_function(packed: torch.Tensor, call: Call, now: _Now) -> torch.Tensor:

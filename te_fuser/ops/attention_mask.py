@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.base import Spec
-from te_fuser.ops.checks import check_name
+from te_fuser.ops.checks import check_name, whole_number, yes_or_no
 
 # Name of a mask -> (hides later positions, is given a boolean tensor).
 MASKS = {
@@ -79,8 +79,11 @@ class AttentionMask:
         for name in ("given", *COUNTS, *PADDINGS):
             if getattr(self, name) is not None:
                 check_name(getattr(self, name))
-        sides = self.window or (None, None)
-        if len(sides) != 2 or any(side is not None and side < 0 for side in sides):
+        yes_or_no("AttentionMask", "causal", self.causal)
+        if self.longest is not None:
+            whole_number("AttentionMask", "longest", self.longest)
+        sides = (None, None) if self.window is None else self.window
+        if not isinstance(sides, (tuple, list)) or len(sides) != 2 or not all(map(_is_side, sides)):
             raise ValueError(
                 f"window is (left, right), how many positions a query sees on each side, None for all; got "
                 f"{self.window!r}"
@@ -252,6 +255,10 @@ class AttentionMask:
 
     def _offsets_for(self, lengths: str) -> str:
         return "key_offsets" if lengths == "key_lengths" and self.key_offsets else "offsets"
+
+
+def _is_side(side: object) -> bool:
+    return side is None or isinstance(side, int) and not isinstance(side, bool) and side >= 0
 
 
 @dataclass(frozen=True)

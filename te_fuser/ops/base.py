@@ -202,13 +202,30 @@ class FusableOperation(torch.nn.Module):
         object.__setattr__(self, "revision", 0)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What is behind a parameter may change at every call (fully_shard): only its shape belongs to the op.
-        old = self.__dict__.get("_parameters", {}).get(name)
-        same = old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
+        same = self._keeps_shape(name, value)
         super().__setattr__(name, value)
         # A changed attribute (eps, p, a parameter of another shape) is a changed op: plans made before no longer hold.
         if name != "training" and not same:
-            self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+            self._revise()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._revise()
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """The same as torch.nn.Module's."""
+        same = self._keeps_shape(name, param)
+        super().register_parameter(name, param)
+        if not same:
+            self._revise()
+
+    def _keeps_shape(self, name: str, value: Any) -> bool:
+        # What is behind a parameter may change at every call (fully_shard): only its shape belongs to the op.
+        old = self.__dict__.get("_parameters", {}).get(name)
+        return old is not None and isinstance(value, torch.Tensor) and old.shape == value.shape
+
+    def _revise(self) -> None:
+        self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
 
     def __getattr__(self, name: str) -> Any:
         if name == "parametrizations":

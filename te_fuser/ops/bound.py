@@ -13,7 +13,7 @@ from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, owned, place_of
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.given import Given, GivenBinding
-from te_fuser.ops.hooks import facts_of_parts, refuse_hooks
+from te_fuser.ops.hooks import hook_facts, hooks_of, refuse_hooks
 from te_fuser.ops.joined import JoinedBinding
 from te_fuser.ops.transposed import Transposed, TransposedBinding
 
@@ -33,7 +33,8 @@ class Bound(FusableOperation):
             several, to be joined along dimension 0: see `Together`; or `Transposed(name)`.
 
     Raises:
-        TypeError: when `op` is no elementary op, `owner` no module, or `names` are not those of its parameters.
+        TypeError: when `op` is no elementary op or has buffers, `owner` no module, or `names` are not those of its
+            parameters.
         AttributeError: in a call, when the owner has no such parameter.
         ReferenceError: in a call, when the owner is gone.
     """
@@ -53,9 +54,13 @@ class Bound(FusableOperation):
         if set(own) != set(names):
             takes, given = ", ".join(own) or "none", ", ".join(names) or "none"
             raise TypeError(f"Bound takes a name for each parameter of {type(op).__name__} ({takes}), got {given}")
+        if held := [*op._buffers, *op._modules]:
+            kind = type(op).__name__
+            raise TypeError(f"Bound keeps nothing of its op, and {kind} has {held[0]!r}: put it into a list")
         for name in own:
             setattr(op, name, None)
-        self.op = op
+        # A tuple, so that torch.nn.Module does not take it for a submodule: whoever hooks all modules hooks this one.
+        self._ops = (op,)
         self._names = {name: given_names[name] for name in own}
         self._transposed = frozenset(name for name, theirs in names.items() if isinstance(theirs, Transposed))
         self._owner = weakref.ref(owner)
@@ -67,6 +72,16 @@ class Bound(FusableOperation):
     def __setstate__(self, state: dict[str, Any]) -> None:
         owner = state["_owner"]
         super().__setstate__({**state, "_owner": _nobody if owner is None else weakref.ref(owner)})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "training":
+            self.op.train(value)
+
+    @property
+    def op(self) -> FusableOperation:
+        """The op, without its parameters: a part of this module, and no module of the model's."""
+        return self._ops[0]
 
     @property
     def owner(self) -> torch.nn.Module:
@@ -96,7 +111,8 @@ class Bound(FusableOperation):
         return theirs[0] if len(theirs) == 1 else theirs
 
     def facts(self) -> Facts:
-        return Facts.of([super().facts(), facts_of_parts(self), owned(self.owner, self._all_names())])
+        own = Facts.of([hook_facts(hooks_of(self.op)), self.op.facts()])
+        return Facts.of([super().facts(), own, owned(self.owner, self._all_names())])
 
     def lower(self) -> list[LoweredOp]:
         refuse_hooks(self, "op", self.op)
@@ -113,7 +129,7 @@ class Bound(FusableOperation):
             if not (has_tensor(owner, name) or isinstance(owner, Given)):
                 raise AttributeError(
                     f"Bound({type(self.op).__name__}) reads {name!r} of {type(owner).__name__}, which has no parameter "
-                    "of that name"
+                    "of that name: give it one"
                 )
         if parameter in self._transposed:
             return TransposedBinding(owner, name)
@@ -148,7 +164,8 @@ class Bound(FusableOperation):
 
     def extra_repr(self) -> str:
         turned = dict.fromkeys(self._transposed, ".T")
-        return ", ".join(f"{name}={' + '.join(theirs)}{turned.get(name, '')}" for name, theirs in self._names.items())
+        reads = [f"{name}={' + '.join(theirs)}{turned.get(name, '')}" for name, theirs in self._names.items()]
+        return ", ".join([repr(self.op), *reads])
 
 
 def _names_in(given: Any) -> tuple[str, ...]:

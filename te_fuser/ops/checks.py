@@ -111,6 +111,41 @@ def whole_number(op: str, name: str, value: int) -> int:
     return operator.index(value)
 
 
+def count(op: str, name: str, value: int, least: int = 1) -> int:
+    """An argument of an op that counts something.
+
+    Raises:
+        TypeError: when it is no whole number.
+        ValueError: when it is less than `least`.
+    """
+    found = whole_number(op, name, value)
+    if found < least:
+        raise ValueError(f"{op} takes a whole number from {least} on as {name}, got {value}")
+    return found
+
+
+def yes_or_no(op: str, name: str, value: bool) -> bool:
+    """An argument of an op that is True or False.
+
+    Raises:
+        TypeError: when it is neither.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{op} takes True or False as {name}, got {value!r}")
+    return value
+
+
+def function_or_none(op: str, name: str, value: Any) -> Any:
+    """An argument of an op that is a function, where it is given.
+
+    Raises:
+        TypeError: when it is none.
+    """
+    if not (value is None or callable(value)):
+        raise TypeError(f"{op} takes a function as {name}, or None, got {value!r}")
+    return value
+
+
 def check_last(op: FusableOperation, dim: int) -> None:
     """Take the `dim` that torch.nn's module of that name has, where it is the last one.
 

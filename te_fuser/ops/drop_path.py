@@ -8,7 +8,7 @@ import torch
 
 from te_fuser.formula import keep_mask
 from te_fuser.ops.base import Spec
-from te_fuser.ops.checks import check_batch_dim, check_probability
+from te_fuser.ops.checks import check_batch_dim, check_probability, whole_number
 from te_fuser.ops.dropout import kept_scale
 from te_fuser.ops.row_op import RowOp
 
@@ -24,6 +24,7 @@ class DropPath(RowOp):
 
     Raises:
         ValueError: when p is not in [0, 1], or x has no such dimension.
+        TypeError: when p is no number, or batch_dim no whole one.
 
     Source: Huang et al., "Deep networks with stochastic depth" (2016).
     """
@@ -33,7 +34,7 @@ class DropPath(RowOp):
     def __init__(self, p: float, batch_dim: int) -> None:
         super().__init__()
         self.p = check_probability(p)
-        self.sample_dim = batch_dim
+        self.sample_dim = whole_number(type(self).__name__, "batch_dim", batch_dim)
 
     def draws(self) -> bool:
         return self.training and self.p > 0

@@ -9,6 +9,7 @@ import torch
 
 from te_fuser.formula import clamp, relu, sigmoid, split
 from te_fuser.ops.base import LoweredOp, OpCall, Spec
+from te_fuser.ops.checks import count, real_number, yes_or_no
 from te_fuser.ops.gelu import GELU_FORMS, known_form
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.reshape import Flatten, Unflatten
@@ -36,9 +37,10 @@ class GatedUnit(RowOp):
 
     def __init__(self, gate_first: bool = True, glu_interleave_size: int | None = None) -> None:
         super().__init__()
-        if glu_interleave_size is not None and not glu_interleave_size >= 1:
-            raise ValueError(f"glu_interleave_size counts the features of a block, got {glu_interleave_size}")
-        self.gate_first, self.glu_interleave_size = gate_first, glu_interleave_size
+        who = type(self).__name__
+        if glu_interleave_size is not None:
+            count(who, "glu_interleave_size", glu_interleave_size)
+        self.gate_first, self.glu_interleave_size = yes_or_no(who, "gate_first", gate_first), glu_interleave_size
 
     def activation(self, gate: Any) -> Any:
         """What is applied to the gate."""
@@ -185,6 +187,7 @@ class ClampedSwiGLU(GatedUnit):
         offset: what is added to the linear half, after it was limited.
 
     Raises:
+        TypeError: for what is no number.
         ValueError: for a limit that is not positive, or an odd number of features.
 
     Source: OpenAI, "gpt-oss-120b and gpt-oss-20b model card" (2025).
@@ -201,9 +204,10 @@ class ClampedSwiGLU(GatedUnit):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(gate_first, glu_interleave_size)
-        if not limit > 0:
+        said = (("limit", limit), ("alpha", alpha), ("offset", offset))
+        self.limit, self.alpha, self.offset = (real_number(type(self).__name__, *pair) for pair in said)
+        if not self.limit > 0:
             raise ValueError(f"ClampedSwiGLU takes a positive limit, got {limit}")
-        self.limit, self.alpha, self.offset = float(limit), float(alpha), float(offset)
 
     def activation(self, gate: Any) -> Any:
         gate = clamp(gate, high=self.limit)

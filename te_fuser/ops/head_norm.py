@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
-from te_fuser.ops.checks import check_eps, check_features
+from te_fuser.ops.checks import check_eps, check_features, count, yes_or_no
 from te_fuser.ops.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 from te_fuser.ops.unfused_operation import UnfusedOperation
@@ -33,9 +30,11 @@ class HeadNorm(UnfusedOperation):
         dtype, device: the parameters', torch's default if None.
 
     Raises:
-        ValueError: when x has another feature size.
+        TypeError: for an argument of another kind.
+        ValueError: for counts that do not fit, or when x has another feature size.
     """
 
+    autocast = "follow"
     prototype_arguments = {"head_dim": 8, "heads": 2}
     other_choices = {"norm": "LayerNorm"}
 
@@ -53,11 +52,16 @@ class HeadNorm(UnfusedOperation):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        who = type(self).__name__
+        count(who, "head_dim", head_dim)
+        count(who, "heads", heads, least=1 if kv_heads is None else 0)
         if kv_heads is not None:
+            count(who, "kv_heads", kv_heads)
             PackedHeads(heads or kv_heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads, self.packing = head_dim, heads, kv_heads, packing
         self.norm = one_of("norm", norm, NORMS)
-        self.eps, self.zero_centered_gamma = check_eps(self, eps), zero_centered_gamma
+        self.eps = check_eps(self, eps)
+        self.zero_centered_gamma = yes_or_no(who, "zero_centered_gamma", zero_centered_gamma)
         for name in self._names():
             self.register_parameter(name, empty(head_dim, dtype=dtype, device=device))
         self.reset_parameters()
@@ -84,34 +88,26 @@ class HeadNorm(UnfusedOperation):
         return (Gradient(("input", *names), ("input", *weights), "all_gradients"),)
 
     def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        y = []
-        for role, (heads,) in self._parts(x):
-            if role is None:
-                y.append(heads)
-                continue
-            normed = self._normed(heads)[0] * self._gain(call, role)
-            bias = call.get(f"{role}bias")
-            y.append((normed if bias is None else normed + bias).to(x.dtype))
-        return torch.cat(y, -2).view(x.shape)
+        heads, values = self._cut(x)
+        y = self._normed(heads)[0]
+        gain, bias = self._gain(call), self._by_head(call, "bias")
+        y = y if gain is None else y * gain
+        return self._packed(y if bias is None else y + bias, values, x)
 
     def all_gradients(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """Of the input and of all parameters."""
-        found: dict[str, torch.Tensor | None] = {}
-        dx = []
-        for role, (heads, given) in self._parts(call["input"], dy):
-            if role is None:
-                dx.append(given)
-                continue
-            normed, rstd = self._normed(heads)
-            wide = given.to(normed.dtype)
-            total, rows = wide * self._gain(call, role), tuple(range(wide.dim() - 1))
-            inner = total * normed
-            along = inner.sum(-1, True) if self.norm == "L2Normalization" else inner.mean(-1, True)
-            centered = total - total.mean(-1, True) if self.norm == "LayerNorm" else total
-            dx.append((rstd * (centered - normed * along)).to(dy.dtype))
-            found[f"{role}weight"] = (wide * normed).sum(rows).to(dy.dtype)
-            found[f"{role}bias"] = wide.sum(rows).to(dy.dtype)
-        return {"input": torch.cat(dx, -2).view(dy.shape), **found}
+        (normed, rstd), (given, values) = self._normed(self._cut(call["input"])[0]), self._cut(dy)
+        wide, gain = given.to(normed.dtype), self._gain(call)
+        total = wide if gain is None else wide * gain
+        inner = total * normed
+        along = inner.sum(-1, True) if self.norm == "L2Normalization" else inner.mean(-1, True)
+        centered = total - total.mean(-1, True) if self.norm == "LayerNorm" else total
+        found: dict[str, torch.Tensor | None] = {"input": self._packed(rstd * (centered - normed * along), values, dy)}
+        for name in NORMS[self.norm]:
+            heads = (wide * normed if name == "weight" else wide).sum(tuple(range(wide.dim() - 2)))
+            for role, part in zip(self._counts, heads.split(list(self._counts.values())), strict=True):
+                found[f"{role}{name}"] = part.sum(0).to(dy.dtype)
+        return found
 
     def example(self, features: int, rng: torch.Generator) -> FusableOperation:
         return randomized(alike(self, features, head_dim=features, heads=1, kv_heads=None), rng, center=1.0)
@@ -124,20 +120,35 @@ class HeadNorm(UnfusedOperation):
         rstd = (along + self.eps).rsqrt()
         return x * rstd, rstd
 
-    def _gain(self, call: OpCall, role: str) -> Any:
-        weight = call.get(f"{role}weight")
-        if weight is None:
-            return 1.0
+    def _gain(self, call: OpCall) -> torch.Tensor | None:
+        weight = self._by_head(call, "weight")
+        if weight is None or not self.zero_centered_gamma:
+            return weight
         # A sum in bfloat16 would round what the weight says.
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1 if self.zero_centered_gamma else weight
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
-    def _parts(self, *tensors: torch.Tensor) -> Iterator[tuple[str | None, list[torch.Tensor]]]:
-        """Queries, keys ("key_" before names of parameters) and values (None), each [.., groups, heads, head_dim]."""
-        groups = (self.kv_heads or 1) if self.packing == "interleaved" else 1
-        keys = 0 if self.kv_heads is None else self.kv_heads // groups
-        queries = {"": self.heads // groups} if self.heads else {}
-        counts = queries | ({"key_": keys, None: keys} if keys else {})
-        cut = [t.reshape(*t.shape[:-1], groups, sum(counts.values()), self.head_dim) for t in tensors]
-        split = [t.split(list(counts.values()), -2) for t in cut]
-        for k, role in enumerate(counts):
-            yield role, [pieces[k] for pieces in split]
+    def _by_head(self, call: OpCall, name: str) -> torch.Tensor | None:
+        """A parameter of queries and that of keys, [heads of a group, head_dim]; None where there is none."""
+        if name not in NORMS[self.norm]:
+            return None
+        return torch.cat([call[f"{role}{name}"].expand(count, -1) for role, count in self._counts.items()])
+
+    @property
+    def _groups(self) -> int:
+        return (self.kv_heads or 1) if self.packing == "interleaved" else 1
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        """What names of parameters begin with -> heads of a group that have them."""
+        counts = {"": self.heads // self._groups, "key_": (self.kv_heads or 0) // self._groups}
+        return {role: count for role, count in counts.items() if count}
+
+    def _cut(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads that are normed, and the values, [.., groups, heads of a group, head_dim] each."""
+        heads = x.reshape(*x.shape[:-1], self._groups, x.shape[-1] // (self._groups * self.head_dim), self.head_dim)
+        normed = sum(self._counts.values())
+        return heads[..., :normed, :], heads[..., normed:, :]
+
+    def _packed(self, heads: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        heads = heads.to(like.dtype)
+        return (torch.cat((heads, values), -2) if values.shape[-2] else heads).reshape(like.shape)

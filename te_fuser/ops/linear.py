@@ -13,6 +13,7 @@ from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.bound import Bound
+from te_fuser.ops.checks import function_or_none
 from te_fuser.ops.matmul import MatMul, init_linear_weight
 from te_fuser.ops.parameters import alike, randomized
 
@@ -64,7 +65,7 @@ class Linear(FusableOperation):
             Bound(Bias(out_features, device="meta"), self, bias="bias"),
         )
         self.in_features, self.out_features = product.in_features, product.out_features
-        self.init_method = init_method
+        self.init_method = function_or_none(type(self).__name__, "init_method", init_method)
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         if bias:
             self.bias = torch.nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
@@ -74,7 +75,8 @@ class Linear(FusableOperation):
 
     def reset_parameters(self) -> None:
         """Fill weight and bias uniformly in +-1/sqrt(in_features), or by `init_method` and with 0."""
-        init_linear_weight(self.weight, self.init_method)
+        if self.weight is not None:
+            init_linear_weight(self.weight, self.init_method)
         if self.bias is None:
             return
         if self.init_method is not None or not self.in_features:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_fuser.dtypes import text_of
 from te_fuser.ops.joined import in_one_buffer, lie_together, parts_of
 
 _NOTE = "grad_added_to_main_grad"
@@ -85,8 +86,8 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
         over: whether the op says that this backward is to write over it.
 
     Raises:
-        RuntimeError: when the weight has none, or one of another shape or device; when it is to be written over in a
-            backward that added to it before.
+        RuntimeError: when the weight has none, or one of another shape, device or kind of numbers; when it is to be
+            written over in a backward that added to it before.
     """
     held = held_main_grad(weight)
     want = f"{list(weight.shape)} on {weight.device}"
@@ -99,6 +100,11 @@ def main_grad_to_write(weight: torch.Tensor, over: bool = False) -> tuple[torch.
         raise RuntimeError(
             f"accumulate_into_main_grad: main_grad must be {want}, as its weight, "
             f"got {list(held.shape)} on {held.device}"
+        )
+    if not held.dtype.is_floating_point:
+        raise RuntimeError(
+            f"accumulate_into_main_grad: main_grad holds floating-point numbers, got {text_of(held.dtype)}: "
+            "make it in float32, or in the weight's dtype"
         )
     written_over = _writes_over(weight, over)
     if _OVER in held.__dict__:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import Gradient, Spec
-from te_fuser.ops.checks import check_features, check_floating, feature_size
+from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
@@ -89,7 +89,7 @@ class MatMul(UnfusedOperation):
         super().__init__()
         self.in_features = feature_size(in_features, "in_features")
         self.out_features = feature_size(out_features, "out_features")
-        self.init_method = init_method
+        self.init_method = function_or_none(type(self).__name__, "init_method", init_method)
         if overwrite_main_grad and not accumulate_into_main_grad:
             raise ValueError(
                 "overwrite_main_grad=True takes accumulate_into_main_grad=True: else no gradient goes there"

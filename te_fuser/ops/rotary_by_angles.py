@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_features, check_floating, check_name
+from te_fuser.ops.checks import check_features, check_floating, check_name, count, yes_or_no
 from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
@@ -67,12 +67,20 @@ class RotaryByAngles(UnfusedOperation):
         one_of("layout", layout, (*LAYOUTS, TOKENS))
         if (layout == TOKENS) != (offsets is not None):
             raise ValueError(f'layout="tokens" takes offsets, and no other does, got {layout!r} with {offsets!r}')
+        who = type(self).__name__
+        count(who, "head_dim", head_dim)
+        count(who, "heads", heads)
         if kv_heads is not None:
+            count(who, "kv_heads", kv_heads)
             PackedHeads(heads, kv_heads, head_dim, "sequence_first", packing)
         self.head_dim, self.heads, self.kv_heads = head_dim, heads, kv_heads
         self.angles, self.cos_sin, self.starts, self.offsets = angles, cos_sin, starts, offsets
-        self.layout, self.packing, self.padded = layout, packing, padded
+        self.layout, self.packing, self.padded = layout, packing, yes_or_no(who, "padded", padded)
         self.style = one_of("style", style, STYLES)
+        for argument, names in (("angles", angles), ("cos_sin", cos_sin)):
+            if not (names is None or isinstance(names, str) and argument == "angles" or _is_pair(names)):
+                takes = "a name, or a pair of names" if argument == "angles" else "a pair of names"
+                raise ValueError(f"{who} takes {takes} as {argument}, got {names!r}")
         for given in self.named_inputs().values():
             check_name(given.name)
 
@@ -275,3 +283,7 @@ class RotaryByAngles(UnfusedOperation):
         if starts is not None:
             places = places + torch.cat((starts.long(), starts.new_zeros(1, dtype=torch.long)))[sequence]
         return places.masked_fill(sequence == len(offsets) - 1, 0)
+
+
+def _is_pair(names: Any) -> bool:
+    return isinstance(names, (tuple, list)) and len(names) == 2

@@ -108,7 +108,7 @@ class Affine(Preset):
         if not (over or given):
             yield from self._ops()
             return
-        for op in self:
+        for op in self.own_ops():
             yield self._from_call(self.writing_over(op) if over else op, given)
 
     def _from_call(self, op: torch.nn.Module, given: tuple[str, ...]) -> torch.nn.Module:

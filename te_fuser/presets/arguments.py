@@ -116,17 +116,20 @@ def taken(preset: type, arguments: type[Arguments], keywords: Mapping[str, Any])
         if name not in WITHOUT_EFFECT and not name.startswith("ub_"):
             raise TypeError(f"{preset.__name__}() takes no argument {name!r}{_nearest(preset, name)}")
         _check_asks_nothing(preset, name, keywords[name])
-        level = _stacklevel()
+        level = stacklevel_of_user()
         warnings.warn(
             f"{preset.__name__}: {name} does nothing here; leave it out", DeprecationWarning, stacklevel=level
         )
     return arguments(**{name: value for name, value in keywords.items() if name in known})
 
 
-def _stacklevel() -> int:
-    """For `warnings.warn` in the function that asks: the caller of whatever preset is being made."""
+_PRESETS = (str(__package__), "torch.nn.modules.module")  # whose __call__ is between
+
+
+def stacklevel_of_user() -> int:
+    """For `warnings.warn` in the function that asks: the caller of whatever preset is being made or called."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals["__name__"].startswith(str(__package__)):
+    while frame is not None and frame.f_globals["__name__"].startswith(_PRESETS):
         frame, level = frame.f_back, level + 1
     return level
 

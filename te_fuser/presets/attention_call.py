@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from te_fuser import ops
-from te_fuser.presets.arguments import check_choice, check_flag
+from te_fuser.presets.arguments import check_choice, check_flag, stacklevel_of_user
 
 Window = tuple[int | None, int | None] | None
 
@@ -184,6 +184,7 @@ class Asking:
         scale: the factor on its scores.
         cross: whether keys are another tensor's than queries.
         reads: whether a call that says nothing would have to give tensors.
+        said: what its calls were warned of.
     """
 
     who: str
@@ -192,6 +193,7 @@ class Asking:
     scale: float
     cross: bool = False
     reads: bool = field(init=False)
+    said: set[str] = field(init=False, default_factory=set, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads", self.default.qkv_format == "thd" or self.default.reads_mask)
@@ -241,7 +243,7 @@ class Asking:
         if "padding" not in call.mask_type:
             self._refuse_mask(call, mask)
             if ours is not None or theirs is not None:
-                say_once(
+                self._say_once(
                     f"{self.who}: {_type(call)} reads no lengths, and the cu_seqlens that calls give change nothing: "
                     "leave them out, or give a type that reads them ('padding' or 'padding_causal')"
                 )
@@ -312,11 +314,17 @@ class Asking:
             return None
         return 1 << (max(*lengths, 1) - 1).bit_length()
 
+    def _say_once(self, text: str) -> None:
+        """Warn, unless this attention did so before."""
+        if text not in self.said:
+            self.said.add(text)
+            warnings.warn(text, stacklevel=stacklevel_of_user())
+
     def _refuse_mask(self, call: AttentionCall, mask: Any) -> None:
         if isinstance(mask, str):
             raise TypeError(f"{self.who}: {call.mask} takes a tensor, got {mask!r}: give its type by {_type(call)}")
         if mask is not None:
-            say_once(
+            self._say_once(
                 f"{self.who}: {_type(call)} reads no mask, and the {call.mask} that calls give changes nothing: leave "
                 "it out, or give a type that reads it ('padding', 'padding_causal' or 'arbitrary')"
             )
@@ -353,16 +361,6 @@ def check_arguments(who: str, given: Mapping[str, Any], others: tuple[str, ...] 
             close = difflib.get_close_matches(name, (*ARGUMENTS, *others), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{who} takes no argument {name!r} in a call{hint}")
-
-
-_said: set[str] = set()
-
-
-def say_once(text: str) -> None:
-    """Warn, unless the process was told the same before."""
-    if text not in _said:
-        _said.add(text)
-        warnings.warn(text, stacklevel=5)
 
 
 def _type(call: AttentionCall) -> str:

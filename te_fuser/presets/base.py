@@ -237,7 +237,8 @@ class Preset(Together, Variants):
         found = dict(self.named_ops())
         others = {name: m for name, m in self._modules.items() if name not in {*found, *self._listed}}
         self._modules.clear()
-        self._modules.update({**others, **found})
+        appended = {name: others.pop(name) for name in [*others] if name.isdecimal()}
+        self._modules.update({**others, **found, **appended})
         self._listed = frozenset(found)
 
     def members(self) -> Iterable[tuple[str, torch.nn.Module]]:
@@ -254,6 +255,13 @@ class Preset(Together, Variants):
                 f"{type(self).__name__} has no {gone[0]!r} any more: put te_fuser.ops.Identity() there"
             )
         return ((name, m) for name, m in super().members() if name in self._listed or name.isdecimal())
+
+    def own_ops(self) -> list[torch.nn.Module]:
+        """What `relist` put into the list, or has taken its place."""
+        return [module for name, module in self.members() if name in self._listed]
+
+    def appended(self) -> Iterable[torch.nn.Module]:
+        return [module for name, module in self.members() if name not in self._listed]
 
     def reference(self, *args: Any, **call: Any) -> Any:
         """The result of the same call op by op from their meaning, in plain differentiable PyTorch operations."""

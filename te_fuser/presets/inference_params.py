@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Wanted:
     Attributes:
         who: what errors call it.
         key: what they are kept by: the number of its layer, or itself.
+        writer: the attention.
         features: those of keys, and of values, in a row.
         dtype: that of new keys and values.
         positions_first: whether they are [L + 1, B, features], else [B, L + 1, features].
@@ -30,6 +32,7 @@ class Wanted:
 
     who: str
     key: Hashable
+    writer: torch.nn.Module
     features: tuple[int, int]
     dtype: torch.dtype
     positions_first: bool
@@ -82,10 +85,12 @@ class InferenceParams:
         self._by_steps = False  # whether `pre_step` says which sequences there are
         self._lengths: dict[torch.device, Lengths] = {}
         self._batch_dim: dict[Hashable, int] = {}
+        self._told = 0  # how often somebody said what is next
+        self._writers: dict[Hashable, tuple[weakref.ref[torch.nn.Module], Hashable]] = {}  # with the step of each
 
     def __getstate__(self) -> dict[str, Any]:
         # Lengths lie in views of one tensor, which pickles tear apart: a copy makes its own.
-        return {**self.__dict__, "_lengths": {}}
+        return {**self.__dict__, "_lengths": {}, "_writers": {}}
 
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> None:
         """Say what the next step continues: sequence -> how many tokens, in the order of the batch's rows.
@@ -113,12 +118,14 @@ class InferenceParams:
                 )
         self._move(list(self.sequences), list(lengths))
         self.sequences, self._steps, self._by_steps = lengths, list(steps.values()), True
+        self._told += 1
         for rows in self._lengths.values():
             rows.put(list(lengths.values()), self._steps)
 
     def reset(self) -> None:
         """Forget all sequences; memory stays."""
         self.sequences, self._steps, self._by_steps = OrderedDict(), [], False
+        self._told += 1
         self.sequence_len_offset = self.batch_size_offset = 0
         for rows in self._lengths.values():
             rows.put([], [])
@@ -162,6 +169,22 @@ class InferenceParams:
             self._lengths[device] = Lengths(self.max_batch_size, device)
             self._lengths[device].put(list(self.sequences.values()), self._steps)
         return tuple(t[:batch] for t in self._lengths[device].tensors)
+
+    def check_writer(self, wanted: Wanted) -> None:
+        """Refuse an attention whose caches another one writes in this step.
+
+        Raises:
+            ValueError: naming the number that both have.
+        """
+        step = self._told, *(() if self._by_steps else (int(self.sequence_len_offset), int(self.batch_size_offset)))
+        writer, last = self._writers.get(wanted.key, (None, None))
+        other = None if writer is None or last != step else writer()
+        if not (other is None or other is wanted.writer):
+            raise ValueError(
+                f"{wanted.who}: layer_number={wanted.key} is that of another attention, too, which wrote its keys and "
+                "values under it in this step: give each layer a layer_number of its own"
+            )
+        self._writers[wanted.key] = weakref.ref(wanted.writer), step
 
     def check(self, wanted: Wanted, heads: int) -> None:
         """Refuse an attention whose heads are not those that the caches were announced for.
@@ -252,6 +275,7 @@ def cached(params: Any, wanted: Wanted, heads: int, x: torch.Tensor) -> dict[str
         )
     if isinstance(params, InferenceParams):
         params.check(wanted, heads)
+        params.check_writer(wanted)
         params._batch_dim[wanted.key] = int(wanted.positions_first)
     if isinstance(params, InferenceParams) and params._by_steps:
         rows = params.rows(wanted, batch, positions, x.device)

@@ -108,7 +108,7 @@ class LayerNormMLP(Preset):
         Args:
             over: whether gradients of weights are written over their main_grad.
         """
-        return map(self.writing_over, self) if over else self._ops()
+        return map(self.writing_over, self.own_ops()) if over else self._ops()
 
     def _ops(self) -> Iterator[torch.nn.Module]:
         wide, ffn = self._between

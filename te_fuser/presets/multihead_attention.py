@@ -108,6 +108,22 @@ class MultiheadAttention(Preset):
         return self.get_submodule(names[not self.input_layernorm])  # type: ignore[return-value]
 
     @property
+    def _core(self) -> DotProductAttention:
+        """What is between the projections.
+
+        Raises:
+            TypeError: where another module stands there, which calls cannot tell their mask.
+        """
+        found = self._modules.get("core_attention")
+        if not isinstance(found, DotProductAttention):
+            is_now = None if found is None else type(found).__name__
+            raise TypeError(
+                f"{type(self).__name__}: core_attention is {is_now}, and calls tell it their mask and where heads lie: "
+                "put a DotProductAttention there, or another module in place of the whole attention"
+            )
+        return found
+
+    @property
     def qkv_weight_interleaved(self) -> bool:
         """Whether heads lie group by group: as was said, where one weight has queries, keys and values together."""
         projection: Any = self.key_value if self.crosses else self.first
@@ -121,7 +137,7 @@ class MultiheadAttention(Preset):
 
     def _pack(self) -> None:
         """Read heads as they lie in a weight that has come in place of several."""
-        core = self.core_attention
+        core = self._core
         if core.common.packing != self._packing:
             core.common = replace(core.common, packing=self._packing)
             core.relist()
@@ -220,7 +236,7 @@ class MultiheadAttention(Preset):
             over: whether gradients of weights are written over their main_grad.
             caches: whether it continues sequences.
         """
-        call = call or self.core_attention.common.call()
+        call = call or self._core.common.call()
         names = {module: name for name, module in self._modules.items()}
         yield names[self.first], first_or_later(self.first, over)
         yield from self._turned(call, rotary, caches)
@@ -235,10 +251,10 @@ class MultiheadAttention(Preset):
         if caches:
             layout = LAYOUTS[call.qkv_format]
             yield "cache", ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
-            yield "core_attention", self.core_attention.within(call=call, packing=CACHES)
+            yield "core_attention", self._core.within(call=call, packing=CACHES)
         else:
-            usual = call == self.core_attention.common.call()
-            yield "core_attention", self.core_attention if usual else self.core_attention.within(call=call)
+            usual = call == self._core.common.call()
+            yield "core_attention", self._core if usual else self._core.within(call=call)
         yield "proj", first_or_later(self.proj, over)
         if self._returns_norm:
             yield "output", ops.Fork("attention_output")
@@ -339,7 +355,7 @@ class MultiheadAttention(Preset):
                 f"{who}: rotary_pos_emb has {tables[0].shape[0]} positions, and sequences may have "
                 f"{params.max_sequence_length} (max_sequence_length): give angles for all"
             )
-        return cached(params, Wanted(who, key, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
+        return cached(params, Wanted(who, key, self, sizes, dtype, call.qkv_format == "sbhd"), groups, x)
 
     @understands
     def forward(
@@ -398,7 +414,7 @@ class MultiheadAttention(Preset):
             raise NotImplementedError("to_torch() knows no norms of heads: make it with qk_norm_type=None")
         self._pack()
         projection: Any = self.first
-        attention = TorchAttention(next(iter(self.core_attention.variant_ops())))
+        attention = TorchAttention(next(iter(self._core.variant_ops())))
         return torch.nn.Sequential(projection.to_torch(), attention, self.proj.to_torch()).train(self.training)
 
 

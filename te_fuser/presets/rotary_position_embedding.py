@@ -7,6 +7,7 @@ import functools
 import torch
 
 from te_fuser import ops
+from te_fuser.ops.checks import count
 from te_fuser.presets.arguments import check_choice, check_size, default_device
 from te_fuser.presets.attention_call import LAYOUTS
 
@@ -57,7 +58,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", frequencies.to(default_device(device)))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """[max_seq_len, 1, 1, dim] in float32, for the positions from `offset` on."""
+        """[max_seq_len, 1, 1, dim] in float32, for the positions from `offset` on.
+
+        Raises:
+            TypeError, ValueError: for what is no number of positions.
+        """
+        count(type(self).__name__, "max_seq_len", max_seq_len, least=0)
         at = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
         angles = (at * self._squeezed(max_seq_len))[:, None] * self.inv_freq.float()
         whole = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)

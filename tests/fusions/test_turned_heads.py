@@ -15,6 +15,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions.match import Match
 from te_fuser.kernels import turned_heads
 from tests.fake_cuda import Emulation, FakeDriver
+from tests.fusions.products import autocast_on_cuda
 from tests.needs import needs_compiler
 from tests.twins import results_and_gradients, tensor
 
@@ -51,6 +52,20 @@ def plan(*parts: torch.nn.Module, given: Any = None, dtype: torch.dtype = torch.
 def covered(p: Plan, direction: str) -> dict[str, tuple[int, int]]:
     steps = p.forward if direction == "forward" else p.backward
     return {s.name: (s.start, s.stop) for s in steps if s.name in NAMES}
+
+
+def test_under_autocast_a_norm_behind_a_product_is_in_its_dtype() -> None:
+    x = tensor(1024, 4, FEATURES, dtype=torch.float32)
+    model = te_fuser.Sequential(
+        ops.MatMul(FEATURES, FEATURES, dtype=torch.float32), norm(dtype=torch.float32), rotary()
+    )
+    with autocast_on_cuda():
+        p = model.plan(x, device="h200", **{ANGLES: angles()})
+    assert "turned_heads_forward" in covered(p, "forward") and "turned_heads_norm_backward" in covered(p, "backward")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x, **{ANGLES: angles()})
+    grads = torch.autograd.grad(y.float().sum(), [x, *model.parameters()])
+    assert y.dtype == torch.bfloat16 and {g.dtype for g in grads} == {torch.float32}
 
 
 @pytest.mark.parametrize("before", [True, False])

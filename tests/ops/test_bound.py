@@ -67,7 +67,8 @@ def test_an_op_of_it_runs_alone() -> None:
 
 
 def test_it_says_what_it_reads() -> None:
-    assert repr(Mlp()[0]).startswith("Bound(\n  weight=norm_weight, bias=norm_bias\n  (op): LayerNorm(")
+    assert repr(Mlp()[0]).startswith("Bound(LayerNorm(features=8, eps=1e-05, ")
+    assert repr(Mlp()[0]).endswith("), weight=norm_weight, bias=norm_bias)")
 
 
 # --------------------------------------------------------------------------------------------------- copies
@@ -188,6 +189,20 @@ def test_an_attribute_of_the_op_may_change() -> None:
     model[0].op.register_forward_hook(lambda *_: None)
     with pytest.raises(TypeError, match="Bound: part 'op' has a hook, which would not run"):
         model(X)
+
+
+def test_its_op_is_no_module_of_the_model() -> None:
+    model = Mlp()
+    assert not [m for m in model.modules() if isinstance(m, (ops.MatMul, ops.Bias, ops.LayerNorm))]
+    model.eval()
+    assert not any(bound.op.training for bound in model if isinstance(bound, ops.Bound))
+
+
+def test_buffers() -> None:
+    op = ops.Bias(8)
+    op.register_buffer("mean", torch.zeros(8))
+    with pytest.raises(TypeError, match="Bound keeps nothing of its op, and Bias has 'mean': put it into a list"):
+        ops.Bound(op, nn.Module(), bias="b")
 
 
 def test_a_module_beside_it_may_own_the_parameters() -> None:

@@ -257,6 +257,7 @@ def test_what_is_saved_need_not_be_the_parameter(how: str) -> None:
     [
         (None, r"the weight \[5, 6\] on cpu has no main_grad; set weight.main_grad"),
         (torch.zeros(6, 5), r"main_grad must be \[5, 6\] on cpu, as its weight, got \[6, 5\] on cpu"),
+        (torch.zeros(5, 6, dtype=torch.int32), "main_grad holds floating-point numbers, got int32: make it in float32"),
         (torch.zeros(5, 6, device="meta"), r"got \[5, 6\] on meta"),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import te_fuser
-from te_fuser.presets import attention_call
 
 PRESETS: dict[str, Any] = {
     "Linear": lambda **k: te_fuser.Linear(4, 6, **k),
@@ -204,7 +203,6 @@ def test_calls_that_are_refused_in_words(call: dict[str, Any], words: str) -> No
 
 
 def test_lengths_that_a_type_does_not_read_change_nothing_and_say_so() -> None:
-    attention_call._said.clear()
     with pytest.warns(UserWarning, match="reads no lengths, and the cu_seqlens that calls give change nothing"):
         layer(cu_seqlens_q=torch.tensor([0, 2, 5]))
 
@@ -457,3 +455,8 @@ def test_groups_of_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     finally:
         monkeypatch.undo()
         dist.destroy_process_group()
+
+
+def test_numbers_of_an_activation() -> None:
+    with pytest.raises(TypeError, match="ClampedSwiGLU takes a number as limit, got 'a'"):
+        te_fuser.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"limit": "a"}, device="cpu")

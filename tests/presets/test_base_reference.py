@@ -86,7 +86,6 @@ def test_by_position() -> None:
     made, x = layer(), tensor(S, B, F)
     mask = torch.rand(1, 1, S, S) > 0.5
     with pytest.warns(UserWarning, match="reads no mask"):
-        te_fuser.presets.attention_call._said.clear()
         torch.testing.assert_close(made.reference(x, mask), made(x))
     decoder = layer(layer_type="decoder")
     torch.testing.assert_close(decoder.reference(x, None, MEMORY), decoder(x, None, MEMORY))

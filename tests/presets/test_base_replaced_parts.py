@@ -108,3 +108,62 @@ def test_an_adapter_around_a_projection() -> None:
         wanted = torch.autograd.grad(want, [x, proj.weight, proj.weight], dy)
         torch.testing.assert_close(found, wanted)
     assert isinstance(made.layernorm_mlp, te_fuser.LayerNormMLP)
+
+
+def test_another_module_in_place_of_the_core() -> None:
+    made, x = layer(), tensor(5, 2, F)
+    for core, name in ((torch.nn.Identity(), "Identity"), (None, "None")):
+        made.self_attention.core_attention = core
+        for call in (made, made.self_attention):
+            words = f"core_attention is {name}, and calls tell it their mask .* put a DotProductAttention there"
+            with pytest.raises(TypeError, match=words):
+                call(x)
+
+
+def test_a_parameter_that_is_none() -> None:
+    made, x = layer(), tensor(5, 2, F)
+    made(x)
+    made.layernorm_mlp.fc1_weight = None
+    words = r"Bound\(MatMul\) reads 'fc1_weight' of LayerNormMLP, which has no parameter of that name: give it one"
+    with pytest.raises(AttributeError, match=words):
+        made(x)
+    op = ops.Linear(F, F)
+    op.weight = None  # type: ignore[assignment]
+    op.reset_parameters()
+    with pytest.raises(AttributeError, match="reads 'weight' of Linear, which has no parameter of that name"):
+        op(x)
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("op", [ops.Scale(value=2.0), Twice()])
+def test_what_is_appended_acts_in_every_kind_of_call(op: torch.nn.Module) -> None:
+    made, usual, x = layer(), layer(), tensor(5, 2, F)
+    made.append(op)
+    for call in CALLS.values():
+        torch.testing.assert_close(made(x, **call), 2 * usual(x, **call))
+    part, alone = made.self_attention, usual.self_attention
+    part.append(op)
+    for kind in ("causal", "no_mask"):
+        torch.testing.assert_close(part(x, attn_mask_type=kind), 2 * alone(x, attn_mask_type=kind))
+
+
+@pytest.mark.parametrize("make", [te_fuser.Linear, te_fuser.LayerNormLinear, te_fuser.LayerNormMLP])
+def test_what_is_appended_acts_in_each_micro_batch(make: Any) -> None:
+    given = {"fuse_wgrad_accumulation": True, "params_dtype": torch.float64, "device": "cpu"}
+    made, x = make(F, F, **given), tensor(5, F)
+    for p in made.parameters():
+        p.main_grad = torch.zeros_like(p)
+    want = made(x)
+    made.append(ops.Scale(value=2.0))
+    made.probe = torch.nn.Identity()
+    for first in (None, True):
+        torch.testing.assert_close(made(x, is_first_microbatch=first), 2 * want)
+    if make is not te_fuser.LayerNormMLP:
+        bias = torch.zeros(F, dtype=torch.float64)
+        torch.testing.assert_close(made(x, bias=bias), 2 * (want - made.bias))
+    made.relist()
+    torch.testing.assert_close(made(x), 2 * want)

@@ -261,3 +261,32 @@ def test_steps_without_a_sequence() -> None:
         run(made, x, params)
     params.reset()
     torch.testing.assert_close(run(made, x, params), want)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_two_attentions_of_one_number_in_a_step(steps: bool) -> None:
+    """They would write over each other's keys; one attention may run again, as before it is captured."""
+    x, params = tensor(2, 2, F, grad=False), Params(2, L)
+    both = layer(layer_number=1), layer(layer_number=1)
+    if steps:
+        params.pre_step({0: 2, 1: 2})
+    y = run(both[0], x, params)
+    with pytest.raises(ValueError, match="layer_number=1 is that of another attention, too, which wrote .* in this st"):
+        run(both[1], x, params)
+    torch.testing.assert_close(run(both[0], x, params), y)
+    params.reset()
+    run(both[1], x, params)
+    copy.deepcopy(params), pickle.dumps(params)
+
+
+def test_rows_behind_the_sequences_are_padding() -> None:
+    """So a step may be one of max_batch_size rows whatever there is; a sequence that begins there later is right."""
+    made, x, params = layer(), tensor(L, 3, F, grad=False), Params(3, L)
+    want = whole(made, x)
+    params.pre_step({"a": 2})
+    torch.testing.assert_close(run(made, x[:2], params)[:, :1], want[:2, :1])
+    params.pre_step({"a": 1, "b": 3})
+    moved = torch.cat((torch.cat((x[2:3, :1], x[:2, :1])), x[:3, 1:]), 1)
+    y = run(made, moved, params)
+    torch.testing.assert_close(y[:1, 0], want[2:3, 0])
+    torch.testing.assert_close(y[:, 1], want[:3, 1])

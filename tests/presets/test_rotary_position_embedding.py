@@ -7,6 +7,7 @@ import torch
 
 import te_fuser
 from te_fuser.presets.rotary_position_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
+from tests.presets.layers import F, layer
 from tests.presets.plain import turned
 from tests.twins import tensor
 
@@ -75,3 +76,28 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="t is 3-dimensional for tensor_format='thd'"):
         apply_rotary_pos_emb(t, table, "thd")
     assert te_fuser.RotaryPositionEmbedding is RotaryPositionEmbedding
+
+
+def test_angles_get_no_gradient_and_say_so() -> None:
+    made, x, angles = layer(), tensor(S, B, F), RotaryPositionEmbedding(6, device="cpu")(S)
+    asked = angles.clone().requires_grad_()
+    for given in (asked, (angles, asked)):
+        with pytest.raises(TypeError, match=r"requires a gradient, .* give rotary_pos_emb(_k)?\.detach\(\)"):
+            made(x, rotary_pos_emb=given)
+    torch.testing.assert_close(made(x, rotary_pos_emb=asked.detach()), made(x, rotary_pos_emb=angles))
+    op = te_fuser.ops.RotaryByAngles(6, heads=4, cos_sin=("cos", "sin"))
+    with pytest.raises(TypeError, match=r"'sin' requires a gradient, and RotaryByAngles gives it none: give sin.det"):
+        op(x, cos=angles.cos(), sin=asked.sin())
+
+
+@pytest.mark.parametrize(
+    ("length", "error", "words"),
+    [
+        ("a", TypeError, "RotaryPositionEmbedding takes a whole number as max_seq_len, got 'a'"),
+        (2.5, TypeError, "a whole number as max_seq_len, got 2.5"),
+        (-1, ValueError, "a whole number from 0 on as max_seq_len, got -1"),
+    ],
+)
+def test_lengths_that_are_none(length: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        RotaryPositionEmbedding(6)(length)  # type: ignore[arg-type]

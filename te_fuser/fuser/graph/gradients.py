@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.dtypes import FLOATING
-from te_fuser.fuser.graph.checks import check_dtype
+from te_fuser.fuser.graph.checks import check_dtype, plain
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
@@ -43,6 +43,21 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
         if dtype != values[value].spec.dtype and (taken is None or dtype in taken):
             found[value] = replace(found[value], gradient=dtype)
     return found
+
+
+def check_gives_gradients(nodes: Sequence[Node], asked: Mapping[str, int]) -> None:
+    """Refuse a named input (name -> value) that a gradient is asked for, and whose readers give none.
+
+    Raises:
+        TypeError: naming it and who reads it.
+    """
+    for name, value in asked.items():
+        readers = [node for node in nodes if value in node.named_in.values()]
+        if readers and not any(value in _given(node) for node in readers):
+            raise TypeError(
+                f"{readers[0].label}: {plain(name)!r} requires a gradient, and {readers[0].op.kind.__name__} gives it "
+                f"none: give {plain(name)}.detach()"
+            )
 
 
 def _given(node: Node) -> Iterable[int]:

@@ -21,7 +21,7 @@ from te_fuser.fuser.graph.checks import (
     check_some_features,
     plain,
 )
-from te_fuser.fuser.graph.gradients import is_differentiable, with_gradients
+from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
@@ -268,6 +268,8 @@ class GraphBuilder:
         for listed in self.ops:
             current = self._append(listed, current)
         self._check_names()
+        asked = {name: v for name, v in self.named_inputs.items() if self.values[v].needs_grad}
+        check_gives_gradients(self.nodes, asked)
         self.values = with_gradients(
             self.nodes, self.values, {current, *(self._exported(name) for name in self.call.outputs)}
         )
@@ -398,7 +400,7 @@ class GraphBuilder:
     def _call_input(self, name: str, given: NamedInput) -> int:
         if name not in self.named_inputs:
             spec, needs = self.call.named[name]
-            self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad and given.gradient)
+            self.named_inputs[name] = self._value(name, spec, given.axes, needs and self.call.grad)
         return self.named_inputs[name]
 
     def _told(

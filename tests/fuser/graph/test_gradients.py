@@ -170,3 +170,18 @@ def test_gradients_that_list_nothing_are_an_error() -> None:
     words = r"op 1 \(NoGradients '1'\): its gradients\(\) lists none.*non_differentiable = \(\"output\",\)"
     with pytest.raises(ValueError, match=words):
         Sequential(ops.GELU(), NoGradients())(torch.randn(5, WIDTH))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_gradient_that_nobody_gives_is_refused(kernels: str) -> None:
+    """Of an input of the call; where another op reads it that gives one, that is all of it."""
+    x, other = torch.randn(5, WIDTH), torch.randn(5, WIDTH, requires_grad=True)
+    blind = Sequential(ops.GELU(), Blind(), kernels=kernels)
+    with pytest.raises(TypeError, match=r"^op 1 \(Blind '1'\): 'other' requires a gradient, .* give other.detach\(\)$"):
+        blind(x, other=other)
+    with torch.no_grad():
+        want = blind(x, other=other)
+    torch.testing.assert_close(blind(x, other=other.detach()), want)
+    for ours in (Sequential(Blind(), ops.Add("other")), Sequential(ops.Add("other"), Blind())):
+        (found,) = torch.autograd.grad(ours(x, other=other).sum(), other)
+        torch.testing.assert_close(found, torch.ones_like(other))

@@ -41,6 +41,37 @@ def test_a_parameter_of_another_shape_is_refused():
         model(X)
 
 
+def test_a_parameter_that_is_taken_away_is_seen():
+    model = our_mlp()
+    model(X)
+    model[1].register_parameter("bias", None)
+    assert_as_meant(model, X)
+    model[1].register_parameter("bias", nn.Parameter(torch.ones(16, dtype=torch.float64)))
+    assert_as_meant(model, X)
+    model(X).sum().backward()
+    assert model[1].bias.grad is not None
+    X.grad = None
+    kept = model[1].bias.detach()
+    del model[1].bias
+    model[1].register_buffer("bias", kept + 1.0)
+    assert_as_meant(model, X)
+    del model[1].weight
+    with pytest.raises(AttributeError, match="reads 'weight' of Linear, which has no parameter of that name"):
+        model(X)
+
+
+@pytest.mark.parametrize("wrap", [lambda op: op, sequential], ids=["alone", "in_a_list"])
+@pytest.mark.parametrize("name", ["forward", "compute"])
+def test_a_method_of_an_op_that_is_taken_away_is_seen(name, wrap):
+    op = ops.GELU()
+    model = wrap(op)
+    want = model(X)
+    setattr(op, name, lambda x, **inputs: 2.0 * x)
+    torch.testing.assert_close(model(X), 2.0 * X)
+    delattr(op, name)
+    assert torch.equal(model(X), want)
+
+
 def test_a_parameter_of_another_shape_in_the_same_tensor_is_seen():
     """No attribute of an op changes: the shape itself must be looked at."""
     model = our_mlp()
