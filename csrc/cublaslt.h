@@ -38,6 +38,8 @@ struct CublasLt {
   static constexpr int r_32f = 0;  // cudaDataType_t
   static constexpr int r_16f = 2;
   static constexpr int r_16bf = 14;
+  static constexpr int r_8f_e4m3 = 28;
+  static constexpr int r_8f_e5m2 = 29;
   static constexpr int op_n = 0;
   static constexpr int op_t = 1;
   enum DescriptionAttribute : int {
@@ -47,6 +49,9 @@ struct CublasLt {
     desc_bias_pointer = 8,
     desc_aux_pointer = 11,
     desc_aux_ld = 12,
+    desc_a_scale_pointer = 17,
+    desc_b_scale_pointer = 18,
+    desc_fast_accum = 25,
     desc_bias_data_type = 26,
   };
   enum PreferenceAttribute : int {

@@ -50,11 +50,17 @@ bool read_matrix(const CudaMatmul& product, size_t index, PyObject* tensor, Matr
   bool fits = false;
   if (!read_cuda_matrix(tensor, *argument.dtype, site, &reading.call.device, matrix, &fits)) return false;
   const bool factor = argument.role == Role::a || argument.role == Role::b;
-  // The library sums factors only as they usually lie.
-  const bool may_be_flipped = factor && product.matmul.form.epilogue->bias != Use::written;
-  const bool needs_alignment = argument.role == Role::bias || argument.role == Role::aux;
+  const bool narrow = argument.dtype->bits == 8 && factor;
+  // The library sums factors only as they usually lie; those of 8 bits lie along what is summed, in steps of 16 bytes.
+  const bool may_be_flipped = factor && product.matmul.form.epilogue->bias != Use::written && !narrow;
+  const bool needs_alignment = argument.role == Role::bias || argument.role == Role::aux || narrow;
+  const auto is_in_steps = [&] {
+    constexpr auto step = static_cast<int64_t>(vector_alignment);
+    return matrix->columns % step == 0 && matrix->stride % step == 0;
+  };
   const auto suits = [&] {
-    return fits && (may_be_flipped || !matrix->flipped) && !(needs_alignment && is_misaligned(matrix->data));
+    return fits && (may_be_flipped || !matrix->flipped) && !(needs_alignment && is_misaligned(matrix->data)) &&
+           (!narrow || is_in_steps());
   };
   if (suits()) return true;
   if (!argument.written) {
@@ -63,6 +69,11 @@ bool read_matrix(const CudaMatmul& product, size_t index, PyObject* tensor, Matr
       return false;
     }
     if (suits()) return true;
+  }
+  if (narrow) {
+    PyErr_Format(PyExc_ValueError, "product '%s': %s has %lld numbers of 8 bits in a row; cuBLASLt takes multiples of 16",
+                 site.kernel, argument.name(), static_cast<long long>(matrix->columns));
+    return false;
   }
   PyErr_Format(PyExc_ValueError,
                "product '%s': %s is written and must be rows of elements side by side%s; make it contiguous",
@@ -77,6 +88,22 @@ bool read_bias(const CudaMatmul& product, size_t index, PyObject* tensor, Matmul
   *length = vector.rows == 1 ? vector.columns : -1;
   return true;
 }
+
+// One number by which a factor of 8 bits is multiplied.
+bool read_scale(const CudaMatmul& product, size_t index, PyObject* tensor, MatmulCall& call) {
+  const MatmulArgument& argument = product.arguments[index];
+  const ArgumentSite site{product.name(), static_cast<Py_ssize_t>(index)};
+  Memory memory;
+  if (!read_cuda_tensor(tensor, *argument.dtype, site, &call.device, &memory)) return false;
+  if (memory.bytes != static_cast<int64_t>(sizeof(float))) {
+    PyErr_Format(PyExc_ValueError, "product '%s': %s is one number", site.kernel, argument.name());
+    return false;
+  }
+  (argument.role == Role::scale_a ? call.scale_a : call.scale_b) = memory.data;
+  return true;
+}
+
+bool is_scale(Role role) { return role == Role::scale_a || role == Role::scale_b; }
 
 Matrix* matrix_of(MatmulCall& call, Role role) {
   switch (role) {
@@ -122,7 +149,8 @@ bool read_call(const CudaMatmul& product, PyObject* const* tensors, size_t count
   int64_t bias_length = 0;
   for (size_t i = 0; i < count; ++i) {
     const Role role = product.arguments[i].role;
-    const bool read = role == Role::bias ? read_bias(product, i, tensors[i], reading, &bias_length)
+    const bool read = is_scale(role)       ? read_scale(product, i, tensors[i], call)
+                      : role == Role::bias ? read_bias(product, i, tensors[i], reading, &bias_length)
                                          : read_matrix(product, i, tensors[i], matrix_of(call, role), reading);
     if (!read) return false;
   }
@@ -154,7 +182,7 @@ bool imagine_call(const CudaMatmul& product, int32_t device, const MatmulSizes& 
     call.aux = imagined(m, n);
   }
   // Nothing is read there; the library wants a pointer where an epilogue has one.
-  call.bias = call.aux.data = reinterpret_cast<void*>(uintptr_t{4096});
+  call.bias = call.aux.data = call.scale_a = call.scale_b = reinterpret_cast<void*>(uintptr_t{4096});
   return read_precision(form, call);
 }
 

@@ -107,6 +107,8 @@ int product_type(const DType& dtype) {
   const std::string name = dtype.name;
   if (name == "float32") return Lt::r_32f;
   if (name == "bfloat16") return Lt::r_16bf;
+  if (name == "float8_e4m3fn") return Lt::r_8f_e4m3;
+  if (name == "float8_e5m2") return Lt::r_8f_e5m2;
   return name == "float16" ? Lt::r_16f : -1;
 }
 
@@ -137,7 +139,7 @@ MatmulProblem::~MatmulProblem() {
 Lt::Status MatmulProblem::describe(const MatmulForm& form, const MatmulKey& key, const MatmulCall& call) {
   const Lt& lt = *on_.library;
   const int compute = call.tf32 ? Lt::compute_32f_fast_tf32 : Lt::compute_32f;
-  const int in = product_type(form.dtype), out = product_type(form.out_dtype);
+  const int in_a = product_type(form.dtype), in_b = product_type(form.b_dtype), out = product_type(form.out_dtype);
   const int op_a = form.transpose_b != call.b.flipped ? Lt::op_t : Lt::op_n;
   const int op_b = form.transpose_a != call.a.flipped ? Lt::op_t : Lt::op_n;
   Lt::Status status = lt.description_create(&description_, compute, Lt::r_32f);
@@ -147,9 +149,12 @@ Lt::Status MatmulProblem::describe(const MatmulForm& form, const MatmulKey& key,
   if (status == Lt::success && form.epilogue->aux != Use::none) {
     status = set(lt, description_, Lt::desc_aux_ld, key.ldaux);
   }
+  if (status == Lt::success && form.is_scaled()) {
+    status = set(lt, description_, Lt::desc_fast_accum, static_cast<int8_t>(form.fast_accumulation));
+  }
   if (status == Lt::success) status = set_pointers(form, call);
-  if (status == Lt::success) status = make_layout(lt, &a_, in, call.b);
-  if (status == Lt::success) status = make_layout(lt, &b_, in, call.a);
+  if (status == Lt::success) status = make_layout(lt, &a_, in_b, call.b);
+  if (status == Lt::success) status = make_layout(lt, &b_, in_a, call.a);
   if (status == Lt::success) status = make_layout(lt, &c_, out, addend_of(form, call));
   if (status == Lt::success) status = make_layout(lt, &out_, out, call.out);
   return status;
@@ -161,6 +166,10 @@ Lt::Status MatmulProblem::set_pointers(const MatmulForm& form, const MatmulCall&
   if (form.epilogue->bias != Use::none) status = set(lt, description_, Lt::desc_bias_pointer, call.bias);
   if (status == Lt::success && form.epilogue->aux != Use::none) {
     status = set(lt, description_, Lt::desc_aux_pointer, call.aux.data);
+  }
+  if (status == Lt::success && form.is_scaled()) {
+    status = set(lt, description_, Lt::desc_a_scale_pointer, call.scale_b);
+    if (status == Lt::success) status = set(lt, description_, Lt::desc_b_scale_pointer, call.scale_a);
   }
   return status;
 }
@@ -238,7 +247,8 @@ std::string Matmul::describe(int64_t m, int64_t k, int64_t inner, int64_t n) con
     return "[" + std::to_string(rows) + ", " + std::to_string(columns) + "]";
   };
   std::string text = "product '" + form.name + "': a " + size(m, k) + " times b " + size(inner, n) + " in " +
-                     form.dtype.name + " to " + form.out_dtype.name;
+                     form.dtype.name + (form.is_scaled() ? std::string(" and ") + form.b_dtype.name : "") + " to " +
+                     form.out_dtype.name;
   if (std::string(form.epilogue->name) != "none") text += ", epilogue " + std::string(form.epilogue->name);
   return text;
 }

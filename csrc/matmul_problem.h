@@ -46,11 +46,16 @@ enum class Addend : uint8_t { none, out, c };
 
 struct MatmulForm {
   std::string name;
-  DType dtype;      // of the factors
+  DType dtype;      // of a, and of b where that has none of its own
+  DType b_dtype;
   DType out_dtype;  // of the output, the addend, the bias and GELU's aux
   bool transpose_a, transpose_b;
   const Epilogue* epilogue;
   Addend addend;
+  bool fast_accumulation;  // of 8 bits: sums in fewer bits than float32's
+
+  // Factors of 8 bits come with the numbers that they are multiplied by.
+  bool is_scaled() const { return dtype.bits == 8; }
 };
 
 // The tensors of one call. Rows and columns are those of the tensors; aux.stride counts bits for a mask.
@@ -60,6 +65,7 @@ struct MatmulCall {
   bool tf32;
   Matrix a, b, out, c, aux;
   void* bias;
+  void *scale_a, *scale_b;
 };
 
 struct MatmulSizes {

@@ -16,12 +16,33 @@ bool refuse(const char* name, const std::string& why) {
   return false;
 }
 
-bool read_dtype(const char* name, const char* dtype, DType* found) {
+bool read_dtype(const char* name, const char* dtype, bool of_a_factor, DType* found) {
   const DType* known = find_dtype(dtype);
-  if (known == nullptr || product_type(*known) < 0) {
-    return refuse(name, "its dtypes are float32, bfloat16 and float16, got " + std::string(dtype));
+  if (known == nullptr || product_type(*known) < 0 || (known->bits == 8 && !of_a_factor)) {
+    return refuse(name, "its dtypes are float32, bfloat16 and float16" +
+                            std::string(of_a_factor ? ", of factors float8_e4m3fn and float8_e5m2 too" : "") + ", got " +
+                            dtype);
   }
   *found = *known;
+  return true;
+}
+
+// Whether the library could take factors in these dtypes, lying so.
+bool check_factors(const MatmulForm& form) {
+  const char* name = form.name.c_str();
+  const bool same = std::strcmp(form.dtype.name, form.b_dtype.name) == 0;
+  if (!form.is_scaled()) {
+    if (form.fast_accumulation) return refuse(name, "fast accumulation is for factors of 8 bits");
+    return same || refuse(name, "its factors are of one dtype, or both of 8 bits, got " + std::string(form.dtype.name) +
+                                    " and " + form.b_dtype.name);
+  }
+  if (form.b_dtype.bits != 8) return refuse(name, "its factors are both of 8 bits, or neither");
+  if (same && std::strcmp(form.dtype.name, "float8_e5m2") == 0) {
+    return refuse(name, "one of its factors is float8_e4m3fn, got two in float8_e5m2");
+  }
+  if (form.transpose_a || !form.transpose_b) {
+    return refuse(name, "factors of 8 bits lie along what is summed: [m, k] and, with transpose_b, [n, k]");
+  }
   return true;
 }
 
@@ -49,7 +70,9 @@ bool list_arguments(CudaMatmul& product) {
   const auto add = [&](Role role, const DType* dtype, bool written) {
     return add_argument(product, role, dtype, written);
   };
-  return add(Role::a, &form.dtype, false) && add(Role::b, &form.dtype, false) &&
+  const DType* scale = find_dtype("float32");
+  return add(Role::a, &form.dtype, false) && add(Role::b, &form.b_dtype, false) &&
+         (!form.is_scaled() || (add(Role::scale_a, scale, false) && add(Role::scale_b, scale, false))) &&
          add(Role::out, &form.out_dtype, true) && (form.addend != Addend::c || add(Role::c, &form.out_dtype, false)) &&
          (epilogue.bias == Use::none || add(Role::bias, &form.out_dtype, epilogue.bias == Use::written)) &&
          (epilogue.aux == Use::none || add(Role::aux, aux, epilogue.aux == Use::written));
@@ -65,27 +88,31 @@ bool keep_tuned(CudaMatmul& product, PyObject* tuned) {
 }  // namespace
 
 const char* MatmulArgument::name() const {
-  constexpr const char* names[most_matmul_tensors] = {"a", "b", "out", "c", "bias", "aux"};
+  constexpr const char* names[most_matmul_tensors] = {"a", "b", "scale_a", "scale_b", "out", "c", "bias", "aux"};
   return names[static_cast<size_t>(role)];
 }
 
 std::unique_ptr<CudaMatmul> build_matmul(PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"name", "dtype",    "transpose_a", "transpose_b", "out_dtype", "epilogue",
-                                "add",  "on_empty", "tuned",       nullptr};
+  static const char* names[] = {"name",     "dtype", "transpose_a", "transpose_b",       "out_dtype", "epilogue", "add",
+                                "on_empty", "tuned", "b_dtype",     "fast_accumulation", nullptr};
   const char *name = nullptr, *dtype = nullptr, *out_dtype = nullptr, *epilogue = "none", *add = "none";
-  int transpose_a = 0, transpose_b = 0;
+  const char* b_dtype = nullptr;
+  int transpose_a = 0, transpose_b = 0, fast_accumulation = 0;
   PyObject *on_empty = Py_None, *tuned = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ss|$ppzssOO:CudaMatmul", const_cast<char**>(names), &name, &dtype,
-                                   &transpose_a, &transpose_b, &out_dtype, &epilogue, &add, &on_empty, &tuned)) {
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ss|$ppzssOOzp:CudaMatmul", const_cast<char**>(names), &name, &dtype,
+                                   &transpose_a, &transpose_b, &out_dtype, &epilogue, &add, &on_empty, &tuned, &b_dtype,
+                                   &fast_accumulation)) {
     return nullptr;
   }
-  MatmulForm form{name, {}, {}, transpose_a != 0, transpose_b != 0, find_epilogue(epilogue), Addend::none};
+  MatmulForm form{name, {}, {}, {}, transpose_a != 0, transpose_b != 0, find_epilogue(epilogue), Addend::none,
+                  fast_accumulation != 0};
   if (form.epilogue == nullptr) {
     refuse(name, "the epilogue '" + std::string(epilogue) + "' is unknown (known: " + known_epilogues() + ")");
     return nullptr;
   }
-  if (!read_dtype(name, dtype, &form.dtype) || !read_addend(name, add, &form.addend) ||
-      !read_dtype(name, out_dtype != nullptr ? out_dtype : dtype, &form.out_dtype)) {
+  if (!read_dtype(name, dtype, true, &form.dtype) || !read_addend(name, add, &form.addend) ||
+      !read_dtype(name, b_dtype != nullptr ? b_dtype : dtype, true, &form.b_dtype) ||
+      !read_dtype(name, out_dtype != nullptr ? out_dtype : dtype, false, &form.out_dtype) || !check_factors(form)) {
     return nullptr;
   }
   auto product = std::make_unique<CudaMatmul>(std::move(form));

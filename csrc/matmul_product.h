@@ -17,7 +17,7 @@ namespace te {
 
 // One tensor of a call. Calls take them in the order of the roles, as far as the product has them.
 struct MatmulArgument {
-  enum class Role : uint8_t { a, b, out, c, bias, aux };
+  enum class Role : uint8_t { a, b, scale_a, scale_b, out, c, bias, aux };
   Role role;
   const DType* dtype;
   bool written;
@@ -26,7 +26,7 @@ struct MatmulArgument {
   const char* name() const;
 };
 
-constexpr size_t most_matmul_tensors = 6;
+constexpr size_t most_matmul_tensors = 8;
 
 struct CudaMatmul {
   explicit CudaMatmul(MatmulForm form) : matmul(std::move(form)) {}

@@ -170,6 +170,8 @@ class CudaMatmul:
         add: str = "none",
         on_empty: Callable[..., Any] | None = None,
         tuned: tuple[Callable[[MatmulProblem], bytes | None], Callable[[MatmulProblem, str], None]] | None = None,
+        b_dtype: str | None = None,
+        fast_accumulation: bool = False,
     ) -> CudaMatmul:
         """Configure a product; neither the library nor a device is needed yet.
 
@@ -181,8 +183,12 @@ class CudaMatmul:
             on_empty: called with a call's tensors where m, n or k is 0.
             tuned: find(problem) gives an algorithm that was measured before, when a problem is first met, and
                 drop(problem, why) hears that the library does not take it; the problem then runs by the first guess.
+            b_dtype: of b where it is another: factors may be "float8_e4m3fn" and "float8_e5m2", not both the latter.
+                Then a call has scale_a and scale_b behind b, float32 [], by which they are multiplied; they are [m, k]
+                and [n, k], k a multiple of 16, and lie so or are copied.
+            fast_accumulation: of factors of 8 bits, sums in fewer bits than float32 has.
 
-        Raises ValueError for an unknown dtype, epilogue or addend.
+        Raises ValueError for an unknown dtype, epilogue or addend, and for factors that do not go together.
         """
 
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:

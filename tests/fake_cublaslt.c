@@ -13,11 +13,18 @@ struct fake_state {
   int heuristics, products, refused, refused_algorithm, last_epilogue, last_compute, by_algorithm[4];
   long long last_workspace;
   void* last_workspace_at;
+  int last_fast;
 };
 struct fake_state fake;
 
 struct layout { int type; uint64_t rows, columns; int64_t ld; };
-struct description { int compute, transa, transb, epilogue; void *bias, *aux; int64_t aux_ld; };
+struct description {
+  int compute, transa, transb, epilogue;
+  void *bias, *aux;
+  int64_t aux_ld;
+  const float *scale_a, *scale_b;
+  int8_t fast;
+};
 struct preference { uint64_t workspace; };
 struct algorithm { uint64_t data[8]; };
 struct candidate { struct algorithm algorithm; size_t workspace; int state; float waves; int reserved[4]; };
@@ -35,8 +42,9 @@ int cublasLtMatmulDescDestroy(struct description* d) { return free(d), 0; }
 int cublasLtMatmulDescSetAttribute(struct description* d, int attribute, const void* value, size_t bytes) {
   struct { int attribute; void* field; size_t bytes; } known[] = {
       {3, &d->transa, 4}, {4, &d->transb, 4}, {7, &d->epilogue, 4},
-      {8, &d->bias, 8},   {11, &d->aux, 8},   {12, &d->aux_ld, 8}};
-  for (int i = 0; i < 6; ++i) {
+      {8, &d->bias, 8},   {11, &d->aux, 8},   {12, &d->aux_ld, 8},
+      {17, &d->scale_a, 8}, {18, &d->scale_b, 8}, {25, &d->fast, 1}};
+  for (int i = 0; i < 9; ++i) {
     if (known[i].attribute != attribute || known[i].bytes != bytes) continue;
     return memcpy(known[i].field, value, bytes), 0;
   }
@@ -56,7 +64,11 @@ int cublasLtMatmulPreferenceSetAttribute(struct preference* p, int attribute, co
 }
 int cublasLtMatmulAlgoCheck(void* handle, struct description* d, struct layout* a, struct layout* b, struct layout* c,
                             struct layout* out, const struct algorithm* algorithm, struct candidate* found) {
-  (void)handle, (void)a, (void)b, (void)c, (void)out;
+  (void)handle, (void)c, (void)out;
+  /* Hopper's: both factors lie along what is summed, in steps of 16, and one of them is E4M3. */
+  int narrow = a->type >= 28;
+  if (narrow != (b->type >= 28) || (narrow && (!d->transa || d->transb || a->type + b->type == 58))) return 15;
+  if (narrow && (a->rows % 16 || a->ld % 16 || b->ld % 16)) return 15;
   memset(found, 0, sizeof(*found));
   found->algorithm = *algorithm;
   found->workspace = (size_t)algorithm->data[0] * 1024;
@@ -83,8 +95,16 @@ static double from_half(uint16_t bits) {
   double value = exponent ? ldexp(1024 + (bits & 1023), exponent - 25) : ldexp(bits & 1023, -24);
   return sign ? -value : value;
 }
+/* Type 28 is E4M3, which has no infinity, 29 is E5M2; neither is NaN here. */
+static double from_byte(uint8_t bits, int type) {
+  int mantissa_bits = type == 28 ? 3 : 2, bias = type == 28 ? 7 : 15, one = 1 << mantissa_bits;
+  int exponent = (bits & 127) >> mantissa_bits, mantissa = bits & (one - 1);
+  double value = exponent ? ldexp(one + mantissa, exponent - bias - mantissa_bits) : ldexp(mantissa, 1 - bias - mantissa_bits);
+  return bits >> 7 ? -value : value;
+}
 static double load(const void* data, int type, int64_t index) {
   if (type == 0) return ((const float*)data)[index];
+  if (type >= 28) return from_byte(((const uint8_t*)data)[index], type);
   uint16_t bits = ((const uint16_t*)data)[index];
   if (type == 2) return from_half(bits);
   uint32_t wide = (uint32_t)bits << 16;
@@ -114,6 +134,9 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
   double* column = calloc((size_t)(m > n ? m : n), sizeof(double));
   int fits = bytes == algorithm->data[0] * 1024 && (!bytes || (workspace && malloc_usable_size(workspace) >= bytes));
   if (!fits || lo->type == 2) return free(column), 7;
+  int narrow = la->type >= 28;
+  double scale = narrow ? (double)*d->scale_a * *d->scale_b : 1;
+  fake.last_fast = d->fast;
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t i = 0; i < m; ++i) {
       double sum = 0;
@@ -124,7 +147,7 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
         if (d->epilogue == 512 && i == 0) column[j] += y;
         if (d->epilogue == 256 && j == 0) column[i] += x;
       }
-      sum *= *alpha;
+      sum *= *alpha * scale;
       if (*beta != 0) sum += *beta * load(c, lc->type, j * lc->ld + i);
       if (d->epilogue & 4) sum += load(d->bias, lo->type, i);
       if (d->epilogue == 164) store(d->aux, lo->type, j * d->aux_ld + i, sum);

@@ -23,6 +23,7 @@ class FakeCublasLt(ctypes.Structure):
         ("by_algorithm", ctypes.c_int * 4),
         ("last_workspace", ctypes.c_longlong),
         ("last_workspace_at", ctypes.c_void_p),
+        ("last_fast", ctypes.c_int),
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_fuser import compare
-from te_fuser.compare import UPSTREAM, Distance, distance, judge, judge_alike
+from te_fuser.compare import UPSTREAM, Distance, Tensors, distance, judge, judge_alike
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -141,3 +141,19 @@ def test_infinities_and_nan_in_the_same_place_are_equal() -> None:
     a = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
     assert distance(a, a.double()).largest == 0.0
     assert distance(a, a.flip(0).double()).largest == float("inf")
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_what_lies_next_to_a_tie_may_be_rounded_the_other_way(turned: bool) -> None:
+    """One of a thousand numbers is a step away: by chance, if exact results can tell so, else wrong."""
+    data = {"x": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
+
+    def evaluate(data: Tensors, exact: bool) -> Tensors:
+        return {"y": data["x"] * 2.0}
+
+    def stepped(data: Tensors) -> dict[str, torch.Tensor]:
+        y = data["x"] * 2.0
+        return {"y": torch.cat([y[:1] * 1.125, y[1:]])}
+
+    (row,) = judge("case", stepped(data), data, evaluate, turned=stepped if turned else None)
+    assert row.passed == turned

@@ -23,7 +23,7 @@ class CppKernel:
     description: KernelDescription
     symbol: str
     source: str
-    dtypes: tuple[str, ...]  # of the tensors: loads, then the seed if there are random streams, stores, sums
+    dtypes: tuple[str, ...]  # of the tensors: loads, maxima, then the seed if there are random streams, stores, sums
     partial_floats: int
     partial_floats_per_sample: int
     scratch_floats: int
@@ -63,5 +63,6 @@ def symbol_of(description: KernelDescription) -> str:
 
 def _dtypes(description: KernelDescription) -> tuple[str, ...]:
     """Of the kernel's tensors, in their order."""
+    raised = ("float32",) * len(description.maxima)
     seed = ("int64",) if description.streams else ()
-    return (*(t.dtype for t in description.loads), *seed, *(t.dtype for t in description.outputs))
+    return (*(t.dtype for t in description.loads), *raised, *seed, *(t.dtype for t in description.outputs))

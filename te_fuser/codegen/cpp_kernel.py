@@ -72,6 +72,7 @@ class Kernel(CppKernelText):
         super().__init__(description)
         self.symbol = symbol
         self.sums = _place_sums(description, self.names)
+        self.largest = {m.name: self.names.fresh(f"{m.name}_largest") for m in description.maxima}
         self.partial_floats, self.partial_floats_per_sample = (
             sum(2 * _padded(s.count) for s in self.sums if s.per_sample == per_sample) for per_sample in (False, True)
         )
@@ -93,6 +94,8 @@ class Kernel(CppKernelText):
         for kind, items in (("load ", self.d.loads), ("store", self.d.stores), ("sum  ", self.d.sums)):
             for t in items:  # type: ignore[attr-defined]
                 self.lines(f"//   {kind} {t.name}: {axes_text(t.axes)} x {t.width} {t.dtype}")
+        for m in self.d.maxima:
+            self.lines(f"//   max   {m.name}: full x {m.width}")
 
     def _rows_function(self) -> None:
         self._tensor_pointers()
@@ -106,6 +109,8 @@ class Kernel(CppKernelText):
                 self.lines(f"te::clear_block({s.name}, {_padded(s.count)});")
             elif not s.per_sample:
                 self.lines(f"double {s.name} = 0.0;")
+        for name in self.largest.values():
+            self.lines(f"te::words {name}{{}};")
         if self.schedule.is_one_long_row:
             self._loop(self.schedule.loops[-1], scalars)
         elif self.sums:
@@ -118,11 +123,13 @@ class Kernel(CppKernelText):
         for s in self.sums:
             if not s.has_features and not s.per_sample:
                 self.lines(f"te::store_partial({s.partial}, {s.name});")
+        for index, name in enumerate(self.largest.values(), len(self.d.loads)):
+            self.lines(f"te::raise(te::tensor<float>(launch, {index}), {name});")
 
     # -- pointers and scratch
 
     def _tensor_pointers(self) -> None:
-        seeds = 1 if self.d.streams else 0
+        seeds = len(self.d.maxima) + bool(self.d.streams)
         for index, load in enumerate(self.d.loads):
             self._pointer(load, f"const {ELEMENTS[load.dtype]}", index)
         for index, store in enumerate(self.d.stores, len(self.d.loads) + seeds):
@@ -134,7 +141,7 @@ class Kernel(CppKernelText):
     def _stream_numbers(self) -> None:
         self.streams = {name: self.names.fresh(f"{name}_stream") for name in self.d.streams}
         for number, variable in enumerate(self.streams.values()):
-            seed = len(self.d.loads)
+            seed = len(self.d.loads) + len(self.d.maxima)
             self.lines(f"const te::random_stream {variable} = te::stream_of(launch, {seed}, {number});")
 
     def _divide_scratch(self) -> None:
@@ -247,6 +254,9 @@ class Kernel(CppKernelText):
         for s in self.sums:
             if s.has_features:
                 self.lines(f"te::add_to_buffer({s.name}, at, {body.number(s.part).text});")
+        for m in self.d.maxima:
+            for part in m.parts:
+                self.lines(f"te::take_larger({self.largest[m.name]}, at, {body.argument(part)});")
 
     def _expect_next_row(self) -> None:
         tensors: tuple[Load | Store, ...] = (*self.d.loads, *self.d.stores)
@@ -258,7 +268,7 @@ class Kernel(CppKernelText):
     # -- the second function
 
     def _finish_function(self) -> None:
-        first = len(self.d.loads) + bool(self.d.streams) + len(self.d.stores)
+        first = len(self.d.loads) + len(self.d.maxima) + bool(self.d.streams) + len(self.d.stores)
         for index, total in enumerate(self.d.sums, first):
             element = ELEMENTS[total.dtype]
             name = self.tensors[id(total)]

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from te_fuser.codegen.description import KernelDescription
+from te_fuser.dtypes import TABLE
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.traversal import topological
 
-_LOAD_COSTS = {"float32": 1, "bfloat16": 2, "float16": 8}  # rough instruction counts for one vector
 _BUFFER_ABOVE = 8  # a value this dear is kept for the next loop instead of being computed again
 _UNROLL_BELOW = ((12, 4), (60, 2))  # loop cost, how many accumulators a row reduction gets
 
@@ -36,7 +36,7 @@ class CpuSchedule:
 
     def __init__(self, description: KernelDescription) -> None:
         self.d = description
-        self._load_costs = {load.name: _LOAD_COSTS[load.dtype] for load in description.loads}
+        self._load_costs = {load.name: TABLE[load.dtype].reading for load in description.loads}
         self.loops = _loops(description, self.cost)
         self._buffered = {id(e) for loop in self.loops for e in loop.buffered}
 
@@ -126,6 +126,7 @@ def _late_reductions(d: KernelDescription, feature_roots: Sequence[Expr]) -> lis
 
 def _loops(d: KernelDescription, cost: Callable[[Expr], int]) -> list[Loop]:
     feature_roots = [p for item in d.outputs if item.axes & Axes.FEATURE for p in item.parts]
+    feature_roots += [p for m in d.maxima for p in m.parts]
     late = _late_reductions(d, feature_roots)
     late_ids = {id(r) for r in late}
     loops = []

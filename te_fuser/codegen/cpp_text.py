@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from te_fuser.codegen.text import RoleNames, shortest, to_float32
+from te_fuser.dtypes import TABLE
 
-ELEMENTS = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::f16"}
+ELEMENTS = {name: row.cpp for name, row in TABLE.items() if row.cpp}
 ATOM, PRODUCT, SUM, COMPARISON = 3, 2, 1, 0  # how tightly an operation binds
 
 

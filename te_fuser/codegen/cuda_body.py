@@ -22,8 +22,8 @@ from te_fuser.formula.expr import Axes, Expr
 class Parameter:
     """One argument of a kernel.
 
-    `kind` is where it comes from: "load", "store", "sum" (a tensor of the description), "seed" (two int64 on the
-    device, seed and offset, or nullptr: then "seed_value" and "seed_offset" bring them), "partial" (float32 scratch of
+    `kind` is where it comes from: "load", "store", "sum", "maximum" (a tensor of the description), "seed" (two int64
+    on the device, seed and offset, or nullptr: then "seed_value" and "seed_offset" bring them), "partial" (scratch of
     `Partial`), "row_value" (float32 scratch, one a row), "rows", "batch_inner", "batch_size", "stream" (the number of a
     random stream), "groups" (of the summing kernel).
     """
@@ -54,6 +54,7 @@ class CudaKernelText:
             for t in description.sums
             for k in range(len(t.parts))
         }
+        self.largest = {m.name: self.names.fresh(f"{m.name}_largest") for m in description.maxima}
         users: dict[int, list[Expr]] = {}
         for node in description.nodes:
             for a in node.args:
@@ -69,6 +70,8 @@ class CudaKernelText:
         for t in d.loads:
             kind = "row_value" if t.name.startswith(ROW_VALUE) else "load"
             yield Parameter(kind, t.name, f"const {CTYPES[t.dtype]}*{'' if t.name in under else _RESTRICT}")
+        for m in d.maxima:
+            yield Parameter("maximum", m.name, "float* __restrict__")
         if d.streams:
             yield Parameter("seed", "seed", "const long long* __restrict__")
             yield Parameter("seed_value", "seed_value", "long long")
@@ -203,15 +206,19 @@ class CudaKernelText:
                     pointer = self.pointer["store", s.name]
                     outputs.append((name, self.address(pointer, s.axes, s.width, k * self.d.width), p))
         sums = [(t, k, p) for t in self.d.sums if t.axes & Axes.FEATURE for k, p in enumerate(t.parts)]
+        largest = [(self.largest[m.name], p) for m in self.d.maxima for p in m.parts]
 
         def then(inner: dict[int, str]) -> None:
             for name, _, p in outputs:
                 self.text(f"{name}[i] = {bare(number(p, inner))};")
             for t, k, p in sums:
                 self.text(f"{self.sum_names[t.name, k]}{chunk}[i] += {bare(number(p, inner))};")
+            for name, p in largest:
+                self.text(f"{name} = te::larger({name}, {bare(number(p, inner))});")
 
-        if outputs or sums:
-            self.elements([p for _, _, p in outputs] + [p for _, _, p in sums], known, vectors, then)
+        if outputs or sums or largest:
+            targets = [*(p for _, _, p in outputs), *(p for _, _, p in sums), *(p for _, p in largest)]
+            self.elements(targets, known, vectors, then)
         for name, address, _ in outputs:
             self.text(f"te::store({address}, {name});")
 
@@ -226,6 +233,18 @@ class CudaKernelText:
         for t in self.d.sums:
             if not t.axes & Axes.FEATURE:
                 self.text(f"{self.sum_names[t.name, 0]}[0] += {bare(number(t.parts[0], known))};")
+
+    def declare_largest(self) -> None:
+        """The largest magnitudes that a thread has met."""
+        if self.largest:
+            self.text(f"__shared__ float raised[{len(self.largest)}][32];")
+        for name in self.largest.values():
+            self.text(f"unsigned {name} = 0u;")
+
+    def raise_largest(self) -> None:
+        """Raise the numbers of the call to them."""
+        for k, m in enumerate(self.d.maxima):
+            self.text(f"te::raise<kThreads>(raised[{k}], {self.pointer['maximum', m.name]}, {self.largest[m.name]});")
 
     def declare_scalar_sums(self) -> None:
         """The sums of numbers that a row has one of."""

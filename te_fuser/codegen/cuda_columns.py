@@ -43,7 +43,7 @@ class ColumnText(CudaKernelText):
 
     def _prologue(self) -> None:
         text = self.text
-        self.declare_threads({"kTiles": self._tiles, "kAhead": self.s.ahead})
+        self.declare_threads({"kTiles": self._tiles, "kAhead": self.s.ahead, "kThreads": self.s.threads})
         if self._tiles > 1:
             text("const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles, groups = gridDim.x / kTiles;")
         tile = "(tile * kLanes + lane)" if self._tiles > 1 else "lane"
@@ -54,6 +54,7 @@ class ColumnText(CudaKernelText):
             for k in range(len(t.parts)) if t.axes & Axes.FEATURE else ():
                 text(f"float {self.sum_names[t.name, k]}[kVector] = {{}};")
         self.declare_scalar_sums()
+        self.declare_largest()
 
     def _rows(self) -> None:
         text = self.text
@@ -108,3 +109,4 @@ class ColumnText(CudaKernelText):
                     self.write_sums(self.sum_names[t.name, k], t, k * self.d.width, group, inside)
         first = "threadIdx.x == 0 && tile == 0" if self._tiles > 1 else "threadIdx.x == 0"
         self.write_scalar_sums(group, first)
+        self.raise_largest()

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.description import KernelDescription, Maximum, Store, Sum
 from te_fuser.codegen.schedule import instructions
 from te_fuser.codegen.text import COMPARISONS
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr
 
 Rule = Callable[[Expr], "Expr | None"]
-Item = TypeVar("Item", Store, Sum)
+Item = TypeVar("Item", Store, Sum, Maximum)
 
 
 def rewrite(description: KernelDescription) -> KernelDescription:
@@ -54,7 +54,8 @@ def _everywhere(description: KernelDescription, rules: Sequence[Rule]) -> Kernel
     def renewed(items: tuple[Item, ...]) -> tuple[Item, ...]:
         return tuple(dataclasses.replace(t, parts=tuple(done[id(p)] for p in t.parts)) for t in items)
 
-    return dataclasses.replace(description, stores=renewed(description.stores), sums=renewed(description.sums))
+    d = description
+    return dataclasses.replace(d, stores=renewed(d.stores), sums=renewed(d.sums), maxima=renewed(d.maxima))
 
 
 def _again(node: Expr, args: tuple[Expr, ...]) -> Expr:

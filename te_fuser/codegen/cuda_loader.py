@@ -20,7 +20,7 @@ from te_fuser.codegen import nvrtc, schedule_model
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, item_size
+from te_fuser.codegen.description import KernelDescription, Load, Maximum, Store, Sum, item_size
 from te_fuser.codegen.progress import Progress
 from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.codegen.tuned_schedules import store_for
@@ -30,7 +30,7 @@ from te_fuser.formula.expr import Axes
 if TYPE_CHECKING:
     from te_fuser import _native
 
-_SEED_DTYPE = "int64"
+_SEED_DTYPE, _RAISED_DTYPE = "int64", "float32"
 _NUMBERS = ("seed_value", "seed_offset", "rows", "batch_inner", "batch_size", "groups")  # what a call has once
 _WIDEST_ACCESS = 16  # bytes
 
@@ -217,13 +217,14 @@ def native_kernel(description: KernelDescription, text: CudaKernel, cubin: bytes
     """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
     from te_fuser import _native
 
-    read: list[Load | None] = [*description.loads, *([None] if description.streams else [])]
+    read: list[Load | Maximum | None] = [*description.loads, *description.maxima]
+    read += [None] if description.streams else []
     tensors = (*read, *description.outputs)
     places = _places(description, text)
     return _native.CudaKernel(
         description.name,
         cubin,
-        tuple(t.dtype if t else _SEED_DTYPE for t in tensors),
+        tuple(_RAISED_DTYPE if isinstance(t, Maximum) else t.dtype if t else _SEED_DTYPE for t in tensors),
         tuple(_alignment(t, text) for t in tensors),
         len(read),
         tuple(_launch(launch, places) for launch in text.launches),
@@ -245,9 +246,9 @@ Place = tuple[str, int]
 
 
 def _places(description: KernelDescription, text: CudaKernel) -> dict[tuple[str, str], Place]:
-    """(kind, name) of a parameter -> where the runtime finds it: tensors are the loads, the seed, stores and sums."""
+    """(kind, name) of a parameter -> where the runtime finds it: tensors are loads, maxima, seed, stores and sums."""
     d = description
-    kinds = [("load", t.name) for t in d.loads]
+    kinds = [("load", t.name) for t in d.loads] + [("maximum", t.name) for t in d.maxima]
     kinds += [("seed", "seed")] if d.streams else []
     kinds += [("store", t.name) for t in d.stores] + [("sum", t.name) for t in d.sums]
     found: dict[tuple[str, str], Place] = {key: ("tensor", k) for k, key in enumerate(kinds)}
@@ -262,8 +263,10 @@ def _launch(launch: CudaLaunch, places: Mapping[tuple[str, str], Place]) -> _nat
     return launch.symbol, launch.threads, launch.shared_bytes, launch.grid, arguments
 
 
-def _alignment(tensor: Load | Store | Sum | None, text: CudaKernel) -> int:
+def _alignment(tensor: Load | Maximum | Store | Sum | None, text: CudaKernel) -> int:
     """Bytes that the tensor must be aligned to: those of one access to it."""
+    if isinstance(tensor, Maximum):
+        return item_size(_RAISED_DTYPE)
     if tensor is None:
         return item_size(_SEED_DTYPE)
     size = item_size(tensor.dtype)

@@ -95,6 +95,7 @@ class RowText(CudaKernelText):
                         f"te::put<kThreads>({self.sum_names[key]}, chunk, threadIdx.x, te::Zeros<kVector>().values);"
                     )
         self.declare_scalar_sums()
+        self.declare_largest()
 
     def _keep_features(self) -> None:
         for n in self.kept:
@@ -320,7 +321,8 @@ class RowText(CudaKernelText):
 
     def _broadcast(self) -> list[Expr]:
         """Numbers of a row that are stored or summed for every feature."""
-        return [p for t in self.d.outputs if t.axes & Axes.FEATURE for p in t.parts if not p.axes & Axes.FEATURE]
+        whole = (*(t for t in self.d.outputs if t.axes & Axes.FEATURE), *self.d.maxima)
+        return [p for t in whole for p in t.parts if not p.axes & Axes.FEATURE]
 
     # ---- after the loop
 
@@ -334,6 +336,7 @@ class RowText(CudaKernelText):
                     for k in range(len(t.parts)):
                         self._write_sum(t, k, group)
         self.write_scalar_sums(group, "threadIdx.x == 0")
+        self.raise_largest()
 
     def _write_sum(self, t: Sum, k: int, group: str) -> None:
         name = self.sum_names[t.name, k]

@@ -12,11 +12,12 @@ from fractions import Fraction
 from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.schedule import above
 from te_fuser.codegen.text import COMPARISONS, Lines, RoleNames, shortest, to_float32
+from te_fuser.dtypes import TABLE
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
 
-CTYPES = {"float32": "float", "bfloat16": "te::bf16", "float16": "te::fp16"}
+CTYPES = {name: row.cuda for name, row in TABLE.items() if row.cuda}
 
 
 class Text(Lines):
@@ -35,7 +36,7 @@ class CudaNames(RoleNames):
 
     own_words = """
     rows row base wanted mine count first step lane slot column chunk i tile group groups split splits sample index
-    ahead early later alone phase exchange turn shelves fetch_row fetch_numbers shared_sums found
+    ahead early later alone phase exchange turn shelves fetch_row fetch_numbers shared_sums found raised
     block seed seed_value seed_offset batch_inner batch_size
     threadIdx blockIdx gridDim blockDim
     """

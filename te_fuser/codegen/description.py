@@ -1,4 +1,4 @@
-"""What a generated kernel computes, free of any schedule: loads, stores, column sums, and row sums by stage.
+"""What a generated kernel computes, free of any schedule: loads, stores, column sums, maxima, and row sums by stage.
 
 Both targets (C++ and CUDA) and the PyTorch interpreter take this and nothing else.
 """
@@ -10,6 +10,8 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
 
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes, Expr, part
@@ -31,7 +33,7 @@ class Load:
     name: str
     axes: Axes
     width: int
-    dtype: str  # "float32", "bfloat16", "float16", "float64"
+    dtype: str  # a name of the table of dtypes
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,18 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Maximum:
+    """The largest magnitude of everything, in a float32 that the call gives: it is raised to that, and never lowered.
+
+    As the bits of floats are ordered, NaN is larger than infinity; so results do not depend on who comes first.
+    """
+
+    name: str
+    parts: tuple[Expr, ...]
+    width: int
+
+
+@dataclass(frozen=True)
 class Counts:
     """How much a kernel moves: full-size loads and stores, row sums, their stages, sums over rows."""
 
@@ -84,6 +98,7 @@ class KernelDescription:
     sums: tuple[Sum, ...]
     streams: tuple[str, ...]  # names of the random streams; their numbers are run-time integers, in this order
     overwrites: tuple[tuple[str, str], ...] = ()
+    maxima: tuple[Maximum, ...] = ()
 
     @functools.cached_property
     def outputs(self) -> tuple[Store | Sum, ...]:
@@ -92,7 +107,10 @@ class KernelDescription:
 
     @functools.cached_property
     def tensors(self) -> tuple[Load | Store | Sum, ...]:
-        """Everything that is read or written, in the order of the kernel's tensors, but for the seed."""
+        """Everything that is read or written, in the order of the kernel's tensors.
+
+        Between loads and outputs a call has the numbers that are raised (`maxima`), and the seed.
+        """
         return (*self.loads, *self.outputs)
 
     @functools.cached_property
@@ -102,8 +120,8 @@ class KernelDescription:
 
     @functools.cached_property
     def roots(self) -> tuple[Expr, ...]:
-        """Every expression that is stored or summed."""
-        return tuple(p for item in self.outputs for p in item.parts)
+        """Every expression that is stored or summed, or whose largest magnitude is wanted."""
+        return tuple(p for item in (*self.outputs, *self.maxima) for p in item.parts)
 
     @functools.cached_property
     def nodes(self) -> tuple[Expr, ...]:
@@ -125,6 +143,7 @@ class KernelDescription:
             text += f"\n{type(item).__name__} {item.name} {int(item.axes)} {item.width} {item.dtype} "
             text += ",".join(p.digest for p in item.parts)
         text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
+        text += "".join(f"\nMaximum {m.name} {m.width} {','.join(p.digest for p in m.parts)}" for m in self.maxima)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
     def counts(self) -> Counts:
@@ -153,16 +172,16 @@ class KernelDescription:
             body = ", ".join(next(rest) for _ in item.parts)
             kind = type(item).__name__.lower()
             lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {item.dtype} = {body}")
+        for m in self.maxima:
+            body = ", ".join(next(rest) for _ in m.parts)
+            lines.append(f"  max   {m.name}: full x {m.width} = {body}")
         lines += [f"  {store} may be stored over {load}" for store, load in self.overwrites]
         return "\n".join(lines)
 
 
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "bool": 1, "uint8": 1}
-
-
 def item_size(dtype: str) -> int:
-    """Bytes of one element."""
-    return _SIZES[dtype]
+    """Bytes of one element, by PyTorch's name of its dtype."""
+    return getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
 
 
 def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
@@ -195,7 +214,11 @@ class Target:
 
 
 def describe(
-    name: str, targets: Iterable[Target], sums: Iterable[Target], tensors: dict[str, tuple[Axes, int, str]]
+    name: str,
+    targets: Iterable[Target],
+    sums: Iterable[Target],
+    tensors: dict[str, tuple[Axes, int, str]],
+    maxima: Iterable[Target] = (),
 ) -> KernelDescription:
     """Build a description from whole expressions.
 
@@ -204,32 +227,41 @@ def describe(
         targets: what is stored per row.
         sums: what is summed over rows.
         tensors: leaf name -> (axes, full width, dtype).
+        maxima: whose largest magnitude is wanted, for each row and feature.
 
     Raises:
         NotOneKernel: when the feature sizes do not divide one another.
     """
-    stores, totals = list(targets), list(sums)
-    written = [(t, unmarked(t.expression)) for t in (*stores, *totals)]
-    widths = [t.width for t in (*stores, *totals) if t.axes & Axes.FEATURE]
+    stores, totals, largest = list(targets), list(sums), list(maxima)
+    given = (*stores, *totals, *largest)
+    written = [(t, unmarked(t.expression)) for t in given]
+    widths = [t.width for t in given if t.axes & Axes.FEATURE]
     unit = math.gcd(*[e.unit for _, e in written], *widths) or 1
     narrowed: _Narrowed = {}
-    cut = [_cut(e, t, unit, narrowed) for t, e in written]
+    cut = [_unrounded(_cut(e, t, unit, narrowed), t.dtype) for t, e in written]
     nodes = topological([p for parts in cut for p in parts])
     found = {n.width for n in nodes if n.has_features}
     if len(found) > 1:
         raise NotOneKernel(f"feature sizes {sorted(found)} do not fit one tile")
     used = {n.attrs[0] for n in nodes if n.op == "input"}
     streams = tuple(dict.fromkeys([n.attrs[0] for n in nodes if n.op == "keep"]))
+    rest = iter(cut)
     made = KernelDescription(
         name,
         unit,
         tuple([Load(n, *tensor) for n, tensor in tensors.items() if n in used]),
-        tuple([Store(t.name, p, t.axes, t.width, t.dtype) for t, p in zip(stores, cut, strict=False)]),
-        tuple([Sum(t.name, p, t.axes, t.width, t.dtype) for t, p in zip(totals, cut[len(stores) :], strict=True)]),
+        tuple([Store(t.name, next(rest), t.axes, t.width, t.dtype) for t in stores]),
+        tuple([Sum(t.name, next(rest), t.axes, t.width, t.dtype) for t in totals]),
         streams,
+        maxima=tuple([Maximum(t.name, next(rest), t.width) for t in largest]),
     )
     vars(made)["nodes"] = tuple(nodes)  # so that nobody looks for them again
     return made
+
+
+def _unrounded(parts: tuple[Expr, ...], dtype: str) -> tuple[Expr, ...]:
+    """What is stored, without the rounding that storing it in this dtype does anyway."""
+    return tuple([p.args[0] if p.op == dtype else p for p in parts])
 
 
 _Narrowed = dict[int, tuple[Expr, Expr]]  # of this kernel: id of a wide reduction -> it, and what stands for it

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.dtypes import FLOAT8
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes
+from te_fuser.formula.float8 import rounded
 from te_fuser.formula.random import RandomStream
 
 
@@ -26,7 +30,7 @@ class InterpretedKernel:
     ) -> None:
         d = self.description
         loads = {load.name: self._shaped(load.axes, load.width, t) for load, t in zip(d.loads, tensors, strict=False)}
-        rest = tensors[len(d.loads) :]
+        slots, rest = tensors[len(d.loads) : len(d.loads) + len(d.maxima)], tensors[len(d.loads) + len(d.maxima) :]
         numbers = self._streams(rest[0], streams) if d.streams else {}
         outputs = rest[1:] if d.streams else rest
         like = outputs[0] if outputs else tensors[0]
@@ -39,6 +43,10 @@ class InterpretedKernel:
             parts = found[at : at + len(item.parts)]
             at += len(item.parts)
             self._write(item, parts, out, (rows, batch_inner, batch_size))
+        for maximum, slot in zip(d.maxima, slots, strict=True):
+            largest = [slot, *(p.abs().amax().to(slot.dtype) for p in found[at : at + len(maximum.parts)] if p.numel())]
+            at += len(maximum.parts)
+            slot.copy_(functools.reduce(torch.maximum, largest))
 
     def _shaped(self, axes: Axes, width: int, t: torch.Tensor) -> torch.Tensor:
         if axes & Axes.FEATURE:
@@ -65,4 +73,5 @@ class InterpretedKernel:
                 whole = total.index_add_(0, index, whole.contiguous())
             else:
                 whole = whole.sum(0) if item.axes & Axes.FEATURE else whole.sum()
-        out.copy_(whole.reshape(out.shape))
+        whole = whole.reshape(out.shape)
+        out.copy_(rounded(whole, out.dtype) if out.dtype in FLOAT8.values() else whole)

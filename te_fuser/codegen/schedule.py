@@ -247,7 +247,12 @@ def split(description: KernelDescription) -> tuple[KernelDescription, KernelDesc
     rows = _narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
     values = tuple(Load(s.name, Axes.ROWS, 1, "float32") for s in between)
     columns = dataclasses.replace(
-        description, name=f"{description.name}_columns", loads=(*description.loads, *values), stores=(), sums=sums
+        description,
+        name=f"{description.name}_columns",
+        loads=(*description.loads, *values),
+        stores=(),
+        sums=sums,
+        maxima=(),
     )
     return rows, _narrowed(columns)
 
@@ -296,8 +301,9 @@ def shared_bytes(description: KernelDescription, s: Schedule) -> int:
 
 
 def static_bytes(description: KernelDescription, s: Schedule) -> int:
-    """Static shared memory of a block: for row reductions, and for adding up what its slots summed."""
+    """Static shared memory of a block: for row reductions, maxima, and for adding up what its slots summed."""
     exchanges = sum(2 * 32 * 4 * n for n in {len(stage) for stage in description.reductions}) if s.lanes > 32 else 0
+    exchanges += 32 * 4 * len(description.maxima)
     return exchanges + (4 * s.threads * s.vector if s.slots > 1 and description.sums else 0)
 
 

@@ -73,11 +73,17 @@ def _total(node: Expr, contributions: list[Expr]) -> Expr:
     by_width: dict[int, Expr] = {}  # 0: without features; a node without features may meet parts of several widths
     for c in contributions:
         key = c.width if c.has_features else 0
-        by_width[key] = add(by_width[key], c) if key in by_width else c
+        by_width[key] = _plus(by_width[key], c) if key in by_width else c
     total = by_width.pop(0, ZERO)
     for width, e in by_width.items():
-        total = add(total, e if node.has_features else sum_features(e, width))
+        total = _plus(total, e if node.has_features else sum_features(e, width))
     return total
+
+
+def _plus(a: Expr, b: Expr) -> Expr:
+    """a + b; what cancels is no number where its terms are none, as on tensors."""
+    total = add(a, b)
+    return mul(const(0.0), a) if total is ZERO and a is not ZERO else total
 
 
 def _assemble(leaf: Expr, parts: list[tuple[Expr, Expr]]) -> Expr:

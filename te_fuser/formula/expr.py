@@ -53,7 +53,7 @@ class Expr:
         has_features: whether it extends over the features.
         reduces: whether this is a row reduction.
         unit, widest: what divides all feature widths here and below, concatenations apart, and the largest of all.
-        marked: whether it or something below means nothing to a kernel.
+        marked: whether it or something below means nothing to a kernel, or something else.
         unmarked: the same without that, once it was asked for.
     """
 
@@ -144,6 +144,7 @@ class Expr:
 
 
 MARKS = ("value", "broadcast", "detach")
+_NOT_IN_KERNELS = (*MARKS, "quantize")
 
 
 def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, width: int) -> Expr:
@@ -162,7 +163,7 @@ def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, wi
     node.depth = max([a.depth for a in args], default=0) + node.reduces
     node.unit = math.gcd(0 if op == "concat" else own, *[a.unit for a in args])
     node.widest = max([own, *[a.widest for a in args]])
-    node.marked, node.unmarked = op in MARKS or any(a.marked for a in args), None
+    node.marked, node.unmarked = op in _NOT_IN_KERNELS or any(a.marked for a in args), None
     _interned[digest] = node
     return node
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from te_fuser.dtypes import FLOAT8, TABLE, name_of
 from te_fuser.formula import expr, random, reductions
 from te_fuser.formula.expr import ONE, ZERO, Axes, Expr, add, const, div, mul, pointwise, sub, unary
+from te_fuser.formula.float8 import Quantized, check_float8, rounded
 
 Operand = Any  # a tensor, an expression or a number
 Contributions = tuple[Expr | None, ...]
@@ -218,6 +220,20 @@ _ROWS = (
         lambda e, g: _shared(e, g, "le"),
         cuda="te::Min", joins="minimum", start=math.inf, picks=True,
     ),
+    Function(
+        "quantize",
+        lambda x, scale, name: rounded(x * scale, FLOAT8[name]),
+        lambda e, g: (g, None),
+        operations=6, gpu=4, cpu=12,
+    ),
+    # What kernels have of it: a product, and a number rounded to the dtype of that name.
+    *(
+        Function(
+            name, lambda x, dtype=row.torch: rounded(x, dtype), cuda=f"te::nearest<{row.cuda}>",
+            operations=6, gpu=4, cpu=12,
+        )
+        for name, row in TABLE.items() if not row.computes
+    ),
     # What only the text of CUDA kernels has, where a formula is written in base two.
     Function("exp2", torch.exp2),
     Function("sigmoid2", lambda x: torch.sigmoid(math.log(2) * x), gpu=4),
@@ -324,6 +340,20 @@ def row_max(x: Operand) -> Any:
 def row_min(x: Operand) -> Any:
     """The smallest feature of each row, [rows, 1]; ties share the gradient evenly, as torch.amin does."""
     return reductions.extreme("row_min", x) if isinstance(x, Expr) else x.amin(-1, keepdim=True)
+
+
+def quantize(x: Operand, scale: Operand, dtype: torch.dtype) -> Any:
+    """x * scale rounded to a dtype of 8 bits, as `float8` says; the gradient passes to x as it is, none to scale.
+
+    So backward sees what a product of numbers of 8 bits is given for: x, whatever it is stored as.
+
+    Raises:
+        TypeError: for a dtype that is not one of 8 bits.
+    """
+    check_float8(dtype)
+    if isinstance(x, Expr) or isinstance(scale, Expr):
+        return expr.pointwise("quantize", expr.lift(x), expr.lift(scale), attrs=(name_of(dtype),))
+    return Quantized.apply(x, scale, dtype)
 
 
 def detach(x: Operand) -> Any:

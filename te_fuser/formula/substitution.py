@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from te_fuser.formula.expr import MARKS, Expr, broadcast, concat, make, rebuild
+from te_fuser.formula.expr import MARKS, ZERO, Expr, broadcast, concat, const, make, mul, rebuild, unary
 from te_fuser.formula.reductions import extreme, sum_features
 from te_fuser.formula.traversal import topological
 
@@ -26,10 +26,18 @@ def substitute(roots: Iterable[Expr], replace: Callable[[Expr], Expr | None]) ->
 
 
 def unmarked(e: Expr) -> Expr:
-    """The expression without marks of op outputs, broadcast and detached values, which mean nothing to a kernel."""
+    """The expression without marks of op outputs, broadcast and detached values, which mean nothing to a kernel.
+
+    What is quantized is a product, rounded to a dtype: its gradient is nobody's concern any more. What cancels only now
+    was no number before, either, as x and an op's output -x are none together where x is infinite.
+    """
     for node in topological([e], lambda n: not n.marked or n.unmarked is not None):
         args = tuple([a if a.unmarked is None else a.unmarked for a in node.args])
-        node.unmarked = args[0] if node.op in MARKS else over(node, args)
+        if node.op == "quantize":
+            node.unmarked = unary(node.attrs[0], mul(*args))
+            continue
+        made = args[0] if node.op in MARKS else over(node, args)
+        node.unmarked = mul(const(0.0), args[0]) if made is ZERO and node is not made else made
     return e if e.unmarked is None else e.unmarked
 
 

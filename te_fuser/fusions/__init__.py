@@ -31,6 +31,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     dot_product_attention,
     cublaslt_sums,
     swiglu_matmul_quack,
+    cublaslt_quantized,
 )
 
 __all__ = [

@@ -30,6 +30,7 @@ class Cost:
         efficiency: the share of the rate of large matrix products that its products reach.
         apart: those of the bytes that it moves before or after its products, and not beside them.
         calls: what its call costs the host, in calls of PyTorch's operations, where it is not one like others.
+        dtype: the name of the dtype that its products read, where that is not what the op computes in.
     """
 
     read: float = 0.0
@@ -41,6 +42,7 @@ class Cost:
     efficiency: float = 1.0
     apart: float = 0.0
     calls: float | None = None
+    dtype: str | None = None
 
     def __add__(self, other: Cost) -> Cost:
         known = self.seconds is not None or other.seconds is not None
@@ -54,6 +56,7 @@ class Cost:
             min(self.efficiency, other.efficiency),
             self.apart + other.apart,
             (self.calls or 0.0) + (other.calls or 0.0) if (self.calls, other.calls) != (None, None) else None,
+            self.dtype or other.dtype,
         )
 
 
@@ -72,7 +75,7 @@ def why_no_cost(found: Any) -> str | None:
         return f"{type(found).__name__}, not a Cost; write {hint}"
     for f in fields(found):
         number = getattr(found, f.name)
-        if f.name in ("seconds", "calls") and number is None:
+        if f.name == "dtype" or f.name in ("seconds", "calls") and number is None:
             continue
         if not isinstance(number, (int, float)) or not 0 <= number < math.inf or f.name == "efficiency" and not number:
             return f"a Cost of {f.name}={number!r}, which nothing takes; `when` refuses a match"

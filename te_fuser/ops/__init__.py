@@ -29,6 +29,8 @@ from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.norm import Norm
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
+from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
@@ -80,6 +82,8 @@ __all__ = [
     "NamedInput",
     "Norm",
     "Output",
+    "Quantize",
+    "QuantizedMatMul",
     "RMSNorm",
     "ReGLU",
     "ReLU",

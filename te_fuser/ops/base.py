@@ -112,6 +112,7 @@ class OpCall:
     random: random.RandomStream | None = None
     emitted: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: dict[str, object] = field(default_factory=dict)  # what forward tells backward that is no tensor
+    stored: dict[str, torch.dtype] = field(default_factory=dict)  # of outputs that a reference gives in a wider one
 
     def __getitem__(self, name: str) -> torch.Tensor:
         found = self.tensors.get(name)

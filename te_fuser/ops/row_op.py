@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fuser.formula import expr, random
+from te_fuser.dtypes import FLOAT8
+from te_fuser.formula import expr, quantize, random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import FusableOperation, NamedInput, OpCall, Spec
 from te_fuser.ops.binding import has_tensor
@@ -100,7 +101,10 @@ class RowOp(FusableOperation):
         return None if given is None else expr.leaf(name, Axes.FULL if given.axes is None else given.axes, features)
 
     def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
-        """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output."""
+        """compute() on rows: inputs raised to float32 (float64 stays), one rounding at the output.
+
+        What is stored in 8 bits comes as float32 that holds these numbers (`OpCall.stored`).
+        """
         return self.references(call, x)["output"]
 
     def references(self, call: OpCall, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -120,8 +124,13 @@ class RowOp(FusableOperation):
         specs = {"output": out, **{name: self.named_output(name, out) for name in self.named_outputs()}}
         exact = x.dtype == torch.float64 and not rounds()
         found = {name: whole(made[name], rows) if name in self.values else main for name in specs}
+        dtypes = {name: x.dtype if exact else spec.dtype for name, spec in specs.items()}
+        # autograd would round gradients of 8 bits, too: what is stored so stays wide on its way.
+        call.stored.update({name: dtype for name, dtype in dtypes.items() if dtype in FLOAT8.values()})
         return {
-            name: y.to(x.dtype if exact else specs[name].dtype).reshape(*x.shape[:-1], y.shape[-1])
+            name: (quantize(y, 1.0, dtypes[name]) if name in call.stored else y.to(dtypes[name])).reshape(
+                *x.shape[:-1], y.shape[-1]
+            )
             for name, y in found.items()
         }
 

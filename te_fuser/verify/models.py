@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from te_fuser.compare import UPSTREAM, Row, Tensors, judge, same_bits
+from te_fuser.dtypes import FLOAT8, FLOATING
 from te_fuser.flatten import Group, exported, walk_parts
 from te_fuser.formula.expr import Axes
+from te_fuser.formula.float8 import ties_turned
 from te_fuser.fuser.graph.listed import ListedOp, spec_of
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions import registry
@@ -41,12 +43,12 @@ class Call:
     differentiable: frozenset[str] = frozenset()
 
     def to(self, dtype: torch.dtype | None) -> Call:
-        """The same call with every floating-point tensor in `dtype`, if one is given."""
+        """The same call with every floating-point tensor in `dtype`, if one is given; 8 bits stay as they are."""
         if dtype is None:
             return self
 
         def cast(t: torch.Tensor) -> torch.Tensor:
-            return t.to(dtype) if t.is_floating_point() else t
+            return t.to(dtype) if t.dtype in FLOATING.values() else t
 
         return replace(self, x=cast(self.x), inputs={name: cast(t) for name, t in self.inputs.items()})
 
@@ -171,16 +173,27 @@ class _Run:
         notes += [("a step", what) for what in broken]
         rows = [Row(self.case.name, name, note=note) for name, note in dict.fromkeys(notes)]
         data = {**before, **self.drawn}
-        return rows + judge(self.case.name, found, data, self._reference, coarsest=self._coarsest())
+        turned = self._turned if self._quantizes() else None
+        return rows + judge(self.case.name, found, data, self._reference, coarsest=self._coarsest(), turned=turned)
 
     def _coarsest(self) -> float:
         """The eps of the narrowest dtype that an op gives."""
         rows = [op for op in self.subject.fused.operations() if isinstance(op, RowOp)]
-        dtypes = {op.output_dtype(torch.float32) for op in rows}
+        dtypes = {op.output_dtype(torch.float32) for op in rows} & {*FLOATING.values()}
         kind = self.call.x.device.type
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
         return max((torch.finfo(dtype).eps for dtype in dtypes - {torch.float32}), default=0.0)
+
+    def _quantizes(self) -> bool:
+        """Whether an op rounds to 8 bits."""
+        rows = [op for op in self.subject.fused.operations() if isinstance(op, RowOp)]
+        return any(op.output_dtype(torch.float32) in FLOAT8.values() for op in rows)
+
+    def _turned(self, data: Tensors) -> dict[str, torch.Tensor]:
+        """The exact results with ties of 8 bits rounded the other way."""
+        with ties_turned():
+            return self._reference(data, True)
 
     def _now(self, name: str) -> torch.Tensor:
         parameters = dict(self.subject.owned.named_parameters())
@@ -361,6 +374,7 @@ def _shape(given: NamedInput, x: Spec, batch_dim: int | None) -> tuple[int, ...]
         Axes.ROWS: (*x.shape[:-1], 1),
         Axes.SAMPLE_FEATURES: (samples, x.shape[-1]),
         Axes.BATCH: (samples,),
+        Axes.NONE: (),
     }
     if given.axes not in shapes:
         raise ValueError(f"verify cannot make up the input {given.name!r}: call verify(model, x, {given.name}=...)")

@@ -10,6 +10,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.compare import UPSTREAM, Tensors, doubled, judge
+from te_fuser.dtypes import FLOAT8, FLOATING
 from te_fuser.fuser.graph.graph import Node
 from te_fuser.fuser.graph.reference import run_nodes
 from te_fuser.fuser.graph.refs import GRADIENT, PARAMETER_GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
@@ -86,7 +87,7 @@ class _Watch:
     def data(self, nodes: Iterable[Node]) -> dict[str, torch.Tensor]:
         """What nodes read, as it was in forward."""
         nodes = list(nodes)
-        found = {f"{_VALUE}{v}": self.value(v) for v in self.entering(nodes)}
+        found = {f"{_VALUE}{v}": _wide(self.value(v)) for v in self.entering(nodes)}
         numbers = {p for node in nodes for p in node.parameters.values()}
         return found | {f"{_PARAMETER}{p}": self.parameters[p] for p in sorted(numbers)}
 
@@ -162,7 +163,7 @@ class _CheckedRunner:
         def evaluate(data: Tensors, exact: bool) -> dict[str, torch.Tensor]:
             with torch.no_grad():
                 values = self.watch.run(self.nodes, data, exact)
-            return {self._name(ref): values[self.watch.graph.value_of(ref)] for ref in stored}
+            return {self._name(ref): self._as_stored(ref, values, exact) for ref in stored}
 
         self._judge({self._name(ref): t for ref, t in stored.items()}, self.watch.data(self.nodes), evaluate)
         self.watch.record(self.nodes, stored)
@@ -193,7 +194,7 @@ class _CheckedRunner:
         wanted = set(sources.values())
         leaves = {k: t.detach().requires_grad_(k in wanted) for k, t in data.items() if not k.startswith(UPSTREAM)}
         values = self.watch.run(self.nodes, leaves, exact)
-        found = {self._name(r): values[graph.value_of(r)].detach() for r in refs if r.kind is RECOMPUTED}
+        found = {self._name(r): self._as_stored(r, values, exact) for r in refs if r.kind is RECOMPUTED}
         ends = [v for v in leaving if values[v].requires_grad]
         order = [k for k in leaves if k in wanted]
         gradients: Iterable[torch.Tensor | None] = [None] * len(order)
@@ -216,6 +217,12 @@ class _CheckedRunner:
         name = self._name(whole)
         found[name] = found[name] + t if name in found else t
 
+    def _as_stored(self, ref: Ref, values: Mapping[int, torch.Tensor], exact: bool) -> torch.Tensor:
+        """A value that a step makes: what is stored in 8 bits comes from the reference as wider numbers."""
+        t, graph = values[self.watch.graph.value_of(ref)].detach(), self.watch.graph
+        spec = None if exact else ref.spec(graph)
+        return t if spec is None or spec.dtype in FLOATING.values() else t.to(spec.dtype)
+
     def _as_returned(self, ref: Ref, t: torch.Tensor) -> torch.Tensor:
         """Under autocast a gradient comes in the dtype of the cast parameter, and autograd gives it the parameter's."""
         return t.to(self.watch.graph.parameter_specs[ref.index].dtype) if ref.kind is PARAMETER_GRADIENT else t
@@ -236,6 +243,11 @@ class _CheckedRunner:
 
 # What a backward step makes that can be checked by itself; wrong statistics show in what is made of them.
 _CHECKED = (GRADIENT, PARAMETER_GRADIENT, RECOMPUTED)
+
+
+def _wide(t: torch.Tensor) -> torch.Tensor:
+    """What is stored in 8 bits as float32, so that autograd rounds no gradient to these."""
+    return t.float() if t.dtype in FLOAT8.values() else t
 
 
 def _number(ref: Ref) -> int:

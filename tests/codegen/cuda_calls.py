@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.codegen.cuda import CudaKernel, RowGrid
 from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.dtypes import STORED
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Expr
 from te_fuser.formula.random import RandomStream
@@ -18,7 +19,7 @@ from te_fuser.formula.reductions import row_sum
 from tests.codegen.corpus import reference
 
 SEED, OFFSET, FIRST_STREAM = -0x123456789ABCDEF, 7, 2**31 + 5
-HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+HALF_ULP = {name: torch.finfo(dtype).eps / 2 for name, dtype in STORED.items()}
 Values = Mapping[tuple[str, str], torch.Tensor | int | None]
 
 
@@ -90,7 +91,8 @@ def arguments(
         ("seed_value", "seed_value"): SEED if by_value else 1,
         ("seed_offset", "seed_offset"): OFFSET if by_value else 2,
     }
-    found |= {("load", name): tensor for name, tensor in tensors.items()}
+    raised = {t.name for t in description.maxima}
+    found |= {("maximum" if name in raised else "load", name): tensor for name, tensor in tensors.items()}
     found |= {("stream", name): FIRST_STREAM + k for k, name in enumerate(description.streams)}
     items = [*(("store", t.name) for t in description.stores), *(("sum", t.name) for t in description.sums)]
     found |= dict(zip(items, outputs, strict=True))

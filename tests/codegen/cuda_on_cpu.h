@@ -155,6 +155,12 @@ inline float __shfl_xor_sync(unsigned, float value, int distance) {
   return shuffle(value, static_cast<int>(threadIdx.x % 32) ^ distance);
 }
 
+inline unsigned atomicMax(unsigned* at, unsigned value) {
+  const unsigned before = *at;
+  if (value > before) *at = value;
+  return before;
+}
+
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }

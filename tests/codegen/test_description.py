@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from te_fuser import formula
 from te_fuser.codegen.description import KernelDescription
-from te_fuser.formula import exp, relu, row_sum, split
+from te_fuser.formula import exp, expr, relu, row_sum, split
 from tests.codegen.corpus import Kit, inputs, reference
 
 WIDTH = 6
@@ -62,3 +63,13 @@ def test_what_outputs_share_is_written_once() -> None:
 def test_a_short_description_names_nothing() -> None:
     lines = str(deep(0)).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["kernel deep", "  load  x", "  store a", "  store b"]
+
+
+def test_what_cancels_across_outputs_is_no_number_where_its_terms_are_none() -> None:
+    """x + y where an op before gave y = -x: NaN where x is infinite, and read, stored and computed for that."""
+    kit = Kit()
+    x = kit.full("x", WIDTH)
+    d = kit.forward("cancels", {"y": (x + expr.value("scale.output", -x), WIDTH)})
+    tensors = {"x": torch.tensor([[0.5, math.inf, -math.inf, math.nan, -2.0, 0.0]])}
+    (y,) = reference(d, tensors, 1)
+    assert y.isnan().tolist() == [[False, True, True, True, False, False]] and y.nan_to_num().abs().max() == 0.0

@@ -309,3 +309,14 @@ def test_an_output_that_is_the_input() -> None:
 def test_a_leaf_that_is_not_read_has_adjoint_zero() -> None:
     x, w, dy = expr.leaf("x", Axes.FULL, 4), expr.leaf("w", Axes.FEATURE, 4), expr.leaf("dy", Axes.FULL, 4)
     assert is_const(differentiate({relu(x): dy}, [x, w])[w], 0)
+
+
+def test_what_cancels_is_no_number_where_its_terms_are_none() -> None:
+    """The gradients that x and an op's output -x give x, of rows too: 0, and NaN where they are infinite or NaN."""
+    x, dy = expr.leaf("x", Axes.FULL, 4), expr.leaf("dy", Axes.FULL, 4)
+    r, row = expr.leaf("r", Axes.ROWS, 1), expr.leaf("row", Axes.FULL, 4)
+    t = {"dy": torch.tensor([[1.0, torch.inf, -torch.inf, torch.nan]] * ROWS), "row": torch.ones(ROWS, 4)}
+    for leaf, y in ((x, x + expr.value("opposite", -x)), (r, r * row + expr.value("opposite", -r) * row)):
+        (got,) = Interpreter(t, {}, ROWS, t["dy"]).run([differentiate({y: dy}, [leaf])[leaf]])
+        assert got.isnan().any() and not got.nan_to_num().any()
+        assert leaf is r or got[0].isnan().tolist() == [False, True, True, True]

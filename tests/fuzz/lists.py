@@ -13,10 +13,12 @@ import torch
 
 import te_fuser
 from te_fuser import compare, ops
+from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
 from te_fuser.verify import Row, models
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
+from tests.float8 import Dequantized  # noqa: F401 - by name in a list
 from tests.fuzz.covers import GENERATED_PLANS, PLANS
 from tests.fuzz.numbers import EXTREME_OPS, NUMBERS, Enlarged, Tied, judge_kinds  # noqa: F401 - by name in a list
 
@@ -198,6 +200,7 @@ class _Writer:
 
     def __init__(self, draw: st.DrawFn, shape: tuple[int, ...], dtype: str, numbers: str = "plain") -> None:
         self.draw, self.shape, self.dtype, self.now, self.numbers = draw, shape, dtype, dtype, numbers
+        self.quantizes = False
         self.setup: list[str] = []
         self.inputs: dict[str, tuple[tuple[int, ...], str]] = {}
         self.outputs: list[str] = []
@@ -274,6 +277,13 @@ class _Writer:
         how = f"per='sample', batch_dim={batch_dim}" if per_sample else "per='row'"
         return [f"ops.AdaptiveLayerNorm({self.features}, 0.3, scale='{name}_scale', shift='{name}_shift', {how})"]
 
+    def quantized(self) -> list[str]:
+        """Numbers of 8 bits, and an op that reads them."""
+        name, dtype = self.name("scale"), self.draw(st.sampled_from([*FLOAT8]))
+        self.inputs[name] = (), "float32"
+        self.now = "float32"
+        return [f"ops.Quantize(torch.{dtype}, scale='{name}')", f"Dequantized('{name}')"]
+
     def share(self) -> list[str]:
         fitting = [(v, o) for v, i, o in self.shared if i == self.features]
         if fitting and self.draw(st.booleans()):
@@ -331,6 +341,7 @@ KINDS: dict[str, Rule] = {
     "fork": (lambda w, d: d < 3, lambda w, d: w.fork(d)),
     "output": (lambda w, d: True, lambda w, d: w.output()),
     "named": (lambda w, d: _same_dtype(w), lambda w, d: w.named()),
+    "quantized": (lambda w, d: w.quantizes and w.dtype != "float64", lambda w, d: w.quantized()),
     "shared": (lambda w, d: True, lambda w, d: w.share()),
     "cast": (lambda w, d: w.dtype != "float64", lambda w, d: w.cast(w.pick(("float32", "bfloat16")))),
     "reshape": (lambda w, d: d == 0, lambda w, d: w.reshape()),
@@ -340,8 +351,8 @@ KINDS: dict[str, Rule] = {
 
 
 @st.composite
-def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
-    """Lists of any kind and depth, on inputs of any shape, dtype and strides."""
+def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = False) -> FuzzCase:
+    """Lists of any kind and depth, on inputs of any shape, dtype and strides, with numbers of 8 bits or without."""
     dtype = draw(st.sampled_from(DTYPES if kernels == "reference" else DTYPES[:3]))
     features = draw(st.one_of(st.integers(1, 67), st.sampled_from((8, 16, 32, 64))))
     rows, side = st.integers(0, 40), st.integers(1, 6)
@@ -349,8 +360,9 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference") -> FuzzCase:
         st.one_of(st.tuples(rows), st.tuples(st.integers(0, 6), side), st.just(()), st.tuples(side, side, side))
     )
     shape = (*leading, features)
-    numbers = draw(st.sampled_from(("plain", "plain", *NUMBERS)))
+    numbers = draw(st.sampled_from(("plain", "ties") if quantizes else ("plain", "plain", *NUMBERS)))
     writer = _Writer(draw, shape, dtype, numbers)
+    writer.quantizes = quantizes
     items = writer.list(8, 0)
     return FuzzCase(
         f"te_fuser.Sequential({', '.join([*items, 'memory=memory', 'kernels=kernels'])})",

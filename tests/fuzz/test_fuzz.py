@@ -35,6 +35,12 @@ def test_lists_run_by_generated_kernels(case: FuzzCase) -> None:
     assert not case.check(), case.script()
 
 
+@settings(REPEATABLE, max_examples=60)
+@given(fuzz_cases(quantizes=True))
+def test_lists_with_numbers_of_8_bits(case: FuzzCase) -> None:
+    assert not case.check(), case.script()
+
+
 def test_a_case_is_the_same_whatever_ran_before() -> None:
     case = FuzzCase("te_fuser.Sequential(ops.Linear(4, 3), ops.Linear(3, 5, bias=False))", seed=7)
     first = case.build().state_dict()
@@ -43,6 +49,20 @@ def test_a_case_is_the_same_whatever_ran_before() -> None:
     for name, p in case.build().state_dict().items():
         assert torch.equal(p, first[name]), name
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_what_cancels_across_ops_is_no_number_where_its_terms_are_none(kernels: str) -> None:
+    """x + (-x) and its gradient, where x is infinite."""
+    case = FuzzCase(
+        "te_fuser.Sequential(te_fuser.Residual(ops.Scale(value=-1.0)), ops.GELU(), memory=memory, kernels=kernels)",
+        shape=(2, 8),
+        dtype="float16",
+        training=False,
+        kernels=kernels,
+        numbers="extreme",
+    )
+    assert not case.check(), case.script()
 
 
 def test_a_bias_under_autocast_is_rounded_as_plain_pytorch_rounds_it() -> None:

@@ -130,6 +130,25 @@ TE_INLINE void finish_sum(const te_launch* launch, int64_t workers, Element* to,
   });
 }
 
+// ---- largest magnitudes ------------------------------------------------------------------------------------------
+
+// As bits, of which NaN's are the largest.
+TE_INLINE void take_larger(words& largest, place at, vec x) {
+  const words size = bits_of(only(x, at, 0.0f)) & 0x7fffffffu;
+  largest = size > largest ? size : largest;
+}
+
+// Raises a number that other workers raise too; the order makes no difference.
+TE_INLINE void raise(float* number, words largest) {
+  typedef uint32_t word __attribute__((may_alias));
+  uint32_t found = 0;
+  for (int i = 0; i < lanes; ++i) found = largest[i] > found ? largest[i] : found;
+  word* const bits = reinterpret_cast<word*>(number);
+  uint32_t known = __atomic_load_n(bits, __ATOMIC_RELAXED);
+  while (known < found && !__atomic_compare_exchange_n(bits, &known, found, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
 // ---- random bits -------------------------------------------------------------------------------------------------
 
 // Philox4x32 with 7 rounds (Salmon et al., 2011); one call gives 16 bits for each of 8 elements.

@@ -238,6 +238,8 @@ TE_SCALAR(sin)
 TE_SCALAR(cos)
 TE_SCALAR(abs)
 TE_SCALAR(relu)
+TE_SCALAR(float8_e4m3fn)
+TE_SCALAR(float8_e5m2)
 #undef TE_SCALAR
 TE_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 TE_INLINE float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }

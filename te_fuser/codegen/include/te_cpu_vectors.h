@@ -34,12 +34,19 @@ typedef uint32_t words __attribute__((vector_size(lanes * 4)));
 typedef uint64_t doublewords __attribute__((vector_size(lanes * 4)));
 typedef double doubles __attribute__((vector_size(lanes * 8)));  // two registers
 typedef uint16_t halves __attribute__((vector_size(lanes * 2)));
+typedef uint8_t bytes __attribute__((vector_size(lanes)));
 
 struct bf16 {
   uint16_t bits;
 };
 struct f16 {
   uint16_t bits;
+};
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
 };
 
 constexpr float infinity = __builtin_inff(), not_a_number = __builtin_nanf("");
@@ -185,12 +192,62 @@ TE_INLINE halves encode(vec x, f16) {
   return __builtin_convertvector(result | sign, halves);
 }
 
+TE_INLINE words widen(bytes x) { return __builtin_convertvector(x, words); }
+
+// Numbers of 8 bits, so many of which are the exponent's.
+template <int exponent_bits>
+struct float8 {
+  static constexpr int mantissa = 7 - exponent_bits, bias = (1 << (exponent_bits - 1)) - 1, dropped = 23 - mantissa;
+  static constexpr uint32_t first_normal = static_cast<uint32_t>(128 - bias) << 23;
+  // A number whose last place is that of the denormals: added, it rounds to them.
+  static constexpr uint32_t unit = static_cast<uint32_t>(127 + 24 - bias - mantissa) << 23;
+
+  // Rounds to nearest even within [-largest, largest], whose bits are given; every NaN becomes 0x7f.
+  TE_MEMBER static bytes encode(vec x, uint32_t largest) {
+    const words bits = bits_of(x), size = bits & 0x7fffffffu;
+    const words within = size < largest ? size : splat_word(largest);
+    const words even = (within >> dropped) & 1u;
+    const words normal = (within - (first_normal - (1u << 23)) + ((1u << (dropped - 1)) - 1u) + even) >> dropped;
+    const words denormal = bits_of(as_float(within) + as_float(splat_word(unit))) - unit;
+    const words rounded = (within < first_normal ? denormal : normal) | ((bits >> 24) & 0x80u);
+    return __builtin_convertvector(size > 0x7f800000u ? splat_word(0x7fu) : rounded, bytes);
+  }
+
+  // From `special` on the exponent of the last numbers stands for infinity and NaN.
+  TE_MEMBER static vec decode(bytes x, uint32_t special) {
+    const words code = widen(x), size = (code & 0x7fu) << dropped, sign = (code & 0x80u) << 24;
+    const words finite = bits_of(as_float(size) * as_float(splat_word(static_cast<uint32_t>(254 - bias) << 23)));
+    return as_float(((code & 0x7fu) >= special ? (size & 0x7fffffu) | 0x7f800000u : finite) | sign);
+  }
+};
+
+TE_INLINE bytes encode(vec x, e4m3) { return float8<4>::encode(x, 0x43e00000u); }  // 448
+TE_INLINE bytes encode(vec x, e5m2) { return float8<5>::encode(x, 0x47600000u); }  // 57344
+TE_INLINE vec decode(bytes x, e4m3) { return float8<4>::decode(x, 0x7fu); }
+TE_INLINE vec decode(bytes x, e5m2) { return float8<5>::decode(x, 0x7cu); }
+
+// x rounded to a dtype of 8 bits, as a float.
+TE_INLINE vec float8_e4m3fn(vec x) { return decode(encode(x, e4m3{}), e4m3{}); }
+TE_INLINE vec float8_e5m2(vec x) { return decode(encode(x, e5m2{}), e5m2{}); }
+
 TE_INLINE vec load(const float* from, place at) { return read<vec>(from, at); }
 TE_INLINE void store(float* to, place at, vec value) { write(to, at, value); }
 
+// What holds the bits of so many elements as a vec has lanes.
+template <class Bits>
+struct stored;
+template <>
+struct stored<uint16_t> {
+  using vector = halves;
+};
+template <>
+struct stored<uint8_t> {
+  using vector = bytes;
+};
+
 template <class Element>
 TE_INLINE vec load(const Element* from, place at) {
-  return decode(read<halves>(&from->bits, at), Element{});
+  return decode(read<typename stored<decltype(Element::bits)>::vector>(&from->bits, at), Element{});
 }
 template <class Element>
 TE_INLINE void store(Element* to, place at, vec value) {

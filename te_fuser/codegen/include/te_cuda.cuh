@@ -4,7 +4,7 @@
 // form beside it, so that the same text also runs on a CPU under an emulation of blocks and threads (tests).
 #pragma once
 
-#include "te_cuda_functions.cuh"
+#include "te_cuda_types.cuh"
 
 namespace te {
 
@@ -28,56 +28,6 @@ TE_DEVICE void let_next_start() {
 #endif
 }
 
-// ------------------------------------------------------------------------------------------ storage types
-
-struct bf16 {
-  unsigned short bits;
-};
-struct fp16 {
-  unsigned short bits;
-};
-
-TE_DEVICE float number(float value) { return value; }
-
-TE_DEVICE float number(bf16 value) { return as_float(static_cast<unsigned>(value.bits) << 16); }
-
-TE_DEVICE float number(fp16 value) {
-#if TE_PTX
-  float wide;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
-  return wide;
-#else
-  return emulated_half_to_float(value.bits);
-#endif
-}
-
-// Two numbers rounded to nearest, in one register; `low` is the element at the lower address.
-TE_DEVICE unsigned packed(bf16, float low, float high) {
-#if TE_PTX
-  unsigned pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-#else
-  return emulated_float_to_bf16(low) | static_cast<unsigned>(emulated_float_to_bf16(high)) << 16;
-#endif
-}
-
-TE_DEVICE unsigned packed(fp16, float low, float high) {
-#if TE_PTX
-  unsigned pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-#else
-  return emulated_float_to_half(low) | static_cast<unsigned>(emulated_float_to_half(high)) << 16;
-#endif
-}
-
-template <class T>
-TE_DEVICE T rounded(float value) {
-  if constexpr (sizeof(T) == 4) return value;
-  else return T{static_cast<unsigned short>(packed(T{}, value, 0.0f))};
-}
-
 // ------------------------------------------------------------------------------------------------ vectors
 
 // kCount neighbours of a row as they are stored, in 32-bit registers.
@@ -87,6 +37,7 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Vector {
   unsigned words[kWords];
 };
 
+// Those of less than a register: one element, or two of 8 bits.
 template <>
 struct alignas(2) Vector<bf16, 1> {
   bf16 element;
@@ -95,26 +46,46 @@ template <>
 struct alignas(2) Vector<fp16, 1> {
   fp16 element;
 };
+template <>
+struct Vector<e4m3, 1> {
+  e4m3 element;
+};
+template <>
+struct Vector<e5m2, 1> {
+  e5m2 element;
+};
+template <>
+struct alignas(2) Vector<e4m3, 2> {
+  unsigned short pair;
+};
+template <>
+struct alignas(2) Vector<e5m2, 2> {
+  unsigned short pair;
+};
 
 template <class T, int kCount>
 TE_DEVICE float get(const Vector<T, kCount>& vector, int index) {
-  if constexpr (sizeof(vector) == 2) {
+  if constexpr (kCount == 1 && sizeof(T) < 4) {
     return number(vector.element);
   } else if constexpr (sizeof(T) == 4) {
     return as_float(vector.words[index]);
-  } else {
+  } else if constexpr (sizeof(T) == 2) {
     return number(T{static_cast<unsigned short>(vector.words[index / 2] >> (index % 2 * 16))});
+  } else if constexpr (kCount == 2) {
+    return number(T{static_cast<unsigned char>(vector.pair >> (index * 8))});
+  } else {
+    return number(T{static_cast<unsigned char>(vector.words[index / 4] >> (index % 4 * 8))});
   }
 }
 
 // Makes the compiler forget what it knows of a vector. Without it, numbers that are needed again later stay in
-// registers as converted floats, which takes twice as many as the 16-bit words do.
+// registers as converted floats, which takes twice as many as the 16-bit words do, or four times.
 template <class T, int kCount>
 TE_DEVICE void forget(Vector<T, kCount>& vector) {
 #if TE_PTX
-  if constexpr (sizeof(vector) == 2) {
+  if constexpr (sizeof(T) == 2 && kCount == 1) {
     asm volatile("" : "+h"(vector.element.bits));
-  } else if constexpr (sizeof(T) == 2) {
+  } else if constexpr (sizeof(T) < 4 && sizeof(vector) >= 4) {
 #pragma unroll
     for (int i = 0; i < Vector<T, kCount>::kWords; ++i) asm volatile("" : "+r"(vector.words[i]));
   }
@@ -168,8 +139,10 @@ TE_DEVICE void write(unsigned* to, const unsigned* from) {
 template <int kCount, class T>
 TE_DEVICE Vector<T, kCount> load(const T* from) {
   Vector<T, kCount> vector;
-  if constexpr (sizeof(vector) == 2) {
+  if constexpr (kCount == 1 && sizeof(T) < 4) {
     vector.element = *from;
+  } else if constexpr (sizeof(vector) == 2) {
+    vector.pair = *reinterpret_cast<const unsigned short*>(from);
   } else {
     access::read<Vector<T, kCount>::kWords>(vector.words, reinterpret_cast<const unsigned*>(from));
   }
@@ -179,14 +152,17 @@ TE_DEVICE Vector<T, kCount> load(const T* from) {
 // Rounds and writes kCount neighbours.
 template <class T, int kCount>
 TE_DEVICE void store(T* to, const float (&values)[kCount]) {
-  if constexpr (sizeof(T) * kCount == 2) {
+  if constexpr (kCount == 1 && sizeof(T) < 4) {
     *to = rounded<T>(values[0]);
+  } else if constexpr (sizeof(T) * kCount == 2) {
+    *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(packed(T{}, values[0], values[1]));
   } else {
     unsigned words[Vector<T, kCount>::kWords];
 #pragma unroll
     for (int i = 0; i < Vector<T, kCount>::kWords; ++i) {
       if constexpr (sizeof(T) == 4) words[i] = as_bits(values[i]);
-      else words[i] = packed(T{}, values[2 * i], values[2 * i + 1]);
+      else if constexpr (sizeof(T) == 2) words[i] = packed(T{}, values[2 * i], values[2 * i + 1]);
+      else words[i] = packed(T{}, values[4 * i], values[4 * i + 1]) | packed(T{}, values[4 * i + 2], values[4 * i + 3]) << 16;
     }
     access::write<Vector<T, kCount>::kWords>(reinterpret_cast<unsigned*>(to), words);
   }
@@ -209,7 +185,7 @@ TE_DEVICE void fetch(Vector<T, kCount>* to, const T* from) {
   } else if constexpr (kBytes >= 4) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(from), "n"(kBytes) : "memory");
   } else {
-    to->element = *from;
+    *to = load<kCount>(from);
   }
 #else
   __builtin_memcpy(to, from, sizeof(*to));
@@ -302,6 +278,28 @@ TE_DEVICE void add_slots(float* shared, int slot, int lane, float (&sums)[kCount
     for (int i = 0; i < kCount; ++i)
       for (int other = 1; other < kSlots; ++other) sums[i] += shared[(i * kSlots + other) * kLanes + lane];
   }
+}
+
+// The larger magnitude, as bits, of which NaN's are the largest.
+TE_DEVICE unsigned larger(unsigned bits, float value) {
+  const unsigned size = as_bits(value) & 0x7fffffffu;
+  return size > bits ? size : bits;
+}
+
+// Raises a number to the largest magnitude that the block found; other blocks raise it too.
+template <int kThreads>
+TE_DEVICE void raise(float (&found)[32], float* number, unsigned largest) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    largest = larger(largest, __shfl_xor_sync(kWarp, as_float(largest), distance));
+  if (lane == 0) found[warp] = as_float(largest);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int other = 1; other < kThreads / 32; ++other) largest = larger(largest, found[other]);
+  unsigned* const bits = reinterpret_cast<unsigned*>(number);
+  // Most blocks find that another was there with more, and leave it at that.
+  if (largest > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, largest);
 }
 
 // Stores the sums of a block: where they belong if no other block adds to them, else where `finish` finds them.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fuser.dtypes import FLOATING, text_of
+from te_fuser.dtypes import FLOATING, STORED, text_of
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.base import FusableOperation, NamedInput, Spec
 from te_fuser.ops.row_op import RowOp
@@ -101,6 +102,8 @@ def check_named(label: str, name: str, given: NamedInput, x: Spec, spec: Spec, b
         Axes.FEATURE: (features,),
         Axes.NONE: (),
     }[given.axes]
+    if given.axes == Axes.NONE and math.prod(spec.shape) == 1:
+        return
     if spec.shape != wanted:
         raise ValueError(
             f"{label}: {plain(name)!r} has shape {list(spec.shape)}, needs {list(wanted)} for an input of shape "
@@ -121,19 +124,19 @@ def check_outputs(label: str, op: FusableOperation, specs: Mapping[str, Spec]) -
     if not isinstance(op, RowOp):
         return
     out = specs["output"]
-    check_dtype(f"{label}: output_dtype()", out.dtype)
+    check_dtype(f"{label}: output_dtype()", out.dtype, STORED)
     for name in op.named_outputs():
         form = specs[name]
         shape = (*out.shape[:-1], form.features) if name in op.values else out.shape
-        check_dtype(f"{label}: named_output({name!r})", form.dtype)
+        check_dtype(f"{label}: named_output({name!r})", form.dtype, STORED)
         if form.shape != shape:
             raise ValueError(f"{label}: named_output({name!r}) has shape {list(form.shape)}, it needs {list(shape)}")
 
 
-def check_dtype(who: str, dtype: torch.dtype) -> None:
-    """Refuse a dtype that no value may have, where an op gives it."""
-    if dtype not in FLOATING.values():
-        raise TypeError(f"{who} gives {text_of(dtype)}; it can be {', '.join(FLOATING)}")
+def check_dtype(who: str, dtype: torch.dtype, known: Mapping[str, torch.dtype] = FLOATING) -> None:
+    """Refuse a dtype that is not `known`, where an op gives it."""
+    if dtype not in known.values():
+        raise TypeError(f"{who} gives {text_of(dtype)}; it can be {', '.join(known)}")
 
 
 def _is_double(spec: Spec) -> bool:

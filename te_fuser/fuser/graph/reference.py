@@ -34,6 +34,8 @@ def reference_run(
     """
     lowered = lower(listed, CallSpecs.of(x, values, given))
     tensors = {binding.key: t for binding, t in given.items()}
+    narrow: dict[str, torch.dtype] = {}  # named values that are stored in 8 bits
+    stored: dict[str, torch.dtype] = {}
     # What autocast casts is in the list; it must not cast once more inside the ops.
     with torch.autocast(x.device.type, enabled=False):
         for item in lowered:
@@ -41,11 +43,13 @@ def reference_run(
             parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
             op = item.lowered.op
-            made = run_op(op, item.stream, x, {**parameters, **named}, seed)
+            made, stored = run_op(op, item.stream, x, {**parameters, **named}, seed)
             x = made["output"]
             for name, own in zip(item.names_out, op.named_outputs(), strict=True):
                 values[name] = made[own]
-    return x
+                narrow |= {name: stored[own]} if own in stored else {}
+    values.update((name, values[name].to(dtype)) for name, dtype in narrow.items())
+    return x.to(stored["output"]) if "output" in stored else x
 
 
 def run_nodes(
@@ -55,7 +59,7 @@ def run_nodes(
     seed: torch.Tensor | None,
     exact: bool,
 ) -> None:
-    """Run some nodes of a graph op by op; what they make is added to `values`.
+    """Run some nodes of a graph op by op; what they make is added to `values`, of 8 bits as wider numbers.
 
     Args:
         values: what enters, by value of the graph.
@@ -68,7 +72,7 @@ def run_nodes(
             cast = None if exact else node.casts.get(name)
             tensors[name] = parameters[number] if cast is None else parameters[number].to(cast)
         tensors.update({argument: values[v] for argument, v in node.named_in.items()})
-        made = run_op(node.op, node.stream, values[node.input], tensors, seed)
+        made, _ = run_op(node.op, node.stream, values[node.input], tensors, seed)
         values[node.output] = made["output"]
         values.update((v, made[name]) for v, name in zip(node.named_out, node.op.named_outputs(), strict=True))
 
@@ -79,12 +83,16 @@ def run_op(
     x: torch.Tensor,
     tensors: Mapping[str, torch.Tensor | None],
     seed: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """The outputs of one op by its meaning; `stream` is the number of its random stream."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
+    """The outputs of one op by its meaning, and the dtypes of those that are stored in 8 bits and come wider.
+
+    Args:
+        stream: the number of its random stream.
+    """
     call = OpCall({**tensors, "input": x})
     if op.draws():
         if seed is None:
             raise RuntimeError(f"{op.kind.__name__} draws random numbers: give the call's seed")
         value, offset = seed.tolist()
         call.random = RandomStream(value, offset, stream, *batch_layout(x.shape, op.batch_dim()))
-    return op.references(call, x)
+    return op.references(call, x), call.stored

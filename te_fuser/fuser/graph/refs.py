@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from te_fuser.dtypes import FLOATING, name_of
+from te_fuser.dtypes import STORED, name_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ AS_MADE = Form()
 def form_named(name: str) -> tuple[str, torch.dtype | None]:
     """What a fusion names, and the form in which it wants it: "input.float32" is ("input", float32)."""
     plain, _, form = name.rpartition(".")
-    return (plain, FLOATING[form]) if plain and form in FLOATING else (name, None)
+    return (plain, STORED[form]) if plain and form in STORED else (name, None)
 
 
 @dataclass(frozen=True, eq=False)

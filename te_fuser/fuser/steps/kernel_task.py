@@ -13,7 +13,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.codegen import in_place
-from te_fuser.dtypes import FLOATING
+from te_fuser.dtypes import STORED
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
@@ -110,7 +110,7 @@ class KernelTask(Task):
         description, slots = self.description, bench.slots
         kernel = bench.kernels[description.key] if self.computes else None
         refs = [*self.inputs, *([SEED] if description.streams else [])]
-        widest = max((o.width * FLOATING[o.dtype].itemsize for o in self.outputs if o.axes & Axes.OUTER), default=0)
+        widest = max((o.width * STORED[o.dtype].itemsize for o in self.outputs if o.axes & Axes.OUTER), default=0)
         return _native.KernelStep(
             description.name,
             # The native kernel itself, where there is one: its Python front takes as long as launching it.
@@ -119,7 +119,7 @@ class KernelTask(Task):
             slots[self.lead],
             self.batch_dim,
             [
-                (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, FLOATING[o.dtype])
+                (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, STORED[o.dtype])
                 for o, alike in zip(self.outputs, self._alike(len(refs)), strict=True)
             ],
             self.streams,

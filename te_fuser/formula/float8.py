@@ -1,0 +1,87 @@
+"""Numbers rounded to 8 bits in PyTorch: by the one rule that all targets keep.
+
+Nearest even, within the finite range of the dtype: what lies beyond, infinities too, becomes its largest number. NaN
+stays NaN, and there is one: 0x7f. What `.to` makes of numbers beyond the range differs among versions of PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_fuser.dtypes import FLOAT8
+
+# What float32 errs by at most, before a number is rounded to 8 bits, as a share of it.
+_NEAR = 2.0**-17
+_turning: contextvars.ContextVar[bool] = contextvars.ContextVar("te_fuser_turning", default=False)
+
+
+@contextlib.contextmanager
+def ties_turned() -> Iterator[None]:
+    """Inside, numbers that lie next to a tie are rounded the other way, as those are that were computed otherwise."""
+    token = _turning.set(True)
+    try:
+        yield
+    finally:
+        _turning.reset(token)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in a dtype of 8 bits.
+
+    Args:
+        x: floating point, any shape.
+        dtype: float8_e4m3fn or float8_e5m2.
+    """
+    found = _nearest(x, dtype)
+    if not _turning.get():
+        return found
+    return _nearest(x + torch.copysign(x.abs() * _NEAR, x - found.to(x.dtype)), dtype)
+
+
+def _nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    largest = torch.finfo(dtype).max
+    within = x.clamp(-largest, largest).masked_fill(x.isnan(), math.nan)
+    return (_to_places(within, dtype) if x.dtype == torch.float64 else within).to(dtype)
+
+
+def _to_places(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float64 with as many binary places as the dtype has: by way of float32 numbers would be rounded twice."""
+    limits = torch.finfo(dtype)
+    smallest = math.frexp(limits.smallest_normal)[1]
+    exponent = torch.frexp(x)[1].clamp_min(smallest).double() - 1.0
+    step = torch.exp2(exponent) * limits.eps
+    return torch.where(x.isfinite(), (x / step).round() * step, x)
+
+
+def check_float8(dtype: torch.dtype) -> None:
+    """Refuse what is no dtype of 8 bits.
+
+    Raises:
+        TypeError: naming what there is.
+    """
+    if dtype not in FLOAT8.values():
+        raise TypeError(f"numbers are quantized to torch.{' or torch.'.join(FLOAT8)}, got {dtype!r}")
+
+
+class Quantized(torch.autograd.Function):
+    """x times scale, rounded to 8 bits and given in x's dtype; the gradient passes to x as it is."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+        return rounded(x * scale, dtype).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0], None, None

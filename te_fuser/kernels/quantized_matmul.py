@@ -1,0 +1,134 @@
+"""Products of numbers of 8 bits: by cuBLASLt on CUDA, elsewhere emulated.
+
+y = (a scale_a) (b scale_b)^T for a [..., K] and b [N, K], one of them in float8_e4m3fn, the other in that or in
+float8_e5m2, K a multiple of 16: both lie along what is summed, as Hopper's matrix units take them. So all three
+products of a layer are this one: y of x and W, dx of dy and W^T, dW of dy^T and x^T, where transposed ones are at hand.
+Scales are float32 [], what 8 bits are multiplied by (`QuantizedTensor.scale_inverse`), read on the device at each run.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from te_fuser import _native
+from te_fuser.dtypes import FLOAT8, text_of
+from te_fuser.kernels.cublaslt.products import DTYPES, obstacle
+from te_fuser.ops.quantized_matmul import STEP, product
+
+# What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
+KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "onto": {"add": "out"}}
+
+
+@functools.cache
+def configured(
+    kind: str, a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, fast: bool
+) -> _native.CudaMatmul:
+    """The native product of that kind; one for the process.
+
+    Args:
+        fast: sums in fewer bits than float32 has, as forward may have them.
+
+    Raises:
+        KeyError: when there is no such kind.
+        ValueError: for dtypes that cuBLASLt does not take together.
+    """
+    return _native.CudaMatmul(
+        f"quantized_matmul_{kind}",
+        text_of(a_dtype),
+        b_dtype=text_of(b_dtype),
+        transpose_b=True,
+        out_dtype=text_of(out_dtype),
+        fast_accumulation=fast,
+        on_empty=functools.partial(_write_empty, kind),
+        **KINDS[kind],  # type: ignore[arg-type]
+    )
+
+
+def _write_empty(
+    kind: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out: torch.Tensor,
+    *bias: torch.Tensor,
+) -> None:
+    """What a product over nothing gives."""
+    if kind != "onto":
+        out.zero_()
+    for b in bias:
+        out += b
+
+
+def refusal(
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    device: torch.device,
+    kind: str = "plain",
+    fast: bool = False,
+) -> str | None:
+    """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can."""
+    why = obstacle()
+    if why is not None:
+        return why
+    if sizes[2] % STEP:
+        return f"rows of {sizes[2]} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return configured(kind, a_dtype, b_dtype, out_dtype, fast).refusal(*sizes, index)
+
+
+def multiply(
+    a: torch.Tensor,
+    scale_a: torch.Tensor,
+    b: torch.Tensor,
+    scale_b: torch.Tensor,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    fast: bool = False,
+) -> torch.Tensor:
+    """y = (a scale_a) (b scale_b)^T + bias in `out_dtype`, [..., N], on the device of a.
+
+    Raises:
+        TypeError: for factors that are not of 8 bits, or another `out_dtype` than float32, bfloat16, float16.
+        ValueError: for sizes that do not fit.
+        RuntimeError: with the library's words.
+    """
+    _check_dtypes(a, b, out_dtype)
+    if a.device.type != "cuda":
+        return product(a, scale_a, b, scale_b, out_dtype, bias)
+    kind, given = ("plain", ()) if bias is None else ("bias", (bias,))
+    native = configured(kind, a.dtype, b.dtype, out_dtype, fast)
+    return native.make(a, b, scale_a, scale_b, *given)  # type: ignore[no-any-return]
+
+
+def add_onto(
+    a: torch.Tensor,
+    scale_a: torch.Tensor,
+    b: torch.Tensor,
+    scale_b: torch.Tensor,
+    onto: torch.Tensor,
+    fast: bool = False,
+) -> None:
+    """onto += (a scale_a) (b scale_b)^T in place; onto is [M, N], float32 say.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `multiply`.
+    """
+    _check_dtypes(a, b, onto.dtype)
+    if a.device.type == "cuda":
+        configured("onto", a.dtype, b.dtype, onto.dtype, fast)((a, b, scale_a, scale_b, onto))
+        torch.autograd.graph.increment_version(onto)
+    else:
+        onto += product(a, scale_a, b, scale_b, torch.float32)
+
+
+def _check_dtypes(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> None:
+    for t in (a, b):
+        if t.dtype not in FLOAT8.values():
+            raise TypeError(f"a product of 8 bits takes {' and '.join(FLOAT8)}, got {text_of(t.dtype)}: quantize it")
+    if out_dtype not in DTYPES:
+        raise TypeError(f"a product of 8 bits gives {', '.join(map(text_of, DTYPES))}, not {text_of(out_dtype)}")

@@ -1,0 +1,55 @@
+"""Quantize: times a scale, in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.formula import Axes, quantize
+from te_fuser.formula.float8 import check_float8
+from te_fuser.ops.base import NamedInput
+from te_fuser.ops.checks import check_name
+from te_fuser.ops.row_op import RowOp
+
+
+class Quantize(RowOp):
+    """Times one number for all, in 8 bits: y = x * scale rounded to nearest even within the range of `dtype`.
+
+    Infinities become the largest number too, NaN stays NaN. Who reads y divides by the scale again, and gives the
+    gradient of what comes of it: that passes to x as it is. Row ops read no 8 bits: behind this comes an op that says
+    so by `input_dtypes`, or the end of the list.
+
+    Args:
+        dtype: float8_e4m3fn or float8_e5m2.
+        scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it.
+
+    Raises:
+        TypeError: for another dtype.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
+    """
+
+    prototype_arguments = {"dtype": torch.float8_e4m3fn}
+
+    def __init__(self, dtype: torch.dtype, *, scale: str = "scale") -> None:
+        super().__init__()
+        check_float8(dtype)
+        self.dtype, self.scale = dtype, check_name(scale)
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        return {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
+
+    def compute(self, x: Any, scale: Any) -> Any:
+        return quantize(x, scale, self.dtype)
+
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> Quantize:
+        return cls(**{**cls.prototype_arguments, "scale": f"{name}_scale", **changed})
+
+    def extra_repr(self) -> str:
+        return f"{self.dtype}, scale={self.scale!r}"

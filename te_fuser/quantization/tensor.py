@@ -1,0 +1,83 @@
+"""A tensor in 8 bits with its scale, by rows and transposed, as products take it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from te_fuser.formula.float8 import check_float8, rounded
+
+_TOKENS = 16  # a multiple of so many is a row of what is transposed
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """What `quantize` gives.
+
+    Attributes:
+        data: in 8 bits, of the shape of what it is made of.
+        transposed: the same as a matrix that lies the other way round, [features, tokens], with zeros behind the tokens
+            up to a multiple of 16.
+        scale_inverse: float32 []: what data is multiplied by to be itself again.
+        amax: float32 []: the largest magnitude before it was scaled; 0 where there is nothing, NaN where NaN is.
+        dtype: of what it is made of.
+    """
+
+    data: torch.Tensor
+    transposed: torch.Tensor
+    scale_inverse: torch.Tensor
+    amax: torch.Tensor
+    dtype: torch.dtype
+
+    def dequantize(self) -> torch.Tensor:
+        """data * scale_inverse, computed in float32, in the dtype and the shape of what it is made of."""
+        return (self.data.float() * self.scale_inverse).to(self.dtype)
+
+
+@torch.no_grad()
+def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | float) -> QuantizedTensor:
+    """x * scale in 8 bits: computed in float32, rounded to nearest even within the finite range of the dtype.
+
+    Infinities become the largest number too, NaN stays NaN; the same bytes as `ops.Quantize` gives.
+
+    Args:
+        x: [..., features] in float32, bfloat16 or float16.
+        dtype: float8_e4m3fn or float8_e5m2.
+        scale: one positive number, float32 on x's device or of Python's.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for a scale of several elements, or a number that is not finite and positive; for an x without
+            dimensions.
+    """
+    check_float8(dtype)
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"quantize takes float32, bfloat16 and float16, got {x.dtype}: convert with .float()")
+    if x.dim() == 0:
+        raise ValueError("quantize takes a tensor [..., features], got a scalar: x.reshape(1)")
+    by = _scale_of(scale, x.device)
+    wide = x.float()
+    data = rounded(wide * by, dtype)
+    largest = wide.abs().amax() if x.numel() else wide.new_zeros(())
+    return QuantizedTensor(data, _transposed(data), by.reciprocal(), largest, x.dtype)
+
+
+def _scale_of(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """A scale as a tensor; one on a device is taken as it is, so that nobody waits for its value."""
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1 or scale.dtype != torch.float32:
+            raise ValueError(f"a scale is one number in float32, got {scale.dtype} {list(scale.shape)}")
+        return scale.detach().reshape(())
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"a scale is finite and positive, got {scale!r}")
+    return torch.tensor(scale, dtype=torch.float32, device=device)
+
+
+def _transposed(data: torch.Tensor) -> torch.Tensor:
+    rows = data.reshape(-1, data.shape[-1]) if data.numel() else data.new_empty(0, data.shape[-1])
+    tokens = -(-rows.shape[0] // _TOKENS) * _TOKENS
+    turned = torch.zeros(rows.shape[1], tokens, dtype=torch.uint8, device=data.device)
+    turned[:, : rows.shape[0]] = rows.view(torch.uint8).mT  # bytes: not every operation knows 8 bits
+    return turned.view(data.dtype)

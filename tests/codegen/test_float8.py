@@ -1,0 +1,152 @@
+"""Generated kernels that store and read 8 bits: the same bytes on every target."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import cpp, cuda
+from te_fuser.codegen.compiler import load
+from te_fuser.codegen.cuda_compile import compile_kernel
+from te_fuser.codegen.description import KernelDescription, Target, describe
+from te_fuser.codegen.interpreted import InterpretedKernel
+from te_fuser.dtypes import FLOAT8, name_of
+from te_fuser.formula import expr, quantize
+from te_fuser.formula.expr import Axes
+from tests.codegen.cuda_on_cpu import build
+from tests.float8 import codes, every_number, nearest_codes, numbers, telling_numbers
+from tests.needs import needs_compiler, needs_nvrtc
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+READ = ("float32", "bfloat16", "float16")
+WIDTHS = (1, 2, 6, 16, 33)
+Kernels = dict[KernelDescription, object]
+
+
+def to_float8(dtype: str, read: str, width: int) -> KernelDescription:
+    """y = x * scale in 8 bits."""
+    x, scale = expr.leaf("x", Axes.FULL, width), expr.leaf("scale", Axes.NONE)
+    y = quantize(x, scale, FLOAT8[dtype])
+    tensors = {"x": (Axes.FULL, width, read), "scale": (Axes.NONE, 1, "float32")}
+    return describe(f"to_{dtype}", [Target("y", y, Axes.FULL, width, dtype)], (), tensors)
+
+
+def from_float8(dtype: str, width: int) -> KernelDescription:
+    """What 8 bits stand for, in float32."""
+    x = expr.leaf("x", Axes.FULL, width)
+    return describe(
+        f"from_{dtype}", [Target("y", x * 2, Axes.FULL, width, "float32")], (), {"x": (Axes.FULL, width, dtype)}
+    )
+
+
+def rounded_twice(dtype: str) -> KernelDescription:
+    """What 8 bits would stand for, used further in the same kernel: stored twice, and in float32."""
+    x, scale = expr.leaf("x", Axes.FULL, 16), expr.leaf("scale", Axes.NONE)
+    y = quantize(x, scale, FLOAT8[dtype])
+    stores = [Target("y", y, Axes.FULL, 16, dtype), Target("twice", 2 * y, Axes.FULL, 16, "float32")]
+    tensors = {"x": (Axes.FULL, 16, "float32"), "scale": (Axes.NONE, 1, "float32")}
+    return describe(f"twice_{dtype}", stores, (), tensors)
+
+
+TO = {(dtype, read, width): to_float8(dtype, read, width) for dtype in FLOAT8 for read in READ for width in WIDTHS}
+FROM = {(dtype, width): from_float8(dtype, width) for dtype in FLOAT8 for width in WIDTHS}
+TWICE = {dtype: rounded_twice(dtype) for dtype in FLOAT8}
+ALL = [*TO.values(), *FROM.values(), *TWICE.values()]
+
+
+class Targets:
+    """The kernels on each target, called by description."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cpp = dict(zip([d.key for d in ALL], load(ALL, cache_dir=folder), strict=True))
+        texts = [cuda.generate(d, "sm_80") for d in ALL]
+        self.cuda = dict(zip([d.key for d in ALL], build(COMPILER, texts, folder), strict=True))
+
+    def __call__(self, target: str, d: KernelDescription, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """What the kernel stores of tensors of one row after another."""
+        rows = tensors[0].shape[0]
+        made = [torch.empty(rows, t.width, dtype=getattr(torch, t.dtype)) for t in d.stores]
+        if target == "cuda":
+            named = {load.name: t for load, t in zip(d.loads, tensors, strict=True)}
+            self.cuda[d.key](d, named, made, rows)
+        else:
+            run = self.cpp[d.key].run if target == "cpp" else InterpretedKernel(d)
+            run((*tensors, *made), rows, 1, 1, ())
+        return made
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return Targets(tmp_path_factory.mktemp("float8"))
+
+
+def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
+    """As many whole rows as there are."""
+    return x[: x.numel() // width * width].reshape(-1, width).contiguous()
+
+
+def numbers_of(read: str, dtype: str) -> torch.Tensor:
+    return telling_numbers(FLOAT8[dtype]) if read == "float32" else every_number(getattr(torch, read))
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@pytest.mark.parametrize(("dtype", "read", "width"), TO)
+def test_bytes_that_are_stored(run: Targets, dtype: str, read: str, width: int, target: str) -> None:
+    x = rows_of(numbers_of(read, dtype), width)
+    if target == "cuda" and width != 16:
+        x = x[:: max(1, 16 // width)].contiguous()  # the emulation takes its time
+    for scale in (1.0, 3.1, 2.0**-9) if width == 16 else (0.7,):
+        (y,) = run(target, TO[dtype, read, width], x, torch.tensor(scale))
+        assert torch.equal(codes(y), nearest_codes(x.float() * scale, FLOAT8[dtype])), scale
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@pytest.mark.parametrize(("dtype", "width"), FROM)
+def test_numbers_that_are_read(run: Targets, dtype: str, width: int, target: str) -> None:
+    x = rows_of(torch.arange(256, dtype=torch.uint8), width).view(FLOAT8[dtype])
+    (y,) = run(target, FROM[dtype, width], x)
+    wanted = rows_of(numbers(FLOAT8[dtype]), width) * 2
+    torch.testing.assert_close(y.double(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_who_reads_it_in_the_same_kernel_sees_what_is_stored(run: Targets, dtype: str, target: str) -> None:
+    x = rows_of(telling_numbers(FLOAT8[dtype]), 16)
+    y, twice = run(target, TWICE[dtype], x, torch.tensor(0.7))
+    assert torch.equal(codes(y), nearest_codes(x * 0.7, FLOAT8[dtype]))
+    torch.testing.assert_close(twice, 2 * y.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_stored_is_rounded_by_the_store_alone() -> None:
+    d = TO["float8_e4m3fn", "bfloat16", 16]
+    assert "float8" not in cpp.generate(d).source.split("{", 1)[1] and "nearest" not in cuda.generate(d).source
+    assert "te::float8_e4m3fn(" in cpp.generate(TWICE["float8_e4m3fn"]).source
+
+
+def test_vectors_go_by_the_narrowest_tensor() -> None:
+    (schedule,) = cuda.generate(TO["float8_e5m2", "bfloat16", 16]).schedules
+    assert schedule.vector == 16
+    (schedule,) = cuda.generate(TO["float8_e5m2", "bfloat16", 6]).schedules
+    assert schedule.vector == 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_machine_code_of_each_architecture(arch: str, tmp_path: Path) -> None:
+    """From 8.9 on there is an instruction for it, before that whole numbers do it."""
+    for dtype in FLOAT8:
+        large = to_float8(dtype, "bfloat16", 4096)
+        for d in (TWICE[dtype], FROM[dtype, 16], TO[dtype, "bfloat16", 1], TO[dtype, "bfloat16", 2], large):
+            kernel, made = compile_kernel(d, arch, cache=tmp_path)
+            assert not [r for r in made.resources if r.spilled_bytes > (0 if d is large else 16)], kernel.schedules
+
+
+def test_names_are_those_of_the_table() -> None:
+    assert [name_of(dtype) for dtype in FLOAT8.values()] == ["float8_e4m3fn", "float8_e5m2"]

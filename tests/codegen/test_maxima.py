@@ -1,0 +1,203 @@
+"""Largest magnitudes that kernels find on their way, raised into numbers of the call, beside stores in 8 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser._native import CpuKernel
+from te_fuser.codegen import cpp, cuda, schedule_model
+from te_fuser.codegen.compiler import LoadedKernel, load
+from te_fuser.codegen.cuda_compile import compile_kernel
+from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.cuda_loader import native_kernel
+from te_fuser.codegen.description import KernelDescription, Maximum, Target, describe
+from te_fuser.codegen.interpreted import InterpretedKernel
+from te_fuser.codegen.schedule import limits_of
+from te_fuser.formula import expr
+from te_fuser.formula.expr import Axes
+from tests.codegen.corpus import descriptions, inputs, outputs, reference
+from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams
+from tests.codegen.cuda_on_cpu import Emulated, build
+from tests.needs import needs_compiler, needs_nvrtc
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+NAMES = (
+    "layer_norm_fwd-40-bf16", "layer_norm_bwd-257-f32", "rms_norm_bwd-1024-bf16", "bias_gelu_fwd-257-f16",
+    "bias_gelu_bwd-257-f16", "layer_norm_swiglu_bwd-40-f32", "swiglu_fwd-1024-bf16", "scale_shift_bwd-17-f32",
+    "dropout_add_layer_norm_fwd-1024-bf16-f32", "dropout_add_layer_norm_bwd-1024-bf16-f32", "softmax_fwd-40-f32",
+    "drop_path_bwd-40-bf16", "cast-257-f32",
+)  # fmt: skip
+
+
+def raising(d: KernelDescription) -> KernelDescription:
+    """The kernel with its wide outputs in 8 bits, and the largest magnitude of each of them."""
+    wide = [s for s in d.stores if s.axes == Axes.FULL]
+    stores = tuple(dataclasses.replace(s, dtype="float8_e4m3fn") if s in wide else s for s in d.stores)
+    return dataclasses.replace(
+        d, stores=stores, maxima=tuple(Maximum(f"amax_{s.name}", s.parts, s.width) for s in wide)
+    )
+
+
+CORPUS = descriptions()
+RAISING = {name: raising(CORPUS[name]) for name in NAMES}
+
+
+def calibrating(width: int) -> KernelDescription:
+    """A kernel that looks and stores nothing."""
+    x = expr.leaf("x", Axes.FULL, width)
+    return describe(
+        "look", (), (), {"x": (Axes.FULL, width, "float32")}, [Target("amax", x * 0.5, Axes.FULL, width, "float32")]
+    )
+
+
+LOOK = {width: calibrating(width) for width in (1, 6, 33, 64)}
+
+
+def slots(d: KernelDescription, start: float = 0.0) -> dict[str, torch.Tensor]:
+    return {m.name: torch.tensor([start]) for m in d.maxima}
+
+
+def wanted(d: KernelDescription, tensors: dict[str, torch.Tensor], rows: int, batch: tuple[int, int]) -> list[float]:
+    """The largest magnitude of what each wide output is made of."""
+    exact = reference(d, tensors, rows, batch=batch, streams=streams(d))
+    found = zip(d.stores, exact, strict=False)
+    return [e.abs().max().item() if e.numel() else 0.0 for s, e in found if s.axes == Axes.FULL]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedKernel]:
+    every = [*RAISING.values(), *LOOK.values()]
+    made = load(every, cache_dir=tmp_path_factory.mktemp("raising"))
+    return dict(zip([d.key for d in every], made, strict=True))
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Emulated]:
+    every = [*RAISING.values(), *LOOK.values()]
+    made = build(str(COMPILER), [cuda.generate(d) for d in every], tmp_path_factory.mktemp("raising"))
+    return dict(zip([d.key for d in every], made, strict=True))
+
+
+def call(
+    kernel: object,
+    d: KernelDescription,
+    tensors: dict[str, torch.Tensor],
+    given: dict[str, torch.Tensor],
+    rows: int,
+    batch: tuple[int, int] = (1, 1),
+) -> list[torch.Tensor]:
+    """Run a kernel of either target; what it raises is in `given`."""
+    made = outputs(d, rows, batch[1])
+    if isinstance(kernel, Emulated):
+        kernel(d, {**tensors, **given}, made, rows, batch)
+        return made
+    seed = (torch.tensor([SEED, OFFSET]),) if d.streams else ()
+    numbers = tuple(range(FIRST_STREAM, FIRST_STREAM + len(d.streams)))
+    kernel((*tensors.values(), *given.values(), *seed, *made), rows, *batch, numbers)  # type: ignore[operator]
+    return made
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@pytest.mark.parametrize("name", NAMES)
+def test_beside_what_is_stored(
+    name: str, target: str, on_cpu: dict[str, LoadedKernel], emulated: dict[str, Emulated]
+) -> None:
+    d = RAISING[name]
+    kernel = {"torch": InterpretedKernel(d), "cpp": on_cpu[d.key].run, "cuda": emulated[d.key]}[target]
+    for rows, batch in ((0, (1, 1)), (1, (1, 1)), (13, (1, 1)), (24, (2, 3))):
+        tensors, given = inputs(d, rows, batch[1], seed=rows), slots(d)
+        made = call(kernel, d, tensors, given, rows, batch)
+        assert not complaints(d, tensors, made, rows, batch)
+        found = [t.item() for t in given.values()]
+        assert found == pytest.approx(wanted(d, tensors, rows, batch), rel=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["torch", "cpp", "cuda"])
+@pytest.mark.parametrize("width", LOOK)
+def test_it_is_raised_and_never_lowered(
+    width: int, target: str, on_cpu: dict[str, LoadedKernel], emulated: dict[str, Emulated]
+) -> None:
+    d = LOOK[width]
+    kernel = {"torch": InterpretedKernel(d), "cpp": on_cpu[d.key].run, "cuda": emulated[d.key]}[target]
+    rng = torch.Generator().manual_seed(width)
+    x = torch.randn(29, width, generator=rng)
+    largest, given = 0.5 * x.abs().max().item(), slots(d)
+
+    def look(x: torch.Tensor) -> float:
+        call(kernel, d, {"x": x}, given, x.shape[0])
+        return given["amax"].item()
+
+    assert look(x) == largest
+    assert look(0.9 * x) == look(x[:0]) == look(torch.zeros(3, width)) == largest
+    assert look(-2.0 * x) == 2.0 * largest
+    x[17, width // 2] = -math.inf
+    assert look(x) == math.inf
+    x[3, 0] = math.nan
+    assert math.isnan(look(x)) and math.isnan(look(torch.ones(2, width)))
+
+
+@needs_compiler
+def test_as_many_threads_as_there_are_find_the_same(on_cpu: dict[str, LoadedKernel]) -> None:
+    d, rows = RAISING["layer_norm_swiglu_bwd-40-f32"], 4099
+    k = cpp.generate(d)
+    sizes = (k.partial_floats, k.partial_floats_per_sample, k.scratch_floats)
+    shared = CpuKernel(str(on_cpu[d.key].library), k.symbol, k.dtypes, *sizes, 1 << 30)
+    tensors, before, found = inputs(d, rows), torch.get_num_threads(), []
+    for threads in (1, 2, 2):
+        torch.set_num_threads(threads)
+        given = slots(d)
+        call(shared, d, tensors, given, rows)
+        found.append([t.item() for t in given.values()])
+    torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
+@needs_compiler
+def test_every_kind_of_schedule(tmp_path: Path) -> None:
+    """Also where column sums have a kernel of their own, which raises nothing."""
+    limits = limits_of("sm_90a")
+    for name in ("layer_norm_bwd-257-f32", "dropout_add_layer_norm_bwd-1024-bf16-f32", "layer_norm_fwd-40-bf16"):
+        d = RAISING[name]
+        found: dict[object, tuple[schedule_model.Schedule, ...]] = {}
+        rewritten = rewrite(d)
+        for s in schedule_model.candidates(rewritten, limits):
+            found.setdefault((s.kind, s.ahead, s.sums, s.lanes > 32), (s,))
+        if d.sums:
+            found["apart"] = schedule_model.apart(rewritten, limits)[0]
+        kernels = [cuda.generate(d, schedules=s) for s in found.values()]
+        tensors = inputs(d, 13)
+        folder = tmp_path / name
+        folder.mkdir()
+        for kernel in build(str(COMPILER), kernels, folder):
+            given = slots(d)
+            made = call(kernel, d, tensors, given, 13)
+            assert not complaints(d, tensors, made, 13)
+            values = [t.item() for t in given.values()]
+            assert values == pytest.approx(wanted(d, tensors, 13, (1, 1)), rel=1e-5), kernel.kernel.schedules
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_machine_code(arch: str, tmp_path: Path) -> None:
+    for name in NAMES if arch == "sm_90a" else NAMES[::4]:
+        kernel, made = compile_kernel(RAISING[name], arch, cache=tmp_path)
+        assert not [r for r in made.resources if r.spilled_bytes > 16], (name, kernel.schedules)
+    assert "1 launch" in repr(native_kernel(RAISING[NAMES[0]], *compiled(RAISING[NAMES[0]], arch, tmp_path)))
+
+
+def compiled(d: KernelDescription, arch: str, folder: Path) -> tuple[cuda.CudaKernel, bytes]:
+    kernel, made = compile_kernel(d, arch, cache=folder)
+    return kernel, made.cubin
+
+
+def test_a_kernel_says_what_it_raises() -> None:
+    d = RAISING["cast-257-f32"]
+    assert "max   amax_" in str(d) and d.key != dataclasses.replace(d, maxima=()).key

@@ -1,0 +1,182 @@
+"""Products of 8 bits on machines without a GPU: a library that computes on the CPU, and the emulation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser import _native
+from te_fuser.kernels import quantized_matmul
+from te_fuser.quantization import QuantizedTensor, quantize
+from tests import fake_cublaslt, fake_cuda
+from tests.fake_cublaslt import FakeCublasLt
+from tests.float8 import E4M3, E5M2
+from tests.needs import needs_compiler
+
+M, N, K = 7, 12, 48
+PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: "-".join(str(d)[12:] for d in p))
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("libraries")
+    return fake_cuda.compile_driver(folder), fake_cublaslt.compile_library(folder)
+
+
+@pytest.fixture
+def library(libraries: tuple[Path, Path]) -> Iterator[FakeCublasLt]:
+    quantized_matmul.configured.cache_clear()
+    with fake_cuda.in_place(libraries[0]), fake_cublaslt.in_place(libraries[1]) as fake:
+        yield fake
+    quantized_matmul.configured.cache_clear()
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int) -> QuantizedTensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return quantize(x, dtype, torch.finfo(dtype).max / x.abs().max().item() if x.numel() else 1.0)
+
+
+def exactly(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
+    wide = (t.data.double() * t.scale_inverse.double() for t in (a, b))
+    return next(wide) @ next(wide).mT
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=2 * eps, atol=2 * eps * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(M,), (2, 3), (1,)])
+@pairs
+def test_values(
+    library: FakeCublasLt, pair: tuple[torch.dtype, torch.dtype], rows: tuple[int, ...], out_dtype: torch.dtype
+) -> None:
+    """By the native type and by the emulation, with a bias and without, and onto what is there."""
+    a, b = numbers(*rows, K, dtype=pair[0], seed=0), numbers(N, K, dtype=pair[1], seed=1)
+    given, exact = (a.data, a.scale_inverse, b.data, b.scale_inverse), exactly(a, b)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(out_dtype)
+    for fast, with_bias in itertools.product((False, True), repeat=2):
+        kind, more = ("bias", (bias,)) if with_bias else ("plain", ())
+        product = quantized_matmul.configured(kind, *pair, out_dtype, fast)
+        found = product.make(a.data, b.data, a.scale_inverse, b.scale_inverse, *more)
+        wanted = exact + bias.double() if with_bias else exact
+        assert found.shape == (*rows, N) and found.dtype == out_dtype and library.last_fast == fast
+        close(found, wanted)
+        close(quantized_matmul.multiply(*given, out_dtype, *more), wanted)  # type: ignore[arg-type]
+    onto = torch.ones(exact.flatten(0, -2).shape, dtype=out_dtype)
+    product = quantized_matmul.configured("onto", *pair, out_dtype, False)
+    product((a.data.flatten(0, -2), b.data, a.scale_inverse, b.scale_inverse, onto))
+    close(onto, exact.flatten(0, -2) + 1.0)
+    again = torch.ones_like(onto)
+    quantized_matmul.add_onto(a.data.flatten(0, -2), a.scale_inverse, b.data, b.scale_inverse, again)
+    close(again, exact.flatten(0, -2) + 1.0)
+
+
+def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt) -> None:
+    tokens, features, out = 13, 32, 48
+    x, w = numbers(tokens, features, dtype=E4M3, seed=0), numbers(out, features, dtype=E4M3, seed=1)
+    dy = numbers(tokens, out, dtype=E5M2, seed=2)
+
+    def run(a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        found = quantized_matmul.configured("plain", a.dtype, b.dtype, torch.float32, False).make(a, b, *scales)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    wide = {n: t.data.double() * t.scale_inverse.double() for n, t in (("x", x), ("w", w), ("dy", dy))}
+    close(run(x.data, w.data, (x.scale_inverse, w.scale_inverse)), wide["x"] @ wide["w"].mT)
+    close(run(dy.data, w.transposed, (dy.scale_inverse, w.scale_inverse)), wide["dy"] @ wide["w"])
+    close(run(dy.transposed, x.transposed, (dy.scale_inverse, x.scale_inverse)), wide["dy"].mT @ wide["x"])
+
+
+def test_each_run_reads_its_scales(library: FakeCublasLt) -> None:
+    a, b = numbers(M, K, dtype=E4M3, seed=0), numbers(N, K, dtype=E4M3, seed=1)
+    product = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, True)
+    out = torch.empty(M, N)
+    product((a.data, b.data, a.scale_inverse, b.scale_inverse, out))
+    first = out.clone()
+    product((a.data, b.data, 2 * a.scale_inverse, b.scale_inverse.reshape(1), out))
+    assert torch.equal(out, 2 * first) and library.heuristics == 1
+
+
+def test_operands_that_lie_otherwise_are_copied(library: FakeCublasLt) -> None:
+    a, b = numbers(32, 32, dtype=E4M3, seed=0), numbers(N, 32, dtype=E4M3, seed=1)
+    product = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False)
+    shifted = torch.zeros(N * 32 + 3, dtype=torch.uint8)[3:].view(E4M3).view(N, 32)
+    shifted.view(torch.uint8).copy_(b.data.view(torch.uint8))
+    turned = a.data.view(torch.uint8).mT.contiguous().mT.view(E4M3)
+    want = product.make(a.data, b.data, a.scale_inverse, b.scale_inverse)
+    assert torch.equal(product.make(turned, shifted, a.scale_inverse, b.scale_inverse), want)
+
+
+@pytest.mark.parametrize("sizes", [(0, N, K), (M, N, 0), (M, 0, K)])
+def test_nothing_to_multiply(library: FakeCublasLt, sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    a, b = numbers(m, k, dtype=E4M3, seed=0), numbers(n, k, dtype=E5M2, seed=1)
+    bias = torch.ones(n)
+    found = quantized_matmul.configured("bias", E4M3, E5M2, torch.float32, False).make(
+        a.data, b.data, a.scale_inverse, b.scale_inverse, bias
+    )
+    assert torch.equal(found, torch.ones(m, n))
+
+
+def test_what_the_library_takes(library: FakeCublasLt) -> None:
+    device = torch.device("cuda", 0)
+    assert quantized_matmul.refusal(E4M3, E5M2, torch.bfloat16, (M, N, K), device) is None
+    why = quantized_matmul.refusal(E4M3, E5M2, torch.bfloat16, (M, N, 40), device)
+    assert why == "rows of 40 numbers of 8 bits: cuBLASLt takes multiples of 16"
+
+
+A, B, ONE = torch.zeros(M, K).to(E4M3), torch.zeros(N, K).to(E4M3), torch.ones(())
+PLAIN = {"transpose_b": True, "out_dtype": "float32"}
+REFUSED = {
+    "two in E5M2": (
+        lambda: _native.CudaMatmul("p", "float8_e5m2", **PLAIN), ValueError, "one of its factors is float8_e4m3fn"
+    ),
+    "one of 8 bits": (
+        lambda: _native.CudaMatmul("p", "float8_e5m2", b_dtype="bfloat16", **PLAIN), ValueError, "both of 8 bits"
+    ),
+    "two dtypes": (
+        lambda: _native.CudaMatmul("p", "float32", b_dtype="bfloat16"), ValueError, "of one dtype, or both of 8 bits"
+    ),
+    "in 8 bits": (
+        lambda: _native.CudaMatmul("p", "float8_e4m3fn", transpose_b=True), ValueError, "float16, got float8_e4m3fn"
+    ),
+    "lying otherwise": (
+        lambda: _native.CudaMatmul("p", "float8_e4m3fn", out_dtype="float32"), ValueError, "lie along what is summed"
+    ),
+    "fast": (
+        lambda: _native.CudaMatmul("p", "bfloat16", fast_accumulation=True), ValueError, "is for factors of 8 bits"
+    ),
+    "15 in a row": (
+        lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False).make(
+            A[:, :15], B[:, :15], ONE, ONE
+        ),
+        ValueError,
+        "a has 15 numbers of 8 bits in a row; cuBLASLt takes multiples of 16",
+    ),
+    "several scales": (
+        lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False).make(A, B, torch.ones(2), ONE),
+        ValueError,
+        "scale_a is one number",
+    ),
+    "not quantized": (
+        lambda: quantized_matmul.multiply(A.float(), ONE, B, ONE, torch.float32), TypeError, "got float32: quantize it"
+    ),
+    "gives 8 bits": (lambda: quantized_matmul.multiply(A, ONE, B, ONE, E4M3), TypeError, "not float8_e4m3fn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_words(library: FakeCublasLt, name: str) -> None:
+    make, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        make()
+
+
+pytestmark = needs_compiler

@@ -1,0 +1,172 @@
+"""Quantize: in lists, fused with what is before it, on each target, with gradients that pass it by."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops, verify
+from te_fuser.formula.float8 import rounded
+from tests.float8 import E4M3, E5M2, FORMATS, Dequantized, codes, nearest_codes, telling_numbers
+from tests.needs import needs_compiler
+from tests.ops.check import normal
+
+WIDTH = 64
+SCALE = torch.tensor(37.3)
+formats = pytest.mark.parametrize("dtype", FORMATS)
+KERNELS = ("reference", pytest.param("generated", marks=needs_compiler))
+
+
+def model(dtype: torch.dtype, kernels: str = "auto", **options: object) -> te_fuser.Sequential:
+    """A norm, an activation and numbers of 8 bits, read by one op."""
+    return te_fuser.Sequential(
+        ops.LayerNorm(WIDTH),
+        ops.GELU(),
+        ops.Quantize(dtype),
+        Dequantized(),
+        ops.Bias(WIDTH),
+        kernels=kernels,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+@formats
+def test_bytes_of_the_op_alone(dtype: torch.dtype, given: torch.dtype, kernels: str) -> None:
+    x = telling_numbers(dtype)[: 2**13].reshape(-1, WIDTH).to(given)
+    op = te_fuser.Sequential(ops.Quantize(dtype, scale="by"), kernels=kernels)
+    for scale in (torch.tensor(1.0), torch.tensor([0.3])):
+        y = op(x, by=scale)
+        assert y.dtype == dtype and y.shape == x.shape
+        assert torch.equal(codes(y), nearest_codes(x.float() * scale, dtype))
+        assert torch.equal(codes(op.reference(x, by=scale)), codes(y))
+
+
+@formats
+def test_without_a_list(dtype: torch.dtype) -> None:
+    x = normal(5, WIDTH).float().requires_grad_()
+    y = ops.Quantize(dtype)(x, scale=SCALE)
+    assert torch.equal(codes(y), codes(rounded(x.detach() * SCALE, dtype)))
+    y.backward(torch.ones_like(y))
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@formats
+def test_one_kernel_makes_it_with_what_is_before(dtype: torch.dtype, kernels: str) -> None:
+    ours, x = model(dtype, kernels), normal(33, WIDTH).float().requires_grad_()
+    plan = ours.plan(x, scale=SCALE)
+    assert plan.forward[0].stop == 3
+    (value,) = [v for v in plan.graph.values if v.spec.dtype == dtype]
+    assert value.name == "quantize.output" and value.gradient_dtype == torch.float32
+    leaves = [x, *ours.parameters()]
+    found, wanted = (run(x, scale=SCALE) for run in (ours, ours.reference))
+    torch.testing.assert_close(found, wanted)
+    dy = 1e-4 * normal(33, WIDTH).float()  # less than either format can say
+    gradients = [torch.autograd.grad(y, leaves, dy) for y in (found, wanted)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-9)
+    unquantized = te_fuser.Sequential(ours[0], ours[1], ours[4])
+    for a, b in zip(gradients[0], torch.autograd.grad(unquantized(x), leaves, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-9)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("given", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@formats
+def test_fused_against_unfused(dtype: torch.dtype, given: torch.dtype, share: float) -> None:
+    """Bytes differ by one step where what is quantized differs in its last bits; in bfloat16 that is rounded before."""
+    ours = te_fuser.Sequential(ops.LayerNorm(WIDTH), ops.GELU(), ops.Quantize(dtype), kernels="generated").to(given)
+    x = normal(2048, WIDTH).to(given)
+    found, wanted = (codes(run(x, scale=SCALE)).int() for run in (ours, ours.reference))
+    apart = (found - wanted).abs()
+    assert apart.max() <= 1 and (apart > 0).float().mean() <= share
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("dtype", "relative", "absolute"), [(E4M3, 0.125, 0.0675), (E5M2, 0.25, 0.125)])
+def test_accuracy_against_float64(dtype: torch.dtype, relative: float, absolute: float, kernels: str) -> None:
+    plain = te_fuser.Sequential(ops.LayerNorm(WIDTH), ops.GELU())
+    x = normal(257, WIDTH)
+    exact = plain.double().reference(x).detach()
+    scale = (torch.finfo(dtype).max / exact.abs().max()).float()
+    found = te_fuser.Sequential(*plain.float(), ops.Quantize(dtype), kernels=kernels)(x.float(), scale=scale)
+    torch.testing.assert_close(found.double() / scale, exact, rtol=relative, atol=absolute)
+
+
+@needs_compiler
+@formats
+def test_verified(dtype: torch.dtype) -> None:
+    """Also where every step is looked at on its own, and in float64, which is quantized too."""
+    verify(model(dtype, "generated"))
+    verify(te_fuser.Sequential(ops.GELU(), ops.Quantize(dtype)))
+    ours, x = model(dtype, verify=True), normal(9, WIDTH).float().requires_grad_()
+    ours(x, scale=SCALE).sum().backward()
+
+
+@formats
+def test_infinities_and_nan(dtype: torch.dtype) -> None:
+    x = torch.tensor([[math.inf, -math.inf, math.nan, 1e30]])
+    y = ops.Quantize(dtype)(x, scale=torch.tensor(1.0)).float()
+    largest = torch.finfo(dtype).max
+    assert y[0, [0, 1, 3]].tolist() == [largest, -largest, largest] and y[0, 2].isnan()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@formats
+def test_few_rows(dtype: torch.dtype, rows: int) -> None:
+    x = torch.ones(rows, WIDTH, requires_grad=True)
+    y = model(dtype)(x, scale=SCALE)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (rows, WIDTH)
+
+
+@formats
+def test_kept_in_8_bits_or_made_again(dtype: torch.dtype) -> None:
+    """What only backward of its reader reads is kept as it is stored, or stored again by backward's kernel."""
+
+    class Reading(Dequantized):
+        reads = ("input",)
+
+        def op_backward(self, call: ops.base.OpCall, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[name-defined]
+            assert call["input"].dtype == dtype
+            return dy
+
+    x, results = normal(17, WIDTH).float().requires_grad_(), []
+    for memory in ("fast", 0):
+        ours = te_fuser.Sequential(ops.GELU(), ops.Quantize(dtype), Reading(), memory=memory)
+        results.append(torch.autograd.grad(ours(x, scale=SCALE).square().sum(), x)[0])
+    assert torch.equal(*results)
+
+
+REFUSED = {
+    "bfloat16": (lambda: ops.Quantize(torch.bfloat16), TypeError, "torch.float8_e4m3fn or torch.float8_e5m2, got"),
+    "a name": (lambda: ops.Quantize(E4M3, scale="a b"), ValueError, "usable as a keyword argument"),
+    "no scale": (lambda: model(E4M3)(torch.ones(2, WIDTH)), ValueError, r"op 2 \(Quantize.*pass it: model\(x, scale="),
+    "several": (
+        lambda: model(E4M3)(torch.ones(2, WIDTH), scale=torch.ones(2)),
+        ValueError,
+        r"op 2 \(Quantize.*'scale' has shape \[2\], needs \[\]",
+    ),
+    "wide": (
+        lambda: model(E4M3)(torch.ones(2, WIDTH), scale=SCALE.double()),
+        TypeError,
+        r"op 2 \(Quantize.*'scale' is float64, the main input float32",
+    ),
+    "a row op behind it": (
+        lambda: te_fuser.Sequential(ops.Quantize(E5M2), ops.GELU())(torch.ones(2, WIDTH), scale=SCALE),
+        TypeError,
+        r"op 1 \(GELU.*takes float32, bfloat16, float16, float64, got float8_e5m2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_words(name: str) -> None:
+    make, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        make()
