@@ -112,7 +112,7 @@ class Sequential(OpList):
 
             return outside_tracing(Sequential._run, self, x, outputs, inputs)
         structure, y = self._structure, None
-        if structure is not None and structure.alone is not None:
+        if structure is not None and structure.alone is not None and type(outputs) is tuple:  # of tracers they are not
             asked, wanted = structure.asked[0] if outputs else (outputs, ())
             if asked == outputs:
                 y = structure.alone.again(x, inputs, wanted)  # which looks whether the structure is that still

@@ -52,7 +52,7 @@ def parameter_axes(shape: tuple[int, ...] | torch.Size) -> Axes:
 
 def as_rows(tensor: torch.Tensor, axes: Axes | None, rows: torch.Tensor, stream: RandomStream) -> torch.Tensor:
     """An argument of compute as it broadcasts against [rows, features]."""
-    if axes is None or not axes & (Axes.OUTER | Axes.BATCH):
+    if axes in (None, Axes.NONE, Axes.FEATURE):
         return tensor if tensor.dim() < 2 else tensor.reshape(-1)
     if axes == Axes.FULL:
         return tensor.reshape(rows.shape[0], tensor.shape[-1])

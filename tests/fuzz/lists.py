@@ -175,7 +175,8 @@ class FuzzCase:
 def _wrong_steps(model: te_fuser.Sequential, call: Call) -> list[Row]:
     """Run the model with each step verified."""
     model.verify = True
-    x, inputs = call.x.clone().requires_grad_(), {n: t.clone().requires_grad_() for n, t in call.inputs.items()}
+    x = call.x.clone().requires_grad_()
+    inputs = {n: t.clone().requires_grad_(n in call.differentiable) for n, t in call.inputs.items()}
     try:
         made = model(x, outputs=call.outputs, **inputs)
         results = [y for y in (made if isinstance(made, tuple) else (made,)) if y.requires_grad]

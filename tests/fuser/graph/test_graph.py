@@ -137,7 +137,7 @@ EXTENTS = {
     "samples_1": (Axes.SAMPLE_FEATURES, 1, (4, 8), (3, 8), r"needs \[4, 8\]"),
     "batch": (Axes.BATCH, 1, (4,), (4, 1), r"needs \[4\]"),
     "feature": (Axes.FEATURE, None, (8,), (1, 8), r"needs \[8\]"),
-    "none": (Axes.NONE, None, (), (1,), r"needs \[\]"),
+    "none": (Axes.NONE, None, (1, 1), (2,), r"needs \[\]"),
 }
 
 
