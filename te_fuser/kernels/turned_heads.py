@@ -460,9 +460,7 @@ def native_kernel(p: TurnedPass, cubin: bytes) -> _native.CudaKernel:
     from te_fuser import _native
 
     wide = p.vector * p.dtype.itemsize
-    read = {"from": (name_of(p.dtype), wide)}
-    if p.reads:
-        read["read"] = (name_of(p.dtype), wide)
+    read = dict.fromkeys(("from", "read") if p.reads else ("from",), (name_of(p.dtype), wide))
     if p.turning is not None:
         turning = p.turning
         for name in ("first", "second")[: 1 if turning.tables == "angles" else 2]:
