@@ -250,13 +250,17 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
 
 
 def test_autograd_functions():
-    """Segments are the only nodes of autograd's graph that plans make; references have one where PyTorch has none."""
+    """Segments are the only nodes that plans make; references, and parameters that are joined, have one each."""
     found = []
     for path in FILES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("autograd.Function") for b in node.bases):
                 found.append((module_of(path), node.name))
-    assert found == [("te_fuser.formula.float8", "Quantized"), ("te_fuser.fuser.run.segment", "SegmentFunction")]
+    assert found == [
+        ("te_fuser.formula.float8", "Quantized"),
+        ("te_fuser.fuser.run.segment", "SegmentFunction"),
+        ("te_fuser.ops.joined", "InOneBuffer"),
+    ]
 
 
 def test_nothing_is_pickled():

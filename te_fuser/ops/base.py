@@ -65,6 +65,11 @@ class Spec:
         """The product of the other dimensions."""
         return math.prod(self.shape[:-1])
 
+    @property
+    def nbytes(self) -> int:
+        """What all elements take."""
+        return self.rows * self.features * self.dtype.itemsize
+
     def with_features(self, features: int) -> Spec:
         """The same rows with another feature size."""
         return Spec((*self.shape[:-1], features), self.dtype, self.device)
