@@ -43,7 +43,7 @@ class Axes(enum.IntFlag):
 _AND = tuple([tuple([Axes(a & b) for b in range(8)]) for a in range(8)])
 _OR = tuple([tuple([Axes(a | b) for b in range(8)]) for a in range(8)])
 
-_interned: weakref.WeakValueDictionary[str, Expr] = weakref.WeakValueDictionary()
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 
 
 class Expr:
@@ -149,13 +149,14 @@ _NOT_IN_KERNELS = (*MARKS, "quantize")
 
 def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, width: int) -> Expr:
     """Return the one node with these fields."""
-    key = f"{op}|{attrs!r}|{int(axes)}|{width}|{','.join([a.digest for a in args])}"
-    digest = hashlib.blake2b(key.encode(), digest_size=10).hexdigest()
-    found = _interned.get(digest)
+    told = repr(attrs) if attrs else "()"  # by their text, as 0.0 and -0.0 are equal
+    found = _interned.get(key := (op, args, told, axes, width))
     if found is not None:
         return found
+    text = f"{op}|{told}|{int(axes)}|{width}|{','.join([a.digest for a in args])}"
     node = Expr()
-    node.op, node.args, node.attrs, node.axes, node.width, node.digest = op, args, attrs, axes, width, digest
+    node.op, node.args, node.attrs, node.axes, node.width = op, args, attrs, axes, width
+    node.digest = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
     node.has_features = bool(axes & Axes.FEATURE)
     own = width if node.has_features else 0
     # Row reductions alone lose the features.
@@ -164,7 +165,7 @@ def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, wi
     node.unit = math.gcd(0 if op == "concat" else own, *[a.unit for a in args])
     node.widest = max([own, *[a.widest for a in args]])
     node.marked, node.unmarked = op in _NOT_IN_KERNELS or any(a.marked for a in args), None
-    _interned[digest] = node
+    _interned[key] = node
     return node
 
 
