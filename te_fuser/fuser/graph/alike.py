@@ -32,10 +32,15 @@ def likeness(op: FusableOperation) -> Hashable:
     return type(op), op.training, *found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
-    """What ops say of themselves that are alike and have parameters of the same names."""
+    """What ops say of themselves that are alike and have parameters of the same names.
 
+    Attributes:
+        number: its own in the list.
+    """
+
+    number: int
     role: str
     draws: bool
     is_row: bool
@@ -55,14 +60,16 @@ class Kinds:
     def __init__(self) -> None:
         self._known: dict[Hashable, Kind] = {}
 
-    def of(self, label: str, op: FusableOperation, like: Hashable, bindings: Mapping[str, Binding]) -> Kind:
+    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Kind:
         """That of an op.
 
         Raises:
             TypeError, ValueError: when it says of itself what cannot be.
         """
-        key = like, tuple(op._parameters), tuple(bindings)
-        if key not in self._known:
+        key = likeness(op), tuple(op._parameters), tuple(bindings)
+        found = self._known.get(key)
+        if found is None:
             check_kind(label, op, bindings)
-            self._known[key] = Kind(op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs())
-        return self._known[key]
+            row, number = isinstance(op, RowOp), len(self._known)
+            found = self._known[key] = Kind(number, op.kind.role, op.draws(), row, op.named_inputs())
+        return found

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import Kinds, likeness
+from te_fuser.fuser.graph.alike import Kinds
 from te_fuser.fuser.graph.checks import (
     check_input,
     check_named,
@@ -21,7 +21,7 @@ from te_fuser.fuser.graph.checks import (
     plain,
 )
 from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, ParameterSpecs, outputs_of
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spec
@@ -75,7 +75,7 @@ class Node:
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     path: str = ""  # in the module tree
     places: tuple[Place, ...] = ()  # in fused operations
-    likeness: Hashable = None  # equal for ops that are alike, whatever their parameters are
+    likeness: int = -1  # equal for ops of this list that are alike, whatever their parameters are
     is_row: bool = False  # whether a formula gives it
     reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
     gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
@@ -253,6 +253,7 @@ class GraphBuilder:
         self.named_inputs: dict[str, int] = {}
         self.exported: dict[str, list[tuple[str, int]]] = {}
         self.kinds = Kinds()
+        self.checked: dict[Hashable, int] = {}
         self.told: dict[Hashable, tuple[Mapping[str, Spec], bool]] = {}
 
     def build(self) -> Graph:
@@ -291,20 +292,26 @@ class GraphBuilder:
 
     def _append(self, listed: ListedOp, current: int) -> int:
         op, bindings = listed.lowered.op, listed.lowered.bindings
-        label, like = self._label(listed), likeness(op)
-        kind = self.kinds.of(label, op, like, bindings)
-        check_input(label, op, self.values[current].spec)
-        check_some_features(label, op, self.values[current].spec)
+        label = self._label(listed)
+        kind = self.kinds.of(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
             parameters[name] = self._parameter(key := b.key, b)
             known[name] = self.call.parameters[key]
+        # What is alike is checked once.
+        x, checked = self.values[current].spec, len(self.checked)
+        given = [(name, p.spec.key, p.kind) for name, p in known.items()]
+        like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), checked)
+        if like == checked:
+            check_input(label, op, x)
+            check_some_features(label, op, x)
         if kind.is_row:
             self._tie_features(current)
         named_in = self._named(label, listed, kind.reads, self.values[current].spec)
         x = self.values[current].spec
-        check_parameters(label, x, listed, known, self.call.autocast is None)
-        specs, same = self._told(label, op, like, known, x, {arg: self.values[v].spec for arg, v in named_in.items()})
+        if like == checked:
+            check_parameters(label, x, listed, known, self.call.autocast is None)
+        specs, same = self._told(label, op, like, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         out = specs["output"]
         needs = self.call.grad and (
             self.values[current].needs_grad
@@ -331,7 +338,7 @@ class GraphBuilder:
                 listed.casts,
                 listed.path,
                 listed.lowered.places,
-                like,
+                kind.number,
                 kind.is_row,
                 kind.reads,
                 kind.gradients(op, (*parameters, *named_in)),
@@ -407,14 +414,12 @@ class GraphBuilder:
         self,
         label: str,
         op: FusableOperation,
-        like: Hashable,
-        known: Mapping[str, ParameterSpecs],
+        like: int,
         x: Spec,
         named: Mapping[str, Spec],
     ) -> tuple[Mapping[str, Spec], bool]:
         """What an op says of its outputs, and whether it hands its input through; once for all that are alike."""
-        read = [(name, spec.key) for name, spec in named.items()]
-        key = like, x.key, *read, *[(name, p.spec.key) for name, p in known.items()]
+        key = like, x.key, *[(name, spec.key) for name, spec in named.items()]
         if key not in self.told:
             specs = self._infer(label, op, x, named)
             check_outputs(label, op, specs)

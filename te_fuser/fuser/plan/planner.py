@@ -54,7 +54,8 @@ def _covered(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan
 
     def choices(keeping: Keeping) -> Sequence[Choice]:
         covers = covering.cover(prices, keeping)
-        recordable = any(is_recordable(problem, *part) for part in segments(problem, prices, covers))
+        parts = segments(problem, prices, covers)
+        recordable = prices.once((is_recordable, parts), lambda: any(is_recordable(problem, *p) for p in parts))
         return weighed(keeping).choices if recordable else covers.choices
 
     return plan_for_memory(problem.options.memory, weighed, choices), prices

@@ -62,24 +62,19 @@ class Options:
 def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     """What a fusion's condition and cost see of the ops start..stop-1."""
     nodes = graph.nodes[start:stop]
-    ops = tuple(
-        MatchedOp(
-            n.op,
-            {k: graph.parameter_tensors[p] for k, p in n.parameters.items()},
-            _dtypes(graph, n),
-            {k: graph.values[v].spec for k, v in n.named_in.items()},
-        )
-        for n in nodes
-    )
+    ops = tuple([_matched(graph, n) for n in nodes])
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
     dy = y.gradient_spec if y.needs_grad else None
     return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
 
 
-def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
-    """Parameter or named input of an op -> the dtype in which it is read."""
-    found = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
-    return found | dict(node.casts) | {name: graph.values[v].spec.dtype for name, v in node.named_in.items()}
+def _matched(graph: Graph, node: Node) -> MatchedOp:
+    """What a fusion sees of an op; parameters and named inputs by the dtypes in which they are read."""
+    parameters = {name: graph.parameter_tensors[p] for name, p in node.parameters.items()}
+    inputs = {name: graph.values[v].spec for name, v in node.named_in.items()}
+    own = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
+    read = {**own, **node.casts, **{name: spec.dtype for name, spec in inputs.items()}}
+    return MatchedOp(node.op, parameters, read, inputs, own)
 
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
@@ -92,7 +87,8 @@ def _find_matches(
 ) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
-    runs, alike = _Runs(ops), [_likeness(graph, n) for n in graph.nodes]
+    forms: dict[Hashable, int] = {}
+    runs, alike = _Runs(ops), [forms.setdefault(_likeness(graph, n), len(forms)) for n in graph.nodes]
     known: dict[Hashable, str | None] = {}
     with standing_in(graph.stand_ins):
         for fusion in registry.active():
