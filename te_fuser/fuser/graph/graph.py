@@ -11,7 +11,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import Kinds
+from te_fuser.fuser.graph.alike import Kinds, Told, is_identity
 from te_fuser.fuser.graph.checks import (
     check_input,
     check_named,
@@ -162,6 +162,12 @@ class Graph:
         """The same as prices see it: with plain sizes, those of the call rounded up to the grid."""
         return self._seen(Spec.rounded)
 
+    @property
+    def is_on_grid(self) -> bool:
+        """Whether the sizes of the call are as prices see them."""
+        specs = {id(v.spec): v.spec for v in self.values}
+        return all(spec.exact() == spec.rounded() for spec in specs.values())
+
     def _seen(self, view: Callable[[Spec], Spec]) -> Graph:
         specs = {id(v.spec): v.spec for v in self.values}
         seen = {key: view(spec) for key, spec in specs.items()}
@@ -254,7 +260,7 @@ class GraphBuilder:
         self.exported: dict[str, list[tuple[str, int]]] = {}
         self.kinds = Kinds()
         self.checked: dict[Hashable, int] = {}
-        self.told: dict[Hashable, tuple[Mapping[str, Spec], bool]] = {}
+        self.told: dict[Hashable, Told] = {}
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
@@ -307,21 +313,19 @@ class GraphBuilder:
             check_some_features(label, op, x)
         if kind.is_row:
             self._tie_features(current)
-        named_in = self._named(label, listed, kind.reads, self.values[current].spec)
+        named_in = self._named(label, listed, kind.reads, self.values[current].spec) if listed.names_in else {}
         x = self.values[current].spec
         if like == checked:
             check_parameters(label, x, listed, known, self.call.autocast is None)
-        specs, same = self._told(label, op, like, x, {arg: self.values[v].spec for arg, v in named_in.items()})
-        out = specs["output"]
+        told = self._told(label, op, like, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         needs = self.call.grad and (
             self.values[current].needs_grad
             or True in [p.requires_grad for p in known.values()]
             or True in [self.values[v].needs_grad and kind.reads[arg].gradient for arg, v in named_in.items()]
         )
-        alias = current if same else None
-        needed = needs and is_differentiable(op, "output", out)
-        output = self._value(f"{kind.role}.output", out, Axes.FULL, needed, alias)
-        named_out = self._named_out(label, listed, specs, output, needs)
+        alias, needed = current if told.same else None, needs and "output" in told.differentiable
+        output = self._value(f"{kind.role}.output", told.specs["output"], Axes.FULL, needed, alias)
+        named_out = self._named_out(label, listed, told, output, needs) if listed.names_out else ()
         self.nodes.append(
             Node(
                 len(self.nodes),
@@ -346,16 +350,14 @@ class GraphBuilder:
         )
         return output
 
-    def _named_out(
-        self, label: str, listed: ListedOp, specs: Mapping[str, Spec], output: int, needs: bool
-    ) -> tuple[int, ...]:
+    def _named_out(self, label: str, listed: ListedOp, told: Told, output: int, needs: bool) -> tuple[int, ...]:
         """The values that an op names, each bound to its name in the list."""
         op, found = listed.lowered.op, []
         axes = Axes.FULL if isinstance(op, RowOp) else None  # else who reads it says what its sizes are
         for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
             called, same = (f"{op.kind.role}.{own}", None) if own in op.values else (name, output)
-            needed = needs and is_differentiable(op, own, specs[own])
-            found.append(self._value(called, specs[own], axes, needed, same))
+            needed = needs and own in told.differentiable
+            found.append(self._value(called, told.specs[own], axes, needed, same))
             self._bind(label, name, op, found[-1])
         return tuple(found)
 
@@ -417,15 +419,16 @@ class GraphBuilder:
         like: int,
         x: Spec,
         named: Mapping[str, Spec],
-    ) -> tuple[Mapping[str, Spec], bool]:
-        """What an op says of its outputs, and whether it hands its input through; once for all that are alike."""
+    ) -> Told:
+        """What an op says of its outputs; once for all that are alike."""
         key = like, x.key, *[(name, spec.key) for name, spec in named.items()]
         if key not in self.told:
             specs = self._infer(label, op, x, named)
             check_outputs(label, op, specs)
             if isinstance(op, RowOp):
                 specs = {name: _with_tied_features(spec) for name, spec in specs.items()}
-            self.told[key] = specs, isinstance(op, RowOp) and _is_identity(op, x)
+            able = frozenset([name for name, spec in specs.items() if is_differentiable(op, name, spec)])
+            self.told[key] = Told(specs, able, isinstance(op, RowOp) and is_identity(op, x))
         return self.told[key]
 
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -483,19 +486,6 @@ class GraphBuilder:
 
 def _with_tied_features(spec: Spec) -> Spec:
     return dataclasses.replace(spec, shape=(*spec.shape[:-1], *map(int, spec.shape[-1:])))
-
-
-def _is_identity(op: RowOp, given: Spec) -> bool:
-    """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
-    from te_fuser.formula.expr import leaf
-
-    if op.arguments():
-        return False
-    x = leaf("x", Axes.FULL, given.features)
-    try:
-        return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype
-    except (ValueError, TypeError, AttributeError):
-        return False
 
 
 def _where(listed: ListedOp) -> str:

@@ -183,9 +183,7 @@ def _moved(problem: Problem, prices: Prices, here: Section, there: Section, edge
             prices.learn_like(there_is[saved], saved)
         whole = whole[0] + by, whole[1] + by
     again = tuple(map(there_is.__getitem__, edge.recomputes))
-    # The edge holds its steps, so that their ids are not given to others.
-    made = functools.partial(_moved_step, problem, prices, whole, here, there)
-    steps = tuple([prices.once((id(step), there), functools.partial(made, step)) for step in edge.steps])
+    steps = tuple([_moved_step(problem, prices, whole, here, there, step) for step in edge.steps])
     return Edge(edge.start + by, edge.stop + by, edge.name, steps, edge.kept, edge.fusion, whole, again)
 
 
@@ -253,5 +251,7 @@ def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Price
 
 
 def _saved(fusion: Fusion, whole: tuple[int, int]) -> list[tuple[str, Ref]]:
+    if not fusion.saves:
+        return []
     start, _ = fusion.covers("forward", *whole)
     return [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]

@@ -119,7 +119,7 @@ class Covering:
         """A backward cover's joint fusions, the candidates for forward, and the first of those that cannot run."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
         giving = ForwardCandidates(self.problem, self.prices, self._demands(backward), joint)
-        found = [self._found(giving, s) for s in self.sections]
+        found = self._each_found(giving)
         return joint, found, self._cannot_run(joint, found)
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
@@ -166,12 +166,16 @@ class Covering:
     def _found(self, candidates: Candidates, section: Section) -> Found:
         """The candidates of a section, or of the first one that is like it."""
         key = type(candidates), section.form, *candidates.seen_from(section)
-        return self._once(key, lambda: candidates.edges(section))  # type: ignore[no-any-return]
+        if key not in self._known:
+            self._known[key] = candidates.edges(section)
+        return self._known[key]  # type: ignore[no-any-return]
+
+    def _each_found(self, candidates: Candidates) -> list[Found]:
+        return [self._found(candidates, section) for section in self.sections]
 
     def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
-        """Those of each section; the key says which candidates they are."""
-        made = type(candidates), key
-        return self._once(made, lambda: [self._found(candidates, s) for s in self.sections])  # type: ignore[no-any-return]
+        """Those of each section; the key says which candidates these are."""
+        return self._once((type(candidates), key), lambda: self._each_found(candidates))  # type: ignore[no-any-return]
 
     def _forward(self, aim: Aim, found: list[Found]) -> list[Way] | None:
         ways = {f: self._once((f, aim), functools.partial(way_through, aim, f)) for f in dict.fromkeys(found)}

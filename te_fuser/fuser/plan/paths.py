@@ -73,8 +73,11 @@ class Way:
     def matches_in(self, there: Section) -> list[MatchOf]:
         """The fusions that it takes, where they match in a section that is like its own."""
         by = there.start - self.found.section.start
-        found = [match for e in self.edges if (match := e.match) is not None]
-        return [(fusion, (start + by, stop + by)) for fusion, (start, stop) in found]
+        return [(fusion, (start + by, stop + by)) for fusion, (start, stop) in self._matches]
+
+    @functools.cached_property
+    def _matches(self) -> list[MatchOf]:
+        return [match for e in self.edges if (match := e.match) is not None]
 
     @functools.cached_property
     def recomputed(self) -> frozenset[Ref]:

@@ -120,7 +120,7 @@ def _warn_of_large(label: str, why: str) -> None:
 def make_exact_plan(graph: Graph, options: Options) -> Plan:
     """The same plan, and what it shows is of the sizes of the call."""
     plan, prices = _made(graph, options)
-    if plan.graph.values == graph.exact().values:
+    if graph.is_on_grid:
         return plan
     with standing_in(graph.stand_ins):
         return plan.seen_by(prices.at_exact_sizes())
