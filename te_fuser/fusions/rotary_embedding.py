@@ -28,7 +28,7 @@ def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
 
 def why_no_kernel(m: Match) -> str | None:
     """Why the kernel over packed heads cannot run on what enters the match, or None."""
-    return m.why_no_cuda() or reason_not(m.dtype, m[0].bias.dtype if m[0].kind is Bias else m.dtype)
+    return m.why_no_cuda() or reason_not(m.dtype, m[0].own_dtype_of("bias") if m[0].kind is Bias else m.dtype)
 
 
 def _op(m: Match | FusionCall) -> RotaryEmbedding:
