@@ -248,7 +248,7 @@ class GraphBuilder:
     """Builds the graph of a flattened list, lowered for one call signature."""
 
     def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
-        self.ops, self.call = lower(ops, call), call
+        self.listed, self.ops, self.call = ops, lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.parameters: dict[Key, int] = {}
@@ -481,7 +481,8 @@ class GraphBuilder:
             raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
 
     def _readable(self) -> set[str]:
-        return {name for o in self.ops for name in o.names_in.values() if "/" not in name}
+        # Also by an op that does nothing in this call, as another list may give it for what stands behind this one.
+        return {name for o in self.listed for name in o.names_in.values() if "/" not in name}
 
 
 def _with_tied_features(spec: Spec) -> Spec:
