@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,18 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from tests.parallel.models import MODELS, assert_as_one_process, backward, gradients, own, residual_layers, whole_batch
+from te_fuser.fuser.run import fuser
+from tests.parallel.models import (
+    MODELS,
+    Layers,
+    assert_as_one_process,
+    backward,
+    gradients,
+    own,
+    residual_layers,
+    transformer_layers,
+    whole_batch,
+)
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import assert_same_gradients
 
@@ -69,6 +82,47 @@ def test_training(kind: str, reshard: bool) -> None:
         dist.all_reduce(ours[0])
         torch.testing.assert_close(ours[0] / WORLD, theirs[0])
     assert_same_gradients(whole(model), whole(twin))
+
+
+class Twice(nn.Module):
+    """Layers that each call goes through twice."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.layers(x))  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.layers)
+
+
+@on_ranks
+def test_layers_that_run_twice_of_which_some_parameters_rest() -> None:
+    twin = Twice(transformer_layers())
+    for name, p in twin.named_parameters():
+        p.requires_grad_("query" not in name and "fc1" not in name)
+    model = sharded(copy.deepcopy(twin))
+    for step in range(2):
+        backward(model, own(whole_batch(step)))
+        backward(twin, whole_batch(step))
+    assert_as_one_process(model, twin)
+
+
+@on_ranks
+def test_plans_of_what_is_cut() -> None:
+    """Calls that are alike are planned once; a look at a layer takes its parameters whole."""
+    model, x = sharded(transformer_layers()), own(whole_batch())
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    with mock.patch.object(fuser, "make_plan", side_effect=AssertionError("planned again")):
+        train(model, optimizer, range(1, 3))
+    layer = next(iter(model))  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"weight is a DTensor.*fully_shard.*after its unshard\(\)"):
+        layer.explain(x)
+    layer.unshard()
+    assert "attention" in str(layer.explain(x))
 
 
 @pytest.mark.parametrize("reshard", [True, False])
