@@ -104,6 +104,7 @@ OP_HELPERS = {
     "checks",
     "facts",
     "given",
+    "group",
     "hooks",
     "joined",
     "main_grad",
@@ -256,7 +257,11 @@ def test_autograd_functions():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("autograd.Function") for b in node.bases):
                 found.append((module_of(path), node.name))
-    assert found == [("te_fuser.formula.float8", "Quantized"), ("te_fuser.fuser.run.segment", "SegmentFunction")]
+    assert found == [
+        ("te_fuser.formula.float8", "Quantized"),
+        ("te_fuser.fuser.run.segment", "SegmentFunction"),
+        ("te_fuser.ops.collective", "_Exchanged"),
+    ]
 
 
 def test_nothing_is_pickled():
