@@ -23,7 +23,6 @@ from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import GLOBAL_HOOKS, has_users_hooks, hooks_of
 
-
 # Attributes of a list by which flattening goes; of another class its forward may be another one.
 _DECIDING = frozenset({"__class__", "flattens", "adds_input", "shares_names", "runs_alone"})
 

@@ -104,6 +104,7 @@ OP_HELPERS = {
     "checks",
     "facts",
     "given",
+    "group",
     "hooks",
     "joined",
     "main_grad",
@@ -259,6 +260,7 @@ def test_autograd_functions():
     assert found == [
         ("te_fuser.formula.float8", "Quantized"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
+        ("te_fuser.ops.collective", "_Exchanged"),
         ("te_fuser.ops.joined", "InOneBuffer"),
     ]
 
