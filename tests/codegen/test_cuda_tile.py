@@ -25,8 +25,8 @@ from te_fuser.formula import expr, row_sum
 from te_fuser.formula.expr import Axes
 from te_fuser.quantization import quantize
 from tests.codegen import tile_cases
-from tests.codegen.corpus import Kit, inputs, outputs, reference
-from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints, streams
+from tests.codegen.corpus import Kit, inputs, outputs
+from tests.codegen.cuda_calls import FIRST_STREAM, OFFSET, SEED, complaints
 from tests.codegen.cuda_on_cpu import Emulated, build
 from tests.float8 import codes
 from tests.needs import needs_compiler, needs_nvrtc
@@ -69,26 +69,7 @@ def call(
 
 def check(kernel: object, d: KernelDescription, rows: int, batch: tuple[int, int] = (1, 1)) -> None:
     tensors = inputs(d, rows, batch[1], seed=rows)
-    made, largest = call(kernel, d, tensors, rows, batch)
-    assert not complaints(d, tensors, made, rows, batch)
-    check_layouts(d, tensors, made, rows)
-    if d.maxima:
-        raised = dataclasses.replace(d, stores=(), sums=(), maxima=())
-        stores = tuple(dataclasses.replace(d.stores[0], parts=m.parts, layout="rows") for m in d.maxima)
-        exact = reference(dataclasses.replace(raised, stores=stores), tensors, rows, batch=batch, streams=streams(d))
-        assert largest == pytest.approx([e.abs().max().item() if rows else 0.0 for e in exact], rel=1e-5)
-
-
-def check_layouts(d: KernelDescription, tensors: dict[str, torch.Tensor], made: list[torch.Tensor], rows: int) -> None:
-    """What lies transposed has the bytes of what lies by rows, and zeros behind them."""
-    by_name = {**tensors, **{s.name: t for s, t in zip(d.stores, made, strict=False)}}
-    for s in d.transposed:
-        other = by_name.get(s.name.removesuffix("_transposed"), tensors["x"])
-        if other is by_name[s.name]:
-            other = tensors["x"]
-        turned = codes(by_name[s.name])
-        assert torch.equal(turned[:, :rows], codes(other).mT)
-        assert turned.shape[1] % 16 == 0 and not turned[:, rows:].any()
+    tile_cases.check(d, tensors, *call(kernel, d, tensors, rows, batch), rows, batch)
 
 
 @needs_compiler

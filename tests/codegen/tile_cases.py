@@ -1,18 +1,24 @@
-"""Kernels that store 8 bits transposed, by the families that a model has them in."""
+"""Kernels that store 8 bits transposed, by the families that a model has them in, and what is right of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from te_fuser.codegen.description import KernelDescription, Target, describe
+import pytest
+import torch
+
+from te_fuser.codegen.description import KernelDescription, Store, Target, describe, is_transposed
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, quantize
 from te_fuser.formula import functions as f
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.random import threshold
-from tests.codegen.corpus import Kit
+from tests.codegen.corpus import Kit, reference
+from tests.codegen.cuda_calls import complaints, streams
+from tests.float8 import codes
 
 Family = Callable[[Kit, int, str], KernelDescription]
 WIDE = {"dtype": "float32"}
@@ -102,3 +108,27 @@ def cases() -> dict[str, KernelDescription]:
         d = family(Kit(read, read), width, dtype)
         found[f"{family.__name__}-{width}-{read}-{dtype}"] = d
     return found
+
+
+def check(
+    d: KernelDescription,
+    tensors: Mapping[str, torch.Tensor],
+    made: Sequence[torch.Tensor],
+    largest: Sequence[float],
+    rows: int,
+    batch: tuple[int, int] = (1, 1),
+) -> None:
+    """Assert what a kernel stored of these tensors, all on the CPU, and what it raised from 0."""
+    assert not complaints(d, tensors, made, rows, batch)
+    if d.maxima:
+        (amax,) = d.maxima
+        store = Store("amax", amax.parts, Axes.FULL, amax.width, "float32")
+        only = dataclasses.replace(d, stores=(store,), sums=(), maxima=())
+        (exact,) = reference(only, tensors, rows, batch=batch, streams=streams(d))
+        assert largest == pytest.approx([exact.abs().max().item() if rows else 0.0], rel=1e-5)
+    for s, t in zip(d.stores, made, strict=False):
+        if is_transposed(s):  # the bytes of what lies by rows, and zeros behind them
+            by_rows = [o for o, other in zip(made, d.stores, strict=False) if f"{other.name}_transposed" == s.name]
+            (other,) = by_rows or [tensors["x"]]
+            assert torch.equal(codes(t)[:, :rows], codes(other).mT)
+            assert t.shape[1] % 16 == 0 and not codes(t)[:, rows:].any()
