@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from te_fuser._native import CpuKernel
 from te_fuser.codegen import cpp, cuda, in_place, schedule_model
 from te_fuser.codegen.compiler import load
 from te_fuser.codegen.cuda_compile import compile_kernel
@@ -96,6 +97,19 @@ def test_the_bytes_of_a_quantized_tensor(read: str, dtype: str, target: str, ker
         assert torch.equal(codes(y), codes(wanted.data))
         assert torch.equal(codes(transposed), codes(wanted.transposed))
         assert amax != amax and wanted.amax.isnan()
+
+
+@needs_compiler
+def test_threads_of_a_cpu_share_the_rows(tmp_path: Path) -> None:
+    d = CASES["gelu_slope-33-bfloat16-float8_e4m3fn"]
+    k, (loaded,) = cpp.generate(d), load([d], cache_dir=tmp_path)
+    sizes = (k.partial_floats, k.partial_floats_per_sample, k.scratch_floats)
+    shared = CpuKernel(str(loaded.library), k.symbol, k.dtypes, *sizes, 1 << 30)
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        check(shared, d, 4099)
+    torch.set_num_threads(before)
 
 
 @needs_compiler

@@ -127,8 +127,9 @@ def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.de
     def made(tensor: Load | Store | Sum) -> torch.Tensor:
         return torch.randn(elements_of(tensor, rows, samples), device=device).to(getattr(torch, tensor.dtype))
 
-    seed = (torch.tensor([1, 0], device=device),) if d.streams else ()
-    return (*map(made, d.loads), *seed, *map(made, d.outputs))
+    raised = [torch.zeros(1, device=device) for _ in d.maxima]
+    seed = [torch.tensor([1, 0], device=device)] if d.streams else []
+    return (*map(made, d.loads), *raised, *seed, *map(made, d.outputs))
 
 
 def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> float:
