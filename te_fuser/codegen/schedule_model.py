@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -183,12 +184,11 @@ def _columns(description: KernelDescription, vector: int, limits: Limits) -> Ite
 
 def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]:
     """Tiles of what is stored transposed, the best first: fewer columns for a thread take fewer registers."""
-    sums, rounds = (Sums.REGISTERS, 1) if description.sums else (Sums.NONE, 0)
     vector = _tile_vector(description)
     while vector:
         found = []
-        for lanes in _tile_lanes(description, vector):
-            slots = _TILE_THREADS // lanes
+        for rounds, lanes in itertools.product((1,) if description.sums else (0, 1), _tile_lanes(description, vector)):
+            slots, sums = _TILE_THREADS // lanes, Sums.REGISTERS if description.sums else Sums.NONE
             turns = TILE_ROWS // (slots * _TILE_AHEAD)
             draft = Schedule(Kind.TILE, vector, lanes, slots, turns, _TILE_AHEAD, 1, sums, rounds)
             shared = shared_bytes(description, draft) + static_bytes(description, draft)
