@@ -23,7 +23,7 @@ from benchmarks.common import command_parser, write_record
 from benchmarks.gpu.heads import SETS, copied, seconds
 from te_fuser.kernels import quantized_matmul, transposed8
 from te_fuser.kernels.cublaslt import products
-from te_fuser.kernels.quantize_weights import WeightQuantizer
+from te_fuser.kernels.quantize_weights import WeightQuantizer, quantize_weight
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -81,9 +81,23 @@ def weights() -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
         yield f"weights of {layers} layer{'s'[: layers > 1]}, {name}", (dtype.itemsize + 2) * size, calls
 
 
+def alone() -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
+    """One weight in a launch, for forward, for backward, for both."""
+    scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    for dtype in (BF16, F32):
+        for wanted in ("rows", "turned", "both"):
+            ws = [torch.randn(16384, 4096, device="cuda").to(dtype) for _ in range(SETS)]
+            slot = None if wanted == "turned" else amax
+            calls: list[Callable[[], object]] = [
+                functools.partial(quantize_weight, w, scale, slot, wanted=wanted) for w in ws
+            ]
+            name = f"weight 16384 x 4096, {str(dtype).removeprefix('torch.')}, {wanted}"
+            yield name, (dtype.itemsize + 1 + (wanted == "both")) * ws[0].numel(), calls
+
+
 def moved(only: str) -> Iterator[Moved]:
-    """Both kernels beside copies."""
-    for cases in (turned(), weights()):
+    """The kernels beside copies."""
+    for cases in (turned(), weights(), alone()):
         for name, size, calls in cases:
             if only not in name:
                 continue

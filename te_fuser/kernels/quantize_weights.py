@@ -1,8 +1,8 @@
-"""The weights of a model in 8 bits, by rows and turned, each by its scale, in one launch.
+"""Weights in 8 bits, by rows and turned, each by its scale: those of a model in one launch, or one alone.
 
-Products of 8 bits read a weight by rows in forward and turned for the gradient of their input, so both are made of one
-reading; beside it the largest magnitude is noted, which later scales follow from. The kernel's text is
-`quantize_weights.cu`.
+Products of 8 bits read a weight by rows in forward and turned for the gradient of their input; beside it the largest
+magnitude is noted, which later scales follow from. The kernels' texts are `quantize_weights.cu` and
+`quantize_weight.cu`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.codegen import nvrtc
+from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.codegen.written import MadeOnce
 from te_fuser.config import config
 from te_fuser.dtypes import text_of
@@ -81,7 +82,7 @@ class WeightQuantizer:
         turned = torch.empty_like(rows)
         if self._tiles:
             tensors = (table, scales, rows, turned, scales if amaxes is None else amaxes)
-            _ready(scales.device)(tensors, self._tiles, 1, 1, (len(read), int(amaxes is not None)))
+            _ready(QuantizeWeights(), scales.device)(tensors, self._tiles, 1, 1, (len(read), int(amaxes is not None)))
         pieces = (t.view(DTYPE).split(sizes) for t in (rows, turned))
         return [(r.view(w.shape), t.view(w.shape[::-1])) for w, r, t in zip(read, *pieces, strict=True)]
 
@@ -113,7 +114,7 @@ class WeightQuantizer:
         for w, place in zip(weights, self.places, strict=True):
             rows, columns = w.shape
             listed.append((w.data_ptr(), tiles, offset, rows, columns, KINDS[w.dtype], place, place))
-            tiles += -(-rows // _SIDE) * -(-columns // _SIDE)
+            tiles += _tiles(rows, columns)
             offset += w.numel()
         table = torch.tensor(listed, dtype=torch.int64).to(weights[0].device)
         self._key, self._table, self._tiles = key, table, tiles
@@ -148,6 +149,10 @@ def _check_weight(w: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"a weight is on {w.device}, its scale on {device}")
 
 
+def _tiles(rows: int, columns: int) -> int:
+    return -(-rows // _SIDE) * -(-columns // _SIDE)
+
+
 def _readable(w: torch.Tensor) -> torch.Tensor:
     """w, or a copy that the kernel can read."""
     if w.is_contiguous() and w.data_ptr() % STEP == 0:
@@ -155,9 +160,54 @@ def _readable(w: torch.Tensor) -> torch.Tensor:
     return w.clone(memory_format=torch.contiguous_format)
 
 
+# ------------------------------------------------------------------------------------------------ one weight
+
+
+def quantize_weight(
+    w: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None = None, *, wanted: str = "both"
+) -> Quantized:
+    """One weight times its scale in float8_e4m3fn, by rows and turned.
+
+    Args:
+        w: as `WeightQuantizer` takes them.
+        scale: float32 [] or [1] on its device.
+        amax: the same: raised to the largest magnitude.
+        wanted: "rows", "turned" or "both"; the other one then holds anything.
+
+    Raises:
+        ValueError, TypeError: for tensors that are not so, and for another word.
+    """
+    _check_weight(w, scale.device)
+    for name, number in (("scale", scale), ("amax", amax)):
+        if number is not None and (number.dtype != torch.float32 or number.numel() != 1):
+            raise ValueError(f"{name} is one number in float32, got {text_of(number.dtype)} {list(number.shape)}")
+    if w.device.type != "cuda":
+        return by_torch([w], [scale], [amax])[0]
+    return quantize_weight_by_kernel(w, scale, amax, wanted)
+
+
+def quantize_weight_by_kernel(
+    w: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, wanted: str
+) -> Quantized:
+    """The same in one launch, on a GPU; plans compile the kernel."""
+    kernel = QuantizeWeight(w.dtype, wanted, amax is not None)
+    read = _readable(w.detach())
+    rows = read.new_empty(read.shape if wanted != "turned" else 0, dtype=torch.uint8)
+    turned = read.new_empty(read.shape[::-1] if wanted != "rows" else 0, dtype=torch.uint8)
+    tiles = _tiles(*read.shape)
+    if tiles:
+        _ready(kernel, w.device)(
+            (read, scale, rows, turned, scale if amax is None else amax), tiles, 1, 1, tuple(read.shape)
+        )
+    return rows.view(DTYPE), turned.view(DTYPE)
+
+
+# -------------------------------------------------------------------------------------------------- the kernels
+
+
 @dataclass(frozen=True)
 class QuantizeWeights:
-    """The kernel as plans compile it beside their generated ones."""
+    """The kernel for many weights as plans compile it beside their generated ones."""
 
     name: str = "quantize_weights"
 
@@ -169,22 +219,61 @@ class QuantizeWeights:
         """The CUDA text."""
         return _SOURCE.read_text()
 
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+        return _native_kernel(self.name, ("int64", 8), cubin)
 
-def native_kernel(cubin: bytes) -> _native.CudaKernel:
-    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+
+@dataclass(frozen=True)
+class QuantizeWeight:
+    """The kernel for one weight.
+
+    Attributes:
+        dtype: the weight's.
+        wanted: "rows", "turned" or "both".
+        records: whether an amax is raised.
+    """
+
+    dtype: torch.dtype
+    wanted: str = "both"
+    records: bool = False
+    name: str = "quantize_weight"
+
+    def __post_init__(self) -> None:
+        if self.wanted not in ("rows", "turned", "both"):
+            raise ValueError(f'of a weight "rows", "turned" or "both" are wanted, got {self.wanted!r}')
+
+    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
+        """The kernel for an architecture; made once in a process."""
+        return _kernel(self, arch, cache)
+
+    def text(self) -> str:
+        """The CUDA text: the constants, and `quantize_weight.cu`."""
+        flags = {"kByRows": self.wanted != "turned", "kTurned": self.wanted != "rows", "kAmax": self.records}
+        lines = ['#include "te_cuda_bytes.cuh"', "", f"using Element = {CTYPES[text_of(self.dtype)]};"]
+        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        return "\n".join([*lines, "", _SOURCE.with_name("quantize_weight.cu").read_text()])
+
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+        return _native_kernel(self.name, (text_of(self.dtype), STEP), cubin)
+
+
+def _native_kernel(name: str, first: tuple[str, int], cubin: bytes) -> _native.CudaKernel:
+    """Of a dtype and an alignment of the first tensor; the others, and the integers, are alike."""
     from te_fuser import _native
 
-    dtypes, alignments = ("int64", "float32", "uint8", "uint8", "float32"), (8, 4, STEP, STEP, 4)
+    dtypes, alignments = (first[0], "float32", "uint8", "uint8", "float32"), (first[1], 4, STEP, STEP, 4)
     sources = [("tensor", k) for k in range(5)] + [("rows", 0), ("groups", 0), ("integer", 0), ("integer", 1)]
-    launch = ("quantize_weights", _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
-    return _native.CudaKernel("quantize_weights", cubin, dtypes, alignments, 2, (launch,), (), 0, 2, waits=True)
+    launch = (name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
+    return _native.CudaKernel(name, cubin, dtypes, alignments, 2, (launch,), (), 0, 2, waits=True)
 
 
 @functools.cache
-def _ready(device: torch.device) -> _native.CudaKernel:
-    kernel = QuantizeWeights().compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
-    kernel.load(device.index or 0)
-    return kernel
+def _ready(kernel: QuantizeWeights | QuantizeWeight, device: torch.device) -> _native.CudaKernel:
+    made = kernel.compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
+    made.load(device.index or 0)
+    return made
 
 
 def _arch(device: torch.device) -> str:
@@ -192,5 +281,5 @@ def _arch(device: torch.device) -> str:
 
 
 @MadeOnce
-def _kernel(kernel: QuantizeWeights, arch: str, cache: Path | None) -> _native.CudaKernel:
-    return native_kernel(nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=cache).cubin)
+def _kernel(kernel: QuantizeWeights | QuantizeWeight, arch: str, cache: Path | None) -> _native.CudaKernel:
+    return kernel.native(nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=cache).cubin)

@@ -13,10 +13,10 @@ extern "C" __global__ void __launch_bounds__(Tile::kThreads, kBlocks)
   te::wait_for_earlier();
   __shared__ Tile tile;
   const int thread = threadIdx.x, lane = thread % Tile::kLanes, quad = thread / Tile::kLanes;
-  const int across = (features + Tile::kSide - 1) / Tile::kSide;
+  const int across = (features + te::kSide - 1) / te::kSide;
   for (long long number = blockIdx.x; number < tiles; number += groups) {
-    const long long token = number / across * Tile::kSide;
-    const int feature = static_cast<int>(number % across) * Tile::kSide, column = feature + 16 * lane;
+    const long long token = number / across * te::kSide;
+    const int feature = static_cast<int>(number % across) * te::kSide, column = feature + 16 * lane;
     unsigned rows[4][4] = {};
 #pragma unroll
     for (int r = 0; r < 4; ++r) {

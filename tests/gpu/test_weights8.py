@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from te_fuser.kernels import transposed8
-from te_fuser.kernels.quantize_weights import WeightQuantizer
+from te_fuser.kernels.quantize_weights import WeightQuantizer, quantize_weight
+from te_fuser.quantization import quantize
 from tests.float8 import E4M3, FORMATS, codes, every_number, telling_numbers
 from tests.kernels.weights8 import (
     DTYPES,
@@ -63,6 +64,19 @@ def test_every_number(dtype: torch.dtype) -> None:
     amaxes = before.clone()
     found = WeightQuantizer((0, 1))([x, usual], scales, amaxes)
     assert not weights_wrongly([x, usual], (0, 1), scales, found, before, amaxes)
+
+
+@pytest.mark.parametrize("wanted", ["rows", "turned", "both"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_alone(dtype: torch.dtype, wanted: str) -> None:
+    for w in (*weights_like((dtype,), "cuda"), torch.randn(4096, 1040, device="cuda").to(dtype)):
+        scale, slot = torch.tensor(31.0, device="cuda"), torch.zeros((), device="cuda")
+        exact = quantize(w, E4M3, scale)
+        found = quantize_weight(w, scale, slot, wanted=wanted)
+        assert torch.equal(slot, exact.amax)
+        for which, ours, expected in zip(("rows", "turned"), found, (exact.data, exact.transposed), strict=True):
+            if wanted in (which, "both"):
+                assert torch.equal(codes(ours), codes(expected)), w.shape
 
 
 def test_the_weights_of_a_model() -> None:

@@ -11,24 +11,28 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import quantize_weights
-from te_fuser.kernels.quantize_weights import QuantizeWeights, WeightQuantizer
+from te_fuser.kernels.quantize_weights import QuantizeWeight, QuantizeWeights, WeightQuantizer
+from te_fuser.quantization import quantize
 from tests.codegen import cuda_on_cpu, ptx
 from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
 from tests.float8 import E4M3, codes, every_number, telling_numbers
 from tests.kernels.weights8 import DTYPES, run_weights, weights_like, weights_wrongly
 from tests.needs import needs_compiler, needs_nvrtc
 
+ALONE = [QuantizeWeight(dtype, wanted, wanted != "turned") for dtype in DTYPES for wanted in ("rows", "turned", "both")]
+KERNELS = [QuantizeWeights(), *ALONE]
+
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
-    """The kernel run by a driver that executes it on the CPU."""
+    """The kernels run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("weights")
-    text = SimpleNamespace(source=QuantizeWeights().text(), launches=[SimpleNamespace(symbol="quantize_weights")])
+    texts = [SimpleNamespace(source=k.text(), launches=[SimpleNamespace(symbol=k.name)]) for k in KERNELS]
     assert CXX is not None
-    (built,) = cuda_on_cpu.build(CXX, [text], folder)  # type: ignore[list-item]
-    kernel = quantize_weights.native_kernel(f"{built.library._name}:{built.number}".encode())
+    built = cuda_on_cpu.build(CXX, texts, folder)  # type: ignore[arg-type]
+    kernels = {k: k.native(f"{b.library._name}:{b.number}".encode()) for k, b in zip(KERNELS, built, strict=True)}
     with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(quantize_weights, "_kernel", lambda k, arch, cache: kernel)
+        patch.setattr(quantize_weights, "_kernel", lambda k, arch, cache: kernels[k])
         patch.setattr(quantize_weights, "_arch", lambda device: "sm_90a")
         quantize_weights._ready.cache_clear()
         yield driver
@@ -122,14 +126,45 @@ def test_refused_in_words(name: str) -> None:
         WeightQuantizer((0,))(weights, scales, amaxes)
 
 
+@needs_compiler
+@pytest.mark.parametrize("kernel", ALONE, ids=lambda k: f"{str(k.dtype)[6:]}-{k.wanted}")
+def test_one_alone(kernel: QuantizeWeight, emulated: FakeDriver) -> None:
+    """In one launch; what nobody wants is not made."""
+    for w in weights_like((kernel.dtype,)):
+        scale, slot = torch.tensor(31.0), torch.tensor(1e-3) if kernel.records else None
+        emulated.launches = 0
+        found = quantize_weights.quantize_weight_by_kernel(w, scale, slot, kernel.wanted)
+        assert emulated.launches == 1
+        exact = quantize(w, E4M3, scale)
+        if slot is not None:
+            assert slot == max(exact.amax.item(), torch.tensor(1e-3).item())
+        for which, ours, wanted in zip(("rows", "turned"), found, (exact.data, exact.transposed), strict=True):
+            if kernel.wanted in (which, "both"):
+                assert torch.equal(codes(ours), codes(wanted)) and ours.shape == wanted.shape
+            else:
+                assert not ours.numel()
+
+
+def test_one_alone_by_torch() -> None:
+    slot = torch.zeros(1)
+    rows, turned = quantize_weights.quantize_weight(W + 2.0, torch.tensor(3.0), slot)
+    assert (rows.float() == 6.0).all() and turned.shape == (32, 16) and slot == 2.0
+    with pytest.raises(ValueError, match="scale is one number in float32, got float64"):
+        quantize_weights.quantize_weight(W, torch.ones((), dtype=torch.float64))
+    with pytest.raises(ValueError, match='"rows", "turned" or "both" are wanted'):
+        QuantizeWeight(torch.float32, "columns")
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
-    compiled = nvrtc.compile_source(QuantizeWeights().text(), arch, name="quantize_weights", cache=tmp_path)
-    assert {r.symbol for r in compiled.resources} == {"quantize_weights"}
-    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
+    for kernel in KERNELS:
+        compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} == {kernel.name}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (kernel, compiled)
 
 
 @needs_nvrtc
-def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(QuantizeWeights().text(), "sm_90a")
+def test_they_wait_before_they_touch_memory() -> None:
+    for kernel in (QuantizeWeights(), QuantizeWeight(torch.bfloat16, records=True)):
+        assert not ptx.too_early(kernel.text(), "sm_90a")
