@@ -17,7 +17,6 @@ from te_fuser.ops.bias import Bias
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
 
-FIRST = (8, 9)  # the first compute capability with such products
 _TAKES = ("input", "0.weight", "0.input_scale", "0.weight_scale")
 
 
@@ -35,8 +34,9 @@ def _cost(m: Match) -> Cost:
 
 def _why_no_product(m: Match, kind: str) -> str | None:
     """Why cuBLASLt cannot multiply what a match does; None when it can."""
-    if m.device.type != "cuda":
-        return f"cuBLASLt runs on cuda, the input is on {m.device.type}; it is emulated"
+    why = products.obstacle_on(m.device, m.capability)
+    if why is not None:
+        return f"{why}; it is emulated"
     if m.target == "torch":
         return "this plan is one of PyTorch's operations alone"
     weight = m[0].dtype_of("weight")
@@ -44,9 +44,6 @@ def _why_no_product(m: Match, kind: str) -> str | None:
         return f"its factors are in {text_of(m.dtype)} and {text_of(weight)}"
     if m.y.dtype == torch.float64:
         return "cuBLASLt's products of 8 bits are not summed in float64"
-    capability = m.capability or torch.cuda.get_device_capability(m.device)
-    if capability < FIRST:
-        return f"products of 8 bits take compute capability 8.9, this GPU has {'.'.join(map(str, capability))}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return None
     op = cast(QuantizedMatMul, m[0])
