@@ -7,18 +7,15 @@ magnitude is noted, which later scales follow from. The kernels' texts are `quan
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import CTYPES
-from te_fuser.codegen.written import MadeOnce
-from te_fuser.config import config
+from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
 from te_fuser.kernels import transposed8
@@ -82,7 +79,7 @@ class WeightQuantizer:
         turned = torch.empty_like(rows)
         if self._tiles:
             tensors = (table, scales, rows, turned, scales if amaxes is None else amaxes)
-            _ready(QuantizeWeights(), scales.device)(tensors, self._tiles, 1, 1, (len(read), int(amaxes is not None)))
+            QuantizeWeights().ready(scales.device)(tensors, self._tiles, 1, 1, (len(read), int(amaxes is not None)))
         pieces = (t.view(DTYPE).split(sizes) for t in (rows, turned))
         return [(r.view(w.shape), t.view(w.shape[::-1])) for w, r, t in zip(read, *pieces, strict=True)]
 
@@ -196,7 +193,7 @@ def quantize_weight_by_kernel(
     turned = read.new_empty(read.shape[::-1] if wanted != "rows" else 0, dtype=torch.uint8)
     tiles = _tiles(*read.shape)
     if tiles:
-        _ready(kernel, w.device)(
+        kernel.ready(w.device)(
             (read, scale, rows, turned, scale if amax is None else amax), tiles, 1, 1, tuple(read.shape)
         )
     return rows.view(DTYPE), turned.view(DTYPE)
@@ -206,26 +203,22 @@ def quantize_weight_by_kernel(
 
 
 @dataclass(frozen=True)
-class QuantizeWeights:
+class QuantizeWeights(TextKernel["_native.CudaKernel"]):
     """The kernel for many weights as plans compile it beside their generated ones."""
 
-    name: str = "quantize_weights"
-
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
+    name: ClassVar[str] = "quantize_weights"
 
     def text(self) -> str:
         """The CUDA text."""
         return _SOURCE.read_text()
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+        """The kernel as the native runtime takes it."""
         return _native_kernel(self.name, ("int64", 8), cubin)
 
 
 @dataclass(frozen=True)
-class QuantizeWeight:
+class QuantizeWeight(TextKernel["_native.CudaKernel"]):
     """The kernel for one weight.
 
     Attributes:
@@ -237,15 +230,11 @@ class QuantizeWeight:
     dtype: torch.dtype
     wanted: str = "both"
     records: bool = False
-    name: str = "quantize_weight"
+    name: ClassVar[str] = "quantize_weight"
 
     def __post_init__(self) -> None:
         if self.wanted not in ("rows", "turned", "both"):
             raise ValueError(f'of a weight "rows", "turned" or "both" are wanted, got {self.wanted!r}')
-
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
 
     def text(self) -> str:
         """The CUDA text: the constants, and `quantize_weight.cu`."""
@@ -255,7 +244,7 @@ class QuantizeWeight:
         return "\n".join([*lines, "", _SOURCE.with_name("quantize_weight.cu").read_text()])
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
-        """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+        """The kernel as the native runtime takes it."""
         return _native_kernel(self.name, (text_of(self.dtype), STEP), cubin)
 
 
@@ -267,19 +256,3 @@ def _native_kernel(name: str, first: tuple[str, int], cubin: bytes) -> _native.C
     sources = [("tensor", k) for k in range(5)] + [("rows", 0), ("groups", 0), ("integer", 0), ("integer", 1)]
     launch = (name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
     return _native.CudaKernel(name, cubin, dtypes, alignments, 2, (launch,), (), 0, 2, waits=True)
-
-
-@functools.cache
-def _ready(kernel: QuantizeWeights | QuantizeWeight, device: torch.device) -> _native.CudaKernel:
-    made = kernel.compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
-    made.load(device.index or 0)
-    return made
-
-
-def _arch(device: torch.device) -> str:
-    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
-
-
-@MadeOnce
-def _kernel(kernel: QuantizeWeights | QuantizeWeight, arch: str, cache: Path | None) -> _native.CudaKernel:
-    return kernel.native(nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=cache).cubin)

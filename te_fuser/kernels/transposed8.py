@@ -7,17 +7,14 @@ goes over tokens, that of an input's over what the layer gives: both read what w
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen import nvrtc
-from te_fuser.codegen.written import MadeOnce
-from te_fuser.config import config
+from te_fuser.codegen.written import TextKernel
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -57,7 +54,7 @@ def by_kernel(data: torch.Tensor) -> torch.Tensor:
     tiles = -(-tokens // _SIDE) * -(-features // _SIDE)
     if tiles:
         rows = data.contiguous().view(torch.uint8)
-        _ready(data.device)((rows, turned), tiles, 1, 1, (tokens, turned.shape[1], features))
+        Transposed8().ready(data.device)((rows, turned), tiles, 1, 1, (tokens, turned.shape[1], features))
     return turned.view(data.dtype)
 
 
@@ -69,42 +66,21 @@ def reason_not(features: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Transposed8:
+class Transposed8(TextKernel["_native.CudaKernel"]):
     """The kernel as plans compile it beside their generated ones."""
 
-    name: str = "transposed8"
-
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
+    name: ClassVar[str] = "transposed8"
 
     def text(self) -> str:
         """The CUDA text."""
         return _SOURCE.read_text()
 
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it."""
+        from te_fuser import _native
 
-def native_kernel(cubin: bytes) -> _native.CudaKernel:
-    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
-    from te_fuser import _native
-
-    sources = [("tensor", 0), ("tensor", 1), ("rows", 0), ("groups", 0), *(("integer", k) for k in range(3))]
-    launch = ("transposed8", _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
-    return _native.CudaKernel(
-        "transposed8", cubin, ("uint8", "uint8"), (STEP, STEP), 1, (launch,), (), 0, 3, waits=True
-    )
-
-
-@functools.cache
-def _ready(device: torch.device) -> _native.CudaKernel:
-    kernel = Transposed8().compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
-    kernel.load(device.index or 0)
-    return kernel
-
-
-def _arch(device: torch.device) -> str:
-    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
-
-
-@MadeOnce
-def _kernel(kernel: Transposed8, arch: str, cache: Path | None) -> _native.CudaKernel:
-    return native_kernel(nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=cache).cubin)
+        sources = [("tensor", 0), ("tensor", 1), ("rows", 0), ("groups", 0), *(("integer", k) for k in range(3))]
+        launch = (self.name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
+        return _native.CudaKernel(
+            self.name, cubin, ("uint8", "uint8"), (STEP, STEP), 1, (launch,), (), 0, 3, waits=True
+        )

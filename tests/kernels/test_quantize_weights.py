@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from te_fuser.codegen import nvrtc
 from te_fuser.kernels import quantize_weights
 from te_fuser.kernels.quantize_weights import QuantizeWeight, QuantizeWeights, WeightQuantizer
 from te_fuser.quantization import quantize
-from tests.codegen import cuda_on_cpu, ptx
-from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
 from tests.float8 import E4M3, codes, every_number, telling_numbers
 from tests.kernels.weights8 import DTYPES, run_weights, weights_like, weights_wrongly
 from tests.needs import needs_compiler, needs_nvrtc
@@ -27,16 +26,9 @@ KERNELS = [QuantizeWeights(), *ALONE]
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("weights")
-    texts = [SimpleNamespace(source=k.text(), launches=[SimpleNamespace(symbol=k.name)]) for k in KERNELS]
-    assert CXX is not None
-    built = cuda_on_cpu.build(CXX, texts, folder)  # type: ignore[arg-type]
-    kernels = {k: k.native(f"{b.library._name}:{b.number}".encode()) for k, b in zip(KERNELS, built, strict=True)}
-    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(quantize_weights, "_kernel", lambda k, arch, cache: kernels[k])
-        patch.setattr(quantize_weights, "_arch", lambda device: "sm_90a")
-        quantize_weights._ready.cache_clear()
+    native = emulate(KERNELS, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
         yield driver
-    quantize_weights._ready.cache_clear()
 
 
 @pytest.mark.parametrize("dtypes", [*((dtype,) for dtype in DTYPES), DTYPES])

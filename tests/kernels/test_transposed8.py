@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ import torch
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import transposed8
 from te_fuser.kernels.transposed8 import Transposed8
-from tests.codegen import cuda_on_cpu, ptx
-from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
 from tests.float8 import E4M3, FORMATS, codes
 from tests.kernels.weights8 import NOTHING, SIZES, bytes_like, turned_wrongly
 from tests.needs import needs_compiler, needs_nvrtc
@@ -23,16 +22,9 @@ from tests.needs import needs_compiler, needs_nvrtc
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
     folder = tmp_path_factory.mktemp("turned")
-    text = SimpleNamespace(source=Transposed8().text(), launches=[SimpleNamespace(symbol="transposed8")])
-    assert CXX is not None
-    (built,) = cuda_on_cpu.build(CXX, [text], folder)  # type: ignore[list-item]
-    kernel = transposed8.native_kernel(f"{built.library._name}:{built.number}".encode())
-    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(transposed8, "_kernel", lambda k, arch, cache: kernel)
-        patch.setattr(transposed8, "_arch", lambda device: "sm_90a")
-        transposed8._ready.cache_clear()
+    native = emulate([Transposed8()], folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
         yield driver
-    transposed8._ready.cache_clear()
 
 
 @pytest.mark.parametrize("size", [*SIZES, *NOTHING, (7, 13)])
