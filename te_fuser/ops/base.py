@@ -182,6 +182,7 @@ class FusableOperation(torch.nn.Module):
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
+    hands_through: ClassVar[bool] = False  # whether its output is its input, whatever it does with the gradient
     idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,7 +23,8 @@ class Quantize(RowOp):
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
-        scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it.
+        scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it. None:
+            whoever lists it binds `scale`, and maybe `amax`, float32 [], which is raised to the largest magnitude of x.
 
     Raises:
         TypeError: for another dtype.
@@ -32,14 +33,15 @@ class Quantize(RowOp):
     """
 
     prototype_arguments = {"dtype": torch.float8_e4m3fn}
+    raised_in_forward: ClassVar[str] = "amax"
 
-    def __init__(self, dtype: torch.dtype, *, scale: str = "scale") -> None:
+    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale") -> None:
         super().__init__()
         check_float8(dtype)
-        self.dtype, self.scale = dtype, check_name(scale)
+        self.dtype, self.scale = dtype, scale if scale is None else check_name(scale)
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
-        return {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
+        return {} if self.scale is None else {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
 
     def compute(self, x: Any, scale: Any) -> Any:
         return quantize(x, scale, self.dtype)

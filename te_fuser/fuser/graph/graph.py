@@ -484,6 +484,8 @@ def _is_identity(op: RowOp, given: Spec) -> bool:
     """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
     from te_fuser.formula.expr import leaf
 
+    if op.hands_through:
+        return True
     if op.arguments():
         return False
     x = leaf("x", Axes.FULL, given.features)
