@@ -53,7 +53,7 @@ KNOWS = {
         "_native",
     },
     "recipe": set(),
-    "quantization": {"formula"},
+    "quantization": {"formula", "ops", "recipe"},
     "utils": {"recipe"},
     "presets": {"ops", "checkpointing", "flatten", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},

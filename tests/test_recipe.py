@@ -1,4 +1,4 @@
-"""te_fuser.recipe: recipes as data, and regions that refuse to be switched on."""
+"""te_fuser.recipe: recipes as data, and regions."""
 
 from __future__ import annotations
 
@@ -45,20 +45,6 @@ def test_regions_that_are_off(region: Any) -> None:
     with region():
         y = layer(x)
     assert torch.equal(y, layer(x)) and torch.equal(region()(layer)(x), y)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: te.fp8_autocast(True), r"fp8_autocast\(enabled=True\): te_fuser has no FP8 yet"),
-        (lambda: te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()), "enabled=True"),
-        (lambda: te.fp8_autocast(calibrating=True), "calibrating=True"),
-        (lambda: te.autocast(), r"autocast\(enabled=True\).* use autocast\(enabled=False\)"),
-    ],
-)
-def test_what_is_missing(call: Any, words: str) -> None:
-    with pytest.raises(NotImplementedError, match=words):
-        call()
 
 
 @pytest.mark.parametrize(
