@@ -47,8 +47,9 @@ def _update(recipe: DelayedScaling, states: Sequence[State], seen: torch.Tensor)
     made = [(torch.empty_like(s.scale), torch.empty_like(s.history)) for s in states]
     torch._foreach_copy_([s for s, _ in made], list(scale.unbind()))
     torch._foreach_copy_([h for _, h in made], list(history.unbind(1)))
-    for state, (new_scale, new_history) in zip(states, made, strict=True):
-        state.put(new_scale, new_history)
+    inverses = scale.reciprocal().unbind()
+    for state, (new_scale, new_history), inverse in zip(states, made, inverses, strict=True):
+        state.put(new_scale, new_history, inverse)
 
 
 def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

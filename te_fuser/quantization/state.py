@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import Recipe
@@ -50,7 +50,8 @@ class State:
     """The state of one product: made when it is first asked for, with tensors from its first call in a region on.
 
     Attributes:
-        scales, amaxes: role -> float32 []: where calls look up the scale of now and the slot of the amax.
+        scales, inverses, amaxes: role -> float32 []: where calls look up the scale of now, its reciprocal, and the slot
+            of the amax.
         recipe: by which its last call ran.
     """
 
@@ -58,6 +59,7 @@ class State:
         self._buffers = owner._buffers
         self.name, self.prefix = name, prefix_of(name)
         self.scales: dict[str, torch.Tensor] = {}
+        self.inverses: dict[str, torch.Tensor] = {}
         self.amaxes: dict[str, torch.Tensor] = {}
         self.recipe: Recipe | None = None
         self.entry = -1  # the region from outside of all in which that was
@@ -84,11 +86,12 @@ class State:
         """Whether there are tensors."""
         return self.block is not None
 
-    def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
-        """Put these in place of the buffers."""
+    def put(self, scale: torch.Tensor, history: torch.Tensor, inverse: torch.Tensor | None = None) -> None:
+        """Put these in place of the buffers; `inverse`, the scales' reciprocals, is computed where it is not given."""
         self._buffers[f"{self.prefix}fp8_scale"] = self._scale = scale
         self._buffers[f"{self.prefix}fp8_amax_history"] = history
         self.scales.update(zip(ROLES, scale.unbind(), strict=True))
+        self.inverses.update(zip(ROLES, (scale.reciprocal() if inverse is None else inverse).unbind(), strict=True))
 
     def make(self, length: int, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes."""
@@ -125,8 +128,11 @@ class State:
 _nobody: Any = lambda: None  # noqa: E731  a reference to nothing
 
 
-class States(dict[str, State]):
+class States(dict[str, State], Aside):
     """The states of a module's weights, by their names; copies and pickles of a module have none, but its buffers."""
+
+    def buffers(self) -> list[str]:
+        return [f"{state.prefix}{name}" for state in self.values() for name in ("fp8_scale", "fp8_amax_history")]
 
     def __reduce__(self) -> Any:
         return States, ()
