@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.formula import Axes, quantize
 from te_fuser.formula.float8 import check_float8
-from te_fuser.dtypes import text_of
 from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
@@ -37,9 +37,7 @@ class Quantize(RowOp):
     prototype_arguments = {"dtype": torch.float8_e4m3fn}
     raised_in_forward: ClassVar[str] = "amax"
 
-    def __init__(
-        self, dtype: torch.dtype, *, scale: str | None = "scale", takes: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", takes: torch.dtype | None = None) -> None:
         super().__init__()
         check_float8(dtype)
         self.dtype, self.scale, self.takes = dtype, scale if scale is None else check_name(scale), takes

@@ -291,9 +291,7 @@ class Stretch:
         name = node.op.raised_in_forward if forward else node.op.raised_in_backward
         return parameter_ref(node.parameters[name]) if name in node.parameters else None
 
-    def _raised_by(
-        self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr]
-    ) -> list[tuple[str, Ref, Expr]]:
+    def _raised_by(self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr]) -> list[tuple[str, Ref, Expr]]:
         """What backward raises: the name of each, the number, and the gradient that comes to its op."""
         given = {output.ref: e for (_, output), e in zip(wanted.values(), adjoints, strict=True)}
         found = []
