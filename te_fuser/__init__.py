@@ -22,6 +22,7 @@ from te_fuser.presets import (
     TransformerLayer,
     apply_rotary_pos_emb,
 )
+from te_fuser.quantization import precision
 from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
@@ -59,6 +60,7 @@ __all__ = [
     "fusion",
     "fusions",
     "ops",
+    "precision",
     "revert",
     "utils",
     "verify",
