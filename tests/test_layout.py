@@ -53,7 +53,7 @@ KNOWS = {
         "_native",
     },
     "recipe": set(),
-    "quantization": {"formula", "ops", "recipe"},
+    "quantization": {"dtypes", "formula", "ops", "fuser", "recipe"},
     "utils": {"recipe"},
     "presets": {"ops", "checkpointing", "flatten", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},

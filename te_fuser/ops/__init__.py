@@ -30,6 +30,7 @@ from te_fuser.ops.norm import Norm
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
@@ -83,6 +84,7 @@ __all__ = [
     "Norm",
     "Output",
     "Quantize",
+    "QuantizeGradient",
     "QuantizedMatMul",
     "RMSNorm",
     "ReGLU",

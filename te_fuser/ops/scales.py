@@ -17,9 +17,8 @@ def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: 
     for key, found in [*state_dict.items()]:
         name = key[len(prefix) :]
         if key.startswith(prefix) and "." not in name and _fits(module, name, found):
-            have = module._buffers.get(name)
-            if have is None or have.shape != found.shape:
-                module._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(module, found))
+            # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
+            module._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(module, found))
     for name, have in module._buffers.items():
         if have is not None and name.endswith((SCALE, HISTORY)):
             state_dict.setdefault(prefix + name, have)

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 
+from te_fuser.ops.base import Aside
 from te_fuser.ops.binding import Binding
 from te_fuser.quantization.products import products_of
 from te_fuser.recipe.recipes import Recipe
 from te_fuser.recipe.region import check_runs, settings_changed
 
-_KEY = "_fp8_precision"  # of a module's attributes: weight's name -> recipe or None
+_KEY = "_fp8_precision"  # of a module's attributes
+
+
+class Chosen(dict[str, Recipe | None], Aside):  # type: ignore[misc]
+    """Weight's name -> the recipe that was chosen for it, or None."""
 
 
 def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> None:
@@ -34,7 +39,7 @@ def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> N
     """
     found = _matched(model, recipes)
     for weight, recipe in found:
-        weight.owner.__dict__.setdefault(_KEY, {})[weight.name] = recipe
+        weight.owner.__dict__.setdefault(_KEY, Chosen())[weight.name] = recipe
     settings_changed()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.joined import Together
 from te_fuser.ops.scales import HISTORY, SCALE, before_loading
@@ -120,15 +120,18 @@ class State:
         Args:
             length: of the history; None: as long as it is.
         """
-        if self.block is not None and self.block.device == device and self.is_as_put():
-            if length in (None, len(self.history)):
-                return
+        if self._is_made(length, device):
+            return
         with lock, torch.inference_mode(False), torch.no_grad():
             if self.block is None or self.block.device != device:
                 self._take_slots(device)
             scale, history = self._kept(device)
             scale, history = (t.to(device=device, dtype=torch.float32) for t in (scale, history))
             self.put(scale, history if length in (None, len(history)) else newest(history, length or 1))
+
+    def _is_made(self, length: int | None, device: torch.device) -> bool:
+        there = self.block is not None and self.block.device == device and self.is_as_put()
+        return there and length in (None, len(self.history))
 
     def is_as_put(self) -> bool:
         """Whether nobody has put other tensors in place of the buffers since."""
@@ -164,8 +167,11 @@ class State:
         return True
 
 
-class States(dict[str, State]):
+class States(dict[str, State], Aside):
     """The states of a module's weights, by their names; copies and pickles of a module have none, but its buffers."""
+
+    def buffers(self) -> list[str]:
+        return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
 
     def __reduce__(self) -> Any:
         return States, ()

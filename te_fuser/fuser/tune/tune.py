@@ -133,7 +133,7 @@ def tune(
 ) -> tuple[TuneReport, Any]:
     """Tune the plan of a call like this one; (report, what the call returns)."""
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
-    call = Call(x, inputs, outputs, fuser.parameters())
+    call = fuser.call(x, inputs, outputs)
     graph, options = fuser.asked(call)
     parameters = [unhooked(p) for p in call.parameters]
     rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device))
