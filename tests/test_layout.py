@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
     "capture": {"dtypes", "ops", "fuser"},
-    "checkpointing": set(),
+    "checkpointing": {"quantization"},
     "compare": {"dtypes"},
     "config": set(),
     "dtypes": set(),
@@ -102,6 +102,7 @@ OP_HELPERS = {
     "base",
     "binding",
     "checks",
+    "construction",
     "facts",
     "given",
     "hooks",
@@ -110,6 +111,7 @@ OP_HELPERS = {
     "parameters",
     "products",
     "rows",
+    "scales",
     "sizes",
     "tensor_function",
     "transposed",

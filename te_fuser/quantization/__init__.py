@@ -1,7 +1,8 @@
-"""Numbers of 8 bits: tensors with their scale, and what recipes keep from call to call."""
+"""Numbers of 8 bits: tensors with their scale, and what recipes keep of a model's products from call to call."""
 
-from te_fuser.quantization.folding import fold
-from te_fuser.quantization.state import ROLES, amax_of, ensure, scale_of, state_of
+from te_fuser.quantization.checkpointing import checkpoint_contexts
+from te_fuser.quantization.named import not_finite, states
+from te_fuser.quantization.precision import precision
 from te_fuser.quantization.tensor import QuantizedTensor, quantize
 
-__all__ = ["ROLES", "QuantizedTensor", "amax_of", "ensure", "fold", "quantize", "scale_of", "state_of"]
+__all__ = ["QuantizedTensor", "checkpoint_contexts", "not_finite", "precision", "quantize", "states"]

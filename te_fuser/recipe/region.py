@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
@@ -35,10 +36,11 @@ class Region:
 
 
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
+_entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
+_recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
+_count = itertools.count(1)
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
-_entries: ContextVar[int] = ContextVar("te_fuser_entries", default=0)
-_count = itertools.count(1)
 
 
 def current() -> Region | None:
@@ -54,8 +56,8 @@ def current_key() -> Hashable:
 
 
 def entries() -> int:
-    """The number of the outermost region that was entered last here; each has its own."""
-    return _entries.get()
+    """The number of the region from outside of all that was entered last here; each entry has its own."""
+    return _entry.get()
 
 
 def on_entry(callback: Callable[[Region], None]) -> None:
@@ -66,6 +68,38 @@ def on_entry(callback: Callable[[Region], None]) -> None:
 def settings_changed() -> None:
     """Have every plan made in a region made anew, as what its modules run by was changed."""
     _settings[0] += 1
+
+
+def entered() -> tuple[Region | None, ...]:
+    """The regions that this thread and context is in, the outermost first; None: one that is off."""
+    return _stack.get()
+
+
+def recomputing() -> bool:
+    """Whether what runs here is a forward that ran before: `recomputed`."""
+    return _recomputing.get()
+
+
+@contextlib.contextmanager
+def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
+    """In here a forward runs again: the regions are those that it ran in, and entering others calls nobody."""
+    before = _stack.get(), _recomputing.get(), _entry.get()
+    _be_in(stack, True, next(_count))
+    try:
+        yield
+    finally:
+        _be_in(*before)
+
+
+def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> None:
+    _stack.set(stack)
+    _recomputing.set(recomputing)
+    _entry.set(entry)
+
+
+def in_backward() -> bool:
+    """Whether this runs inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Entered(contextlib.ContextDecorator):
@@ -80,17 +114,26 @@ class Entered(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         stack = _stack.get()
+        outer = next(filter(None, reversed(stack)), None)
         if self.region is not None:
-            outer = next((r for r in reversed(stack) if r is not None), None)
             _check_group(self.region, outer)
-            if outer is None:
-                for callback in _callbacks:
-                    callback(self.region)
-                _entries.set(next(_count))
+            if outer is None and not _recomputing.get():
+                _enter_from_outside(self.region)
         _stack.set((*stack, self.region))
 
     def __exit__(self, *error: object) -> None:
         _stack.set(_stack.get()[:-1])
+
+
+def _enter_from_outside(region: Region) -> None:
+    if in_backward():
+        raise RuntimeError(
+            "a region is entered inside of a backward, which has no scales of its forward: what computes that again "
+            "takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
+        )
+    for callback in _callbacks:
+        callback(region)
+    _entry.set(next(_count))
 
 
 def _check_group(region: Region, outer: Region | None) -> None:
@@ -99,22 +142,6 @@ def _check_group(region: Region, outer: Region | None) -> None:
             "a region inside of another one has another group of ranks: what both record is agreed on once, so give "
             "the outer one's, or none"
         )
-
-
-@contextlib.contextmanager
-def regions(stack: tuple[Region | None, ...]) -> Any:
-    """In here the regions are these, and entering them calls nobody: what recomputes a forward has those of forward."""
-    before = _stack.get()
-    _stack.set(stack)
-    try:
-        yield
-    finally:
-        _stack.set(before)
-
-
-def entered() -> tuple[Region | None, ...]:
-    """The regions that this thread and context is in, the outermost first; None: one that is off."""
-    return _stack.get()
 
 
 def fp8_autocast(
