@@ -21,11 +21,13 @@ from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
+from te_fuser.quantization.checkpointing import ran_outside
+from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
-from te_fuser.recipe.recipes import Format, Recipe
+from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import current_key
 
-_SAID = 6  # products that a note names
+_NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _BINDINGS = {"scale": ScaleBinding, "inverse": InverseBinding, "amax": AmaxBinding}
 
@@ -36,12 +38,17 @@ class Regions(surroundings.Surrounding):
     key = staticmethod(current_key)
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
-        return [_with_state(item) if why_not(item.lowered.op) is None else item for item in listed]
+        recipe = _said(key)[0]
+        return [_with_state(item) if why_not(item, recipe) is None else item for item in listed]
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
-        recipe = _recipe_of(key)
         for item in _quantized(listed):
-            ensure(item.lowered.bindings["weight"], recipe)
+            weight = item.lowered.bindings["weight"]
+            ensure(weight, cast(Recipe, recipe_for(weight, _said(key)[0])))
+
+    def left(self, listed: Sequence[ListedOp]) -> None:
+        if blocks():
+            ran_outside([item.lowered.bindings["weight"] for item in listed if item.lowered.op.kind is MatMul])
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(item.lowered.bindings["weight"]) for item in _quantized(listed)]
@@ -79,16 +86,16 @@ class _AsPut:
         return all(state.is_as_put() for state in self._states)
 
 
-def why_not(op: FusableOperation) -> str | None:
-    """Why an op is no product of 8 bits, in words where it is a product; None where it may be one."""
-    if op.kind is not MatMul:
+def why_not(item: ListedOp, recipe: Recipe) -> str | None:
+    """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
+    if item.lowered.op.kind is not MatMul:
         return ""
-    product = cast(MatMul, op)
+    product = cast(MatMul, item.lowered.op)
     for name in ("in_features", "out_features"):
         size = getattr(product, name)
         if size % STEP:
             return f"its {name}, {size}, are no multiple of {STEP}"
-    return None
+    return "te.precision says so" if recipe_for(item.lowered.bindings["weight"], recipe) is None else None
 
 
 def _quantized(listed: Iterable[ListedOp]) -> list[ListedOp]:
@@ -102,8 +109,10 @@ def _with_state(item: ListedOp) -> ListedOp:
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
-def _recipe_of(key: Hashable) -> Recipe:
-    return cast(tuple[Recipe, bool, int], key)[0]
+def _said(key: Hashable) -> tuple[Recipe, bool]:
+    """What a region says of itself: its recipe, and whether it is calibrating."""
+    recipe, calibrating, *_ = cast(tuple[Any, ...], key)
+    return recipe, calibrating
 
 
 def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
@@ -115,7 +124,8 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     dtype = item.casts.get("weight", own)
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
-    recipe, calibrating, _ = cast(tuple[Any, bool, int], key)
+    around, calibrating = _said(key)
+    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
     kept = (True,) * 3 if calibrating else recipe.override_linear_precision
     gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
     product, form = cast(MatMul, low.op), {"dtype": dtype, "weight_dtype": own, "formats": (E4M3, E4M3, gradients)}
@@ -156,25 +166,28 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:
     """What plans say of the precision of each product, and why one stays in its own."""
-    recipe, calibrating, _ = cast(tuple[Any, bool, int], key)
-    taken = [item.path for item in listed if item.lowered.aside]
-    if taken and calibrating:
-        yield f"calibrating: the largest magnitudes of {_names(taken)} are recorded, and nothing is quantized"
-    elif taken:
-        how = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
+    around, calibrating = _said(key)
+    alike: dict[tuple[bool, tuple[bool, ...]], list[str]] = {}
+    for item in _quantized(listed):
+        recipe = cast(DelayedScaling, recipe_for(item.lowered.bindings["weight"], around))
+        form = recipe.fp8_format is Format.HYBRID, recipe.override_linear_precision
+        alike.setdefault(form, []).append(item.path)
+    for (hybrid, kept), paths in alike.items():
+        if calibrating:
+            yield f"calibrating: the largest magnitudes of {_names(paths)} are recorded, and nothing is quantized"
+            continue
+        how = "E4M3, gradients in E5M2" if hybrid else "E4M3"
+        own = [product for product, keeps in zip(("y", "dx", "dW"), kept, strict=True) if keeps]
+        but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
         emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
-        yield f"products in 8 bits ({how}){emulated}: {_names(taken)}"
-        kept = [p for p, own in zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True) if own]
-        if kept:
-            yield f"of these {', '.join(kept)} are in their own precision: override_linear_precision says so"
+        yield f"products in 8 bits ({how}){emulated}: {_names(paths)}{but}"
     for item in listed:
-        why = why_not(item.lowered.op)
-        if why:
+        if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"
 
 
 def _names(paths: Sequence[str]) -> str:
-    return ", ".join(paths) if len(paths) <= _SAID else f"{', '.join(paths[:_SAID])} and {len(paths) - _SAID} more"
+    return ", ".join(paths) if len(paths) <= _NAMED else f"{', '.join(paths[:_NAMED])} and {len(paths) - _NAMED} more"
 
 
 surroundings.register(Regions())

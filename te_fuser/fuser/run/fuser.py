@@ -102,9 +102,7 @@ class Fuser:
             self._within = {}
             plain = self._plain = self._list(next(self._count))
         keys = surroundings.around(x.dtype)
-        if not keys:
-            return plain
-        within, found = self._within, self._within.get(keys)
+        within, found = self._within, self._within.get(keys) if keys else plain
         if found is not None:
             surroundings.enter(found.listed, keys)
             return found
