@@ -13,7 +13,7 @@ from te_fuser.formula.float8 import check_float8
 from te_fuser.ops import float8_products as products
 from te_fuser.ops.base import Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_features
-from te_fuser.ops.float8_products import READ, Form, raise_to_largest
+from te_fuser.ops.float8_products import Form, raise_to_largest
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, multiple

@@ -61,8 +61,8 @@ def weight_gradient(
 def recorded(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
     """y, whose gradients are these, recorded by autograd.
 
-    Where x and dy come in 8 bits, these are wide numbers that 8 bits hold, and the gradient of what x stands for goes to
-    x as it is.
+    Where x and dy come in 8 bits, these are wide numbers that 8 bits hold, and the gradient of what x stands for goes
+    to x as it is.
     """
     exact = given("weight").dtype == torch.float64
     numbers = {name: given(name) for name in NUMBERS if not form.comes_quantized or name in READ}

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.formula import Axes, quantize
 from te_fuser.formula.float8 import check_float8
-from te_fuser.dtypes import text_of
 from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp

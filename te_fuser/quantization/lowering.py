@@ -76,7 +76,7 @@ class _AsPut:
         self._states = states
 
     def __call__(self) -> bool:
-        return all([state.is_as_put() for state in self._states])
+        return all(state.is_as_put() for state in self._states)
 
 
 def why_not(op: FusableOperation) -> str | None:

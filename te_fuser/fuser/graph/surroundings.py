@@ -1,4 +1,4 @@
-"""What may surround a call and change its list, as a region of a recipe does: registered, so that nobody names it here."""
+"""What may surround a call and change its list, as regions of recipes do: registered, so that nobody names it here."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from te_fuser.ops.facts import Facts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.run.loading import Prepared
-    from te_fuser.ops.base import FusableOperation
 
 _C = torch._C
 _NO_AUTOCAST = (_C._is_any_autocast_enabled, False)

@@ -109,7 +109,7 @@ class SegmentFunction(torch.autograd.Function):
             ctx.marked = [tensors[k] for _, k in segment.marked]
         if segment.overwrites:  # hooks may keep memory that no count of references shows
             ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        kept = segment.take_kept(slots)
+        kept: Sequence[Any] = segment.take_kept(slots)
         outs = _unlinked(segment.results(slots), (*kept, *tensors))
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
@@ -129,7 +129,7 @@ class SegmentFunction(torch.autograd.Function):
         if grads[0] is None and all(g is None for g in grads):
             parts = sum([len(rows) for _, rows in ctx.rows]) if segment.joined else 0
             return (None,) * (2 + len(segment.gradients_out) + parts)
-        saved = ctx.saved_tensors
+        saved: Sequence[Any] = ctx.saved_tensors
         if segment.marked:  # hooks, as checkpointing's, give tensors without attributes
             saved = _exchanged(saved, segment.marked, ctx.marked)
         if segment.written:
