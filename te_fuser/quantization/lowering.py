@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -21,8 +21,10 @@ from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
+from te_fuser.quantization.checkpointing import ran_outside
+from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
-from te_fuser.recipe.recipes import Format, Recipe
+from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import current_key
 
 _SAID = 6  # products that a note names
@@ -36,12 +38,14 @@ class Regions(surroundings.Surrounding):
     key = staticmethod(current_key)
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
-        return [_with_state(item) if why_not(item.lowered.op) is None else item for item in listed]
+        return [item if _recipe_of(item, key) is None else _with_state(item) for item in listed]
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
-        recipe = _recipe_of(key)
         for item in _quantized(listed):
-            ensure(item.lowered.bindings["weight"], recipe)
+            ensure(item.lowered.bindings["weight"], _running(item, key))
+
+    def outside(self, listed: Sequence[ListedOp]) -> None:
+        ran_outside(item.lowered.bindings["weight"] for item in listed if item.lowered.op.kind is MatMul)
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(item.lowered.bindings["weight"]) for item in _quantized(listed)]
@@ -102,8 +106,20 @@ def _with_state(item: ListedOp) -> ListedOp:
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
-def _recipe_of(key: Hashable) -> Recipe:
-    return cast(tuple[Recipe, bool, int], key)[0]
+def _recipe_of(item: ListedOp, key: Hashable) -> Recipe | None:
+    """The recipe by which an op runs in a region; None where it runs by none."""
+    if why_not(item.lowered.op) is not None:
+        return None
+    return recipe_for(item.lowered.bindings["weight"], cast(tuple[Recipe, bool, int], key)[0])
+
+
+def _running(item: ListedOp, key: Hashable) -> DelayedScaling:
+    """The recipe of a product that runs by one; te_fuser.recipe refuses others."""
+    return cast(DelayedScaling, _recipe_of(item, key))
+
+
+def _is_calibrating(key: Hashable) -> bool:
+    return cast(tuple[Recipe, bool, int], key)[1]
 
 
 def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
@@ -115,8 +131,8 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     dtype = item.casts.get("weight", own)
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
-    recipe, calibrating, _ = cast(tuple[Any, bool, int], key)
-    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
+    recipe = _running(item, key)
+    kept = (True,) * 3 if _is_calibrating(key) else recipe.override_linear_precision
     gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
     product, form = cast(MatMul, low.op), {"dtype": dtype, "weight_dtype": own, "formats": (E4M3, E4M3, gradients)}
     amaxes = ROLES if call.grad else ()
@@ -156,21 +172,31 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:
     """What plans say of the precision of each product, and why one stays in its own."""
-    recipe, calibrating, _ = cast(tuple[Any, bool, int], key)
-    taken = [item.path for item in listed if item.lowered.aside]
-    if taken and calibrating:
-        yield f"calibrating: the largest magnitudes of {_names(taken)} are recorded, and nothing is quantized"
-    elif taken:
-        how = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
-        emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
-        yield f"products in 8 bits ({how}){emulated}: {_names(taken)}"
-        kept = [p for p, own in zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True) if own]
-        if kept:
-            yield f"of these {', '.join(kept)} are in their own precision: override_linear_precision says so"
+    taken: dict[DelayedScaling, list[str]] = {}
+    for item in _quantized(listed):
+        taken.setdefault(_running(item, key), []).append(item.path)
+    if taken and _is_calibrating(key):
+        paths = [path for found in taken.values() for path in found]
+        yield f"calibrating: the largest magnitudes of {_names(paths)} are recorded, and nothing is quantized"
+    else:
+        for recipe, paths in taken.items():
+            yield from _notes_of(recipe, paths, device)
     for item in listed:
         why = why_not(item.lowered.op)
+        if why is None and not item.lowered.aside and item.lowered.op.kind is MatMul:
+            why = "te_fuser.precision says so"
         if why:
             yield f"{item.path} stays in its own precision: {why}"
+
+
+def _notes_of(recipe: DelayedScaling, paths: Sequence[str], device: torch.device) -> Iterator[str]:
+    """What plans say of products that run by one recipe."""
+    how = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
+    emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
+    yield f"products in 8 bits ({how}){emulated}: {_names(paths)}"
+    kept = [p for p, own in zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True) if own]
+    if kept:
+        yield f"of these {', '.join(kept)} are in their own precision: override_linear_precision says so"
 
 
 def _names(paths: Sequence[str]) -> str:

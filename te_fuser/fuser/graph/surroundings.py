@@ -26,6 +26,9 @@ class Surrounding:
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
         """Make ready what is bound; called in each call of such a list that is not known to be like the last one."""
 
+    def outside(self, listed: Sequence[ListedOp]) -> None:
+        """Take note of a call that nothing surrounds; in each of a plain list that is not known to be like the last."""
+
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         """What holds while what is bound is ready."""
         return Facts()
@@ -79,6 +82,12 @@ def enter(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> None:
     """Make ready what such a list binds."""
     for surrounding, key in of(keys):
         surrounding.entered(listed, key)
+
+
+def outside(listed: Sequence[ListedOp]) -> None:
+    """Take note of a call of a plain list."""
+    for surrounding in _known:
+        surrounding.outside(listed)
 
 
 def notes(listed: Sequence[ListedOp], keys: tuple[Hashable, ...], device: torch.device) -> Iterator[str]:

@@ -165,6 +165,8 @@ class Fuser:
         """The same, and where the call was planned just now, its graph."""
         check_input(x)
         call = self.call(x, inputs, outputs)
+        if not call.listing.around:
+            surroundings.outside(call.listing.listed)
         if in_dual_level():
             refuse_tangents(call.tensors)
         modes = call.listing.modes(x.device.type, outputs)
