@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from te_fuser.quantization.agreement import Agreement, agreement_of
 from te_fuser.quantization.state import ROLES, Block, State, before_saving, blocks, lock
+from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 from te_fuser.recipe.region import Region, on_entry
 
@@ -120,35 +120,6 @@ def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor
     made = recipe.scaling_factor_compute_algo
     found: torch.Tensor = most / amax / 2.0**recipe.margin if made is None else made(amax, scale, most, recipe)
     return torch.where(amax.isfinite() & (amax > 0) & (found > 0), found, scale).clamp(max=_LARGEST)
-
-
-@functools.lru_cache(maxsize=64)
-def try_recipe(recipe: Recipe) -> None:
-    """Try the functions of a recipe on a history of zeros, two products' tensors.
-
-    Raises:
-        ValueError: where they give another shape, or no floating point.
-    """
-    if not isinstance(recipe, DelayedScaling):
-        return
-    tensors = 2 * len(ROLES)
-    zeros, ones = torch.zeros(recipe.amax_history_len, tensors), torch.ones(tensors)
-    with torch.no_grad():
-        if callable(recipe.amax_compute_algo):
-            _check_given("amax_compute_algo(history)", recipe.amax_compute_algo(zeros), zeros)
-        if recipe.scaling_factor_compute_algo is not None:
-            made = recipe.scaling_factor_compute_algo(zeros[0], ones, 448.0 * ones, recipe)
-            _check_given("scaling_factor_compute_algo(amax, scale, fp8_max, recipe)", made, zeros)
-
-
-def _check_given(call: str, made: Any, history: torch.Tensor) -> None:
-    if isinstance(made, torch.Tensor) and made.shape == history.shape[1:] and made.is_floating_point():
-        return
-    got = f"{made.dtype} {list(made.shape)}" if isinstance(made, torch.Tensor) else repr(made)
-    raise ValueError(
-        f"DelayedScaling: {call} gives one number for each tensor, float32 {list(history.shape[1:])} of a history "
-        f"{list(history.shape)}, newest first; it gave {got}"
-    )
 
 
 def _keep_snapshot() -> None:

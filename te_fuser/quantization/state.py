@@ -18,6 +18,7 @@ from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.joined import Together
 from te_fuser.ops.scales import HISTORY, SCALE, before_loading
+from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
@@ -228,9 +229,11 @@ def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.dev
         device: where they are to be; by default the weight's.
 
     Raises:
-        ValueError: when it ran by another recipe in the same region.
+        ValueError: when it ran by another recipe in the same region; for functions of the recipe that give no scales.
     """
     state = state_of(weight)
+    if recipe != state.recipe:
+        try_recipe(recipe)
     if not state.runs_by(recipe):
         raise ValueError(_two_recipes(weight, state.recipe, recipe))
     if device is None:
