@@ -104,6 +104,7 @@ OP_HELPERS = {
     "checks",
     "construction",
     "facts",
+    "float8_products",
     "given",
     "hooks",
     "joined",
@@ -258,7 +259,12 @@ def test_autograd_functions():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("autograd.Function") for b in node.bases):
                 found.append((module_of(path), node.name))
-    assert found == [("te_fuser.formula.float8", "Quantized"), ("te_fuser.fuser.run.segment", "SegmentFunction")]
+    assert found == [
+        ("te_fuser.formula.float8", "Quantized"),
+        ("te_fuser.formula.float8", "QuantizedGradient"),
+        ("te_fuser.fuser.run.segment", "SegmentFunction"),
+        ("te_fuser.ops.float8_products", "_Products"),
+    ]
 
 
 def test_nothing_is_pickled():

@@ -12,6 +12,7 @@ from te_fuser.ops.cast import Cast
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
+from te_fuser.ops.float8_matmul import Float8MatMul, PartlyFloat8MatMul
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
@@ -67,6 +68,7 @@ __all__ = [
     "DropPath",
     "Dropout",
     "Flatten",
+    "Float8MatMul",
     "Fork",
     "FusableOperation",
     "FusedOperation",
@@ -83,6 +85,7 @@ __all__ = [
     "NamedInput",
     "Norm",
     "Output",
+    "PartlyFloat8MatMul",
     "Quantize",
     "QuantizeGradient",
     "QuantizedMatMul",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import current_key
 
-_SAID = 6  # products that a note names
+_NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _BINDINGS = {"scale": ScaleBinding, "inverse": InverseBinding, "amax": AmaxBinding}
 
@@ -38,14 +38,17 @@ class Regions(surroundings.Surrounding):
     key = staticmethod(current_key)
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
-        return [item if _recipe_of(item, key) is None else _with_state(item) for item in listed]
+        recipe = _said(key)[0]
+        return [_with_state(item) if why_not(item, recipe) is None else item for item in listed]
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
         for item in _quantized(listed):
-            ensure(item.lowered.bindings["weight"], _running(item, key))
+            weight = item.lowered.bindings["weight"]
+            ensure(weight, cast(Recipe, recipe_for(weight, _said(key)[0])))
 
-    def outside(self, listed: Sequence[ListedOp]) -> None:
-        ran_outside(item.lowered.bindings["weight"] for item in listed if item.lowered.op.kind is MatMul)
+    def left(self, listed: Sequence[ListedOp]) -> None:
+        if blocks():
+            ran_outside([item.lowered.bindings["weight"] for item in listed if item.lowered.op.kind is MatMul])
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(item.lowered.bindings["weight"]) for item in _quantized(listed)]
@@ -83,16 +86,16 @@ class _AsPut:
         return all(state.is_as_put() for state in self._states)
 
 
-def why_not(op: FusableOperation) -> str | None:
-    """Why an op is no product of 8 bits, in words where it is a product; None where it may be one."""
-    if op.kind is not MatMul:
+def why_not(item: ListedOp, recipe: Recipe) -> str | None:
+    """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
+    if item.lowered.op.kind is not MatMul:
         return ""
-    product = cast(MatMul, op)
+    product = cast(MatMul, item.lowered.op)
     for name in ("in_features", "out_features"):
         size = getattr(product, name)
         if size % STEP:
             return f"its {name}, {size}, are no multiple of {STEP}"
-    return None
+    return "te.precision says so" if recipe_for(item.lowered.bindings["weight"], recipe) is None else None
 
 
 def _quantized(listed: Iterable[ListedOp]) -> list[ListedOp]:
@@ -106,20 +109,10 @@ def _with_state(item: ListedOp) -> ListedOp:
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
-def _recipe_of(item: ListedOp, key: Hashable) -> Recipe | None:
-    """The recipe by which an op runs in a region; None where it runs by none."""
-    if why_not(item.lowered.op) is not None:
-        return None
-    return recipe_for(item.lowered.bindings["weight"], cast(tuple[Recipe, bool, int], key)[0])
-
-
-def _running(item: ListedOp, key: Hashable) -> DelayedScaling:
-    """The recipe of a product that runs by one; te_fuser.recipe refuses others."""
-    return cast(DelayedScaling, _recipe_of(item, key))
-
-
-def _is_calibrating(key: Hashable) -> bool:
-    return cast(tuple[Recipe, bool, int], key)[1]
+def _said(key: Hashable) -> tuple[Recipe, bool]:
+    """What a region says of itself: its recipe, and whether it is calibrating."""
+    recipe, calibrating, *_ = cast(tuple[Any, ...], key)
+    return recipe, calibrating
 
 
 def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
@@ -131,8 +124,9 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     dtype = item.casts.get("weight", own)
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)
-    recipe = _running(item, key)
-    kept = (True,) * 3 if _is_calibrating(key) else recipe.override_linear_precision
+    around, calibrating = _said(key)
+    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
+    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
     gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
     product, form = cast(MatMul, low.op), {"dtype": dtype, "weight_dtype": own, "formats": (E4M3, E4M3, gradients)}
     amaxes = ROLES if call.grad else ()
@@ -172,35 +166,28 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:
     """What plans say of the precision of each product, and why one stays in its own."""
-    taken: dict[DelayedScaling, list[str]] = {}
+    around, calibrating = _said(key)
+    alike: dict[tuple[bool, tuple[bool, ...]], list[str]] = {}
     for item in _quantized(listed):
-        taken.setdefault(_running(item, key), []).append(item.path)
-    if taken and _is_calibrating(key):
-        paths = [path for found in taken.values() for path in found]
-        yield f"calibrating: the largest magnitudes of {_names(paths)} are recorded, and nothing is quantized"
-    else:
-        for recipe, paths in taken.items():
-            yield from _notes_of(recipe, paths, device)
+        recipe = cast(DelayedScaling, recipe_for(item.lowered.bindings["weight"], around))
+        form = recipe.fp8_format is Format.HYBRID, recipe.override_linear_precision
+        alike.setdefault(form, []).append(item.path)
+    for (hybrid, kept), paths in alike.items():
+        if calibrating:
+            yield f"calibrating: the largest magnitudes of {_names(paths)} are recorded, and nothing is quantized"
+            continue
+        how = "E4M3, gradients in E5M2" if hybrid else "E4M3"
+        own = [product for product, keeps in zip(("y", "dx", "dW"), kept, strict=True) if keeps]
+        but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
+        emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
+        yield f"products in 8 bits ({how}){emulated}: {_names(paths)}{but}"
     for item in listed:
-        why = why_not(item.lowered.op)
-        if why is None and not item.lowered.aside and item.lowered.op.kind is MatMul:
-            why = "te_fuser.precision says so"
-        if why:
+        if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"
 
 
-def _notes_of(recipe: DelayedScaling, paths: Sequence[str], device: torch.device) -> Iterator[str]:
-    """What plans say of products that run by one recipe."""
-    how = "E4M3, gradients in E5M2" if recipe.fp8_format is Format.HYBRID else "E4M3"
-    emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
-    yield f"products in 8 bits ({how}){emulated}: {_names(paths)}"
-    kept = [p for p, own in zip(("y", "dx", "dW"), recipe.override_linear_precision, strict=True) if own]
-    if kept:
-        yield f"of these {', '.join(kept)} are in their own precision: override_linear_precision says so"
-
-
 def _names(paths: Sequence[str]) -> str:
-    return ", ".join(paths) if len(paths) <= _SAID else f"{', '.join(paths[:_SAID])} and {len(paths) - _SAID} more"
+    return ", ".join(paths) if len(paths) <= _NAMED else f"{', '.join(paths[:_NAMED])} and {len(paths) - _NAMED} more"
 
 
 surroundings.register(Regions())

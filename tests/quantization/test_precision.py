@@ -76,7 +76,7 @@ def test_plans_say_so() -> None:
         said = str(model.explain(torch.randn(4, 16)))
     for words in ("(E4M3, gradients in E5M2)", "(E4M3), emulated", "1.matmul stays in its own precision"):
         assert words in said
-    assert "te_fuser.precision says so" in said
+    assert "te.precision says so" in said
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {

@@ -6,10 +6,12 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import te_fuser as te
 from te_fuser import ops
@@ -250,3 +252,11 @@ def test_precision_is_kept_by_copies() -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         trained(model=twin)
         assert [*states(twin)] == [f"0.{role}" for role in ROLES]
+
+
+def test_safetensors_take_it(tmp_path: Path) -> None:
+    model = trained(model=te.LayerNormMLP(16, 32))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    twin = te.LayerNormMLP(16, 32)
+    assert twin.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True) == ([], [])
+    assert same(twin, model)

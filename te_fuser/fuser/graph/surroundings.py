@@ -26,8 +26,8 @@ class Surrounding:
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
         """Make ready what is bound; called in each call of such a list that is not known to be like the last one."""
 
-    def outside(self, listed: Sequence[ListedOp]) -> None:
-        """Take note of a call that nothing surrounds; in each of a plain list that is not known to be like the last."""
+    def left(self, listed: Sequence[ListedOp]) -> None:
+        """The same of a call that nothing surrounds."""
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         """What holds while what is bound is ready."""
@@ -79,15 +79,12 @@ def listed_within(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> Seq
 
 
 def enter(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> None:
-    """Make ready what such a list binds."""
+    """Make ready what such a list binds, for a call that is not known to be like the last one."""
+    if not keys:
+        for surrounding in _known:
+            surrounding.left(listed)
     for surrounding, key in of(keys):
         surrounding.entered(listed, key)
-
-
-def outside(listed: Sequence[ListedOp]) -> None:
-    """Take note of a call of a plain list."""
-    for surrounding in _known:
-        surrounding.outside(listed)
 
 
 def notes(listed: Sequence[ListedOp], keys: tuple[Hashable, ...], device: torch.device) -> Iterator[str]:

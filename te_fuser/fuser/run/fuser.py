@@ -102,9 +102,7 @@ class Fuser:
             self._within = {}
             plain = self._plain = self._list(next(self._count))
         keys = surroundings.around(x.dtype)
-        if not keys:
-            return plain
-        within, found = self._within, self._within.get(keys)
+        within, found = self._within, self._within.get(keys) if keys else plain
         if found is not None:
             surroundings.enter(found.listed, keys)
             return found
@@ -165,8 +163,6 @@ class Fuser:
         """The same, and where the call was planned just now, its graph."""
         check_input(x)
         call = self.call(x, inputs, outputs)
-        if not call.listing.around:
-            surroundings.outside(call.listing.listed)
         if in_dual_level():
             refuse_tangents(call.tensors)
         modes = call.listing.modes(x.device.type, outputs)
