@@ -122,12 +122,11 @@ def _factor(
     form: Form, given: Given, t: torch.Tensor, role: str, product: int, place: int, is_quantized: bool
 ) -> torch.Tensor:
     """A factor as it is multiplied: what its 8 bits stand for, or as it is, in y's dtype, where the product is kept."""
+    wide = torch.promote_types(form.dtype, torch.float32)
     if form.kept[product]:
-        rounded_so = t if t.dtype == torch.float64 else t.to(form.dtype)
-        return rounded_so.to(torch.promote_types(t.dtype, torch.float32))
-    inverse = given(f"{role}_inverse")
+        return t.to(form.dtype).to(wide)
     data = t if is_quantized else quantized(t, given(f"{role}_scale"), form.formats[place])
-    return data.to(torch.promote_types(inverse.dtype, torch.float32)) * inverse
+    return data.to(wide) * given(f"{role}_inverse")
 
 
 def raise_to_largest(slot: torch.Tensor | None, x: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
+from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside
 from te_fuser.quantization.precision import recipe_for
@@ -121,6 +122,8 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     if not low.aside:
         return (item,)
     own = call.parameters[low.bindings["weight"].key].spec.dtype
+    exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
+    own = torch.float32 if exact else own
     dtype = item.casts.get("weight", own)
     if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
         return (item,)

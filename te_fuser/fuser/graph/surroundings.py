@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.ops.facts import Facts
+from te_fuser.ops.rows import rounds
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
@@ -57,9 +58,9 @@ def register(surrounding: Surrounding) -> None:
 def around(dtype: torch.dtype) -> tuple[Hashable, ...]:
     """What surrounds a call of an x of that dtype now, a key for each kind; empty where nothing does.
 
-    Calls in float64, which references are made in, are surrounded by nothing.
+    Calls in float64 are surrounded by nothing, but references that are to be exact are (`unrounded`).
     """
-    if dtype == torch.float64:
+    if dtype == torch.float64 and rounds():
         return ()
     found = tuple([s.key() for s in _known])
     return found if any(key is not None for key in found) else ()
