@@ -34,7 +34,7 @@ estimate() {
     mlp) echo 270 ;; llama) echo 70 ;;
     glue) echo 130 ;; host) echo 60 ;; first-call) echo 100 ;; train) echo $((90 + TRAIN_STEPS / 5)) ;;
     small) echo 170 ;; decoding) echo 200 ;; train-exact) echo 135 ;; stack) echo 70 ;; growth) echo 130 ;;
-    presets) echo 120 ;; converted) echo 130 ;;
+    presets) echo 200 ;; converted) echo 130 ;; cached) echo 50 ;;
     kernels) echo 60 ;; *) echo 60 ;;
   esac
 }
@@ -141,7 +141,7 @@ side_by_side() { # parts of each GPU: the processors are shared out, so that one
 
 case ${1:-} in
   all)
-    queue=(tests memcheck racecheck first-call host small decoding layer mlp llama converted glue train layer-fp16 train-exact stack growth kernels) ;;
+    queue=(tests memcheck racecheck first-call host small decoding cached layer mlp llama converted glue train layer-fp16 train-exact stack growth kernels) ;;
   parts) shift; queue=("$@") ;;
   gpus) shift; side_by_side "$@"; exit ;;
   *) sed -n 2,14p "${BASH_SOURCE[0]}"; exit 2 ;;

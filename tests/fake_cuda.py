@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +17,17 @@ import pytest
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen import cuda, cuda_loader
+from te_fuser.codegen import cuda, cuda_loader, written
 from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription
+from te_fuser.codegen.written import Loadable, TextKernel
 from te_fuser.config import config
 from te_fuser.fuser.run import fuser, loading
-from te_fuser.kernels import column_sums, packed_heads, turned_heads
-from te_fuser.kernels.packed_heads import PackedPass
-from te_fuser.kernels.turned_heads import TurnedPass
+from te_fuser.kernels import packed_heads
 from tests.codegen import cuda_on_cpu
 
 REAL_DRIVER = "libcuda.so.1"
+_SYMBOL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s*(\w+)')
 CXX = shutil.which("g++") or shutil.which("clang++")
 
 
@@ -64,6 +65,13 @@ def as_new_process(patch: pytest.MonkeyPatch, cache_dir: Path, gpu: str = "NVIDI
         patch.setattr(cuda_loader, made, {})
     for ready in ("_ready", "_written_ready"):
         patch.setattr(cuda_loader, ready, set())
+    forget_written()
+
+
+def forget_written() -> None:
+    """Kernels written by hand that this process has made."""
+    for made in (written._compiled, written._loaded, packed_heads._ready):
+        made.cache_clear()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -79,15 +87,41 @@ def in_place(library: Path, host_tensors: bool = True) -> Iterator[FakeDriver]:
         _native.set_cuda_driver(REAL_DRIVER, False)
 
 
+def emulate(kernels: Iterable[TextKernel[Any]], folder: Path) -> dict[TextKernel[Any], Loadable]:
+    """Kernels written by hand, compiled for the CPU in one go."""
+    texts = {k: k.text() for k in kernels}
+    assert CXX is not None
+    kernels_of = {t: SimpleNamespace(source=t, launches=[*map(_launch, _SYMBOL.findall(t))]) for t in texts.values()}
+    built = dict(zip(kernels_of, cuda_on_cpu.build(CXX, [*kernels_of.values()], folder), strict=True))  # type: ignore[list-item]
+    return {k: k.native(f"{built[t].library._name}:{built[t].number}".encode()) for k, t in texts.items()}
+
+
+def _launch(symbol: str) -> SimpleNamespace:
+    return SimpleNamespace(symbol=symbol)
+
+
+@contextlib.contextmanager
+def in_place_of_written(native: Callable[[TextKernel[Any]], Loadable]) -> Iterator[None]:
+    """Kernels written by hand are those that this gives."""
+
+    def loaded(kernel: TextKernel[Any], index: int) -> Loadable:
+        made = native(kernel)
+        made.load(index)
+        return made
+
+    packed_heads._ready.cache_clear()
+    with mock.patch.object(written, "_loaded", loaded), mock.patch.object(written, "index_of", lambda device: 0):
+        yield
+    packed_heads._ready.cache_clear()
+
+
 class Emulation:
     """Generated CUDA kernels, compiled for the CPU and run by the fake driver."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kernels: dict[str, _native.CudaKernel] = {}
-        self._column_sums: _native.ColumnSums | None = None
-        self._packed: dict[PackedPass, _native.CudaKernel] = {}
-        self._turned: dict[TurnedPass, _native.CudaKernel] = {}
+        self._written: dict[TextKernel[Any], Loadable] = {}
 
     def load(self, descriptions: Sequence[KernelDescription]) -> list[_native.CudaKernel]:
         """The native kernels, in order."""
@@ -105,36 +139,13 @@ class Emulation:
             code = f"{built.library._name}:{built.number}"
             self.kernels[d.key] = native_kernel(d, text, code.encode())
 
-    def column_sums(self) -> _native.ColumnSums:
-        """What adds up the sums of a program's kernels at its end."""
-        if self._column_sums is None:
-            self._column_sums = _native.ColumnSums(self._written("column_sums", column_sums.text(), "column_sums"))
-        return self._column_sums
-
-    def packed_heads(self, p: PackedPass) -> _native.CudaKernel:
-        """The kernel over packed heads."""
-        if p not in self._packed:
-            symbols = ["packed_heads", "packed_heads_finish"] if p.sums else ["packed_heads"]
-            code = self._written(f"packed_{len(self._packed)}", p.text(), *symbols)
-            self._packed[p] = packed_heads.native_kernel(p, code)
-        return self._packed[p]
-
-    def turned_heads(self, p: TurnedPass) -> _native.CudaKernel:
-        """The kernel that norms and turns heads."""
-        if p not in self._turned:
-            symbols = ["turned_heads", "turned_heads_finish"] if p.sums else ["turned_heads"]
-            code = self._written(f"turned_{len(self._turned)}", p.text(), *symbols)
-            self._turned[p] = turned_heads.native_kernel(p, code)
-        return self._turned[p]
-
-    def _written(self, name: str, source: str, *symbols: str) -> bytes:
-        """A kernel written by hand, as what stands for its machine code."""
-        folder = self.folder / name
-        folder.mkdir()
-        text = SimpleNamespace(source=source, launches=[SimpleNamespace(symbol=symbol) for symbol in symbols])
-        assert CXX is not None
-        (built,) = cuda_on_cpu.build(CXX, [text], folder)  # type: ignore[list-item]
-        return f"{built.library._name}:{built.number}".encode()
+    def written(self, kernel: TextKernel[Any]) -> Loadable:
+        """A kernel written by hand."""
+        if kernel not in self._written:
+            folder = self.folder / f"{kernel.name}_{len(self._written)}"
+            folder.mkdir()
+            self._written.update(emulate([kernel], folder))
+        return self._written[kernel]
 
     @contextlib.contextmanager
     def in_plans(self) -> Iterator[None]:
@@ -152,12 +163,9 @@ class Emulation:
         def target(device: torch.device, dtype: torch.dtype, kernels: str, fallback: str) -> str:
             return "cuda"
 
-        def sums(target: str, device: torch.device) -> _native.ColumnSums:
-            return self.column_sums()
-
         with (
             mock.patch.object(loading, "load_kernels", load),
-            mock.patch.object(loading, "load_column_sums", sums),
             mock.patch.object(fuser, "target_for", target),
+            in_place_of_written(self.written),
         ):
             yield

@@ -24,7 +24,7 @@ from te_fuser.codegen.description import KernelDescription, Load, Maximum, Store
 from te_fuser.codegen.progress import Progress
 from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.codegen.tuned_schedules import store_for
-from te_fuser.codegen.written import Loadable, WrittenKernel
+from te_fuser.codegen.written import Loadable, WrittenKernel, arch_on, index_of
 from te_fuser.formula.expr import Axes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def load(
             refuses a kernel.
         ValueError: for a description that generated kernels do not cover, such as one with float64.
     """
-    index = _index(device)
+    index = index_of(device)
     wanted = {d.key: (d, measured(d, device, (rows or {}).get(d.key), cache_dir)) for d in descriptions}
     made = dict(zip(wanted, _load(list(wanted.values()), index, cache_dir, written), strict=True))
     return [made[d.key] for d in descriptions]
@@ -80,7 +80,7 @@ def variants(description: KernelDescription, device: torch.device, most: int = 2
 
     Each is what `load_variant` and `TunedSchedules.put` take: one schedule, or two for stores and sums apart.
     """
-    return schedule_model.variants(rewrite(description), limits_of(_arch(_index(device))), most)
+    return schedule_model.variants(rewrite(description), limits_of(arch_on(index_of(device))), most)
 
 
 def load_variant(
@@ -96,7 +96,7 @@ def load_variant(
         ValueError: when the schedules do not fit the description or the GPU, with the reason; and as `load`.
         CompilerMissing, CompileError, RuntimeError: as `load`.
     """
-    index = _index(device)
+    index = index_of(device)
     reason = _misfit(description, tuple(schedules), index)
     if reason:
         raise ValueError(f"kernel {description.name}: {reason}")
@@ -108,14 +108,6 @@ def loaded() -> list[GpuKernel]:
     """Every kernel that this process has made, in that order."""
     with _lock:
         return list(_made.values())
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def _arch(index: int) -> str:
-    return nvrtc.arch_of(torch.cuda.get_device_capability(index))
 
 
 Wanted = tuple[KernelDescription, tuple[Schedule, ...]]  # no schedule: the model's choice
@@ -130,19 +122,19 @@ def measured(
     description: KernelDescription, device: torch.device, rows: int | None, cache_dir: Path | None = None
 ) -> tuple[Schedule, ...]:
     """The schedules that were measured to be the best; none where none were, or where they do not fit any more."""
-    index = _index(device)
+    index = index_of(device)
     found = store_for(torch.cuda.get_device_name(index), cache_dir).find(description.key, rows)
     return () if found and _misfit(description, found, index) else found
 
 
 def _misfit(description: KernelDescription, schedules: tuple[Schedule, ...], index: int) -> str:
-    return schedule_model.misfit(rewrite(description), schedules, limits_of(_arch(index)))
+    return schedule_model.misfit(rewrite(description), schedules, limits_of(arch_on(index)))
 
 
 def _load(
     wanted: Sequence[Wanted], index: int, cache_dir: Path | None, written: Iterable[WrittenKernel] = ()
 ) -> list[GpuKernel]:
-    arch = _arch(index)
+    arch = arch_on(index)
     with _lock:
         missing = [(d, s) for d, s in wanted if (d.key, arch, s, index) not in _ready]
         by_hand = [k for k in dict.fromkeys(written) if (k, index) not in _written_ready]

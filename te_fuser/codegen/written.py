@@ -1,13 +1,21 @@
-"""What a CUDA kernel that is written by hand must offer to be compiled and loaded beside the generated ones."""
+"""What a CUDA kernel that is written by hand must offer to be compiled and loaded beside the generated ones.
+
+One that is a text gets it from `TextKernel`.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-Made = TypeVar("Made")
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.config import config
 
 
 class Loadable(Protocol):
@@ -15,6 +23,9 @@ class Loadable(Protocol):
 
     def load(self, device: int) -> None:
         """Load on a device; nothing happens where it is loaded already."""
+
+
+Made = TypeVar("Made", bound=Loadable)
 
 
 class WrittenKernel(Hashable, Protocol):
@@ -57,3 +68,55 @@ class MadeOnce(Generic[Made]):
     def cache_clear(self) -> None:
         """Forget all of them."""
         self._made.clear()
+
+
+class TextKernel(ABC, Generic[Made]):
+    """A kernel that is a text for NVRTC and what the native runtime makes of its machine code.
+
+    A subclass is a frozen dataclass of what its text depends on: equal ones are one kernel.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def text(self) -> str:
+        """The CUDA text, its constants included."""
+
+    @abstractmethod
+    def native(self, cubin: bytes) -> Made:
+        """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
+
+    def compile(self, arch: str, cache: Path | None) -> Made:
+        """The kernel for an architecture; made once in a process."""
+        return cast(Made, _compiled(self, arch, cache))
+
+    def ready(self, device: torch.device) -> Made:
+        """The kernel, loaded on a CUDA device; where a plan names it, it has been compiled and loaded before.
+
+        Raises:
+            CompilerMissing, CompileError: from NVRTC.
+            RuntimeError: when the driver refuses it.
+        """
+        return cast(Made, _loaded(self, index_of(device)))
+
+
+@MadeOnce
+def _compiled(kernel: TextKernel[Any], arch: str, cache: Path | None) -> Loadable:
+    return kernel.native(nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=cache).cubin)
+
+
+@functools.cache
+def _loaded(kernel: TextKernel[Any], index: int) -> Loadable:
+    made = kernel.compile(arch_on(index), config.cache_dir)
+    made.load(index)  # now, since the threads of a backward pass have no context of their own
+    return cast(Loadable, made)
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a CUDA device; the current one's where it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def arch_on(index: int) -> str:
+    """The architecture to compile for on a CUDA device."""
+    return nvrtc.arch_of(torch.cuda.get_device_capability(index))

@@ -15,14 +15,12 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import CTYPES
-from te_fuser.codegen.written import MadeOnce
-from te_fuser.config import config
+from te_fuser.codegen.written import TextKernel
 from te_fuser.kernels.lanes import partner_of, vector_of
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
@@ -51,7 +49,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class PackedPass:
+class PackedPass(TextKernel["_native.CudaKernel"]):
     """What the text is written for.
 
     Attributes:
@@ -74,6 +72,7 @@ class PackedPass:
     sums: torch.dtype | None = None
     blocks: int = 0
     rows: int = 0
+    name: ClassVar[str] = "packed_heads"
 
     @classmethod
     def of(
@@ -90,15 +89,6 @@ class PackedPass:
         """What `turn`, or `Packing` (parts, back), runs; layouts and base and offset of a rotation share a text."""
         turning = (rotation.rotary_dim, rotation.style) if rotation else (0, "half")
         return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums)
-
-    @property
-    def name(self) -> str:
-        """What it is called while it is compiled."""
-        return "packed_heads"
-
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
 
     @property
     def vector(self) -> int:
@@ -161,6 +151,29 @@ class PackedPass:
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         lines += [f"constexpr float kDirection = {-1.0 if self.back else 1.0};", "", _SOURCE.read_text()]
         return "\n".join(lines)
+
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it."""
+        from te_fuser import _native
+
+        element, wide = _DTYPES[self.dtype], self.vector * self.dtype.itemsize
+        read = [(element, wide)] * (3 if self.parts else 1)
+        read += [("float32", 4)] * 2 if self.rotary_dim else []
+        read += [(_DTYPES[self.bias], self.bias.itemsize)] if self.bias else []
+        written = [(element, wide)] + ([(_DTYPES[self.sums], self.sums.itemsize)] if self.sums else [])
+        dtypes, alignments = zip(*read, *written, strict=True)
+        return _native.CudaKernel(
+            self.name,
+            cubin,
+            dtypes,
+            alignments,
+            len(read),
+            _launches(self, len(read)),
+            (self.heads.features,) if self.sums else (),
+            0,
+            2 + (4 + 3 + 3 if self.parts else 4),
+            waits=True,
+        )
 
 
 def reason_not(*dtypes: torch.dtype) -> str | None:
@@ -357,44 +370,7 @@ def _ready(
     device: torch.device,
 ) -> _Ready:
     p = PackedPass.of(heads, dtype, rotation, parts=parts, back=back, bias=bias, sums=sums)
-    kernel = p.compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
-    # Now, since the threads of a backward pass have no context of their own.
-    kernel.load(device.index or 0)
-    return _Ready(kernel, p.vector, rotation, sums)
-
-
-def _arch(device: torch.device) -> str:
-    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
-
-
-@MadeOnce
-def _kernel(p: PackedPass, arch: str, cache: Path | None) -> _native.CudaKernel:
-    compiled = nvrtc.compile_source(p.text(), arch, name=p.name, cache=cache)
-    return native_kernel(p, compiled.cubin)
-
-
-def native_kernel(p: PackedPass, cubin: bytes) -> _native.CudaKernel:
-    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
-    from te_fuser import _native
-
-    element, wide = _DTYPES[p.dtype], p.vector * p.dtype.itemsize
-    read = [(element, wide)] * (3 if p.parts else 1)
-    read += [("float32", 4)] * 2 if p.rotary_dim else []
-    read += [(_DTYPES[p.bias], p.bias.itemsize)] if p.bias else []
-    written = [(element, wide)] + ([(_DTYPES[p.sums], p.sums.itemsize)] if p.sums else [])
-    dtypes, alignments = zip(*read, *written, strict=True)
-    return _native.CudaKernel(
-        "packed_heads",
-        cubin,
-        dtypes,
-        alignments,
-        len(read),
-        _launches(p, len(read)),
-        (p.heads.features,) if p.sums else (),
-        0,
-        2 + (4 + 3 + 3 if p.parts else 4),
-        waits=True,
-    )
+    return _Ready(p.ready(device), p.vector, rotation, sums)
 
 
 def _launches(p: PackedPass, out: int) -> tuple[_native.CudaLaunch, ...]:

@@ -13,14 +13,12 @@ import struct
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen import nvrtc
 from te_fuser.codegen.cuda_text import CTYPES
-from te_fuser.codegen.written import MadeOnce
-from te_fuser.config import config
+from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import GENERATED, name_of, text_of
 from te_fuser.kernels.lanes import WARP, partner_of, vector_of
 from te_fuser.kernels.strided import as_one, reach, readable
@@ -116,7 +114,7 @@ class Norming:
 
 
 @dataclass(frozen=True)
-class TurnedPass:
+class TurnedPass(TextKernel["_native.CudaKernel"]):
     """What the text is written for.
 
     Attributes:
@@ -133,15 +131,7 @@ class TurnedPass:
     back: bool = False
     columns: torch.dtype | None = None
     gradients: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What it is called while it is compiled."""
-        return "turned_heads"
-
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
+    name: ClassVar[str] = "turned_heads"
 
     # ------------------------------------------------------------------------------- who does what
 
@@ -293,6 +283,41 @@ class TurnedPass:
             f"#define TE_BIAS_SUMS(X) {' '.join(biases)}",
         ]
 
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it."""
+        from te_fuser import _native
+
+        wide = self.vector * self.dtype.itemsize
+        read = dict.fromkeys(("from", "read") if self.reads else ("from",), (name_of(self.dtype), wide))
+        if self.turning is not None:
+            turning = self.turning
+            for name in ("first", "second")[: 1 if turning.tables == "angles" else 2]:
+                read[name] = (name_of(turning.dtype), turning.dtype.itemsize)
+            for name, dtype in (("starts", turning.starts), ("offsets", turning.offsets)):
+                if dtype is not None:
+                    read[name] = (text_of(dtype), dtype.itemsize)
+        weights = self.norming.dtype if self.norming is not None else None
+        for name in self.weights:
+            assert weights is not None
+            read[name] = (name_of(weights), weights.itemsize)
+        written = [(name_of(self.dtype), wide), *((name_of(dtype), dtype.itemsize) for dtype in self.sums)]
+        dtypes, alignments = zip(*read.values(), *written, strict=True)
+        rows = (*([1] if self.columns else []), *[self.tiles] * len(self.gradients))
+        launches = _launches(self, list(read))
+        return _native.CudaKernel(
+            self.name,
+            cubin,
+            dtypes,
+            alignments,
+            len(read),
+            launches,
+            self.widths,
+            0,
+            _INTEGERS,
+            waits=True,
+            partial_rows=rows,
+        )
+
     @property
     def sums(self) -> tuple[torch.dtype, ...]:
         """The dtypes of the sums: of columns, of the gradients of weights."""
@@ -399,7 +424,7 @@ class Turned:
         steps += [0] * (2 * (2 - len(sources)))
         numbers = self._eps, *steps, *_table_numbers(tables, given)
         reaches = tuple(map(reach, (*sources, *tables)))
-        return _ready(self._pass, sources[0].device), reaches, (shape[0] * shape[1], shape[batch]), numbers
+        return self._pass.ready(sources[0].device), reaches, (shape[0] * shape[1], shape[batch]), numbers
 
 
 def _by_rows(x: torch.Tensor) -> torch.Tensor:
@@ -435,50 +460,6 @@ def _bits(number: float) -> int:
 
 
 # ------------------------------------------------------------------------------------------------- making it
-
-
-@functools.cache
-def _ready(p: TurnedPass, device: torch.device) -> _native.CudaKernel:
-    kernel = p.compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
-    # Now, since the threads of a backward pass have no context of their own.
-    kernel.load(device.index or 0)
-    return kernel
-
-
-def _arch(device: torch.device) -> str:
-    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
-
-
-@MadeOnce
-def _kernel(p: TurnedPass, arch: str, cache: Path | None) -> _native.CudaKernel:
-    compiled = nvrtc.compile_source(p.text(), arch, name=p.name, cache=cache)
-    return native_kernel(p, compiled.cubin)
-
-
-def native_kernel(p: TurnedPass, cubin: bytes) -> _native.CudaKernel:
-    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
-    from te_fuser import _native
-
-    wide = p.vector * p.dtype.itemsize
-    read = dict.fromkeys(("from", "read") if p.reads else ("from",), (name_of(p.dtype), wide))
-    if p.turning is not None:
-        turning = p.turning
-        for name in ("first", "second")[: 1 if turning.tables == "angles" else 2]:
-            read[name] = (name_of(turning.dtype), turning.dtype.itemsize)
-        for name, dtype in (("starts", turning.starts), ("offsets", turning.offsets)):
-            if dtype is not None:
-                read[name] = (text_of(dtype), dtype.itemsize)
-    weights = p.norming.dtype if p.norming is not None else None
-    for name in p.weights:
-        assert weights is not None
-        read[name] = (name_of(weights), weights.itemsize)
-    written = [(name_of(p.dtype), wide), *((name_of(dtype), dtype.itemsize) for dtype in p.sums)]
-    dtypes, alignments = zip(*read.values(), *written, strict=True)
-    rows = (*([1] if p.columns else []), *[p.tiles] * len(p.gradients))
-    launches = _launches(p, list(read))
-    return _native.CudaKernel(
-        p.name, cubin, dtypes, alignments, len(read), launches, p.widths, 0, _INTEGERS, waits=True, partial_rows=rows
-    )
 
 
 def _launches(p: TurnedPass, read: list[str]) -> tuple[_native.CudaLaunch, ...]:

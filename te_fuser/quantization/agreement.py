@@ -130,11 +130,8 @@ class Agreement:
 
     def _new(self, recipe: Recipe) -> list[Binding]:
         """The products that ranks do not agree on yet, without those that run by no recipe, whatever the region."""
-        known = {weight.name: set[int]() for weight in self._weights}
-        for weight, ref in zip(self._weights, self._states, strict=True):
-            if ref() is not None:
-                known[weight.name].add(id(ref()))
-        return [w for w in products() if recipe_for(w, recipe) and id(state_of(w)) not in known.get(w.name, ())]
+        known = {id(state) for ref in self._states if (state := ref()) is not None}
+        return [w for w in products() if recipe_for(w, recipe) is not None and id(state_of(w)) not in known]
 
     def _places_of(self) -> dict[Block, _Place]:
         """Where amaxes are that ranks are to agree on."""

@@ -56,7 +56,7 @@ def _by(scales: Snapshot | None) -> Iterator[None]:
         before = [(s, {**s.scales}, {**s.inverses}, {**s.amaxes}) for s, _ in states]
         for state, scale in states:
             nowhere = torch.zeros(2, dtype=torch.float32, device=scale.device)
-            state.show(scale, scale.reciprocal())
+            state.show(scale.unbind(), scale.reciprocal().unbind())
             state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
     try:
         yield

@@ -11,10 +11,11 @@ import torch
 
 from te_fuser.quantization.agreement import Agreement, agreement_of
 from te_fuser.quantization.state import ROLES, Block, State, before_saving, blocks, lock
-from te_fuser.recipe.recipes import DelayedScaling, Recipe
+from te_fuser.quantization.trial import try_recipe
+from te_fuser.recipe.recipes import DelayedScaling, Format
 from te_fuser.recipe.region import Region, on_entry
 
-_LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max
 _last: list[Region | None] = [None]  # the last one from outside of all, in which gradients were on
 
 
@@ -82,29 +83,35 @@ def _agreement(region: Region | None) -> Agreement | None:
 
 
 def _fold_block(block: Block, amaxes: torch.Tensor) -> None:
-    by_recipe: dict[Recipe, list[State]] = {}
+    by_recipe: dict[int, list[State]] = {}
     for state in block.states():
-        if state.recipe is not None:
-            by_recipe.setdefault(state.recipe, []).append(state)
-    for recipe, states in by_recipe.items():
-        if isinstance(recipe, DelayedScaling):
-            _update(recipe, states, amaxes[[state.row for state in states]])
+        if isinstance(state.recipe, DelayedScaling):
+            by_recipe.setdefault(id(state.recipe), []).append(state)
+    for states in by_recipe.values():
+        _update(states, amaxes[block.index(tuple([state.row for state in states]))])
 
 
-def _update(recipe: DelayedScaling, states: Sequence[State], seen: torch.Tensor) -> None:
+def _update(states: Sequence[State], seen: torch.Tensor) -> None:
     """Put what was seen, [states, 3], into histories and scales of states that run by one recipe, all at once."""
+    recipe: DelayedScaling = states[0].recipe  # type: ignore[assignment]
     for state in states:
         state.make(recipe.amax_history_len, seen.device)
-    old = torch.stack([state.history for state in states], 1)  # [length, states, 3]
-    scales = torch.stack([state.scale for state in states])
+    histories, scales = [state.history for state in states], torch.stack([state.scale for state in states])
+    old = torch.stack(histories, 1)  # [length, states, 3]
     moved = seen.isfinite() & (seen > 0)
-    history = torch.where(moved, torch.cat([seen[None], old[:-1]]), old)
-    scale = torch.where(moved, scales_of(recipe, history.flatten(1), scales.flatten()).view_as(scales), scales)
-    made = [(torch.empty_like(s.scale), torch.empty_like(s.history)) for s in states]
-    torch._foreach_copy_([s for s, _ in made], list(scale.unbind()))
-    torch._foreach_copy_([h for _, h in made], list(history.unbind(1)))
-    for state, (new_scale, new_history), inverse in zip(states, made, scale.reciprocal().unbind(), strict=True):
-        state.put(new_scale, new_history, inverse)
+    new = torch.where(moved, torch.cat([seen[None], old[:-1]]), old)
+    torch._foreach_copy_(histories, list(new.unbind(1)))
+    made = scales_of(recipe, new.flatten(1), scales.flatten()).view_as(scales)
+    _put(states, torch.where(moved, made, scales))
+
+
+def _put(states: Sequence[State], scales: torch.Tensor) -> None:
+    """Put scales, [states, 3], in place of those of states: in tensors of their own, as some files take no others."""
+    each = torch.stack([scales, scales.reciprocal()], 1).flatten().unbind()  # all views by one call
+    rows = [torch.empty_like(state.scale) for state in states]
+    torch._foreach_copy_(rows, list(scales.unbind()))
+    for k, (state, row) in enumerate(zip(states, rows, strict=True)):
+        state.put_scale(row, state.history, each[6 * k : 6 * k + 3], each[6 * k + 3 : 6 * k + 6])
 
 
 def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -113,42 +120,19 @@ def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor
     The tensors are those of products one behind the other, each as `ROLES`. Where the amax is not finite and above 0,
     or a function gives NaN or no number above 0, the scale stays.
     """
-    largest = torch.tensor(recipe.fp8_format.value, dtype=torch.float32, device=history.device)
-    most = largest[[0, 0, 1]].repeat(history.shape[1] // len(ROLES))
+    most = _most(recipe.fp8_format, history.shape[1] // len(ROLES), history.device)
     algo = recipe.amax_compute_algo
     amax = algo(history) if callable(algo) else history[0] if algo == "most_recent" else history.amax(0)
     made = recipe.scaling_factor_compute_algo
     found: torch.Tensor = most / amax / 2.0**recipe.margin if made is None else made(amax, scale, most, recipe)
-    return torch.where(amax.isfinite() & (amax > 0) & (found > 0), found, scale).clamp(max=_LARGEST)
+    return torch.where((amax > 0) & (amax <= LARGEST) & (found > 0), found, scale).clamp(max=LARGEST)
 
 
 @functools.lru_cache(maxsize=64)
-def try_recipe(recipe: Recipe) -> None:
-    """Try the functions of a recipe on a history of zeros, two products' tensors.
-
-    Raises:
-        ValueError: where they give another shape, or no floating point.
-    """
-    if not isinstance(recipe, DelayedScaling):
-        return
-    tensors = 2 * len(ROLES)
-    zeros, ones = torch.zeros(recipe.amax_history_len, tensors), torch.ones(tensors)
-    with torch.no_grad():
-        if callable(recipe.amax_compute_algo):
-            _check_given("amax_compute_algo(history)", recipe.amax_compute_algo(zeros), zeros)
-        if recipe.scaling_factor_compute_algo is not None:
-            made = recipe.scaling_factor_compute_algo(zeros[0], ones, 448.0 * ones, recipe)
-            _check_given("scaling_factor_compute_algo(amax, scale, fp8_max, recipe)", made, zeros)
-
-
-def _check_given(call: str, made: Any, history: torch.Tensor) -> None:
-    if isinstance(made, torch.Tensor) and made.shape == history.shape[1:] and made.is_floating_point():
-        return
-    got = f"{made.dtype} {list(made.shape)}" if isinstance(made, torch.Tensor) else repr(made)
-    raise ValueError(
-        f"DelayedScaling: {call} gives one number for each tensor, float32 {list(history.shape[1:])} of a history "
-        f"{list(history.shape)}, newest first; it gave {got}"
-    )
+def _most(form: Format, products: int, device: torch.device) -> torch.Tensor:
+    """The largest numbers of the formats of so many products' tensors."""
+    forward, backward = form.value
+    return torch.tensor([forward, forward, backward], dtype=torch.float32, device=device).repeat(products)
 
 
 def _keep_snapshot() -> None:

@@ -20,7 +20,7 @@ def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor
     """
     fold()
     return {
-        f"{path}.{role}": (state.scale[k], state.history[:, k])
+        f"{path}.{role}": (state.scale[k].clone(), state.history[:, k].clone())
         for path, state in _states_of(model).items()
         for k, role in enumerate(ROLES)
     }

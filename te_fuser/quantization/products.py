@@ -46,7 +46,11 @@ def products_of(model: torch.nn.Module) -> dict[str, Binding]:
 
 
 def device_of(weight: Binding) -> torch.device | None:
-    """Where a weight is; None of one that comes with each call."""
-    found = weight.owner._parameters.get(weight.name)
-    found = next(weight.owner.parameters(), None) if found is None else found
+    """Where a weight is; None of one that is gone, or comes with each call."""
+    try:
+        owner = weight.owner
+    except ReferenceError:
+        return None
+    found = owner._parameters.get(weight.name)
+    found = next(owner.parameters(), None) if found is None else found
     return None if found is None or found.is_meta else found.device

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.joined import Together
 from te_fuser.ops.scales import HISTORY, SCALE, before_loading
+from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 ROLES = ("input", "weight", "output_gradient")
 _PRODUCTS = 256  # of a block
+_INDICES_KEPT = 16
 lock = threading.RLock()
 _blocks: list[Block] = []
 
@@ -40,6 +43,7 @@ class Block:
         self.not_finite = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.int64, device=device)
         self.device = self.amaxes.device
         self._states: list[weakref.ref[State] | None] = []
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
     def is_full(self) -> bool:
@@ -49,6 +53,15 @@ class Block:
     def states(self) -> list[State]:
         """The products that are there."""
         return [state for ref in self._states if ref is not None and (state := ref()) is not None]
+
+    def index(self, rows: tuple[int, ...]) -> torch.Tensor:
+        """These rows as an index; it is kept, as a copy to a GPU waits for that."""
+        found = self._indices.get(rows)
+        if found is None:
+            if len(self._indices) >= _INDICES_KEPT:
+                self._indices.clear()
+            found = self._indices[rows] = torch.tensor(rows, device=self.device)
+        return found
 
     def add(self, state: State, before: Block | None, row: int) -> int:
         """Give a product a row, with what it had in a row of another block."""
@@ -103,16 +116,22 @@ class State:
             self._buffers.get(self.prefix + SCALE) is not None and self._buffers.get(self.prefix + HISTORY) is not None
         )
 
-    def put(self, scale: torch.Tensor, history: torch.Tensor, inverse: torch.Tensor | None = None) -> None:
-        """Put these in place of the buffers; `inverse`, the scales' reciprocals, is computed where it is not given."""
-        self._put = scale, history
-        self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = self._put
-        self.show(scale, scale.reciprocal() if inverse is None else inverse)
+    def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
+        """Put these in place of the buffers."""
+        self.put_scale(scale, history, scale.unbind(), scale.reciprocal().unbind())
+        self._buffers[self.prefix + HISTORY] = history
 
-    def show(self, scale: torch.Tensor, inverse: torch.Tensor) -> None:
-        """Have calls find these scales, [3], and their reciprocals."""
-        self.scales.update(zip(ROLES, scale.unbind(), strict=True))
-        self.inverses.update(zip(ROLES, inverse.unbind(), strict=True))
+    def put_scale(self, scale: torch.Tensor, history: torch.Tensor, *views: Sequence[torch.Tensor]) -> None:
+        """Put this in place of the buffer of scales, beside a history; `views`: its numbers, and their reciprocals."""
+        self._buffers[self.prefix + SCALE] = scale
+        self._put = scale, history
+        self.show(*views)
+
+    def show(self, scales: Sequence[torch.Tensor], inverses: Sequence[torch.Tensor]) -> None:
+        """Have calls find these scales and their reciprocals, by role."""
+        own, reciprocals = self.scales, self.inverses
+        own["input"], own["weight"], own["output_gradient"] = scales
+        reciprocals["input"], reciprocals["weight"], reciprocals["output_gradient"] = inverses
 
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
@@ -228,9 +247,11 @@ def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.dev
         device: where they are to be; by default the weight's.
 
     Raises:
-        ValueError: when it ran by another recipe in the same region.
+        ValueError: when it ran by another recipe in the same region; for functions of the recipe that give no scales.
     """
     state = state_of(weight)
+    if recipe != state.recipe:
+        try_recipe(recipe)
     if not state.runs_by(recipe):
         raise ValueError(_two_recipes(weight, state.recipe, recipe))
     if device is None:

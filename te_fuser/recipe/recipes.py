@@ -18,12 +18,12 @@ def _check_flag(given: Any, name: str) -> None:
         raise TypeError(f"{_said(given, name)}: it is True or False")
 
 
-def _check_whole(given: Any, name: str, least: int | None = None) -> None:
+def _check_whole(given: Any, name: str, least: int, most: int | None = None) -> None:
     value = getattr(given, name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{_said(given, name)}: it is a whole number")
-    if least is not None and value < least:
-        raise ValueError(f"{_said(given, name)}: it is {least} or more")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{_said(given, name)}: it is {least} {'or more' if most is None else f'to {most}'}")
 
 
 def _check_format(given: Any, *allowed: Format) -> None:
@@ -113,7 +113,7 @@ class DelayedScaling(Recipe):
     History and scale move for what was quantized with gradients on and has a finite amax above 0.
 
     Attributes:
-        margin: powers of two left free.
+        margin: powers of two left free, -126 to 126.
         interval: not used.
         fp8_format: which formats: Format.HYBRID or Format.E4M3.
         amax_history_len: how many calls are remembered.
@@ -126,7 +126,7 @@ class DelayedScaling(Recipe):
 
     Raises:
         TypeError: for a value of another type.
-        ValueError: for E5M2 alone, an unknown algorithm, a length below 1.
+        ValueError: for E5M2 alone, an unknown algorithm, a length below 1, a margin out of range.
         NotImplementedError: for attention in FP8.
 
     Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
@@ -144,7 +144,7 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_format(self, Format.HYBRID, Format.E4M3)
-        _check_whole(self, "margin")
+        _check_whole(self, "margin", -126, 126)
         _check_whole(self, "interval", 1)
         _check_whole(self, "amax_history_len", 1)
         _check_flag(self, "reduce_amax")

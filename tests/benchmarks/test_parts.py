@@ -51,7 +51,8 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: Bench, tmp_pa
         ours = entry["contenders"]["te_fuser"]
         assert "left_out" not in entry and ours["joules"] == 0.0 and ours["mhz"] == 1980
     entries = part["cases"]
-    assert any("torch.compile" in e["contenders"] for e in entries) == (name not in ("stack", "growth", "presets"))
+    without = ("stack", "growth", "presets", "cached")
+    assert any("torch.compile" in e["contenders"] for e in entries) == (name not in without)
     if name in ("layer", "layer-fp16", "mlp", "llama", "stack"):
         for data in entries[0]["contenders"].values():
             assert data["order"] == [0, 1] and data["by_name"][1]["kernel"] == "layer_norm_fwd"
@@ -69,6 +70,9 @@ def test_every_part_takes_the_paths_of_a_gpu(name: str, gpu_bench: Bench, tmp_pa
         assert [e["case"] for e in entries] == [f"decoding, {rows} rows, 4 layers" for rows in (1, 3)]
         more = {"torch.compile", "torch.compile reduce-overhead", "te_fuser cuda_graph"}
         assert all(e["contenders"].keys() == {"eager", "te_fuser", *more} for e in entries)
+    if name == "cached":
+        assert all(e["contenders"].keys() == {"floor", "te_fuser", "te_fuser cuda_graph"} for e in entries)
+        assert all(e["goals"] for e in entries)
     if name == "growth":
         assert {e["grows"] for e in entries} == {"tokens", "hidden"} and "floor" in entries[0]["contenders"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import te_fuser
 from te_fuser import fusions, ops
-from te_fuser.fusions import Cost, OneOf, Optional, Repeat
+from te_fuser.fusions import Cost, Details, OneOf, Optional, Repeat, fusion
 from tests.fusions.registered import FREE, X, declare_backward, declare_forward, declare_joint, mlp, reasons, steps
 from tests.twins import assert_as_meant, sequential, tensor
 
@@ -328,3 +328,25 @@ def test_old_and_new_details_together():
 def test_a_keyword_that_there_never_was():
     with pytest.raises(TypeError, match=r"fusion\(\) got an unexpected keyword argument 'emit'"):
         te_fuser.fusion(forward=[ops.SiLU], emit=["0.output"])
+
+
+def test_a_whole_plan_that_gives_what_only_backward_reads() -> None:
+    """Without grad its second value is of no use, and the body gives it all the same."""
+
+    @fusion(
+        forward=[ops.Bias, ops.SiLU],
+        name="bias_silu_both",
+        cost=lambda m: Cost(seconds=1e-9),
+        emits=("0.output",),
+        details=Details(takes=("input", "0.bias"), gives=("output", "0.output"), registered=False),
+    )
+    def both(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        moved = x + bias
+        return torch.nn.functional.silu(moved), moved
+
+    model = sequential(ops.Bias(5), ops.SiLU())
+    x = tensor(7, 5)
+    with fusions.only(both), torch.no_grad():
+        assert [s.name for s in model.plan(x).forward] == ["bias_silu_both"]
+        torch.testing.assert_close(model(x), model.reference(x))
+        torch.testing.assert_close(model(x), model.reference(x))

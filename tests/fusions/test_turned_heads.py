@@ -13,7 +13,6 @@ import te_fuser
 from te_fuser import ops
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fusions.match import Match
-from te_fuser.kernels import turned_heads
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.fusions.products import autocast_on_cuda
 from tests.needs import needs_compiler
@@ -157,12 +156,8 @@ def test_on_a_cpu_the_op_runs_itself() -> None:
 def played(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, emulation: Emulation) -> Iterator[FakeDriver]:
     """Plans take the kernel, and an emulated driver runs it."""
     monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
-    monkeypatch.setattr(turned_heads, "_kernel", lambda p, arch, cache: emulation.turned_heads(p))
-    monkeypatch.setattr(turned_heads, "_arch", lambda device: "sm_90a")
-    turned_heads._ready.cache_clear()
     with emulation.in_plans():
         yield driver
-    turned_heads._ready.cache_clear()
 
 
 def assert_as_meant(model: te_fuser.Sequential, x: torch.Tensor, steps: int, **given: torch.Tensor) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
-from te_fuser.kernels import packed_heads
 from te_fuser.kernels.packed_heads import Packing, Rotation, turn
 from te_fuser.ops.attention_heads import PackedHeads
+from tests.fake_cuda import forget_written
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_a_captured_graph_repeats_it() -> None:
 
 
 def test_a_plan_has_it_compiled_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed_heads._ready.cache_clear()
+    forget_written()
     listed = [
         ops.Linear(64, 3 * 72), ops.RotaryEmbedding(24, heads=3, rotary_dim=8),
         ops.DotProductAttention(3, 24, mask="causal"),

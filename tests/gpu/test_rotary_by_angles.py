@@ -13,9 +13,10 @@ import torch
 import te_fuser
 from te_fuser import Fuser, ops
 from te_fuser.codegen import nvrtc
+from te_fuser.codegen.written import arch_on
 from te_fuser.config import config
-from te_fuser.kernels import turned_heads
 from te_fuser.kernels.turned_heads import Given, Groups, Turned, TurnedPass, Turning
+from tests.fake_cuda import forget_written
 from tests.kernels.turned_cases import BLOCKED, CASES, EMPTY, RMS, SIZES, Case, complaints
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,7 @@ BF16, EACH = torch.bfloat16, pytest.mark.parametrize("case", CASES, ids=lambda c
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """All kernels of the cases, several at a time."""
-    arch = turned_heads._arch(torch.device("cuda", 0))
+    arch = arch_on(0)
     passes = dict.fromkeys(p for case in (*CASES, *LARGE) for p in case.passes())
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda p: p.compile(arch, config.cache_dir), passes))
@@ -162,7 +163,7 @@ def test_layers(form: str, norm: str | None) -> None:
 
 
 def test_plans_take_it_and_calls_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    turned_heads._ready.cache_clear()
+    forget_written()
     listed = [
         ops.Linear(64, 3 * 72), ops.HeadNorm(24, heads=3, kv_heads=3), ops.RotaryByAngles(24, heads=3, kv_heads=3),
         ops.DotProductAttention(3, 24, mask="causal"),

@@ -13,7 +13,7 @@ import te_fuser
 from te_fuser import _native, ops
 from te_fuser.codegen import nvrtc
 from te_fuser.fuser.run import loading
-from te_fuser.kernels import column_sums
+from te_fuser.kernels.column_sums import ColumnSumsKernel
 from te_fuser.verify import steps as verify_steps
 from tests.codegen import ptx
 from tests.fake_cuda import Emulation, FakeDriver
@@ -54,7 +54,7 @@ def test_one_launch_gives_what_each_kernel_would(
     x = tensor(90, WIDTH, dtype=dtype)
     with emulation.in_plans():
         together, launches, last = launched(driver, layers(dtype), x)
-        monkeypatch.setattr(emulation, "column_sums", lambda: None)
+        monkeypatch.setattr(loading, "load_column_sums", lambda target, device: None)
         apart, more, other = launched(driver, layers(dtype), x)
     assert last == b"column_sums" and other.endswith(b"_finish")
     assert more == launches + 2  # three kernels have sums
@@ -85,7 +85,6 @@ def test_sums_of_verified_steps_come_by_the_same_kernel(
     checked = te_fuser.Sequential(*layers(torch.float32), verify=True)
     x = tensor(90, WIDTH, dtype=torch.float32)
     with emulation.in_plans():
-        monkeypatch.setattr(verify_steps, "load_column_sums", loading.load_column_sums)
         found, launches, last = launched(driver, checked, x)
         together, fewer, _ = launched(driver, layers(torch.float32), x)
     assert last == b"column_sums" and launches == fewer + 2  # three kernels have sums
@@ -109,7 +108,6 @@ def test_verified_steps_add_up_by_themselves_what_a_step_reads(
 
     monkeypatch.setattr(verify_steps._CheckedRunner, "_run", watched)
     with emulation.in_plans():
-        monkeypatch.setattr(verify_steps, "load_column_sums", loading.load_column_sums)
         gradients(model, tensor(90, WIDTH, dtype=torch.float32))
     assert b"column_sums" not in names and any(name.endswith(b"_finish") for name in names)
 
@@ -298,7 +296,7 @@ def test_an_exception_drops_what_waited(driver: FakeDriver) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_it_compiles_and_waits(arch: str, tmp_path: Path) -> None:
-    made = nvrtc.compile_source(column_sums.text(), arch, name="column_sums", cache=tmp_path)
+    made = nvrtc.compile_source(ColumnSumsKernel().text(), arch, name="column_sums", cache=tmp_path)
     (resources,) = made.resources
     assert (resources.symbol, resources.stack_bytes, resources.spilled_bytes) == ("column_sums", 0, 0)
-    assert arch == "sm_80" or not ptx.too_early(column_sums.text(), arch)
+    assert arch == "sm_80" or not ptx.too_early(ColumnSumsKernel().text(), arch)

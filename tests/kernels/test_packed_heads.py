@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.packed_heads import PackedPass, Packing, native_kernel
+from te_fuser.kernels.packed_heads import PackedPass, Packing
 from te_fuser.ops.attention_heads import PackedHeads
-from tests.codegen import cuda_on_cpu, ptx
-from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
 from tests.kernels.packed_cases import CASES, EMPTY, SIZES, Case, complaints
 from tests.needs import needs_compiler, needs_nvrtc
 
@@ -26,24 +25,9 @@ BY_NAME = {case.name: case for case in CASES}
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("packed")
-    passes = list(dict.fromkeys(case.kernel for case in CASES))
-    texts = [SimpleNamespace(source=p.text(), launches=_symbols(p)) for p in passes]
-    assert CXX is not None
-    built = cuda_on_cpu.build(CXX, texts, folder)  # type: ignore[arg-type]
-    kernels = {
-        p: native_kernel(p, f"{b.library._name}:{b.number}".encode()) for p, b in zip(passes, built, strict=True)
-    }
-    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(packed_heads, "_kernel", lambda p, arch, cache: kernels[p])
-        patch.setattr(packed_heads, "_arch", lambda device: "sm_90a")
-        packed_heads._ready.cache_clear()
+    native = emulate({case.kernel for case in CASES}, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
         yield driver
-    packed_heads._ready.cache_clear()
-
-
-def _symbols(p: PackedPass) -> list[SimpleNamespace]:
-    names = ["packed_heads", "packed_heads_finish"] if p.sums else ["packed_heads"]
-    return [SimpleNamespace(symbol=name) for name in names]
 
 
 @needs_compiler

@@ -15,10 +15,9 @@ from te_fuser.config import config
 from te_fuser.fuser.run import fuser as fuser_module
 from te_fuser.fusions import rotary_embedding
 from te_fuser.fusions.dot_product_attention import declare
-from te_fuser.kernels import column_sums, packed_heads
 from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
 from te_fuser.ops.base import FusableOperation
-from tests.fake_cuda import FakeDriver, as_new_process, in_place
+from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
 
 HEADS, DIM = 4, 8
 FEATURES = 3 * HEADS * DIM
@@ -54,15 +53,9 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
     as_new_process(monkeypatch, tmp_path)
     monkeypatch.setattr(fuser_module, "target_for", lambda *_: "cuda")
     monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
-    forget()
     with in_place(library) as fake:
         yield fake
-    forget()
-
-
-def forget() -> None:
-    for cached in (packed_heads._ready, packed_heads._kernel, column_sums._kernel):
-        cached.cache_clear()
+    forget_written()
 
 
 def rotary() -> ops.RotaryEmbedding:

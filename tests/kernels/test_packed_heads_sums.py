@@ -18,7 +18,6 @@ from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import packed_heads
 from te_fuser.kernels.attention.providers.cpu_flash import CpuFlash
 from te_fuser.verify import VerificationError
-from te_fuser.verify import steps as verify_steps
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.needs import needs_compiler
 from tests.twins import randomize
@@ -55,13 +54,9 @@ READS_SUMS = declare(ReadsSums(), registered=False)
 @pytest.fixture(autouse=True)
 def plans(driver: FakeDriver, emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans run emulated kernels, those over packed heads included."""
-    monkeypatch.setattr(packed_heads, "_kernel", lambda p, arch, cache: emulation.packed_heads(p))
-    monkeypatch.setattr(packed_heads, "_arch", lambda device: "sm_90a")
     monkeypatch.setattr(rotary_embedding, "why_no_kernel", lambda m: None)
-    packed_heads._ready.cache_clear()
     with emulation.in_plans():
         yield
-    packed_heads._ready.cache_clear()
 
 
 def only(attention: Fusion = ATTENTION) -> Any:
@@ -125,7 +120,7 @@ def test_one_launch_adds_up_all(
         (step,) = (s for s in model.plan(x).backward if s.name == LISTS[name][1])
         assert [k for k, _ in step.outputs] == ["input", "0.bias"] and step.sums() == [step.outputs[1][1]]
         together, launches, last = launched(driver, model, x)
-        monkeypatch.setattr(emulation, "column_sums", lambda: None)
+        monkeypatch.setattr(loading, "load_column_sums", lambda target, device: None)
         apart, more, other = launched(driver, te_fuser.Sequential(*model), x)
     assert last == b"column_sums" and other.endswith(b"_finish")
     assert more == launches + 1
@@ -225,7 +220,6 @@ def test_totals_live_until_they_are_added_up(driver: FakeDriver, monkeypatch: py
 
 def verified(monkeypatch: pytest.MonkeyPatch) -> te_fuser.Sequential:
     """A model whose steps are checked, on the driver that is imitated."""
-    monkeypatch.setattr(verify_steps, "load_column_sums", loading.load_column_sums)
     return layer("bias and attention", verify=True)
 
 

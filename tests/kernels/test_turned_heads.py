@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from te_fuser.codegen import nvrtc
-from te_fuser.kernels import turned_heads
-from te_fuser.kernels.turned_heads import TurnedPass, native_kernel
-from tests.codegen import cuda_on_cpu, ptx
-from tests.fake_cuda import CXX, FakeDriver, compile_driver, in_place
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
 from tests.kernels.turned_cases import CASES, EMPTY, SIZES, Case, complaints
 from tests.needs import needs_compiler, needs_nvrtc
 
@@ -25,23 +22,9 @@ EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernels of all cases run by a driver that executes them on the CPU."""
     folder = tmp_path_factory.mktemp("turned")
-    passes = list(dict.fromkeys(p for case in CASES for p in case.passes()))
-    texts = [SimpleNamespace(source=p.text(), launches=_symbols(p)) for p in passes]
-    assert CXX is not None
-    built = cuda_on_cpu.build(CXX, texts, folder)  # type: ignore[arg-type]
-    kernels = {
-        p: native_kernel(p, f"{b.library._name}:{b.number}".encode()) for p, b in zip(passes, built, strict=True)
-    }
-    with pytest.MonkeyPatch.context() as patch, in_place(compile_driver(folder)) as driver:
-        patch.setattr(turned_heads, "_kernel", lambda p, arch, cache: kernels[p])
-        patch.setattr(turned_heads, "_arch", lambda device: "sm_90a")
-        turned_heads._ready.cache_clear()
+    native = emulate({p for case in CASES for p in case.passes()}, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
         yield driver
-    turned_heads._ready.cache_clear()
-
-
-def _symbols(p: TurnedPass) -> list[SimpleNamespace]:
-    return [SimpleNamespace(symbol=name) for name in ("turned_heads", *(["turned_heads_finish"] if p.sums else []))]
 
 
 @needs_compiler

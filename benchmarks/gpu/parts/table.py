@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.contest.bench import Bench
 from benchmarks.gpu.contest.entries import Entry
+from benchmarks.gpu.parts.cached import cached
 from benchmarks.gpu.parts.converted import LLAMA_LAYERS, converted
 from benchmarks.gpu.parts.first_call import first_call
 from benchmarks.gpu.parts.glue import glue
@@ -31,6 +32,7 @@ PARTS: dict[str, Part] = {
     "host": Part(f"what a call costs at {HOST_TOKENS} x {HOST_HIDDEN}", host, 60),
     "small": Part("a Linear, four ops, layers of 128 to 2048 tokens, a narrow layer; forward too", small, 240),
     "decoding": Part(f"a step of decoding: 1 to 64 rows through {DECODING_LAYERS} layers", decoding, 200),
+    "cached": Part(f"a token behind others whose keys and values are kept, {DECODING_LAYERS} layers", cached, 40),
     "layer": Part("the seed layer, bf16, dropout 0.1 and 0, and its plan", layer, 150),
     "layer-fp16": Part("the seed layer, fp16, dropout 0.1 and 0", layer_fp16, 130),
     "mlp": Part("LayerNorm-GELU and RMSNorm-SwiGLU MLPs, Linear + bias + residual", mlp, 260),

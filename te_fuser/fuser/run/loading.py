@@ -14,7 +14,7 @@ from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.run.program import Loaded, Wrapper
 from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments, taken_apart
-from te_fuser.kernels.column_sums import column_sums
+from te_fuser.kernels.column_sums import ColumnSumsKernel
 from te_fuser.ops.main_grad import has_main_grad
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def load_kernels(
 
 def load_column_sums(target: str, device: torch.device) -> _native.ColumnSums | None:
     """What adds up the column sums of a program's kernels at its end; None where each does it at once."""
-    return column_sums(device) if target == "cuda" else None
+    return ColumnSumsKernel().ready(device) if target == "cuda" else None
 
 
 def execute(

@@ -73,7 +73,6 @@ class FusionTask(Task):
     def runner(self, step: Step, bench: Bench) -> Runner:
         """In a native step where its body is a plain function of tensors."""
         fusion, slots, takes = self.fusion, bench.slots, self._takes()
-        gives = fusion.gives if self.gradient is None else self.gradient.produces
         if not takes:
             return FusionRunner(step, self, slots)
         read, made = dict(step.inputs), {made_name(name): slots[r] for name, r in step.outputs}
@@ -84,15 +83,20 @@ class FusionTask(Task):
             )
         inputs = [slots[read[name]] for name in takes]
         return _native.FunctionStep(
-            f"fusion {fusion.name}", self.function(), inputs, [made.get(name, -1) for name in gives]
+            f"fusion {fusion.name}", self.function(), inputs, [made.get(name, -1) for name in self._gives()]
         )
 
     def called(self, step: Step) -> Called | None:
         takes, read = self._takes(), dict(step.inputs)
         # What has memory of its own is a native product, which runs in the loop.
-        if self.own_memory or len(step.outputs) != 1 or not takes or any(name not in read for name in takes):
+        if self.own_memory or not takes or any(name not in read for name in takes):
             return None
-        return Called(self.function(), tuple(read[name] for name in takes))
+        alone = len(step.outputs) == len(self._gives()) == 1
+        return Called(self.function(), tuple(read[name] for name in takes)) if alone else None
+
+    def _gives(self) -> tuple[str, ...]:
+        """What its body gives, read or not."""
+        return self.fusion.gives if self.gradient is None else self.gradient.produces
 
     def _takes(self) -> tuple[str, ...]:
         """The tensors that its body is a plain function of; none: it is called with what it covers."""

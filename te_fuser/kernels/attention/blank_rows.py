@@ -9,17 +9,14 @@ Shapes in this file: B samples, S positions, N sequences (or samples), T tokens,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen import nvrtc
-from te_fuser.codegen.written import MadeOnce
-from te_fuser.config import config
+from te_fuser.codegen.written import TextKernel
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -127,7 +124,7 @@ def by_kernel(x: torch.Tensor, blanks: Blanks) -> None:
     vectors = x.shape[-1] * x.element_size() // _ACCESS
     numbers = (said, len(like), own.positions, other.positions, longest, vectors)
     tensors = (*(like if t is None else t for t in blanks.given), x)
-    _ready(x.dtype, x.device)(tensors, x.numel() // x.shape[-1], 1, 1, numbers)
+    BlankRows(x.dtype).ready(x.device)(tensors, x.numel() // x.shape[-1], 1, 1, numbers)
 
 
 def reason_not(dtype: torch.dtype) -> str | None:
@@ -137,15 +134,11 @@ def reason_not(dtype: torch.dtype) -> str | None:
 
 
 @dataclass(frozen=True)
-class BlankRows:
+class BlankRows(TextKernel["_native.CudaKernel"]):
     """The kernel as plans compile it beside their generated ones."""
 
     dtype: torch.dtype
-    name: str = "blank_rows"
-
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
+    name: ClassVar[str] = "blank_rows"
 
     def text(self) -> str:
         """The CUDA text: the constants, and `blank_rows.cu`."""
@@ -153,28 +146,11 @@ class BlankRows:
         lines += [f"constexpr int kThreads = {_THREADS}, kRows = {_ROWS};", "", _SOURCE.read_text()]
         return "\n".join(lines)
 
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it."""
+        from te_fuser import _native
 
-def native_kernel(kernel: BlankRows, cubin: bytes) -> _native.CudaKernel:
-    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
-    from te_fuser import _native
-
-    dtypes, alignments = ("int32",) * 4 + (_DTYPES[kernel.dtype][0],), (4, 4, 4, 4, _ACCESS)
-    sources = [("tensor", k) for k in range(5)] + [("rows", 0), ("groups", 0)] + [("integer", k) for k in range(6)]
-    launch = ("blank_rows", _THREADS, 0, (1, _ROWS, _BLOCKS, False, False), tuple(sources))
-    return _native.CudaKernel("blank_rows", cubin, dtypes, alignments, 4, (launch,), (), 0, 6, waits=True)
-
-
-@functools.cache
-def _ready(dtype: torch.dtype, device: torch.device) -> _native.CudaKernel:
-    kernel = BlankRows(dtype).compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
-    kernel.load(device.index or 0)
-    return kernel
-
-
-def _arch(device: torch.device) -> str:
-    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
-
-
-@MadeOnce
-def _kernel(kernel: BlankRows, arch: str, cache: Path | None) -> _native.CudaKernel:
-    return native_kernel(kernel, nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=cache).cubin)
+        dtypes, alignments = ("int32",) * 4 + (_DTYPES[self.dtype][0],), (4, 4, 4, 4, _ACCESS)
+        sources = [("tensor", k) for k in range(5)] + [("rows", 0), ("groups", 0)] + [("integer", k) for k in range(6)]
+        launch = (self.name, _THREADS, 0, (1, _ROWS, _BLOCKS, False, False), tuple(sources))
+        return _native.CudaKernel(self.name, cubin, dtypes, alignments, 4, (launch,), (), 0, 6, waits=True)

@@ -10,15 +10,14 @@ Shapes in this file: B samples, S positions, K keys, T = B * S rows, F features.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen import nvrtc
-from te_fuser.codegen.written import MadeOnce
-from te_fuser.config import config
+from te_fuser.codegen.written import TextKernel
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -110,7 +109,7 @@ class ByKernel:
         counts = places.new_empty(4, samples)
         given = (hidden is not None) | (keys is not None) << 1 | (key_hidden is not None) << 2
         masks = (some if mask is None else mask.contiguous() for mask in (hidden, key_hidden))
-        kernel = _ready(FindTokens(), some.device)
+        kernel = FindTokens().ready(some.device)
         kernel(
             (*masks, places, key_places, counts), samples, 1, 1, (given, positions, positions if keys is None else keys)
         )
@@ -156,7 +155,7 @@ def _move(
     vector = _ACCESS // rows.element_size()
     sample, position, piece, _ = (step // vector for step in apart.stride())
     sizes = (rows.shape[1] // vector, apart.shape[3] // vector)
-    kernel = _ready(MoveRows(rows.dtype), rows.device)
+    kernel = MoveRows(rows.dtype).ready(rows.device)
     numbers = (*tokens.places.shape, sample, position, piece, *sizes, int(back))
     kernel((tokens.offsets, tokens.places, source, target), rows.shape[0], 1, 1, numbers)
 
@@ -170,62 +169,43 @@ def reason_not(dtype: torch.dtype) -> str | None:
     )
 
 
-@functools.cache
-def text() -> str:
-    """The CUDA text: the constants, and `moved_rows.cu`."""
-    constants = f"constexpr int kThreads = {_THREADS}, kBehind = {_BEHIND};"
-    return "\n".join(['#include "te_cuda.cuh"', "", constants, "", _SOURCE.read_text()])
+class _RowKernel(TextKernel["_native.CudaKernel"]):
+    """One of those that `moved_rows.cu` has, as plans compile it beside their generated ones."""
+
+    def text(self) -> str:
+        """The CUDA text: the constants, and `moved_rows.cu`."""
+        constants = f"constexpr int kThreads = {_THREADS}, kBehind = {_BEHIND};"
+        return "\n".join(['#include "te_cuda.cuh"', "", constants, "", _SOURCE.read_text()])
+
+    def _of(self, cubin: bytes, tensors: Sequence[tuple[str, int]], inputs: int, numbers: int) -> _native.CudaKernel:
+        """Of tensors by dtype and alignment, the first ones inputs, and of so many integers."""
+        from te_fuser import _native
+
+        dtypes, alignments = zip(*tensors, strict=True)
+        arguments = [("tensor", k) for k in range(len(tensors))] + [("rows", 0), ("groups", 0)]
+        arguments += [("integer", k) for k in range(numbers)]
+        launch = (self.name, _THREADS, 0, (1, 1, _BLOCKS, False, False), tuple(arguments))
+        return _native.CudaKernel(self.name, cubin, dtypes, alignments, inputs, (launch,), (), 0, numbers, waits=True)
 
 
 @dataclass(frozen=True)
-class FindTokens:
-    """The kernel that finds tokens, as plans compile it beside their generated ones."""
+class FindTokens(_RowKernel):
+    """The kernel that finds tokens."""
 
-    name: str = "find_tokens"
+    name: ClassVar[str] = "find_tokens"
 
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it."""
+        return self._of(cubin, [("bool", 1)] * 2 + [("int32", 4)] * 3, 2, 3)
 
 
 @dataclass(frozen=True)
-class MoveRows:
-    """The kernel that moves rows, as plans compile it beside their generated ones."""
+class MoveRows(_RowKernel):
+    """The kernel that moves rows."""
 
     dtype: torch.dtype
-    name: str = "move_rows"
+    name: ClassVar[str] = "move_rows"
 
-    def compile(self, arch: str, cache: Path | None) -> _native.CudaKernel:
-        """The kernel for an architecture; made once in a process."""
-        return _kernel(self, arch, cache)
-
-
-def native_kernel(kernel: FindTokens | MoveRows, cubin: bytes) -> _native.CudaKernel:
-    """The kernel as the native runtime takes it; nothing is loaded yet, and no driver is needed."""
-    from te_fuser import _native
-
-    if isinstance(kernel, FindTokens):
-        tensors, inputs, numbers = [("bool", 1)] * 2 + [("int32", 4)] * 3, 2, 3
-    else:
-        tensors, inputs, numbers = [("int32", 4)] * 2 + [(_DTYPES[kernel.dtype], _ACCESS)] * 2, 3, 8
-    dtypes, alignments = zip(*tensors, strict=True)
-    arguments = [("tensor", k) for k in range(len(tensors))] + [("rows", 0), ("groups", 0)]
-    arguments += [("integer", k) for k in range(numbers)]
-    launch = (kernel.name, _THREADS, 0, (1, 1, _BLOCKS, False, False), tuple(arguments))
-    return _native.CudaKernel(kernel.name, cubin, dtypes, alignments, inputs, (launch,), (), 0, numbers, waits=True)
-
-
-@functools.cache
-def _ready(kernel: FindTokens | MoveRows, device: torch.device) -> _native.CudaKernel:
-    made = kernel.compile(_arch(device), config.cache_dir)  # a plan has compiled and loaded it before
-    made.load(device.index or 0)
-    return made
-
-
-def _arch(device: torch.device) -> str:
-    return nvrtc.arch_of(torch.cuda.get_device_capability(device))
-
-
-@MadeOnce
-def _kernel(kernel: FindTokens | MoveRows, arch: str, cache: Path | None) -> _native.CudaKernel:
-    return native_kernel(kernel, nvrtc.compile_source(text(), arch, name=kernel.name, cache=cache).cubin)
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it."""
+        return self._of(cubin, [("int32", 4)] * 2 + [(_DTYPES[self.dtype], _ACCESS)] * 2, 3, 8)

@@ -18,14 +18,12 @@ from te_fuser.fuser.graph.refs import VALUE
 from te_fuser.fuser.plan import finish, overwriting, planner
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.plan.problem import Options
-from te_fuser.fuser.run import loading
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Step
 from te_fuser.ops.base import Gradient, OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation
-from te_fuser.verify import steps
 from tests.fake_cuda import Emulation, FakeDriver
 from tests.fuser.run.test_segment_out_of_memory import Memory
 from tests.needs import needs_compiler
@@ -445,7 +443,6 @@ def test_what_two_segments_keep_is_not_overwritten(ours: None, monkeypatch: pyte
 def test_steps_that_are_checked_or_measured_find_their_inputs_as_they_were(
     ours: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "load_column_sums", loading.load_column_sums)
     model = mlp(ops.LayerNorm(WIDTH))
     plain = run(model)
     checked = mlp(ops.LayerNorm(WIDTH), verify=True)

@@ -26,8 +26,7 @@ from te_fuser.fuser.run import loading
 from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.fuser.tune import schedules
 from te_fuser.fuser.tune import tune as tuning
-from te_fuser.kernels import column_sums
-from tests.fake_cuda import FakeDriver, as_new_process, in_place
+from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
 
 GPU_NAME = "NVIDIA H200"
 GPU = torch.device("cuda", 0)
@@ -39,10 +38,9 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
     as_new_process(monkeypatch, tmp_path, GPU_NAME)
     monkeypatch.setattr(nvrtc, "compile_source", lambda *known, **options: Compiled(b"nowhere:-", ()))
     monkeypatch.setattr(fuser_module, "target_for", lambda *_: "cuda")
-    column_sums._kernel.cache_clear()
     with in_place(library) as fake:
         yield fake
-    column_sums._kernel.cache_clear()
+    forget_written()
 
 
 def reshaped(**options: Any) -> Sequential:

@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels.attention import moved_rows
-from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch, Tokens
+from te_fuser.kernels.attention.moved_rows import ByKernel, ByTorch, FindTokens, Tokens
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver
 from tests.kernels.attention.emulated import row_kernels
@@ -123,11 +123,11 @@ def test_dtypes() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
-    compiled = nvrtc.compile_source(moved_rows.text(), arch, name="moved_rows", cache=tmp_path)
+    compiled = nvrtc.compile_source(FindTokens().text(), arch, name="moved_rows", cache=tmp_path)
     assert {r.symbol for r in compiled.resources} == {"find_tokens", "move_rows"}
     assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
 
 
 @needs_nvrtc
 def test_they_wait_before_they_touch_memory() -> None:
-    assert not ptx.too_early(moved_rows.text(), "sm_90a")
+    assert not ptx.too_early(FindTokens().text(), "sm_90a")
