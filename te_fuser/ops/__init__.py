@@ -12,6 +12,7 @@ from te_fuser.ops.cast import Cast
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
+from te_fuser.ops.float8_matmul import Float8MatMul, PartlyFloat8MatMul
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
@@ -30,6 +31,7 @@ from te_fuser.ops.norm import Norm
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
@@ -66,6 +68,7 @@ __all__ = [
     "DropPath",
     "Dropout",
     "Flatten",
+    "Float8MatMul",
     "Fork",
     "FusableOperation",
     "FusedOperation",
@@ -82,7 +85,9 @@ __all__ = [
     "NamedInput",
     "Norm",
     "Output",
+    "PartlyFloat8MatMul",
     "Quantize",
+    "QuantizeGradient",
     "QuantizedMatMul",
     "RMSNorm",
     "ReGLU",

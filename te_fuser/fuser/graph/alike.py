@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_fuser.fuser.graph.checks import check_kind
+from te_fuser.ops.base import Aside
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -22,8 +23,10 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
 def likeness(op: FusableOperation) -> Hashable:
     """Equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
-    found = [(name, type(value), value) for name, value in vars(op).items() if name not in _OF_EVERY_MODULE]
-    if op._buffers or op._modules:
+    own = {name: value for name, value in vars(op).items() if name not in _OF_EVERY_MODULE}
+    asides = [value for value in own.values() if isinstance(value, Aside)]
+    found = [(name, type(value), value) for name, value in own.items() if not isinstance(value, Aside)]
+    if op._modules or op._buffers and op._buffers.keys() - {name for aside in asides for name in aside.buffers()}:
         return id(op)
     try:
         hash(tuple(found))

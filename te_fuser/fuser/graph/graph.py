@@ -245,8 +245,8 @@ class GraphBuilder:
         self.ops, self.call = lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
-        self.parameters: dict[Key, int] = {}
-        self.bindings: list[Binding] = []
+        self.bindings = call.bindings
+        self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
         self.bound: dict[str, int] = {}
         self.read: set[str] = set()  # of the names that are open
         self.opened: dict[str, str] = {}
@@ -274,7 +274,7 @@ class GraphBuilder:
         return Graph(
             tuple(self.nodes),
             tuple(self.values),
-            tuple(self.bindings),
+            self.bindings,
             tuple(p.spec for p in known),
             tuple(self.call.grad and p.requires_grad for p in known),
             tuple(p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)),
@@ -297,7 +297,7 @@ class GraphBuilder:
         check_some_features(label, op, self.values[current].spec)
         parameters, known = {}, {}
         for name, b in bindings.items():
-            parameters[name] = self._parameter(key := b.key, b)
+            parameters[name] = self.parameters[key := b.key]
             known[name] = self.call.parameters[key]
         if kind.is_row:
             self._tie_features(current)
@@ -360,12 +360,6 @@ class GraphBuilder:
 
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
-
-    def _parameter(self, key: Key, binding: Binding) -> int:
-        if key not in self.parameters:
-            self.parameters[key] = len(self.bindings)
-            self.bindings.append(binding)
-        return self.parameters[key]
 
     def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -484,6 +478,8 @@ def _is_identity(op: RowOp, given: Spec) -> bool:
     """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
     from te_fuser.formula.expr import leaf
 
+    if op.hands_through:
+        return True
     if op.arguments():
         return False
     x = leaf("x", Axes.FULL, given.features)

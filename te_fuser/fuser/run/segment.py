@@ -38,6 +38,8 @@ class Segment:
         forward, backward: the programs; backward is None where nobody needs a gradient.
         kept: forward slots that are saved; in backward they come after the gradients.
         marked: (place among the kept, place among the tensors handed in) of parameters whose attributes backward reads.
+        written: (place among the kept, place among the tensors handed in) of parameters that steps write into: others
+            may have done so before backward, so they are not saved, but held.
         notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
         gradients_in: the slots of the results' gradients; None for a result that takes none.
         gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
@@ -58,6 +60,7 @@ class Segment:
     backward: Program | None
     kept: tuple[int, ...]
     marked: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]
     notes: tuple[tuple[int, int], ...]
     gradients_in: tuple[int | None, ...]
     gradients_out: tuple[int, ...]
@@ -106,11 +109,14 @@ class SegmentFunction(torch.autograd.Function):
             ctx.marked = [tensors[k] for _, k in segment.marked]
         if segment.overwrites:  # hooks may keep memory that no count of references shows
             ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        kept = segment.take_kept(slots)
+        kept: Sequence[Any] = segment.take_kept(slots)
         outs = _unlinked(segment.results(slots), (*kept, *tensors))
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
             ctx.mark_non_differentiable(*[t for t, k in zip(outs, segment.gradients_in, strict=True) if k is None])
+        if segment.written:
+            ctx.written = [tensors[k] for _, k in segment.written]
+            kept = _exchanged(kept, segment.written, [None] * len(kept))
         ctx.save_for_backward(*kept)
         return tuple(outs)
 
@@ -123,9 +129,11 @@ class SegmentFunction(torch.autograd.Function):
         if grads[0] is None and all(g is None for g in grads):
             parts = sum([len(rows) for _, rows in ctx.rows]) if segment.joined else 0
             return (None,) * (2 + len(segment.gradients_out) + parts)
-        saved = ctx.saved_tensors
-        if segment.marked:
-            saved = _with_marked(saved, segment, ctx.marked)
+        saved: Sequence[Any] = ctx.saved_tensors
+        if segment.marked:  # hooks, as checkpointing's, give tensors without attributes
+            saved = _exchanged(saved, segment.marked, ctx.marked)
+        if segment.written:
+            saved = _exchanged(saved, segment.written, ctx.written)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
             ctx.maybe_clear_saved_tensors()
@@ -188,12 +196,12 @@ def _parted(given: Sequence[Gradient], rows_of: Sequence[tuple[int, tuple[int, .
     return tuple(found)
 
 
-def _with_marked(
-    saved: tuple[torch.Tensor, ...], segment: Segment, parameters: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """What was saved, but the parameters themselves: hooks, as checkpointing's, give tensors without attributes."""
+def _exchanged(
+    saved: Sequence[Any], places: Sequence[tuple[int, int]], parameters: Sequence[torch.Tensor | None]
+) -> Sequence[Any]:
+    """What was saved, with other tensors in some places."""
     found = list(saved)
-    for (place, _), parameter in zip(segment.marked, parameters, strict=True):
+    for (place, _), parameter in zip(places, parameters, strict=False):
         found[place] = parameter
     return found
 
@@ -215,7 +223,8 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     bindings = plan.graph.parameters
     joined = frozenset(parameter_ref(k) for k, b in enumerate(bindings) if isinstance(b, JoinedBinding))
     stops = any(map(stops_gradients, plan.graph.nodes))
-    return tuple(_build(segment, plan.x.device.type, loaded, joined, stops) for segment in plan.segments)
+    written = frozenset(parameter_ref(k) for k, b in enumerate(bindings) if b.written)
+    return tuple(_build(segment, plan.x.device.type, loaded, joined, written, stops) for segment in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,9 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
     )
 
 
-def _build(segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[Ref], stops: bool) -> Segment:
+def _build(
+    segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[Ref], written: frozenset[Ref], stops: bool
+) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
@@ -259,6 +270,7 @@ def _build(segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[
         back.backward,
         back.kept,
         segment.marked,
+        tuple((k, segment.takes.index(entry.ref)) for k, entry in enumerate(segment.kept) if entry.ref in written),
         back.notes,
         back.gradients_in,
         back.gradients_out,
