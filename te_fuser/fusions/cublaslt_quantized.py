@@ -55,8 +55,9 @@ def _refusal(m: Match, kind: str, weight: torch.dtype, rows: int, n: int, k: int
     return products.refusal(m.dtype, weight, m.y.dtype, (rows, n, k), m.device, kind, op.fast_accumulation)
 
 
-def _why_no_bias(m: Match) -> str | None:
-    dtype = m[1].dtype_of("bias")
+def why_no_bias(m: Match, at: int = 1) -> str | None:
+    """Why the bias behind a product of 8 bits is none for its epilogue; None when it is."""
+    dtype = m[at].dtype_of("bias")
     if m.y.dtype == torch.float32:
         return "cuBLASLt adds no bias in float32 to products of 8 bits"
     return None if dtype == m.y.dtype else f"the bias is in {text_of(dtype)}, the product in {text_of(m.y.dtype)}"
@@ -71,7 +72,7 @@ def _declare(name: str, doc: str, kind: str, pattern: tuple[type[FusableOperatio
             check(pattern, name),
             run_forward=None,
             run_backward=None,
-            when=lambda m: (_why_no_bias(m) if bias else None) or _why_no_product(m, kind) or True,
+            when=lambda m: (why_no_bias(m) if bias else None) or _why_no_product(m, kind) or True,
             cost=_cost,
             doc=doc,
             takes=(*_TAKES, *(["1.bias"] if bias else [])),

@@ -131,7 +131,14 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
     kept = (True,) * 3 if calibrating else recipe.override_linear_precision
     gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
-    product, form = cast(MatMul, low.op), {"dtype": dtype, "weight_dtype": own, "formats": (E4M3, E4M3, gradients)}
+    split = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    form = {
+        "dtype": dtype,
+        "weight_dtype": own,
+        "formats": (E4M3, E4M3, gradients),
+        "fast": tuple([not params.use_split_accumulator for params in split]),
+    }
+    product = cast(MatMul, low.op)
     amaxes = ROLES if call.grad else ()
     if any(kept):
         partly = PartlyFloat8MatMul(product, kept=kept, **form)  # type: ignore[arg-type]
