@@ -56,7 +56,7 @@ KNOWS = {
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe"},
     "utils": {"recipe"},
     "presets": {"ops", "checkpointing", "flatten", "sequential", "variants"},
-    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
+    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}
