@@ -1,4 +1,4 @@
-"""Models in regions of FP8 on a GPU: cuBLASLt's products against the emulation on the same GPU, values, gradients, scales."""
+"""Models in regions of FP8 on a GPU: by cuBLASLt against the emulation there, in values, gradients and scales."""
 
 from __future__ import annotations
 
