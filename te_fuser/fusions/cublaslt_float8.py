@@ -135,7 +135,8 @@ def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[Writt
     if "input" in needed:
         yield QuantizeWeight(weight, "turned")
     if "0.weight" in needed:
-        yield Transposed8()
+        x, _, gradient = m[0].form.formats
+        yield from (Transposed8(dtype) for dtype in dict.fromkeys((x, gradient)))
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs

@@ -75,12 +75,12 @@ class WeightQuantizer:
         read = [_readable(w.detach()) for w in weights]
         table = self._told(read)
         sizes = [w.numel() for w in read]
-        rows = torch.empty(sum(sizes), dtype=torch.uint8, device=scales.device)
+        rows = torch.empty(sum(sizes), dtype=DTYPE, device=scales.device)
         turned = torch.empty_like(rows)
         if self._tiles:
             tensors = (table, scales, rows, turned, scales if amaxes is None else amaxes)
             QuantizeWeights().ready(scales.device)(tensors, self._tiles, 1, 1, (len(read), int(amaxes is not None)))
-        pieces = (t.view(DTYPE).split(sizes) for t in (rows, turned))
+        pieces = (t.split(sizes) for t in (rows, turned))
         return [(r.view(w.shape), t.view(w.shape[::-1])) for w, r, t in zip(read, *pieces, strict=True)]
 
     def _check(self, weights: Sequence[torch.Tensor], scales: torch.Tensor, amaxes: torch.Tensor | None) -> None:
@@ -189,14 +189,14 @@ def quantize_weight_by_kernel(
     """The same in one launch, on a GPU; plans compile the kernel."""
     kernel = QuantizeWeight(w.dtype, wanted, amax is not None)
     read = _readable(w.detach())
-    rows = read.new_empty(read.shape if wanted != "turned" else 0, dtype=torch.uint8)
-    turned = read.new_empty(read.shape[::-1] if wanted != "rows" else 0, dtype=torch.uint8)
+    rows = read.new_empty(read.shape if wanted != "turned" else 0, dtype=DTYPE)
+    turned = read.new_empty(read.shape[::-1] if wanted != "rows" else 0, dtype=DTYPE)
     tiles = _tiles(*read.shape)
     if tiles:
         kernel.ready(w.device)(
             (read, scale, rows, turned, scale if amax is None else amax), tiles, 1, 1, tuple(read.shape)
         )
-    return rows.view(DTYPE), turned.view(DTYPE)
+    return rows, turned
 
 
 # -------------------------------------------------------------------------------------------------- the kernels
@@ -252,7 +252,10 @@ def _native_kernel(name: str, first: tuple[str, int], cubin: bytes) -> _native.C
     """Of a dtype and an alignment of the first tensor; the others, and the integers, are alike."""
     from te_fuser import _native
 
-    dtypes, alignments = (first[0], "float32", "uint8", "uint8", "float32"), (first[1], 4, STEP, STEP, 4)
+    dtypes, alignments = (
+        (first[0], "float32", "float8_e4m3fn", "float8_e4m3fn", "float32"),
+        (first[1], 4, STEP, STEP, 4),
+    )
     sources = [("tensor", k) for k in range(5)] + [("rows", 0), ("groups", 0), ("integer", 0), ("integer", 1)]
     launch = (name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
     return _native.CudaKernel(name, cubin, dtypes, alignments, 2, (launch,), (), 0, 2, waits=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.written import TextKernel
+from te_fuser.dtypes import text_of
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -50,12 +51,13 @@ def by_kernel(data: torch.Tensor) -> torch.Tensor:
     why = reason_not(features)
     if why is not None or max(tokens, features) > _MOST:
         raise ValueError(why or f"the kernel that turns bytes counts up to {_MOST}, got {tokens} rows of {features}")
-    turned = data.new_empty(features, padded(tokens), dtype=torch.uint8)
+    room = padded(tokens)
+    turned = data.new_empty((features, room))
     tiles = -(-tokens // _SIDE) * -(-features // _SIDE)
     if tiles:
-        rows = data.contiguous().view(torch.uint8)
-        Transposed8().ready(data.device)((rows, turned), tiles, 1, 1, (tokens, turned.shape[1], features))
-    return turned.view(data.dtype)
+        kernel = Transposed8(data.dtype).ready(data.device)
+        kernel((data.contiguous(), turned), tiles, 1, 1, (tokens, room, features))
+    return turned
 
 
 def reason_not(features: int) -> str | None:
@@ -67,8 +69,9 @@ def reason_not(features: int) -> str | None:
 
 @dataclass(frozen=True)
 class Transposed8(TextKernel["_native.CudaKernel"]):
-    """The kernel as plans compile it beside their generated ones."""
+    """The kernel as plans compile it beside their generated ones; the text is one for both dtypes of 8 bits."""
 
+    dtype: torch.dtype
     name: ClassVar[str] = "transposed8"
 
     def text(self) -> str:
@@ -81,6 +84,5 @@ class Transposed8(TextKernel["_native.CudaKernel"]):
 
         sources = [("tensor", 0), ("tensor", 1), ("rows", 0), ("groups", 0), *(("integer", k) for k in range(3))]
         launch = (self.name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
-        return _native.CudaKernel(
-            self.name, cubin, ("uint8", "uint8"), (STEP, STEP), 1, (launch,), (), 0, 3, waits=True
-        )
+        dtypes = (text_of(self.dtype),) * 2
+        return _native.CudaKernel(self.name, cubin, dtypes, (STEP, STEP), 1, (launch,), (), 0, 3, waits=True)

@@ -22,7 +22,7 @@ from te_fuser.recipe import DelayedScaling, Format, MMParams
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import compile_driver, emulate, in_place, in_place_of_written
-from tests.float8 import E4M3, E5M2
+from tests.float8 import E4M3, E5M2, FORMATS
 from tests.fusions.products import autocast_on_cuda, reasons
 from tests.needs import needs_compiler
 
@@ -77,7 +77,7 @@ def test_taken(device: str, dtype: torch.dtype) -> None:
     assert (forward.cost.flops, dx.cost.flops, dw.cost.flops) == (flops, flops, 2.0 * 32 * IN * OUT)
     assert (forward.cost.dtype, dx.cost.dtype, dw.cost.dtype) == ("float8_e4m3fn", "float8_e5m2", "float8_e5m2")
     assert forward.cost.apart == dx.cost.apart == 3 * IN * OUT and dw.cost.apart == 2 * 32 * (IN + OUT)
-    assert dw.task.written == (Transposed8(),)
+    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2))
     assert dx.task.written == (QuantizeWeight(dtype, "turned"),)
     assert forward.task.written == (QuantizeWeight(dtype, "rows", True),)
 
@@ -136,7 +136,7 @@ def test_without_generated_kernels() -> None:
 # ------------------------------------------------------------------------------------------- what runs is right
 
 KERNELS = [
-    Transposed8(),
+    *map(Transposed8, FORMATS),
     *(
         QuantizeWeight(dtype, wanted, wanted == "rows")
         for dtype in (torch.bfloat16, torch.float32)

@@ -22,7 +22,7 @@ from tests.needs import needs_compiler, needs_nvrtc
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
     folder = tmp_path_factory.mktemp("turned")
-    native = emulate([Transposed8()], folder)
+    native = emulate(map(Transposed8, FORMATS), folder)
     with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
         yield driver
 
@@ -74,11 +74,11 @@ def test_refused_in_words() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
-    compiled = nvrtc.compile_source(Transposed8().text(), arch, name="transposed8", cache=tmp_path)
+    compiled = nvrtc.compile_source(Transposed8(E4M3).text(), arch, name="transposed8", cache=tmp_path)
     assert {r.symbol for r in compiled.resources} == {"transposed8"}
     assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
 
 
 @needs_nvrtc
 def test_it_waits_before_it_touches_memory() -> None:
-    assert not ptx.too_early(Transposed8().text(), "sm_90a")
+    assert not ptx.too_early(Transposed8(E4M3).text(), "sm_90a")
