@@ -29,6 +29,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MATRICES = ((8192, 4096), (8192, 16384), (8191, 4096), (1024, 4096), (16, 4096))
 LAYER = ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384))  # the weights of a GPT layer
+WEIGHT = (16384, 4096)
 SIZES = ((8192, 4096, 4096), (8192, 16384, 4096))  # tokens, out, in
 
 
@@ -86,12 +87,12 @@ def alone() -> Iterator[tuple[str, int, list[Callable[[], object]]]]:
     scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     for dtype in (BF16, F32):
         for wanted in ("rows", "turned", "both"):
-            ws = [torch.randn(16384, 4096, device="cuda").to(dtype) for _ in range(SETS)]
+            ws = [torch.randn(*WEIGHT, device="cuda").to(dtype) for _ in range(SETS)]
             slot = None if wanted == "turned" else amax
             calls: list[Callable[[], object]] = [
                 functools.partial(quantize_weight, w, scale, slot, wanted=wanted) for w in ws
             ]
-            name = f"weight 16384 x 4096, {str(dtype).removeprefix('torch.')}, {wanted}"
+            name = f"weight {WEIGHT[0]} x {WEIGHT[1]}, {str(dtype).removeprefix('torch.')}, {wanted}"
             yield name, (dtype.itemsize + 1 + (wanted == "both")) * ws[0].numel(), calls
 
 
