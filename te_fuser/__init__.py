@@ -22,6 +22,8 @@ from te_fuser.presets import (
     TransformerLayer,
     apply_rotary_pos_emb,
 )
+from te_fuser.quantization import lowering as _lowering  # noqa: F401  regions as what surrounds calls
+from te_fuser.quantization import precision
 from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
@@ -59,6 +61,7 @@ __all__ = [
     "fusion",
     "fusions",
     "ops",
+    "precision",
     "revert",
     "utils",
     "verify",

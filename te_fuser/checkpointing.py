@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from te_fuser.quantization.checkpointing import checkpoint_contexts
+
 States = dict[str, torch.Tensor]
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), of which backward keeps the arguments alone and computes the rest again.
 
-    Random numbers are drawn again as in forward, those of the tracker, too. There are two forms:
+    Random numbers are drawn again as in forward, those of the tracker, too; it runs again in the regions of FP8 of its
+    forward, with the scales of then. There are two forms:
 
         checkpoint(function, *args, distribute_saved_activations=False, get_rng_state_tracker=None, tp_group=None,
                    use_reentrant=None, **kwargs)
@@ -41,14 +44,19 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(name, None)
     _check_not_distributed(kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None))
     tracker = kwargs.pop("get_rng_state_tracker", None) or kwargs.pop("get_cuda_rng_tracker", None)
-    if tracker is None:
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-    states = dict(tracker().get_states())
+    states = {} if tracker is None else dict(tracker().get_states())
 
     def contexts() -> Any:
-        return contextlib.nullcontext(), _with_states(tracker(), states)
+        forward, again = checkpoint_contexts()
+        return forward, again if tracker is None else _both(again, _with_states(tracker(), states))
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@contextlib.contextmanager
+def _both(one: Any, other: Any) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def _check_not_distributed(share: Any, tp_group: Any) -> None:

@@ -92,7 +92,8 @@ def test_the_guide_names_every_argument() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["fuser", "fusions", "kernels", "codegen", "formula", "verify", "presets", "recipe", "convert"]
+    "part",
+    ["fuser", "fusions", "kernels", "codegen", "formula", "verify", "presets", "recipe", "quantization", "convert"],
 )
 def test_the_design_names_every_module(part: str) -> None:
     text = (ROOT / "docs" / "design.md").read_text()

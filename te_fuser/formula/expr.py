@@ -143,7 +143,7 @@ class Expr:
         return self.has_features and self.width != self.attrs[-1]
 
 
-MARKS = ("value", "broadcast", "detach")
+MARKS = ("value", "broadcast", "detach", "quantize_gradient")
 _NOT_IN_KERNELS = (*MARKS, "quantize")
 
 

@@ -85,3 +85,24 @@ class Quantized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradients[0], None, None
+
+
+class QuantizedGradient(torch.autograd.Function):
+    """x as it is; the gradient times scale, rounded to 8 bits and given in its own dtype."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, scale, ctx.dtype = inputs
+        ctx.number = None if isinstance(scale, torch.Tensor) else scale
+        ctx.save_for_backward(*([scale] if isinstance(scale, torch.Tensor) else []))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        scale = ctx.saved_tensors[0] if ctx.number is None else ctx.number
+        return rounded(gradients[0] * scale, ctx.dtype).to(gradients[0].dtype), None, None

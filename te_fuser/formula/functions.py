@@ -18,7 +18,7 @@ import torch
 from te_fuser.dtypes import FLOAT8, TABLE, name_of
 from te_fuser.formula import expr, random, reductions
 from te_fuser.formula.expr import ONE, ZERO, Axes, Expr, add, const, div, mul, pointwise, sub, unary
-from te_fuser.formula.float8 import Quantized, check_float8, rounded
+from te_fuser.formula.float8 import Quantized, QuantizedGradient, check_float8, rounded
 
 Operand = Any  # a tensor, an expression or a number
 Contributions = tuple[Expr | None, ...]
@@ -226,6 +226,12 @@ _ROWS = (
         lambda e, g: (g, None),
         operations=6, gpu=4, cpu=12,
     ),
+    Function(
+        "quantize_gradient",
+        lambda x, scale, name: x,
+        lambda e, g: (pointwise("quantize", g, e.args[1], attrs=e.attrs), None),
+        cpu=0,
+    ),
     # What kernels have of it: a product, and a number rounded to the dtype of that name.
     *(
         Function(
@@ -354,6 +360,18 @@ def quantize(x: Operand, scale: Operand, dtype: torch.dtype) -> Any:
     if isinstance(x, Expr) or isinstance(scale, Expr):
         return expr.pointwise("quantize", expr.lift(x), expr.lift(scale), attrs=(name_of(dtype),))
     return Quantized.apply(x, scale, dtype)
+
+
+def quantize_gradient(x: Operand, scale: Operand, dtype: torch.dtype) -> Any:
+    """x as it is; its gradient is that of the result, times scale, rounded to a dtype of 8 bits as `quantize` does.
+
+    Raises:
+        TypeError: for a dtype that is not one of 8 bits.
+    """
+    check_float8(dtype)
+    if isinstance(x, Expr) or isinstance(scale, Expr):
+        return expr.pointwise("quantize_gradient", expr.lift(x), expr.lift(scale), attrs=(name_of(dtype),))
+    return QuantizedGradient.apply(x, scale, dtype)
 
 
 def detach(x: Operand) -> Any:

@@ -48,6 +48,13 @@ def _along(node: Expr, argument: Expr) -> Expr:
     return argument
 
 
+def before_quantized(e: Expr) -> Expr:
+    """What `e` is before it is quantized, part by part where it is put together."""
+    if e.op == "concat":
+        return concat([before_quantized(a) for a in e.args], e.width)
+    return e.args[0] if e.op == "quantize" else e
+
+
 def over(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """The node over other arguments, simplified; over as many features as before, where it has some of its own."""
     if args == node.args:

@@ -134,6 +134,10 @@ class MatchedOp:
         """The dtype that a parameter has, whatever it is read in."""
         return self._own[name]
 
+    def reads(self, name: str) -> bool:
+        """Whether it is bound to a parameter of that name, or is given such a named input."""
+        return name in self._dtypes
+
     def __getattr__(self, name: str) -> Any:
         self.looked |= bool(self._parameters) and name not in vars(self._op)
         parameter = self._parameters.get(name)

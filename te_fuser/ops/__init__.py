@@ -17,6 +17,7 @@ from te_fuser.ops.collective import Collective
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
+from te_fuser.ops.float8_matmul import Float8MatMul, PartlyFloat8MatMul
 from te_fuser.ops.fork import Fork
 from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
@@ -36,6 +37,7 @@ from te_fuser.ops.norm import Norm
 from te_fuser.ops.output import Output
 from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.reduce_scatter import ReduceScatter
 from te_fuser.ops.relu import ReLU
@@ -78,6 +80,7 @@ __all__ = [
     "DropPath",
     "Dropout",
     "Flatten",
+    "Float8MatMul",
     "Fork",
     "FusableOperation",
     "FusedOperation",
@@ -95,7 +98,9 @@ __all__ = [
     "NamedInput",
     "Norm",
     "Output",
+    "PartlyFloat8MatMul",
     "Quantize",
+    "QuantizeGradient",
     "QuantizedMatMul",
     "RMSNorm",
     "ReGLU",

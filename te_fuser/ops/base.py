@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.ops.binding import Binding, PlannedParametrizations
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.parameters import alike, of_kind, randomized
+from te_fuser.ops.scales import before_loading
 from te_fuser.ops.sizes import Size, exact, rounded_up
 
 
@@ -138,14 +139,26 @@ class OpCall:
         self.emitted[name] = tensor
 
 
+class Aside:
+    """What others keep on an op among its attributes, and among its buffers by these names: no part of what it is."""
+
+    def buffers(self) -> Collection[str]:
+        """The names of buffers."""
+        return ()
+
+
 @dataclass(frozen=True)
 class LoweredOp:
-    """An op as the planner sees it: the op, the parameters it reads, and its place in the module tree."""
+    """An op as the planner sees it: the op, the parameters it reads, and its place in the module tree.
+
+    `aside` are bindings that a pass may give to what it puts in the place of the op.
+    """
 
     op: FusableOperation
     bindings: Mapping[str, Binding]
     suffix: str = ""
     places: tuple[Place, ...] = ()  # in the fused operations that it comes from, the outermost first
+    aside: Mapping[str, Binding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +201,7 @@ class FusableOperation(torch.nn.Module):
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
     ranks: ClassVar[int] = 1  # how many processes run it together
+    hands_through: ClassVar[bool] = False  # whether its output is its input, whatever it does with the gradient
     idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name
     other_choices: ClassVar[Mapping[str, str]] = {}  # argument -> a value that is not its default, for verify to try
@@ -247,6 +261,10 @@ class FusableOperation(torch.nn.Module):
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
         return type(self).run_alone(self, x, inputs, outputs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        before_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""

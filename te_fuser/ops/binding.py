@@ -21,6 +21,7 @@ class Binding:
     """A parameter by its owner and name; the tensor is looked up in each call, since it may be replaced."""
 
     tells: ClassVar[bool] = False  # of one that is computed: whether `look` knows what stands for it
+    written: ClassVar[bool] = False  # whether steps write into it, in backward too: it is never saved for that
 
     owner: torch.nn.Module
     name: str

@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.ops.base import FusableOperation, LoweredOp, OpCall, Spec
 from te_fuser.ops.binding import Binding, WeakBinding, has_tensor, owned, place_of
+from te_fuser.ops.construction import constructed
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.given import Given, GivenBinding
 from te_fuser.ops.hooks import hook_facts, hooks_of, refuse_hooks
@@ -64,6 +65,7 @@ class Bound(FusableOperation):
         self._names = {name: given_names[name] for name in own}
         self._transposed = frozenset(name for name, theirs in names.items() if isinstance(theirs, Transposed))
         self._owner = weakref.ref(owner)
+        constructed(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # An ordinary reference, which copy and pickle lead to the owner's copy.
@@ -72,6 +74,7 @@ class Bound(FusableOperation):
     def __setstate__(self, state: dict[str, Any]) -> None:
         owner = state["_owner"]
         super().__setstate__({**state, "_owner": _nobody if owner is None else weakref.ref(owner)})
+        constructed(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

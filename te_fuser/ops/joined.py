@@ -13,6 +13,7 @@ import torch
 from te_fuser import _native
 from te_fuser.ops.binding import WeakBinding, owned, place_of
 from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.ops.scales import before_loading
 
 _JOINED = "_te_fuser_joined"  # attribute of a joined tensor: what it was joined from
 _FIRST = 2**63  # of nodes that could run, backward takes the one of the largest number, gradients of leaves apart
@@ -242,6 +243,7 @@ class Together(torch.nn.Module):
         super().__setstate__(state)
         self._settle()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        before_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         self._settle()

@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.ops.base import Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none
+from te_fuser.ops.construction import constructed
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
@@ -98,6 +99,11 @@ class MatMul(UnfusedOperation):
         self.overwrite_main_grad = overwrite_main_grad
         self.weight = empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.reset_parameters()
+        constructed(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        constructed(self)
 
     def reset_parameters(self) -> None:
         """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features)."""

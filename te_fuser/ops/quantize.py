@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from te_fuser.dtypes import text_of
 from te_fuser.formula import Axes, quantize
 from te_fuser.formula.float8 import check_float8
-from te_fuser.ops.base import NamedInput
+from te_fuser.ops.base import NamedInput, Spec
 from te_fuser.ops.checks import check_name
 from te_fuser.ops.row_op import RowOp
 
@@ -23,7 +24,9 @@ class Quantize(RowOp):
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
-        scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it.
+        scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it. None:
+            whoever lists it binds `scale`, and maybe `amax`, float32 [], which is raised to the largest magnitude of x.
+        takes: the only dtype of x that it takes; by default any.
 
     Raises:
         TypeError: for another dtype.
@@ -32,14 +35,23 @@ class Quantize(RowOp):
     """
 
     prototype_arguments = {"dtype": torch.float8_e4m3fn}
+    raised_in_forward: ClassVar[str] = "amax"
 
-    def __init__(self, dtype: torch.dtype, *, scale: str = "scale") -> None:
+    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale", takes: torch.dtype | None = None) -> None:
         super().__init__()
         check_float8(dtype)
-        self.dtype, self.scale = dtype, check_name(scale)
+        self.dtype, self.scale, self.takes = dtype, scale if scale is None else check_name(scale), takes
+
+    def infer(self, x: Spec) -> Spec:
+        if self.takes is not None and x.dtype != self.takes:
+            raise TypeError(
+                f"takes x in {text_of(self.takes)}, as the product behind it does, got {text_of(x.dtype)}: convert one "
+                "with .to(), or run under torch.autocast"
+            )
+        return super().infer(x)
 
     def named_inputs(self) -> Mapping[str, NamedInput]:
-        return {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
+        return {} if self.scale is None else {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
 
     def compute(self, x: Any, scale: Any) -> Any:
         return quantize(x, scale, self.dtype)

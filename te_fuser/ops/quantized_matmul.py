@@ -54,8 +54,8 @@ class QuantizedMatMul(UnfusedOperation):
         fast_accumulation: bool = True,
     ) -> None:
         super().__init__()
-        self.in_features = _multiple(in_features, "in_features")
-        self.out_features = _multiple(out_features, "out_features")
+        self.in_features = multiple(in_features, "in_features", type(self))
+        self.out_features = multiple(out_features, "out_features", type(self))
         if dtype not in OUT_DTYPES:
             raise TypeError(f"QuantizedMatMul gives {', '.join(map(text_of, OUT_DTYPES))}, got {dtype!r}")
         self.dtype, self.fast_accumulation = dtype, fast_accumulation
@@ -141,8 +141,13 @@ def product(
     return (y if bias is None else y + bias.to(wide)).to(out_dtype)
 
 
-def _multiple(size: int, name: str) -> int:
+def multiple(size: int, name: str, kind: type[UnfusedOperation]) -> int:
+    """A size that products of 8 bits take.
+
+    Raises:
+        ValueError: for one that is no multiple of 16.
+    """
     found = feature_size(size, name)
     if found % STEP:
-        raise ValueError(f"QuantizedMatMul takes {name} in multiples of {STEP}, got {found}: run this one as a MatMul")
+        raise ValueError(f"{kind.__name__} takes {name} in multiples of {STEP}, got {found}: run this one as a MatMul")
     return found

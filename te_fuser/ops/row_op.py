@@ -29,6 +29,9 @@ class RowOp(FusableOperation):
     family = True
     inputs: ClassVar[Mapping[str, NamedInput]] = {}
     promotes: ClassVar[bool] = False  # whether a wider dtype of a named input is the output's too, as in x + other
+    # Bound, a float32 [] of this name is raised to the largest magnitude of x, or of what comes back for the output.
+    raised_in_forward: ClassVar[str] = ""
+    raised_in_backward: ClassVar[str] = ""
     sized: ClassVar[bool] = False  # whether it is made for inputs of so many `features`, where these are no None
 
     def compute(self, x: Any, *args: Any) -> Any:

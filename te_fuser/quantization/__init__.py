@@ -1,5 +1,8 @@
-"""Numbers of 8 bits: tensors with their scale."""
+"""Numbers of 8 bits: tensors with their scale, and what recipes keep of a model's products from call to call."""
 
+from te_fuser.quantization.checkpointing import checkpoint_contexts
+from te_fuser.quantization.named import not_finite, states
+from te_fuser.quantization.precision import precision
 from te_fuser.quantization.tensor import QuantizedTensor, quantize
 
-__all__ = ["QuantizedTensor", "quantize"]
+__all__ = ["QuantizedTensor", "checkpoint_contexts", "not_finite", "precision", "quantize", "states"]

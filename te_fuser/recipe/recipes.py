@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+
+def _said(given: Any, name: str) -> str:
+    return f"{type(given).__name__}({name}={getattr(given, name)!r})"
+
+
+def _check_flag(given: Any, name: str) -> None:
+    if not isinstance(getattr(given, name), bool):
+        raise TypeError(f"{_said(given, name)}: it is True or False")
+
+
+def _check_whole(given: Any, name: str, least: int, most: int | None = None) -> None:
+    value = getattr(given, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{_said(given, name)}: it is a whole number")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{_said(given, name)}: it is {least} {'or more' if most is None else f'to {most}'}")
+
+
+def _check_format(given: Any, *allowed: Format) -> None:
+    if not isinstance(given.fp8_format, Format):
+        raise TypeError(f"{_said(given, 'fp8_format')}: it is one of te_fuser.recipe.Format")
+    if given.fp8_format not in allowed:
+        names = " or ".join(f"Format.{f.name}" for f in allowed)
+        raise ValueError(f"{type(given).__name__}(fp8_format=Format.{given.fp8_format.name}): it takes {names}")
+
+
+def _check_quantized(given: Any) -> None:
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        if not isinstance(getattr(given, name), QParams):
+            raise TypeError(f"{_said(given, name)}: it is a QParams(power_2_scale, amax_epsilon)")
 
 
 class Largest(NamedTuple):
@@ -16,31 +48,88 @@ class Largest(NamedTuple):
 
 
 class Format(Enum):
-    """Which 8-bit formats are used: E4M3 or E5M2 in both directions, or E4M3 forward and E5M2 backward (HYBRID)."""
+    """Which 8-bit formats are used: E4M3 in both directions, or E4M3 forward and E5M2 for gradients (HYBRID).
+
+    E5M2 in both directions is a format that recipes refuse.
+    """
 
     E4M3 = Largest(448.0, 448.0)
     E5M2 = Largest(57344.0, 57344.0)
     HYBRID = Largest(448.0, 57344.0)
 
 
-class Recipe:
-    """What all recipes are."""
-
-
-@dataclass
-class DelayedScaling(Recipe):
-    """Scales from the largest magnitudes of earlier calls: scale = largest of the format / amax / 2^margin.
+@dataclass(frozen=True)
+class MMParams:
+    """How a product of 8 bits is summed.
 
     Attributes:
-        margin: powers of two left free.
+        use_split_accumulator: in float32 all along; else in fewer bits where the library has them faster.
+    """
+
+    use_split_accumulator: bool = True
+
+    def __post_init__(self) -> None:
+        _check_flag(self, "use_split_accumulator")
+
+
+_FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What all recipes are: values that compare by what they hold, and cannot be changed once they are made.
+
+    Attributes:
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: how y = x W^T, dx = dy W and dW = dy^T x are summed.
+        fp8_dpa, fp8_mha: attention in FP8, which is refused.
+    """
+
+    missing: ClassVar[str] = ""  # what running by it would take; empty where it runs
+
+    fp8_gemm_fprop: MMParams = _FAST
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not isinstance(getattr(self, name), MMParams):
+                raise TypeError(f"{_said(self, name)}: it is an MMParams(use_split_accumulator=True or False)")
+        for name in ("fp8_dpa", "fp8_mha"):
+            _check_flag(self, name)
+            if getattr(self, name):
+                raise NotImplementedError(f"{_said(self, name)}: te_fuser has no attention in FP8; leave it out")
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Scales from the largest magnitudes of earlier calls.
+
+    Before each product x, W and dy become x * scale in 8 bits, and their largest magnitude goes into a history. Then
+
+        scale = largest of the format / amax(history) / 2^margin    in float32; infinite: the largest one; 1 at first
+
+    History and scale move for what was quantized with gradients on and has a finite amax above 0.
+
+    Attributes:
+        margin: powers of two left free, -126 to 126.
         interval: not used.
-        fp8_format: which formats.
+        fp8_format: which formats: Format.HYBRID or Format.E4M3.
         amax_history_len: how many calls are remembered.
-        amax_compute_algo: what becomes of them: "max", "most_recent", or a function of the history, newest first.
-        scaling_factor_compute_algo: a function of its own for the scale, or None.
+        amax_compute_algo: what becomes of them: "max", "most_recent", or a function of the history, float32
+            [amax_history_len, tensors], newest first, that gives [tensors], each from its own column.
+        scaling_factor_compute_algo: a function (amax, scale, fp8_max, recipe) -> the new scale, all float32 [tensors];
+            None: the formula.
         reduce_amax: whether ranks agree on the largest.
-        override_linear_precision: which products keep their precision: forward, gradient of the input, of the weight.
-        fp8_dpa, fp8_mha: attention in FP8.
+        override_linear_precision: which products keep their precision: y, dx, dW.
+
+    Raises:
+        TypeError: for a value of another type.
+        ValueError: for E5M2 alone, an unknown algorithm, a length below 1, a margin out of range.
+        NotImplementedError: for attention in FP8.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
     """
 
     margin: int = 0
@@ -51,5 +140,115 @@ class DelayedScaling(Recipe):
     scaling_factor_compute_algo: Callable[..., Any] | None = None
     reduce_amax: bool = True
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_format(self, Format.HYBRID, Format.E4M3)
+        _check_whole(self, "margin", -126, 126)
+        _check_whole(self, "interval", 1)
+        _check_whole(self, "amax_history_len", 1)
+        _check_flag(self, "reduce_amax")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(f'{_said(self, "amax_compute_algo")}: it is "max", "most_recent", or a function')
+        if not (self.scaling_factor_compute_algo is None or callable(self.scaling_factor_compute_algo)):
+            raise TypeError(f"{_said(self, 'scaling_factor_compute_algo')}: it is a function or None")
+        given = self.override_linear_precision
+        if not isinstance(given, (tuple, list)) or [type(flag) for flag in given] != [bool] * 3:
+            raise TypeError(f"{_said(self, 'override_linear_precision')}: it is three times True or False: y, dx, dW")
+        object.__setattr__(self, "override_linear_precision", tuple(given))
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How a tensor gets its scale from its own amax.
+
+    Attributes:
+        power_2_scale: whether scales are rounded down to powers of two.
+        amax_epsilon: the least amax.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_flag(self, "power_2_scale")
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon < math.inf:
+            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on")
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Scales from the tensor itself, scale = largest of the format / amax(x): nothing is kept. It does not run yet.
+
+    Attributes:
+        fp8_format: which formats: Format.HYBRID or Format.E4M3.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: how x, W and dy get their scales.
+    """
+
+    missing: ClassVar[str] = "scales from a tensor's own amax"
+
+    fp8_format: Format = Format.HYBRID
+    fp8_quant_fwd_inp: QParams = QParams()
+    fp8_quant_fwd_weight: QParams = QParams()
+    fp8_quant_bwd_grad: QParams = QParams()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_format(self, Format.HYBRID, Format.E4M3)
+        _check_quantized(self)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """One scale, a power of two, for each 1 x 128 numbers of x and dy, and 128 x 128 of W. It does not run yet.
+
+    Attributes:
+        fp8_format: Format.E4M3.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: how x, W and dy get their scales.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, 2 and 1: the dimensions of a block.
+    """
+
+    missing: ClassVar[str] = "products whose factors have a scale for each block"
+
+    fp8_format: Format = Format.E4M3
+    fp8_quant_fwd_inp: QParams = QParams(power_2_scale=True)
+    fp8_quant_fwd_weight: QParams = QParams(power_2_scale=True)
+    fp8_quant_bwd_grad: QParams = QParams(power_2_scale=True)
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = field(default=_SPLIT, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_format(self, Format.E4M3)
+        _check_quantized(self)
+        for name, dims in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
+            if getattr(self, name) != dims:
+                raise ValueError(f"{_said(self, name)}: blocks are 1 x 128 of x and dy, 128 x 128 of W; leave it out")
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not getattr(self, name).use_split_accumulator:
+                raise ValueError(f"{_said(self, name)}: sums over blocks are split; leave it out")
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """One scale, a power of two, for each 32 numbers in a row. It does not run yet.
+
+    Attributes:
+        margin: 0.
+        fp8_format: Format.E4M3.
+    """
+
+    missing: ClassVar[str] = "products whose factors have a scale for each 32 numbers"
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_gemm_fprop: MMParams = field(default=_SPLIT, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_format(self, Format.E4M3)
+        if self.margin != 0 or isinstance(self.margin, bool):
+            raise ValueError(f"{_said(self, 'margin')}: scales of 32 numbers have none; leave it out")

@@ -1,68 +1,214 @@
-"""Regions in which a model would run in FP8: so far they run nothing so, and refuse to be switched on."""
+"""Regions in which a model runs in FP8: which one is on in this thread and context, and what is called at entry."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
-from te_fuser.recipe.recipes import Recipe
+import torch
+from torch.distributed import ProcessGroup
+
+from te_fuser.recipe.recipes import DelayedScaling, Recipe
 
 
-class Region(contextlib.ContextDecorator):
-    """A region that changes nothing: a context, or a decorator."""
+@dataclass(frozen=True)
+class Region:
+    """A region that is on.
+
+    Attributes:
+        recipe: by what products run.
+        group: the ranks that agree on the largest magnitudes; None: all, where there are several.
+        calibrating: whether magnitudes are recorded and nothing is quantized.
+    """
+
+    recipe: Recipe
+    group: Any = None
+    calibrating: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """All that plans depend on."""
+        return self.recipe, self.calibrating, _settings[0]
+
+
+_stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
+_entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
+_recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
+_count = itertools.count(1)
+_callbacks: list[Callable[[Region], None]] = []
+_settings = [0]
+
+
+def current() -> Region | None:
+    """The innermost region of this thread and context, where that is on or calibrating; None outside."""
+    stack = _stack.get()
+    return stack[-1] if stack else None
+
+
+def current_key() -> Hashable:
+    """Its key; None outside."""
+    found = current()
+    return None if found is None else found.key
+
+
+def entries() -> int:
+    """The number of the region from outside of all that was entered last here; each entry has its own."""
+    return _entry.get()
+
+
+def on_entry(callback: Callable[[Region], None]) -> None:
+    """Have a function called with each region that is entered from outside of all, before it is on."""
+    _callbacks.append(callback)
+
+
+def settings_changed() -> None:
+    """Have every plan made in a region made anew, as what its modules run by was changed."""
+    _settings[0] += 1
+
+
+def entered() -> tuple[Region | None, ...]:
+    """The regions that this thread and context is in, the outermost first; None: one that is off."""
+    return _stack.get()
+
+
+def recomputing() -> bool:
+    """Whether what runs here is a forward that ran before: `recomputed`."""
+    return _recomputing.get()
+
+
+@contextlib.contextmanager
+def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
+    """In here a forward runs again: the regions are those that it ran in, and entering others calls nobody."""
+    before = _stack.get(), _recomputing.get(), _entry.get()
+    _be_in(stack, True, next(_count))
+    try:
+        yield
+    finally:
+        _be_in(*before)
+
+
+def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> None:
+    _stack.set(stack)
+    _recomputing.set(recomputing)
+    _entry.set(entry)
+
+
+def in_backward() -> bool:
+    """Whether this runs inside of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Entered(contextlib.ContextDecorator):
+    """What `with autocast(..)` and `@autocast(..)` take: to be entered any number of times, nested and in any thread.
+
+    Attributes:
+        region: what is on inside; None: nothing is.
+    """
+
+    def __init__(self, region: Region | None) -> None:
+        self.region = region
 
     def __enter__(self) -> None:
-        return None
+        stack = _stack.get()
+        outer = next(filter(None, reversed(stack)), None)
+        if self.region is not None:
+            _check_group(self.region, outer)
+            if outer is None and not _recomputing.get():
+                _enter_from_outside(self.region)
+        _stack.set((*stack, self.region))
 
     def __exit__(self, *error: object) -> None:
-        return None
+        _stack.set(_stack.get()[:-1])
+
+
+def _enter_from_outside(region: Region) -> None:
+    if in_backward():
+        raise RuntimeError(
+            "a region is entered inside of a backward, which has no scales of its forward: what computes that again "
+            "takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
+        )
+    for callback in _callbacks:
+        callback(region)
+    _entry.set(next(_count))
+
+
+def _check_group(region: Region, outer: Region | None) -> None:
+    if outer is not None and region.group not in (None, outer.group):
+        raise ValueError(
+            "a region inside of another one has another group of ranks: what both record is agreed on once, so give "
+            "the outer one's, or none"
+        )
 
 
 def fp8_autocast(
     enabled: bool = False,
     calibrating: bool | Recipe = False,
     fp8_recipe: Recipe | None = None,
-    fp8_group: Any = None,
-) -> Region:
-    """A region in which nothing is computed in FP8: `with fp8_autocast(enabled=False):`.
+    fp8_group: ProcessGroup | None = None,
+) -> Entered:
+    """A region whose products run in FP8: `with fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):`.
+
+    Inside of another region the inner one holds. Backward runs as its forward did, inside of a region or not.
 
     Args:
-        enabled: whether it would be; only False is possible.
-        calibrating: whether scales would be recorded; only False is possible. A recipe in this place is `fp8_recipe`.
-        fp8_recipe: how it would be.
-        fp8_group: the ranks that would agree on scales.
+        enabled: whether they do; inside of a region that is on, `enabled=False` is one where they do not.
+        calibrating: where they do not, whether the largest magnitudes are recorded all the same. A recipe in this place
+            is `fp8_recipe`.
+        fp8_recipe: how; by default DelayedScaling().
+        fp8_group: the ranks that agree on the largest magnitudes; by default all, where there are several.
 
     Raises:
-        NotImplementedError: for `enabled` or `calibrating`.
-        TypeError: for what is no recipe.
+        TypeError: for what is no recipe, no group, or neither True nor False.
+        NotImplementedError: for a recipe that does not run yet, when it is switched on.
     """
     if isinstance(calibrating, Recipe):
-        fp8_group = fp8_recipe if fp8_group is None else fp8_group
+        fp8_group = fp8_recipe if fp8_group is None else fp8_group  # type: ignore[assignment]
         fp8_recipe, calibrating = calibrating, False
-    return _region("fp8_autocast", enabled, calibrating, fp8_recipe)
+    return _entered("fp8_autocast", enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def autocast(
     enabled: bool = True,
     calibrating: bool = False,
     recipe: Recipe | None = None,
-    amax_reduction_group: Any = None,
-) -> Region:
-    """The same under its newer name, on by default: `with autocast(enabled=False):`.
+    amax_reduction_group: ProcessGroup | None = None,
+) -> Entered:
+    """The same under its newer name, on by default: `with autocast(recipe=DelayedScaling()):`.
 
     Raises:
-        NotImplementedError: for `enabled` or `calibrating`.
-        TypeError: for what is no recipe.
+        TypeError: for what is no recipe, no group, or neither True nor False.
+        NotImplementedError: for a recipe that does not run yet, when it is switched on.
     """
-    return _region("autocast", enabled, calibrating, recipe)
+    return _entered("autocast", enabled, calibrating, recipe, amax_reduction_group)
 
 
-def _region(name: str, enabled: Any, calibrating: Any, recipe: Any) -> Region:
+def _entered(name: str, enabled: Any, calibrating: Any, recipe: Any, group: Any) -> Entered:
     for argument, value in (("enabled", enabled), ("calibrating", calibrating)):
         if not (value is None or isinstance(value, bool)):
             raise TypeError(f"{name}: {argument} is True or False, got {value!r}")
-        if value:
-            raise NotImplementedError(f"{name}({argument}=True): te_fuser has no FP8 yet; use {name}(enabled=False)")
     if not (recipe is None or isinstance(recipe, Recipe)):
         raise TypeError(f"{name} takes a recipe of te_fuser.recipe, DelayedScaling() say, got {recipe!r}")
-    return Region()
+    if not (group is None or isinstance(group, ProcessGroup)):
+        raise TypeError(f"{name} takes a group of torch.distributed's, got {group!r}: use new_group(ranks)")
+    if not (enabled or calibrating):
+        return Entered(None)
+    recipe = DelayedScaling() if recipe is None else recipe
+    check_runs(name, recipe)
+    return Entered(Region(recipe, group, not enabled))
+
+
+def check_runs(name: str, recipe: Recipe) -> None:
+    """Refuse a recipe that does not run yet.
+
+    Raises:
+        NotImplementedError: naming what is missing.
+    """
+    if recipe.missing:
+        raise NotImplementedError(
+            f"{name}: {type(recipe).__name__} takes {recipe.missing}, which te_fuser does not run yet; use "
+            "DelayedScaling()"
+        )

@@ -252,8 +252,8 @@ class _Run:
         for name, p in meant.named_parameters():
             p.data = data[_PARAMETER + name]
             p.requires_grad_(_PARAMETER + name in self.wanted)
-        for name, b in meant.named_buffers():
-            b.data = data[_BUFFER + name].clone()
+        for name, b in meant.named_buffers():  # maybe of a first call in a region, after the data were taken
+            b.data = data[_BUFFER + name].clone() if _BUFFER + name in data else b.data
         leaves = self._leaves(data)
         leaves |= {_PARAMETER + name: p for name, p in meant.named_parameters() if p.requires_grad}
         saved, self.upstream = self.upstream, {n: t for n, t in data.items() if n.startswith(UPSTREAM)}

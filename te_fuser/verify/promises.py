@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from te_fuser.compare import same_bits
+from te_fuser.fuser.graph.refs import PARAMETER
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run.fuser import Fuser
 from te_fuser.fuser.run.loading import execute, load
@@ -27,6 +28,8 @@ class Promises:
         self._outputs = tuple((ref, slots[ref]) for ref in step.writes())
         covered = [plan.graph.nodes[k] for k in range(step.start, step.stop)]
         self._written = {name for node in covered for name in node.op.writes}
+        bound = [(name, ref.index) for name, ref in step.inputs if ref.kind is PARAMETER]
+        self._written |= {name for name, index in bound if plan.graph.parameters[index].written}
         direction = "forward" if any(step is s for s in plan.forward) else "backward"
         self.label = f"{direction} step {step.name!r} over {', '.join(node.label for node in covered)}"
 

@@ -9,6 +9,7 @@ import torch
 
 from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import check_kind
+from te_fuser.ops.base import Aside
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -23,8 +24,10 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
 def likeness(op: FusableOperation) -> Hashable:
     """Equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
-    found = [(name, type(value), value) for name, value in vars(op).items() if name not in _OF_EVERY_MODULE]
-    if op._buffers or op._modules:
+    own = {name: value for name, value in vars(op).items() if name not in _OF_EVERY_MODULE}
+    asides = [value for value in own.values() if isinstance(value, Aside)]
+    found = [(name, type(value), value) for name, value in own.items() if not isinstance(value, Aside)]
+    if op._modules or op._buffers and op._buffers.keys() - {name for aside in asides for name in aside.buffers()}:
         return id(op)
     try:
         hash(tuple(found))
@@ -90,6 +93,8 @@ class Told(NamedTuple):
 
 def is_identity(op: RowOp, given: Spec) -> bool:
     """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    if op.hands_through:
+        return True
     if op.arguments():
         return False
     x = leaf("x", Axes.FULL, given.features)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.dtypes import FLOATING
+from te_fuser.dtypes import FLOATING, STORED
 from te_fuser.fuser.graph.checks import check_dtype, plain
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -46,11 +46,11 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     makers = {v: node for node in nodes for v in (node.output, *node.named_out) if v not in leaving}
     known: dict[Hashable, torch.dtype] = {}
     for value in readers.keys() & makers.keys():
-        own = values[value].spec.dtype
-        what = own, *[node.likeness for node in readers[value]]
+        own, taken = values[value].spec.dtype, _taken(makers[value])
+        what = own, taken, *[node.likeness for node in readers[value]]
         if what not in known:
-            known[what] = _arriving(own, readers[value])
-        dtype, taken = known[what], _taken(makers[value])
+            known[what] = _arriving(own, readers[value], taken or ())
+        dtype = known[what]
         if dtype != own and (taken is None or dtype in taken):
             found[value] = replace(found[value], gradient=dtype)
     return found
@@ -111,14 +111,20 @@ def _taken(node: Node) -> tuple[torch.dtype, ...] | None:
     return node.op.takes_gradients_in if isinstance(node.op, UnfusedOperation) else None
 
 
-def _arriving(own: torch.dtype, readers: Iterable[Node]) -> torch.dtype:
-    """The dtype in which the gradient of a value comes from its readers."""
+def _arriving(own: torch.dtype, readers: Iterable[Node], taken: tuple[torch.dtype, ...]) -> torch.dtype:
+    """The dtype in which the gradient of a value comes from its readers.
+
+    Args:
+        taken: the dtypes in which the op that makes it takes gradients beside its own.
+    """
     found: dict[torch.dtype, None] = {}
     for node in readers:
         dtype = node.op.gradient_dtype(own)
         if dtype != own:
-            check_dtype(f"{node.label}: gradient_dtype()", dtype)
+            check_dtype(f"{node.label}: gradient_dtype()", dtype, STORED)
         found[dtype] = None
+    if len(found) == 1 and dtype in taken:
+        return dtype
     # A narrow dtype that is none of these, as those of 8 bits, promotes to nothing.
     known = [dtype for dtype in found if dtype in FLOATING.values()]
     return functools.reduce(torch.promote_types, known) if known else own

@@ -251,8 +251,8 @@ class GraphBuilder:
         self.listed, self.ops, self.call = ops, lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
-        self.parameters: dict[Key, int] = {}
-        self.bindings: list[Binding] = []
+        self.bindings = call.bindings
+        self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
         self.bound: dict[str, int] = {}
         self.read: set[str] = set()  # of the names that are open
         self.opened: dict[str, str] = {}
@@ -281,7 +281,7 @@ class GraphBuilder:
         return Graph(
             tuple(self.nodes),
             tuple(self.values),
-            tuple(self.bindings),
+            self.bindings,
             tuple(p.spec for p in known),
             tuple(self.call.grad and p.requires_grad for p in known),
             tuple(p.stand_in if p.computed else b.get for b, p in zip(self.bindings, known, strict=True)),
@@ -302,7 +302,7 @@ class GraphBuilder:
         kind = self.kinds.of(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
-            parameters[name] = self._parameter(key := b.key, b)
+            parameters[name] = self.parameters[key := b.key]
             known[name] = self.call.parameters[key]
         # What is alike is checked once.
         x, checked = self.values[current].spec, len(self.checked)
@@ -369,12 +369,6 @@ class GraphBuilder:
 
     def _label(self, listed: ListedOp) -> str:
         return f"op {len(self.nodes)} ({listed.lowered.op.kind.__name__}{_where(listed)})"
-
-    def _parameter(self, key: Key, binding: Binding) -> int:
-        if key not in self.parameters:
-            self.parameters[key] = len(self.bindings)
-            self.bindings.append(binding)
-        return self.parameters[key]
 
     def _named(self, label: str, listed: ListedOp, named: Mapping[str, NamedInput], x: Spec) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +48,7 @@ class ListedOp:
         known = self.lowered
         op = with_attributes(known.op, {**known.op.__dict__, "training": training})
         bindings = {name: b.weak() for name, b in known.bindings.items()}
-        lowered = LoweredOp(op, bindings, known.suffix, known.places)
+        lowered = LoweredOp(op, bindings, known.suffix, known.places, known.aside)
         return ListedOp(lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream)
 
 
@@ -117,6 +118,8 @@ class CallSpecs:
         parameters: what is known of each parameter that an op of the list is bound to.
         autocast: the dtype that torch.autocast runs in; None outside of it.
         absent: the device planned for instead of where the tensors are.
+        bindings: what `parameters` are known of, in the order in which calls give them.
+        around: what surrounds the call, as `surroundings.around` gives it.
     """
 
     x: Spec
@@ -127,6 +130,8 @@ class CallSpecs:
     grad: bool
     autocast: torch.dtype | None
     absent: torch.device | None = None
+    bindings: tuple[Binding, ...] = ()
+    around: tuple[Hashable, ...] = ()
 
     @classmethod
     def of(
@@ -137,6 +142,7 @@ class CallSpecs:
         outputs: tuple[str, ...] = (),
         absent: torch.device | None = None,
         questions: Questions | None = None,
+        around: tuple[Hashable, ...] = (),
     ) -> CallSpecs:
         """The specs of a call made now, with these parameters.
 
@@ -151,7 +157,9 @@ class CallSpecs:
             specs = {name: replace(s, shape=questions.sizes(s.shape)) for name, s in sorted(specs.items())}
         named = {name: (s, inputs[name].requires_grad) for name, s in specs.items()}
         autocast = autocast_of(spec.device.type)
-        return cls(spec, x.requires_grad, named, known, outputs, torch.is_grad_enabled(), autocast, absent)
+        bindings = tuple([b.weak() for b in parameters])
+        grad = torch.is_grad_enabled()
+        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, absent, bindings, around)
 
     def stand_ins(self) -> StandIns:
         """What stands for the parameters that are computed."""
@@ -183,10 +191,11 @@ def outputs_of(op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict
 
 
 def bindings_of(listed: Iterable[ListedOp]) -> list[Binding]:
-    """The parameters that ops are bound to, each once, in their order."""
+    """The parameters that ops are bound to, each once, in their order; last what passes may bind."""
+    items = list(listed)
     found: dict[Key, Binding] = {}
-    for op in listed:
-        for binding in op.lowered.bindings.values():
+    for bindings in ([item.lowered.bindings for item in items], [item.lowered.aside for item in items]):
+        for binding in itertools.chain(*[given.values() for given in bindings]):
             found.setdefault(binding.key, binding)
     return list(found.values())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.autocast import autocast
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 
@@ -36,6 +37,8 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     found: Sequence[ListedOp] = numbered(listed)
     for run in PASSES:
         found = run(found, call)
+    for surrounding, key in surroundings.of(call.around):
+        found = surrounding.lowered(found, call, key)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ def reference_run(
     values: MutableMapping[str, torch.Tensor],
     given: Mapping[Binding, torch.Tensor],
     seed: torch.Tensor | None = None,
+    around: tuple[Hashable, ...] = (),
 ) -> torch.Tensor:
     """Run a flattened list op by op, lowered as for a plan.
 
@@ -31,8 +32,9 @@ def reference_run(
         values: named tensors; those that ops bind are added.
         given: the parameters that the ops are bound to.
         seed: (seed, offset) of the call's random draws.
+        around: what surrounds the call.
     """
-    lowered = lower(listed, CallSpecs.of(x, values, given))
+    lowered = lower(listed, CallSpecs.of(x, values, given, around=around))
     tensors = {binding.key: t for binding, t in given.items()}
     narrow: dict[str, torch.dtype] = {}  # named values that are stored in 8 bits
     stored: dict[str, torch.dtype] = {}

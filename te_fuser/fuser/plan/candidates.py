@@ -137,6 +137,7 @@ def _kernel_step(
     names = [load.name for load in description.loads]
     outs = [t.name for t in description.stores] + [t.name for t in description.sums]
     inputs = list(zip(names, kernel.inputs, strict=True))
+    inputs += [(m.name, ref) for m, ref in zip(description.maxima, kernel.raised, strict=True)]
     if description.streams:
         inputs.append(("seed", SEED))
     outputs = list(zip(outs, (o.ref for o in kernel.outputs), strict=True))

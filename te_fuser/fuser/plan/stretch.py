@@ -20,7 +20,7 @@ from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
-from te_fuser.formula.substitution import substitute
+from te_fuser.formula.substitution import before_quantized, substitute
 from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
@@ -211,6 +211,9 @@ class Stretch:
         for k, digest in enumerate(statistics):
             output = KernelOutput(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
+        for node in self.graph.nodes[start:stop]:
+            if (slot := self._raised(node, forward=True)) is not None:
+                gives.raise_by(f"{self.roles[node.index]}.amax", cut.of(self.env[node.input]), slot)
         return self._kernel(start, stop, "fwd", cut, gives)
 
     def statistic(self, digest: str) -> Expr:
@@ -264,7 +267,8 @@ class Stretch:
             return None
         again = [cut.of(self.env[v]) for v in recompute]
         avoid = {self.graph.root(v) for v in recompute}
-        roots = adjoints + again
+        arriving = self._raised_by(start, stop, wanted, adjoints)
+        roots = adjoints + again + [e for _, _, e in arriving]
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         by_output = _by_output(roots, cut, readable_marks)
         ways = [self._reduce(way, cut, readable_marks, silent) for way in (by_output, roots) if way]
@@ -272,12 +276,30 @@ class Stretch:
         gives = _Gives(used)
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             gives.add(f"d_{name}", e, output)
-        for value, e in zip(recompute, reduced[len(wanted) :], strict=True):
+        for value, e in zip(recompute, reduced[len(wanted) : len(wanted) + len(again)], strict=True):
             spec, ref = self.graph.values[value].spec, self.graph.again(value)
             gives.store(
                 self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
             )
+        for (name, slot, _), e in zip(arriving, reduced[len(wanted) + len(again) :], strict=True):
+            gives.raise_by(name, e, slot)
         return self._kernel(start, stop, "bwd", used, gives)
+
+    def _raised(self, node: Node, forward: bool) -> Ref | None:
+        """The number that a direction of an op raises to a largest magnitude."""
+        assert isinstance(node.op, RowOp)
+        name = node.op.raised_in_forward if forward else node.op.raised_in_backward
+        return parameter_ref(node.parameters[name]) if name in node.parameters else None
+
+    def _raised_by(self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr]) -> list[tuple[str, Ref, Expr]]:
+        """What backward raises: the name of each, the number, and the gradient that comes to its op."""
+        given = {output.ref: e for (_, output), e in zip(wanted.values(), adjoints, strict=True)}
+        found = []
+        for node in self.graph.nodes[start:stop]:
+            slot, e = self._raised(node, forward=False), given.get(gradient_ref(node.input))
+            if slot is not None and e is not None:
+                found.append((f"d_{self.roles[node.index]}.amax", slot, before_quantized(e)))
+        return found
 
     def _differentiate(self, start: int, stop: int) -> tuple[_Range, _Wanted, list[Expr]]:
         """The range cut out, what its backward gives, and the adjoint of each of these."""
@@ -377,7 +399,7 @@ class Stretch:
         busy = [n.role for n in self.graph.nodes[start:stop] if self.graph.root(n.output) == n.output]
         name = "_".join([*dict.fromkeys(busy), direction])
         leaves = {n: leaf.tensor() for n, leaf in cut.leaves.items()}
-        description = describe(name, gives.targets, gives.sums, leaves)
+        description = describe(name, gives.targets, gives.sums, leaves, gives.maxima)
         inputs = tuple(cut.leaves[load.name].ref for load in description.loads)
         full = [cut.leaves[load.name].ref for load in description.loads if load.axes == Axes.FULL]
         lead = full[0] if full else self._any_full(start, stop, direction)
@@ -386,7 +408,8 @@ class Stretch:
         streams = tuple(self.streams[s] for s in description.streams)
         outputs = (*gives.outputs, *gives.sum_outputs)
         batch_dim = self.batch_dim(start, stop)
-        return KernelTask(description, inputs, outputs, streams, batch_dim, tuple(gives.aliases), lead)
+        aliases, raised = tuple(gives.aliases), tuple(gives.raised)
+        return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised)
 
     def _drawing(self) -> str:
         """The first op that draws and does not say so."""
@@ -470,6 +493,14 @@ class _Gives:
         self.sums: list[Target] = []
         self.sum_outputs: list[KernelOutput] = []
         self.aliases: list[tuple[Ref, Ref]] = []
+        self.maxima: list[Target] = []
+        self.raised: list[Ref] = []
+
+    def raise_by(self, name: str, e: Expr, slot: Ref) -> None:
+        """Raise a number to the largest magnitude of `e`."""
+        width = e.width if e.has_features else 1
+        self.maxima.append(Target(name, e, Axes.FULL, width, "float32"))
+        self.raised.append(slot)
 
     def add(self, name: str, e: Expr, output: KernelOutput) -> None:
         """Give `e`: a sum where it has no rows, a tensor that is there, or one to store."""
@@ -492,7 +523,7 @@ class _Gives:
 
     def nothing(self) -> bool:
         """Whether no kernel is needed."""
-        return not (self.targets or self.sums or self.aliases)
+        return not (self.targets or self.sums or self.aliases or self.maxima)
 
 
 def _target(name: str, e: Expr, output: KernelOutput) -> Target:

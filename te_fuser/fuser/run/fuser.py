@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -10,9 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from te_fuser import _native, dtypes
+from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.graph import Graph, GraphBuilder
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, bindings_of, emptied, list_ops, with_attributes
-from te_fuser.fuser.graph.looked import Parameters, results_like
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, emptied, list_ops, with_attributes
+from te_fuser.fuser.graph.looked import results_like
 from te_fuser.fuser.graph.lowering import numbered
 from te_fuser.fuser.plan.device import Device, device_of
 from te_fuser.fuser.plan.keeping import LAMBDA
@@ -20,7 +22,7 @@ from te_fuser.fuser.plan.planner import make_exact_plan, make_plan
 from te_fuser.fuser.plan.problem import Options
 from te_fuser.fuser.plan.tuned import Choices, device_name, list_key, store_for
 from te_fuser.fuser.run.kept import KeptPlan, PlanCache
-from te_fuser.fuser.run.known import Call, Known, Modes, Ops
+from te_fuser.fuser.run.known import Call, Known, Listing, Modes
 from te_fuser.fuser.run.loading import Prepared, execute, load, runs_alike
 from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _MODES = ("auto", "generated", "reference")
 _FALLBACKS = ("warn", "error")
+_SURROUNDINGS_KEPT = 8  # listings for these, of one Fuser
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # the classes of tensors that run
 _DENSE = "te_fuser takes dense, materialized tensors; call .to_dense(), .resolve_conj() or .to_padded_tensor() first"
 
@@ -74,7 +77,9 @@ class Fuser:
         self._kept = PlanCache()
         self._known: Known | None = None  # the last call
         self._facts: tuple[Any, Facts] = (None, Facts())  # what held in these modes
-        self._list(0)
+        self._plain = self._list(0)
+        self._within: dict[tuple[Hashable, ...], Listing] = {}  # by what surrounds calls
+        self._count = itertools.count(1)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"ops": self._given, "memory": self.memory, "kernels": self.kernels, "fallback": self.fallback}
@@ -83,24 +88,28 @@ class Fuser:
         ops = state.pop("ops")
         self.__init__(ops, **state)  # type: ignore[misc]
 
-    def _relist(self) -> None:
-        """List the ops anew where one of them is not as it was."""
-        if self._watched and not still_hold(self._ops.given):
-            self._list(self._ops.listing + 1)
-
-    def _list(self, number: int) -> None:
+    def _list(self, number: int) -> Listing:
         facts = Facts.of([self._holding, *[op.facts() for op in self._watched]])
         listed: list[ListedOp] = []
         for k, op in enumerate(self._given):
             listed += [op] if isinstance(op, ListedOp) else list_ops([op], str(k))
-        self._listed = numbered(listed)
-        self._bound = Parameters(bindings_of(listed))
-        self._slots = tuple(b.slot for b in self._bound.bindings)
-        there = zip(self._bound.bindings, self._slots, strict=True)
-        self._computed = any(b.computed or name not in place for b, (place, name) in there)
-        lowered = tuple(o.lowered.op for o in listed)
-        switches = dict.fromkeys(s for op in lowered if (s := type(op).global_state) is not None)
-        self._ops = Ops(number, facts, lowered, tuple(switches))
+        return Listing(number, facts, numbered(listed))
+
+    def _listing(self, x: torch.Tensor) -> Listing:
+        """The ops as calls of such an x run them, listed anew where one of them is not as it was."""
+        plain = self._plain
+        if self._watched and not still_hold(plain.given):
+            self._within = {}
+            plain = self._plain = self._list(next(self._count))
+        keys = surroundings.around(x.dtype)
+        within, found = self._within, self._within.get(keys) if keys else plain
+        if found is not None:
+            surroundings.enter(found.listed, keys)
+            return found
+        if len(within) >= _SURROUNDINGS_KEPT:
+            within.clear()
+        listed = surroundings.listed_within(plain.listed, keys)
+        return within.setdefault(keys, Listing(next(self._count), plain.given, listed, keys))
 
     def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""
@@ -117,8 +126,8 @@ class Fuser:
             return y
         if type(x) not in PLAIN and stands_in(x):
             check_input(x)
-            call = Call(x, named_tensors(inputs), outputs, self.parameters())
-            return results_like(self._graph(call, self._ops.training()), outputs, x.device)
+            call = self.call(x, named_tensors(inputs), outputs)
+            return results_like(self._graph(call, call.listing.training()), outputs, x.device)
         inputs = named_tensors(inputs) if inputs else inputs
         prepared, call, promised = self._prepare_call(x, inputs, outputs)
         return execute(prepared if promised is None else prepared.first(promised), x, inputs, call.parameters)
@@ -137,12 +146,10 @@ class Fuser:
         """The prepared plan for a call like this one, from the cache or newly made."""
         return self.prepare_call(x, inputs, outputs)[0]
 
-    def parameters(self) -> list[torch.Tensor]:
-        """The ops' parameters as they are now, in the order of the graph's; what is computed is computed anew."""
-        self._relist()
-        if self._computed:
-            return self._bound.get()
-        return [parameters[name] for parameters, name in self._slots]  # type: ignore[misc]
+    def call(self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...]) -> Call:
+        """A call as it is now, with its parameters; what is computed is computed anew."""
+        listing = self._listing(x)
+        return Call(x, inputs, outputs, listing, listing.parameters())
 
     def prepare_call(
         self, x: torch.Tensor, inputs: Mapping[str, torch.Tensor], outputs: tuple[str, ...] = ()
@@ -155,27 +162,28 @@ class Fuser:
     ) -> tuple[Prepared, Call, Graph | None]:
         """The same, and where the call was planned just now, its graph."""
         check_input(x)
-        call = Call(x, inputs, outputs, self.parameters())
+        call = self.call(x, inputs, outputs)
         if in_dual_level():
             refuse_tangents(call.tensors)
-        modes = self._ops.modes(x.device.type, outputs)
+        modes = call.listing.modes(x.device.type, outputs)
         found, graph = self._found(call, modes)
         self._note(call, modes, found)
         return found, call, graph
 
     def _note(self, call: Call, modes: Modes, found: Prepared) -> None:
         """Remember by which plan a call runs, unless it computes parameters."""
-        if self._computed and not all(name in place for place, name in self._slots):
+        listing = call.listing
+        if listing.computed and not all(name in place for place, name in listing.slots):
             return
         key = _native.tensor_key(call.tensors)
         if key is None:
             return
         if self._facts[0] != (kind := (call.x.device.type, modes)):
-            self._facts = kind, self._ops.facts(modes, call.x.device.type)
+            self._facts = kind, listing.facts(modes, call.x.device.type)
         facts = self._facts[1]
-        if self._computed:
-            facts = Facts.of([facts, *[b.facts() for b in self._bound.bindings]])
-        self._known = Known(facts, tuple(call.inputs), self._slots, key, found, modes.outputs, found.function)
+        if listing.computed:
+            facts = Facts.of([facts, *[b.facts() for b in listing.bound.bindings]])
+        self._known = Known(facts, tuple(call.inputs), listing.slots, key, found, modes.outputs, found.function)
 
     def _found(self, call: Call, modes: Modes) -> tuple[Prepared, Graph | None]:
         """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""
@@ -220,7 +228,7 @@ class Fuser:
 
     def sized(self, plan: Plan, call: Call) -> Plan:
         """The plan that a call runs by with the sizes of that call, whatever it was made for."""
-        return replace(plan, graph=self._graph(call, self._ops.training()))
+        return replace(plan, graph=self._graph(call, call.listing.training()))
 
     def plan(
         self,
@@ -235,10 +243,10 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        self._relist()
+        listing = self._listing(x)
         with looking():
-            call = Call(x, named_tensors(inputs or {}), outputs, self._bound.looked_at())
-            plan, _ = self._planned(make_exact_plan, Questions(), call, self._ops.training(), device)
+            call = Call(x, named_tensors(inputs or {}), outputs, listing, listing.bound.looked_at())
+            plan, _ = self._planned(make_exact_plan, Questions(), call, listing.training(), device)
         blanks: dict[Any, torch.nn.Parameter] = {}
         for node in plan.graph.nodes:  # nobody runs it, and who keeps it shall not keep a model
             emptied(node.op, blanks)
@@ -260,13 +268,13 @@ class Fuser:
         x = call.x
         check_input(x, planning=device is not None)
         there = torch.device(device.kind) if device is not None and device.kind != x.device.type else None
-        modes = self._ops.training() if training is None else training
+        modes = call.listing.training() if training is None else training
         graph = self._graph(call, modes, there, questions or Questions())
         if device is not None and device.kind == "cuda":
             target = target_on_gpu(graph.widest, self.kernels)
             return graph, Options(device, target, self.memory, device.capability, records=self.kernels == "auto")
         target = target_for(there or x.device, graph.widest, self.kernels, self.fallback)
-        notes, records = self._notes(target, graph), self.kernels == "auto"
+        notes, records = self._notes(target, graph, call.listing), self.kernels == "auto"
         options = Options(device or device_of(x.device), target, self.memory, records=records, notes=notes)
         return graph, options if device is not None else replace(options, tuned=self._tuned(graph, x.device))
 
@@ -278,24 +286,26 @@ class Fuser:
         questions: Questions | None = None,
     ) -> Graph:
         """The graph of a call in these modes."""
-        known = dict(zip(self._bound.bindings, call.parameters, strict=True))
-        given = call.x, call.inputs, known, call.outputs
-        listed = [o.as_now(mode) for o, mode in zip(self._listed, training, strict=True)]
+        listing = call.listing
+        known = dict(zip(listing.bound.bindings, call.parameters, strict=True))
+        given = call.x, call.inputs, known, call.outputs, absent
+        listed = [o.as_now(mode) for o, mode in zip(listing.listed, training, strict=True)]
         try:
-            return GraphBuilder(listed, CallSpecs.of(*given, absent, questions)).build()
+            return GraphBuilder(listed, CallSpecs.of(*given, questions, listing.around)).build()
         except Exception:  # maybe an op takes none but plain numbers; what else is wrong is raised again
             if questions is None:
                 raise
-            graph = GraphBuilder(listed, CallSpecs.of(*given, absent)).build()
+            graph = GraphBuilder(listed, CallSpecs.of(*given, around=listing.around)).build()
             questions.tie()
             return graph
 
     def _tuned(self, graph: Graph, device: torch.device) -> Choices:
         return store_for(device_name(device)).find(list_key(graph, self.memory, self.kernels))
 
-    def _notes(self, target: str, graph: Graph) -> tuple[str, ...]:
+    def _notes(self, target: str, graph: Graph, listing: Listing) -> tuple[str, ...]:
         """What plans say beside their steps."""
-        return (*self._missing(target, graph), *[note for b in graph.parameters if (note := b.note())])
+        said = surroundings.notes(listing.listed, listing.around, graph.values[0].spec.device)
+        return (*self._missing(target, graph), *[note for b in graph.parameters if (note := b.note())], *said)
 
     def _missing(self, target: str, graph: Graph) -> tuple[str, ...]:
         """What plans for a device at hand have to do without, where kernels were wanted."""

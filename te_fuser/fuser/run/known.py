@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,14 +11,15 @@ from torch.autograd import forward_ad, profiler
 from torch.fx import _symbolic_trace
 
 from te_fuser import _native
-from te_fuser.fuser.graph.listed import autocast_of
+from te_fuser.fuser.graph import surroundings
+from te_fuser.fuser.graph.listed import ListedOp, autocast_of, bindings_of
+from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.fusions import registry
 from te_fuser.ops.facts import Facts
 
 if TYPE_CHECKING:
     from te_fuser.fuser.run.loading import Prepared
-    from te_fuser.ops.base import FusableOperation
 
 _C = torch._C
 _NO_AUTOCAST = (_C._is_any_autocast_enabled, False)
@@ -50,11 +50,12 @@ class Known(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call is given, and the parameters of the ops in the order of the graph's."""
+    """What a call is given, the list that it runs, and the parameters of the ops in the order of the graph's."""
 
     x: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
     outputs: tuple[str, ...]
+    listing: Listing
     parameters: Sequence[torch.Tensor]
 
     @property
@@ -87,6 +88,7 @@ class Modes(NamedTuple):
         fusions: which there are, in this scope.
         listing: which listing of its ops the Fuser goes by.
         states: what the switches are that ops name.
+        around: what surrounds the call.
     """
 
     grad: bool
@@ -97,23 +99,35 @@ class Modes(NamedTuple):
     listing: int
     training: tuple[bool, ...]
     states: tuple[Hashable, ...]
+    around: tuple[Hashable, ...] = ()
 
 
-@dataclass(frozen=True)
-class Ops:
-    """The ops of a Fuser as it listed them last.
+class Listing:
+    """The ops of a Fuser as it listed them once.
 
-    Attributes:
-        listing: the number of that listing.
+    Args:
+        number: of this listing.
         given: what holds while the ops that were given come to these.
-        lowered: what they are lowered to.
-        switches: which these name.
+        listed: the ops.
+        around: what surrounds calls of them.
     """
 
-    listing: int
-    given: Facts
-    lowered: tuple[FusableOperation, ...]
-    switches: tuple[Callable[[], Hashable], ...]
+    def __init__(
+        self, number: int, given: Facts, listed: Sequence[ListedOp], around: tuple[Hashable, ...] = ()
+    ) -> None:
+        self.number, self.given, self.listed, self.around = number, given, tuple(listed), around
+        self.bound = Parameters(bindings_of(listed))
+        self.slots = tuple(b.slot for b in self.bound.bindings)
+        there = zip(self.bound.bindings, self.slots, strict=True)
+        self.computed = any(b.computed or name not in place for b, (place, name) in there)
+        self.lowered = tuple(o.lowered.op for o in listed)
+        self.switches = tuple(dict.fromkeys(s for op in self.lowered if (s := type(op).global_state) is not None))
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters as they are now; what is computed is computed anew."""
+        if self.computed:
+            return self.bound.get()
+        return [parameters[name] for parameters, name in self.slots]  # type: ignore[misc]
 
     def training(self) -> tuple[bool, ...]:
         """Which ops are in training mode now."""
@@ -127,9 +141,10 @@ class Ops:
             outputs,
             registry.state(),
             capturing.get(),
-            self.listing,
+            self.number,
             self.training(),
             tuple([state() for state in self.switches]),
+            self.around,
         )
 
     def facts(self, modes: Modes, kind: str) -> Facts:
@@ -152,4 +167,4 @@ class Ops:
                 *_NOBODY_LOOKS,
             ),
         )
-        return Facts.of([self.given, now])
+        return Facts.of([self.given, now, surroundings.facts_of(self.listed, modes.around)])

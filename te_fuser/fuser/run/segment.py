@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import _native
 from te_fuser.fuser.graph.gradients import stops_gradients
-from te_fuser.fuser.graph.refs import SEED, Ref
+from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
 from te_fuser.ops.main_grad import is_absent
@@ -36,6 +36,8 @@ class Segment:
         forward, backward: the programs; backward is None where nobody needs a gradient.
         kept: forward slots that are saved; in backward they come after the gradients.
         marked: (place among the kept, place among the tensors handed in) of parameters whose attributes backward reads.
+        written: (place among the kept, place among the tensors handed in) of parameters that steps write into: others
+            may have done so before backward, so they are not saved, but held.
         notes: (forward slot, backward slot) of what opaque ops hand over beside tensors.
         gradients_in: the slots of the results' gradients; None for a result that takes none.
         gradients_out: the slots of the gradients of what comes in; an empty one for what needs none.
@@ -55,6 +57,7 @@ class Segment:
     backward: Program | None
     kept: tuple[int, ...]
     marked: tuple[tuple[int, int], ...]
+    written: tuple[tuple[int, int], ...]
     notes: tuple[tuple[int, int], ...]
     gradients_in: tuple[int | None, ...]
     gradients_out: tuple[int, ...]
@@ -99,11 +102,14 @@ class SegmentFunction(torch.autograd.Function):
             ctx.marked = [tensors[k] for _, k in segment.marked]
         if segment.overwrites:  # hooks may keep memory that no count of references shows
             ctx.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        kept = segment.take_kept(slots)
+        kept: Sequence[Any] = segment.take_kept(slots)
         outs = _unlinked(segment.results(slots), (*kept, *tensors))
         if len(outs) > 1:
             ctx.meta = [(t.shape, t.dtype, t.device) for t in outs]
             ctx.mark_non_differentiable(*[t for t, k in zip(outs, segment.gradients_in, strict=True) if k is None])
+        if segment.written:
+            ctx.written = [tensors[k] for _, k in segment.written]
+            kept = _exchanged(kept, segment.written, [None] * len(kept))
         ctx.save_for_backward(*kept)
         return tuple(outs)
 
@@ -115,9 +121,11 @@ class SegmentFunction(torch.autograd.Function):
         assert program is not None
         if grads[0] is None and all(g is None for g in grads):
             return (None,) * (1 + len(segment.gradients_out))
-        saved = ctx.saved_tensors
-        if segment.marked:
-            saved = _with_marked(saved, segment, ctx.marked)
+        saved: Sequence[Any] = ctx.saved_tensors
+        if segment.marked:  # hooks, as checkpointing's, give tensors without attributes
+            saved = _exchanged(saved, segment.marked, ctx.marked)
+        if segment.written:
+            saved = _exchanged(saved, segment.written, ctx.written)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
             ctx.maybe_clear_saved_tensors()
@@ -148,12 +156,12 @@ def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tenso
     return [t.data if only else t for t, only in zip(outs, alone, strict=True)]
 
 
-def _with_marked(
-    saved: tuple[torch.Tensor, ...], segment: Segment, parameters: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
-    """What was saved, but the parameters themselves: hooks, as checkpointing's, give tensors without attributes."""
+def _exchanged(
+    saved: Sequence[Any], places: Sequence[tuple[int, int]], parameters: Sequence[torch.Tensor | None]
+) -> Sequence[Any]:
+    """What was saved, with other tensors in some places."""
     found = list(saved)
-    for (place, _), parameter in zip(segment.marked, parameters, strict=True):
+    for (place, _), parameter in zip(places, parameters, strict=False):
         found[place] = parameter
     return found
 
@@ -173,7 +181,8 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
 def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
     stops = any(map(stops_gradients, plan.graph.nodes))
-    return tuple(_build(segment, plan.x.device.type, loaded, stops) for segment in plan.segments)
+    written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
+    return tuple(_build(segment, plan.x.device.type, loaded, written, stops) for segment in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
     )
 
 
-def _build(segment: SegmentPlan, device: str, loaded: Loaded, stops: bool) -> Segment:
+def _build(segment: SegmentPlan, device: str, loaded: Loaded, written: frozenset[Ref], stops: bool) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
@@ -217,6 +226,7 @@ def _build(segment: SegmentPlan, device: str, loaded: Loaded, stops: bool) -> Se
         back.backward,
         back.kept,
         segment.marked,
+        tuple((k, segment.takes.index(entry.ref)) for k, entry in enumerate(segment.kept) if entry.ref in written),
         back.notes,
         back.gradients_in,
         back.gradients_out,

@@ -42,6 +42,7 @@ class KernelTask(Task):
     Attributes:
         aliases: (new name, the tensor it is).
         lead: a full-size tensor whose leading dimensions the outputs have.
+        raised: the numbers that it raises to largest magnitudes, in the order of the description's maxima.
     """
 
     what = "kernel"
@@ -55,6 +56,7 @@ class KernelTask(Task):
     batch_dim: int | None
     aliases: tuple[tuple[Ref, Ref], ...] = field()
     lead: Ref
+    raised: tuple[Ref, ...] = ()
 
     @property
     def identity(self) -> Any:
@@ -63,7 +65,7 @@ class KernelTask(Task):
     @property
     def computes(self) -> bool:
         """Whether there is a kernel at all; else outputs are other names of inputs."""
-        return bool(self.description.stores or self.description.sums)
+        return bool(self.description.stores or self.description.sums or self.description.maxima)
 
     def overwritten(self) -> list[Ref]:
         """The inputs whose memory outputs may be stored in."""
@@ -98,6 +100,7 @@ class KernelTask(Task):
             self.batch_dim,
             tuple([(move(new), move(old)) for new, old in self.aliases]),
             move(self.lead),
+            tuple(map(move, self.raised)),
         )
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> KernelTask:
@@ -109,7 +112,7 @@ class KernelTask(Task):
         """A native step: inputs made contiguous, outputs allocated, or those that die, launched."""
         description, slots = self.description, bench.slots
         kernel = bench.kernels[description.key] if self.computes else None
-        refs = [*self.inputs, *([SEED] if description.streams else [])]
+        refs = [*self.inputs, *self.raised, *([SEED] if description.streams else [])]
         widest = max((o.width * STORED[o.dtype].itemsize for o in self.outputs if o.axes & Axes.OUTER), default=0)
         return _native.KernelStep(
             description.name,

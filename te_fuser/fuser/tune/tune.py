@@ -23,7 +23,6 @@ from te_fuser.fuser.plan.plan import Plan, size_text
 from te_fuser.fuser.plan.planner import make_plan
 from te_fuser.fuser.plan.problem import Options, find_matches, match_at
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, device_name, list_key, place_of, signature, store_for
-from te_fuser.fuser.run.known import Call
 from te_fuser.fuser.run.loading import Prepared, execute, load, unhooked
 from te_fuser.fuser.tune.check import Check
 from te_fuser.fuser.tune.schedules import tune_schedules
@@ -147,7 +146,7 @@ def tune(
 ) -> tuple[TuneReport, Any]:
     """Tune the plan of a call like this one; (report, what the call returns)."""
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
-    call = Call(x, inputs, outputs, fuser.parameters())
+    call = fuser.call(x, inputs, outputs)
     graph, options = fuser.asked(call)
     _check_alone(graph)
     parameters = [unhooked(p) for p in call.parameters]

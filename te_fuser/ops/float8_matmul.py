@@ -1,0 +1,192 @@
+"""Float8MatMul: a matrix product all three of whose products, forward and backward, are of numbers of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from te_fuser.dtypes import FLOAT8, text_of
+from te_fuser.formula.float8 import check_float8
+from te_fuser.ops import float8_products as products
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.checks import check_features
+from te_fuser.ops.float8_products import Form, raise_to_largest
+from te_fuser.ops.main_grad import put_gradient
+from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.quantized_matmul import OUT_DTYPES, multiple
+from te_fuser.ops.unfused_operation import UnfusedOperation
+
+
+class Float8MatMul(UnfusedOperation):
+    """What a MatMul is in 8 bits: y = x8 W8^T, dx = dy8 W8, dW = dy8^T x8, each summed in float32 and rounded once.
+
+    x comes in 8 bits as `Quantize` gives it, and dy as `QuantizeGradient` does; W in its own dtype, and is quantized
+    here, forward and again in backward. What 8 bits stand for is multiplied in float32, where no library multiplies
+    them. Whoever lists it binds `weight` and, in float32 []: `input_inverse` and `output_gradient_inverse`, what x8 and
+    dy8 are multiplied by to be themselves again; `weight_scale` and `weight_inverse`, by which W is quantized, and the
+    same of it; maybe `weight_amax`, which forward raises to the largest magnitude of W.
+
+    Args:
+        matmul: the MatMul that it stands for.
+        dtype: y's and dx's: float32, bfloat16 or float16.
+        weight_dtype: dW's.
+        formats: the 8 bits of x, W and dy: float8_e4m3fn or float8_e5m2.
+        fast: which of y, dx and dW are summed in fewer bits than float32 has, where a library has them faster.
+
+    Raises:
+        ValueError: for sizes that are no multiples of 16.
+        TypeError: for another dtype, and in a call for an x in another.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
+    """
+
+    input_dtypes = tuple(FLOAT8.values())
+    takes_gradients_in = tuple(FLOAT8.values())
+
+    def __init__(
+        self,
+        matmul: MatMul,
+        *,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        formats: tuple[torch.dtype, torch.dtype, torch.dtype],
+        fast: tuple[bool, bool, bool] = (True, False, False),
+    ) -> None:
+        super().__init__()
+        self.in_features = multiple(matmul.in_features, "in_features", type(self))
+        self.out_features = multiple(matmul.out_features, "out_features", type(self))
+        self.accumulate_into_main_grad = matmul.accumulate_into_main_grad
+        self.overwrite_main_grad = matmul.overwrite_main_grad
+        for given in (dtype, weight_dtype):
+            if given not in OUT_DTYPES:
+                raise TypeError(f"{type(self).__name__} gives {', '.join(map(text_of, OUT_DTYPES))}, got {given!r}")
+        for given in formats:
+            check_float8(given)
+        self.form = Form(dtype, weight_dtype, formats, fast=fast)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of y and dx."""
+        return self.form.dtype
+
+    def infer(self, x: Spec) -> Spec:
+        check_features(self, x, self.in_features)
+        if x.dtype not in self.input_dtypes:
+            raise TypeError(f"{type(self).__name__} takes {' or '.join(FLOAT8)}, got {text_of(x.dtype)}: quantize it")
+        return replace(x.with_features(self.out_features), dtype=self.dtype)
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {"weight": (self.out_features, self.in_features)}
+
+    def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
+        return 2.0 * x.rows * self.in_features * self.out_features
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        of_input = ("weight", "weight_scale", "weight_inverse", "output_gradient_inverse")
+        of_weight = ("input", "input_inverse", "output_gradient_inverse")
+        return Gradient(("input",), of_input, "input_gradient"), self.gradient_of_weight(of_weight)
+
+    def gradient_of_weight(self, reads: tuple[str, ...]) -> Gradient:
+        """The node that gives dW, or puts it into main_grad."""
+        if self.accumulate_into_main_grad:
+            return Gradient(("weight",), (*reads, "weight"), "main_gradient", by_attributes=("weight",))
+        return Gradient(("weight",), reads, "weight_gradient")
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """y; raises weight_amax, where it is bound."""
+        raise_to_largest(call.get("weight_amax"), call["weight"])
+        return products.output(self.form, call.__getitem__, x)
+
+    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """dx."""
+        return {"input": products.input_gradient(self.form, call.__getitem__, dy)}
+
+    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """dW."""
+        return {"weight": products.weight_gradient(self.form, call.__getitem__, dy, call["input"])}
+
+    def main_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """main_grad += dW, or main_grad = dW; gives what stands for it."""
+
+        def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
+            gradient = products.weight_gradient(self.form, call.__getitem__, dy, x, torch.float32)
+            main_grad.copy_(gradient) if over else main_grad.add_(gradient)
+
+        return {"weight": put_gradient(dy, call["input"], call["weight"], self.overwrite_main_grad, put)}
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """The three products, recorded by autograd: the gradient of what x8 stands for goes to x as it is."""
+        return products.recorded(self.form, call.__getitem__, x)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.dtype}"
+
+
+class PartlyFloat8MatMul(Float8MatMul):
+    """The same where some of the three products are not of 8 bits: x and dy come in y's dtype, and are quantized here.
+
+    Whoever lists it binds scales and inverses of all three tensors, and maybe `input_amax`, `weight_amax` and
+    `output_gradient_amax`, which are raised to the largest magnitudes of these, whatever is quantized.
+
+    Args:
+        kept: which of y, dx and dW are products of factors as they are.
+    """
+
+    input_dtypes = ()
+    takes_gradients_in = ()
+    wide_parameters = (
+        "weight",
+        *products.NUMBERS,
+        *[f"{role}_amax" for role in ("input", "weight", "output_gradient")],
+    )
+
+    def __init__(self, matmul: MatMul, *, kept: tuple[bool, bool, bool], **given: Any) -> None:
+        super().__init__(matmul, **given)
+        self.form = replace(self.form, kept=kept, comes_quantized=False)
+
+    def infer(self, x: Spec) -> Spec:
+        check_features(self, x, self.in_features)
+        if x.dtype != self.dtype:
+            raise TypeError(f"takes x in {text_of(self.dtype)}, as its weight is, got {text_of(x.dtype)}; convert it")
+        return replace(x.with_features(self.out_features), dtype=self.dtype)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        numbers = [n for n in names if n != "weight" and not n.startswith("input")]
+        of_weight = [n for n in names if n != "weight" and not n.startswith("weight")]
+        return (
+            Gradient(("input",), ("weight", *numbers), "input_gradient"),
+            self.gradient_of_weight(("input", *of_weight)),
+        )
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        """y; raises the amaxes of x and W, where they are bound."""
+        raise_to_largest(call.get("input_amax"), x)
+        return super().op_forward(call, x)
+
+    def input_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """dx; raises the amax of dy, where it is bound."""
+        raise_to_largest(call.get("output_gradient_amax"), dy)
+        return super().input_gradient(call, dy)
+
+    def weight_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """dW; the same."""
+        raise_to_largest(call.get("output_gradient_amax"), dy)
+        return super().weight_gradient(call, dy)
+
+    def main_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """main_grad; the same."""
+        raise_to_largest(call.get("output_gradient_amax"), dy)
+        return super().main_gradient(call, dy)
+
+    def extra_repr(self) -> str:
+        names = [name for name, kept in zip(("y", "dx", "dW"), self.form.kept, strict=True) if kept]
+        return f"{super().extra_repr()}, not in 8 bits: {', '.join(names)}"

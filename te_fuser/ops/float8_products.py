@@ -1,0 +1,138 @@
+"""The three products of a MatMul whose factors are of 8 bits, emulated: what these stand for, multiplied in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from te_fuser.formula.float8 import rounded
+from te_fuser.ops.matmul import as_rows, in_shape_of
+
+Given = Callable[[str], torch.Tensor]  # the weight and the numbers of a product by name
+NUMBERS = tuple(f"{role}_{what}" for role in ("input", "weight", "output_gradient") for what in ("scale", "inverse"))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the products of a MatMul are computed.
+
+    Attributes:
+        dtype: of y and dx.
+        weight_dtype: of dW.
+        formats: 8 bits of x, of W and of dy.
+        kept: which of y, dx and dW are products of factors as they are.
+        comes_quantized: whether x and dy come in 8 bits.
+        fast: which of the three are summed in fewer bits than float32 has, where a library has them faster.
+    """
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    formats: tuple[torch.dtype, torch.dtype, torch.dtype]
+    kept: tuple[bool, bool, bool] = (False, False, False)
+    comes_quantized: bool = True
+    fast: tuple[bool, bool, bool] = (True, False, False)
+
+    def exact(self) -> Form:
+        """The same with results in float64."""
+        return replace(self, dtype=torch.float64, weight_dtype=torch.float64)
+
+
+def output(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
+    """y = x W^T."""
+    factors = _input(form, given, x, 0), _weight(form, given, 0).mT
+    return in_shape_of(x, (factors[0] @ factors[1]).to(form.dtype))
+
+
+def input_gradient(form: Form, given: Given, dy: torch.Tensor) -> torch.Tensor:
+    """dx = dy W."""
+    dx = _gradient(form, given, dy, 1) @ _weight(form, given, 1)
+    return in_shape_of(dy, dx.to(form.dtype))
+
+
+def weight_gradient(
+    form: Form, given: Given, dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """dW = dy^T x."""
+    dw = _gradient(form, given, dy, 2).mT @ _input(form, given, x, 2)
+    return dw.to(form.weight_dtype if dtype is None else dtype)
+
+
+def recorded(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
+    """y, whose gradients are these, recorded by autograd.
+
+    Where x and dy come in 8 bits, these are wide numbers that 8 bits hold, and the gradient of what x stands for goes
+    to x as it is.
+    """
+    exact = given("weight").dtype == torch.float64
+    numbers = {name: given(name) for name in NUMBERS if not form.comes_quantized or name in READ}
+    names, tensors = tuple(numbers), tuple(numbers.values())
+    return _Products.apply(x, given("weight"), form.exact() if exact else form, names, *tensors)  # type: ignore[no-any-return]
+
+
+READ = ("input_inverse", "weight_scale", "weight_inverse", "output_gradient_inverse")  # where x and dy come in 8 bits
+
+
+class _Products(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, weight: torch.Tensor, form: Form, names: tuple[str, ...], *numbers: torch.Tensor
+    ) -> torch.Tensor:
+        return output(form, _by_name(names, weight, numbers), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, weight, ctx.form, ctx.names, *numbers = inputs
+        ctx.save_for_backward(x, weight, *numbers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, *numbers = ctx.saved_tensors
+        given, (dy,) = _by_name(ctx.names, weight, numbers), gradients
+        dx = input_gradient(ctx.form, given, dy).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dw = weight_gradient(ctx.form, given, dy, x).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None, *[None for _ in numbers]
+
+
+def _by_name(names: tuple[str, ...], weight: torch.Tensor, numbers: Any) -> Given:
+    known: Mapping[str, torch.Tensor] = {"weight": weight, **dict(zip(names, numbers, strict=True))}
+    return known.__getitem__
+
+
+def quantized(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x * scale in 8 bits, computed in float32; in float64, where x is so."""
+    return rounded(x.to(torch.promote_types(x.dtype, torch.float32)) * scale, dtype)
+
+
+def _input(form: Form, given: Given, x: torch.Tensor, product: int) -> torch.Tensor:
+    return _factor(form, given, as_rows(x), "input", product, 0, form.comes_quantized)
+
+
+def _weight(form: Form, given: Given, product: int) -> torch.Tensor:
+    return _factor(form, given, given("weight"), "weight", product, 1, False)
+
+
+def _gradient(form: Form, given: Given, dy: torch.Tensor, product: int) -> torch.Tensor:
+    return _factor(form, given, as_rows(dy), "output_gradient", product, 2, form.comes_quantized)
+
+
+def _factor(
+    form: Form, given: Given, t: torch.Tensor, role: str, product: int, place: int, is_quantized: bool
+) -> torch.Tensor:
+    """A factor as it is multiplied: what its 8 bits stand for, or as it is, in y's dtype, where the product is kept."""
+    wide = torch.promote_types(form.dtype, torch.float32)
+    if form.kept[product]:
+        return t.to(form.dtype).to(wide)
+    data = t if is_quantized else quantized(t, given(f"{role}_scale"), form.formats[place])
+    return data.to(wide) * given(f"{role}_inverse")
+
+
+def raise_to_largest(slot: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Raise a number to the largest magnitude of x; NaN is larger than all."""
+    if slot is not None and x.numel():
+        with torch.no_grad():
+            slot.copy_(torch.maximum(slot, x.abs().amax().to(slot.dtype)))

@@ -1,0 +1,58 @@
+"""QuantizeGradient: the gradient in 8 bits, the values as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from te_fuser.formula import Axes, quantize_gradient
+from te_fuser.formula.float8 import check_float8
+from te_fuser.ops.base import NamedInput
+from te_fuser.ops.checks import check_name
+from te_fuser.ops.row_op import RowOp
+
+
+class QuantizeGradient(RowOp):
+    """Hand x on, and its gradient in 8 bits: dx = dy * scale rounded to nearest even within the range of `dtype`.
+
+    Who takes dx divides by the scale again. It is stored in 8 bits where the op before this one takes gradients so
+    (`takes_gradients_in`), else as such numbers in the dtype of x.
+
+    Args:
+        dtype: float8_e4m3fn or float8_e5m2.
+        scale: the name of the input that scales, a tensor of one element, mostly float32; no gradient goes to it. None:
+            whoever lists it binds `scale`, and maybe `amax`, float32 [], which is raised to the largest magnitude of
+            dy.
+
+    Raises:
+        TypeError: for another dtype.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning" (2022).
+    """
+
+    prototype_arguments = {"dtype": torch.float8_e5m2}
+    raised_in_backward: ClassVar[str] = "amax"
+    hands_through = True
+
+    def __init__(self, dtype: torch.dtype, *, scale: str | None = "scale") -> None:
+        super().__init__()
+        check_float8(dtype)
+        self.dtype, self.scale = dtype, scale if scale is None else check_name(scale)
+
+    def named_inputs(self) -> Mapping[str, NamedInput]:
+        return {} if self.scale is None else {"scale": NamedInput(self.scale, Axes.NONE, gradient=False)}
+
+    def compute(self, x: Any, scale: Any) -> Any:
+        return quantize_gradient(x, scale, self.dtype)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype
+
+    @classmethod
+    def prototype(cls, features: int, name: str, **changed: Any) -> QuantizeGradient:
+        return cls(**{**cls.prototype_arguments, "scale": f"{name}_scale", **changed})
+
+    def extra_repr(self) -> str:
+        return f"{self.dtype}, scale={self.scale!r}"

@@ -1,0 +1,157 @@
+"""Ranks that agree on amaxes: one vector over the products that all have, in the order of their construction."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from te_fuser.ops.binding import Binding
+from te_fuser.quantization.precision import recipe_for
+from te_fuser.quantization.products import device_of, products
+from te_fuser.quantization.state import ROLES, Block, State, state_of
+from te_fuser.recipe.recipes import DelayedScaling, Recipe
+
+_kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
+
+
+def agreement_of(group: Any) -> Agreement | None:
+    """What the ranks of a group agree on, None: of all; None where there is one rank.
+
+    Raises:
+        ValueError: where this rank is none of the group's.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is none of the group's that agrees on amaxes: give each rank one that it is in")
+    if dist.get_world_size(group) == 1:
+        return None
+    found = _kept.get(group)
+    if found is None:
+        found = _kept[group] = Agreement(group)
+    return found
+
+
+class _Place(NamedTuple):
+    """Where the amaxes of some products are in the vector and in a block."""
+
+    here: torch.Tensor
+    there: torch.Tensor
+
+
+class Agreement:
+    """The products whose amaxes the ranks of a group agree on.
+
+    They are those that there are when the group's first region is entered. With each fold the ranks tell each other how
+    many others there are by then, and from the next one on agree on these, too.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+        self._weights: list[Binding] = []
+        self._states: list[weakref.ref[State]] = []
+        self._coming: list[Binding] = []  # those that were told of
+        self._told: torch.Tensor | None = None
+        self._begun = self._warned = False
+        self._places: tuple[Any, dict[Block, _Place]] = (None, {})
+
+    def begin(self, recipe: Recipe) -> None:
+        """Compare how many products there are, once.
+
+        Raises:
+            RuntimeError: on all ranks, where these are different numbers.
+        """
+        if self._begun:
+            return
+        new = self._new(recipe)
+        most, least = self._largest(_counts(len(new), self._device(new))).tolist()
+        if most != -least:
+            raise RuntimeError(
+                f"ranks that agree on amaxes have different numbers of products: this one {len(new)}, all {-least} to "
+                f"{most}; make the same modules in the same order on each, give fp8_group the ranks that do, or take "
+                'out what is one rank\'s alone: te_fuser.precision(model, {"*": None})'
+            )
+        self._begun = True
+        self._add(new)
+
+    def make(self, recipe: Recipe) -> None:
+        """Have tensors for all of the products, those that ran on other ranks alone, too."""
+        self._grow()
+        for weight, ref in zip(self._weights, self._states, strict=True):
+            state = ref()
+            if state is not None and state.block is None and (device := device_of(weight)) is not None:
+                state.recipe = found = recipe_for(weight, recipe)
+                if isinstance(found, DelayedScaling):
+                    state.make(found.amax_history_len, device)
+
+    def reduce(self, seen: dict[Block, torch.Tensor], recipe: Recipe) -> None:
+        """Put the largest amaxes of all ranks in the place of this one's: one all-reduce of bits, so that NaN stays."""
+        device, places = self._device(self._weights), self._places_of()
+        amaxes = torch.zeros(len(self._states), len(ROLES), dtype=torch.float32, device=device)
+        for block, (here, there) in places.items():
+            amaxes[here] = seen[block][there].to(device)
+        self._coming = self._new(recipe)
+        bits = torch.cat([amaxes.view(torch.int32).flatten(), _counts(len(self._coming), device)])
+        self._largest(bits)
+        self._told = bits[-2:]
+        found = bits[:-2].view(torch.float32).view_as(amaxes)
+        for block, (here, there) in places.items():
+            seen[block][there] = found[here].to(block.device)
+
+    def _largest(self, bits: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(bits, dist.ReduceOp.MAX, self._group())
+        return bits
+
+    def _grow(self) -> None:
+        """Add the products that all ranks told of."""
+        if self._told is None:
+            return
+        most, least = self._told.tolist()
+        if most == -least == len(self._coming):
+            self._add(self._coming)
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"ranks that agree on amaxes have made different numbers of products ({-least} to {most}) since their "
+                "first region: the amaxes of these are each rank's own",
+                stacklevel=2,
+            )
+        self._told = None
+
+    def _add(self, weights: Sequence[Binding]) -> None:
+        self._weights += weights
+        self._states += [weakref.ref(state_of(weight)) for weight in weights]
+
+    def _new(self, recipe: Recipe) -> list[Binding]:
+        """The products that ranks do not agree on yet, without those that run by no recipe, whatever the region."""
+        known = {id(state) for ref in self._states if (state := ref()) is not None}
+        return [w for w in products() if recipe_for(w, recipe) is not None and id(state_of(w)) not in known]
+
+    def _places_of(self) -> dict[Block, _Place]:
+        """Where amaxes are that ranks are to agree on."""
+        found: dict[Block, list[tuple[int, int]]] = {}
+        for place, ref in enumerate(self._states):
+            state = ref()
+            if state is not None and state.block is not None and getattr(state.recipe, "reduce_amax", False):
+                found.setdefault(state.block, []).append((place, state.row))
+        if self._places[0] != found:
+            made = {b: _Place(*torch.tensor(rows).T.to(self._device(self._weights))) for b, rows in found.items()}
+            self._places = found, {b: _Place(p.here, p.there.to(b.device)) for b, p in made.items()}
+        return self._places[1]
+
+    def _device(self, weights: Sequence[Binding]) -> torch.device:
+        """Where the vector is: with the first product, but on a GPU where the ranks know nothing else."""
+        if "nccl" in dist.get_backend(self._group()):
+            return torch.device("cuda", torch.cuda.current_device())
+        return next(filter(None, map(device_of, weights)), torch.device("cpu"))
+
+
+def _counts(count: int, device: torch.device) -> torch.Tensor:
+    """What gives the most and, turned round, the least of all ranks, by the largest of each."""
+    return torch.tensor([count, -count], dtype=torch.int32, device=device)

@@ -1,0 +1,86 @@
+"""What products of 8 bits read of their state, as bindings: looked up in each call, never values of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from te_fuser.ops.binding import Binding, Key
+from te_fuser.quantization.state import State
+
+
+class StateBinding(Binding):
+    """A number of the state of a product, float32 [], by what it is called there and its role."""
+
+    what: ClassVar[str]
+
+    def __init__(self, state: State, role: str) -> None:
+        object.__setattr__(self, "state", state)
+        object.__setattr__(self, "role", role)
+        object.__setattr__(self, "name", f"{state.prefix}{role}_{self.what}")
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    @property
+    def owner(self) -> torch.nn.Module:  # type: ignore[override]
+        """No module has it among its parameters.
+
+        Raises:
+            ReferenceError: whenever it is asked for.
+        """
+        raise ReferenceError(f"{self.name} is kept with a weight, not as a parameter of a module")
+
+    @property
+    def key(self) -> Key:
+        return id(self._held()), self.__dict__["role"]
+
+    @property
+    def computed(self) -> bool:
+        return False
+
+    def get(self) -> torch.Tensor:
+        return self._held()[self.__dict__["role"]]
+
+    @property
+    def slot(self) -> tuple[Mapping[str, object], str]:
+        return self._held(), self.__dict__["role"]
+
+    def weak(self) -> StateBinding:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StateBinding) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+class ScaleBinding(StateBinding):
+    """The scale of now."""
+
+    what = "scale"
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self.__dict__["state"].scales  # type: ignore[no-any-return]
+
+
+class InverseBinding(StateBinding):
+    """Its reciprocal, which 8 bits are multiplied by."""
+
+    what = "inverse"
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self.__dict__["state"].inverses  # type: ignore[no-any-return]
+
+
+class AmaxBinding(StateBinding):
+    """The slot of the largest magnitude since the last fold."""
+
+    what = "amax"
+    written = True
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return self.__dict__["state"].amaxes  # type: ignore[no-any-return]

@@ -1,0 +1,83 @@
+"""Checkpointing in regions: a forward that runs again has the regions and the scales that it had."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from te_fuser.ops.binding import Binding
+from te_fuser.quantization.folding import Snapshot, snapshot
+from te_fuser.quantization.state import ROLES, known_state_of, lock
+from te_fuser.recipe import region
+
+
+def checkpoint_contexts() -> tuple[Any, Any]:
+    """For `torch.utils.checkpoint.checkpoint(.., use_reentrant=False, context_fn=checkpoint_contexts)`.
+
+    What is computed again in backward runs in the regions of its forward by the scales of then, and amaxes count once.
+    `te_fuser.checkpoint` does so by itself.
+
+    Returns:
+        A context for forward, and one for what runs again.
+    """
+    kept = _Kept()
+    return kept.forward(), kept.again()
+
+
+class _Kept:
+    """The regions and scales of a forward."""
+
+    def __init__(self) -> None:
+        self._regions = region.entered()
+        self._scales: Snapshot | None = None
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        yield
+        self._scales = snapshot()  # of now: a region that was entered in here has folded
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        with region.recomputed(self._regions), _by(self._scales):
+            yield
+
+
+@contextlib.contextmanager
+def _by(scales: Snapshot | None) -> Iterator[None]:
+    """In here calls find these scales; what forward records goes nowhere, as it was folded."""
+    if scales is None or scales.scales is None:  # as it is now: the same amaxes once more change nothing
+        yield
+        return
+    with lock:
+        states = [(state, scale) for ref, scale in scales.scales if (state := ref()) is not None]
+        before = [(s, {**s.scales}, {**s.inverses}, {**s.amaxes}) for s, _ in states]
+        for state, scale in states:
+            nowhere = torch.zeros(2, dtype=torch.float32, device=scale.device)
+            state.show(scale.unbind(), scale.reciprocal().unbind())
+            state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
+    try:
+        yield
+    finally:
+        with lock:
+            for state, kept, inverses, slots in before:
+                state.scales.update(kept)
+                state.inverses.update(inverses)
+                state.amaxes.update(slots)
+
+
+def ran_outside(weights: Iterable[Binding]) -> None:
+    """Note that products run outside of all regions now.
+
+    Raises:
+        RuntimeError: inside of a backward, where they ran in a region before: what runs again has lost its own.
+    """
+    for state in filter(None, map(known_state_of, weights)):
+        if state.is_in_region and region.in_backward() and not region.recomputing():
+            raise RuntimeError(
+                "a forward runs inside of a backward, without the region that it ran in before: what computes it again "
+                "takes context_fn=te_fuser.quantization.checkpoint_contexts, or is te_fuser.checkpoint"
+            )
+        state.is_in_region = False

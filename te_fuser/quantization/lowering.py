@@ -1,0 +1,207 @@
+"""Regions as a pass: MatMuls become products of 8 bits, with what quantizes their factors before and behind them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from te_fuser.fuser.graph import surroundings
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.kernels.quantized_matmul import check_machine
+from te_fuser.ops.base import FusableOperation, LoweredOp
+from te_fuser.ops.binding import Binding
+from te_fuser.ops.facts import Facts
+from te_fuser.ops.float8_matmul import Float8MatMul, PartlyFloat8MatMul
+from te_fuser.ops.float8_products import READ
+from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.quantize import Quantize
+from te_fuser.ops.quantize_gradient import QuantizeGradient
+from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
+from te_fuser.ops.rows import rounds
+from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
+from te_fuser.quantization.checkpointing import ran_outside
+from te_fuser.quantization.precision import recipe_for
+from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
+from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
+from te_fuser.recipe.region import current_key
+
+_NAMED = 6  # products that a note names
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_BINDINGS = {"scale": ScaleBinding, "inverse": InverseBinding, "amax": AmaxBinding}
+
+
+class Regions(surroundings.Surrounding):
+    """Regions of recipes as what surrounds calls."""
+
+    key = staticmethod(current_key)
+
+    def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
+        recipe = _said(key)[0]
+        return [_with_state(item) if why_not(item, recipe) is None else item for item in listed]
+
+    def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
+        recipe, calibrating = _said(key)
+        weights = [item.lowered.bindings["weight"] for item in _quantized(listed)]
+        for device in {w.get().device for w in weights} if not calibrating else ():
+            check_machine(device)
+        for weight in weights:
+            ensure(weight, cast(Recipe, recipe_for(weight, recipe)))
+
+    def left(self, listed: Sequence[ListedOp]) -> None:
+        if blocks():
+            ran_outside([item.lowered.bindings["weight"] for item in listed if item.lowered.op.kind is MatMul])
+
+    def facts(self, listed: Sequence[ListedOp]) -> Facts:
+        states = [state_of(item.lowered.bindings["weight"]) for item in _quantized(listed)]
+        recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
+        return Facts(items=recipes, calls=((_AsPut(states), True),))
+
+    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
+        return [new for item in listed for new in _lowered(item, call, key)]
+
+    def notes(self, listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterable[str]:
+        return notes(listed, key, device)
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        before = [(block, block.amaxes.clone()) for block in blocks()]
+        known = {id(block) for block, _ in before}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for block, amaxes in before:
+                    block.amaxes.copy_(amaxes)
+                for block in blocks():
+                    if id(block) not in known:
+                        block.amaxes.zero_()
+
+
+class _AsPut:
+    """Whether nobody has put other tensors in place of the scales of some states."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = states
+
+    def __call__(self) -> bool:
+        return all(state.is_as_put() for state in self._states)
+
+
+def why_not(item: ListedOp, recipe: Recipe) -> str | None:
+    """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
+    if item.lowered.op.kind is not MatMul:
+        return ""
+    product = cast(MatMul, item.lowered.op)
+    for name in ("in_features", "out_features"):
+        size = getattr(product, name)
+        if size % STEP:
+            return f"its {name}, {size}, are no multiple of {STEP}"
+    return "te.precision says so" if recipe_for(item.lowered.bindings["weight"], recipe) is None else None
+
+
+def _quantized(listed: Iterable[ListedOp]) -> list[ListedOp]:
+    return [item for item in listed if item.lowered.aside]
+
+
+def _with_state(item: ListedOp) -> ListedOp:
+    """A product with the numbers of its state that it may read."""
+    state = state_of(item.lowered.bindings["weight"])
+    aside = {f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()}
+    return replace(item, lowered=replace(item.lowered, aside=aside))
+
+
+def _said(key: Hashable) -> tuple[Recipe, bool]:
+    """What a region says of itself: its recipe, and whether it is calibrating."""
+    recipe, calibrating, *_ = cast(tuple[Any, ...], key)
+    return recipe, calibrating
+
+
+def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
+    """What stands in an op's place."""
+    low = item.lowered
+    if not low.aside:
+        return (item,)
+    own = call.parameters[low.bindings["weight"].key].spec.dtype
+    exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
+    own = torch.float32 if exact else own
+    dtype = item.casts.get("weight", own)
+    if dtype not in OUT_DTYPES or own not in OUT_DTYPES:
+        return (item,)
+    around, calibrating = _said(key)
+    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
+    kept = (True,) * 3 if calibrating else recipe.override_linear_precision
+    gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
+    split = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    form = {
+        "dtype": dtype,
+        "weight_dtype": own,
+        "formats": (E4M3, E4M3, gradients),
+        "fast": tuple([not params.use_split_accumulator for params in split]),
+    }
+    product = cast(MatMul, low.op)
+    amaxes = ROLES if call.grad else ()
+    if any(kept):
+        partly = PartlyFloat8MatMul(product, kept=kept, **form)  # type: ignore[arg-type]
+        numbers = [name for name in low.aside if not name.endswith("_amax")]
+        return (_in_place(item, partly, "", [*numbers, *[f"{role}_amax" for role in amaxes]]),)
+    read = [*READ, *[f"{role}_amax" for role in amaxes if role == "weight"]]
+    found = [
+        _quantizing(item, Quantize(E4M3, scale=None, takes=dtype), ".quantize", "input", call.grad),
+        _in_place(item, Float8MatMul(product, **form), "", read),  # type: ignore[arg-type]
+    ]
+    if call.grad:
+        back = QuantizeGradient(gradients, scale=None)
+        found.append(_quantizing(item, back, ".quantize_gradient", "output_gradient", True))
+    return found
+
+
+def _in_place(item: ListedOp, op: FusableOperation, suffix: str, names: Iterable[str]) -> ListedOp:
+    """An op in the place of a product, with its weight and these numbers of its state."""
+    low = item.lowered
+    return _listed(item, op, suffix, {**low.bindings, **{name: low.aside[name] for name in names}})
+
+
+def _quantizing(item: ListedOp, op: FusableOperation, suffix: str, role: str, records: bool) -> ListedOp:
+    """What quantizes a factor of a product, before it or behind it."""
+    aside = item.lowered.aside
+    amax = {"amax": aside[f"{role}_amax"]} if records else {}
+    return _listed(item, op, suffix, {"scale": aside[f"{role}_scale"], **amax})
+
+
+def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping[str, Binding]) -> ListedOp:
+    op.train(item.lowered.op.training)
+    low = LoweredOp(op, bindings, item.lowered.suffix)
+    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream)
+
+
+def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:
+    """What plans say of the precision of each product, and why one stays in its own."""
+    around, calibrating = _said(key)
+    alike: dict[tuple[bool, tuple[bool, ...]], list[str]] = {}
+    for item in _quantized(listed):
+        recipe = cast(DelayedScaling, recipe_for(item.lowered.bindings["weight"], around))
+        form = recipe.fp8_format is Format.HYBRID, recipe.override_linear_precision
+        alike.setdefault(form, []).append(item.path)
+    for (hybrid, kept), paths in alike.items():
+        if calibrating:
+            yield f"calibrating: the largest magnitudes of {_names(paths)} are recorded, and nothing is quantized"
+            continue
+        how = "E4M3, gradients in E5M2" if hybrid else "E4M3"
+        own = [product for product, keeps in zip(("y", "dx", "dW"), kept, strict=True) if keeps]
+        but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
+        emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
+        yield f"products in 8 bits ({how}){emulated}: {_names(paths)}{but}"
+    for item in listed:
+        if why := why_not(item, around):
+            yield f"{item.path} stays in its own precision: {why}"
+
+
+def _names(paths: Sequence[str]) -> str:
+    return ", ".join(paths) if len(paths) <= _NAMED else f"{', '.join(paths[:_NAMED])} and {len(paths) - _NAMED} more"
+
+
+surroundings.register(Regions())

@@ -1,0 +1,43 @@
+"""The states of a model's products, by path."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fuser.quantization.folding import fold
+from te_fuser.quantization.products import products_of
+from te_fuser.quantization.state import ROLES, State, state_of
+
+
+def states(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The scales of a model's tensors in 8 bits and their amaxes, all that was recorded included.
+
+    Where ranks agree on amaxes, all of them call this together.
+
+    Returns:
+        path of a product + ".input", ".weight" or ".output_gradient" -> (scale, float32 []; the amaxes of its last
+        calls, newest first, float32 [amax_history_len]); of products that have run in a region.
+    """
+    fold()
+    return {
+        f"{path}.{role}": (state.scale[k].clone(), state.history[:, k].clone())
+        for path, state in _states_of(model).items()
+        for k, role in enumerate(ROLES)
+    }
+
+
+def not_finite(model: torch.nn.Module) -> dict[str, int]:
+    """How often an amax was infinite or NaN, and so moved no scale: by the same names, where that happened at all."""
+    fold()
+    counts = {
+        f"{path}.{role}": int(state.block.not_finite[state.row, k])
+        for path, state in _states_of(model).items()
+        for k, role in enumerate(ROLES)
+        if state.block is not None
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _states_of(model: torch.nn.Module) -> dict[str, State]:
+    found = {path: state_of(weight) for path, weight in products_of(model).items()}
+    return {path: state for path, state in found.items() if state.has_buffers}

@@ -1,0 +1,79 @@
+"""te.precision: which products of a model run by another recipe than the region's, or in their own precision."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import Aside
+from te_fuser.ops.binding import Binding
+from te_fuser.quantization.products import products_of
+from te_fuser.quantization.trial import try_recipe
+from te_fuser.recipe.recipes import Recipe
+from te_fuser.recipe.region import check_runs, settings_changed
+
+_KEY = "_fp8_precision"  # of a module's attributes
+
+
+class Chosen(dict[str, Recipe | None], Aside):  # type: ignore[misc]
+    """Weight's name -> the recipe that was chosen for it, or None."""
+
+
+def precision(model: torch.nn.Module, recipes: Mapping[str, Recipe | None]) -> None:
+    """Have products of a model run by recipes of their own: `precision(model, {"*.fc2": recipe, "lm_head": None})`.
+
+    Where a region is on, that is. It holds until it is said again, for copies of the model, too, and is in no
+    `state_dict`.
+
+    Args:
+        recipes: pattern, as in file names -> the recipe of the products whose path, or that of a module around them,
+            it matches; None: their own precision. The last pattern that matches counts.
+
+    Raises:
+        TypeError: for what is no module, no pattern, no recipe.
+        ValueError: for a pattern that matches nothing, naming the nearest paths; for functions that give no scales.
+        NotImplementedError: for a recipe that does not run yet.
+    """
+    found = _matched(model, recipes)
+    for weight, recipe in found:
+        weight.owner.__dict__.setdefault(_KEY, Chosen())[weight.name] = recipe
+    settings_changed()
+
+
+def _matched(model: Any, recipes: Any) -> list[tuple[Binding, Recipe | None]]:
+    if not isinstance(model, torch.nn.Module) or not isinstance(recipes, Mapping):
+        raise TypeError(f"precision takes a module and a mapping, pattern -> recipe, got {model!r} and {recipes!r}")
+    named = products_of(model)
+    found = []
+    for pattern, recipe in recipes.items():
+        if not isinstance(pattern, str) or not (recipe is None or isinstance(recipe, Recipe)):
+            raise TypeError(f"precision takes a pattern and a recipe or None, got {pattern!r}: {recipe!r}")
+        if recipe is not None:
+            check_runs("precision", recipe)
+            try_recipe(recipe)
+        paths = [path for path in named if _matches(path, pattern)]
+        if not paths:
+            raise ValueError(f"precision: {pattern!r} matches no product; {_near(pattern, [*named])}")
+        found += [(named[path], recipe) for path in paths]
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a pattern matches a path or the beginning of it, up to a dot."""
+    parts = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[: n + 1]), pattern) for n in range(len(parts)))
+
+
+def _near(pattern: str, paths: list[str]) -> str:
+    near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+    return f"near it: {', '.join(map(repr, near))}" if near else "this model has none whose sizes are multiples of 16"
+
+
+def recipe_for(weight: Binding, recipe: Recipe) -> Recipe | None:
+    """The recipe that a product runs by in a region of this one; None: in its own precision."""
+    chosen: Mapping[str, Recipe | None] = weight.owner.__dict__.get(_KEY, {})
+    return chosen.get(weight.name, recipe)

@@ -1,0 +1,56 @@
+"""The products that there are: in the order of their construction, and those of a model by path."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fuser.ops.base import FusableOperation
+from te_fuser.ops.binding import Binding
+from te_fuser.ops.bound import Bound
+from te_fuser.ops.construction import in_order
+from te_fuser.ops.matmul import MatMul
+from te_fuser.quantization.state import prefix_of
+
+STEP = 16  # of which the feature sizes of a product in 8 bits are multiples
+
+
+def products() -> list[Binding]:
+    """The weights of all products that there are, each once, those that were made first before others."""
+    found: dict[object, Binding] = {}
+    for op in in_order():
+        product = op.op if isinstance(op, Bound) else op
+        if product.kind is MatMul and not (product.in_features % STEP or product.out_features % STEP):
+            weight = _weight_of(op)
+            if weight is not None:
+                found.setdefault(weight.key, weight.weak())
+    return list(found.values())
+
+
+def _weight_of(op: FusableOperation) -> Binding | None:
+    """What a product is bound to; None where that is gone, or another module's that reads it by another op."""
+    try:
+        return next((low.bindings["weight"] for low in op.lower() if "weight" in low.bindings), None)
+    except (AttributeError, ReferenceError, TypeError):  # an owner that is gone, a hook: such an op runs nowhere
+        return None
+
+
+def products_of(model: torch.nn.Module) -> dict[str, Binding]:
+    """The products of a model by path: that of the weight's owner, and what its name has before "weight": `mlp.fc1`."""
+    paths = {id(module._parameters): path for path, module in model.named_modules()}
+    found = {}
+    for weight in products():
+        path = paths.get(id(weight.owner._parameters))
+        if path is not None:
+            found[".".join(filter(None, (path, prefix_of(weight.name).rstrip("_"))))] = weight
+    return found
+
+
+def device_of(weight: Binding) -> torch.device | None:
+    """Where a weight is; None of one that is gone, or comes with each call."""
+    try:
+        owner = weight.owner
+    except ReferenceError:
+        return None
+    found = owner._parameters.get(weight.name)
+    found = next(owner.parameters(), None) if found is None else found
+    return None if found is None or found.is_meta else found.device

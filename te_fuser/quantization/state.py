@@ -1,0 +1,302 @@
+"""What is kept of a product from call to call: scales of its three tensors, their amaxes, and slots for new ones.
+
+It belongs to the weight, by its owner and name, whichever lists read that. It is two buffers of the owner, both float32
+with the columns `ROLES`: `fp8_scale` [3] and `fp8_amax_history` [length, 3], newest first; where the weight's name is
+more than "weight", it stands before theirs (`fc1_fp8_scale`). Scales are never written in place: a fold puts another
+buffer in place of the old one, so that what has saved that keeps it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import Aside, FusableOperation
+from te_fuser.ops.binding import Binding
+from te_fuser.ops.joined import Together
+from te_fuser.ops.scales import HISTORY, SCALE, before_loading
+from te_fuser.quantization.trial import try_recipe
+from te_fuser.recipe import region
+from te_fuser.recipe.recipes import DelayedScaling, Recipe
+
+ROLES = ("input", "weight", "output_gradient")
+_PRODUCTS = 256  # of a block
+_INDICES_KEPT = 16
+lock = threading.RLock()
+_blocks: list[Block] = []
+
+
+class Block:
+    """Slots for the amaxes of many products on one device.
+
+    Attributes:
+        amaxes: float32 [products, 3], the largest magnitudes since the last fold, 0 where there was nothing.
+        not_finite: int64 [products, 3], how many folds found one that was infinite or NaN.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.amaxes = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.float32, device=device)
+        self.not_finite = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.int64, device=device)
+        self.device = self.amaxes.device
+        self._states: list[weakref.ref[State] | None] = []
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot was given away."""
+        return len(self._states) == _PRODUCTS
+
+    def states(self) -> list[State]:
+        """The products that are there."""
+        return [state for ref in self._states if ref is not None and (state := ref()) is not None]
+
+    def index(self, rows: tuple[int, ...]) -> torch.Tensor:
+        """These rows as an index; it is kept, as a copy to a GPU waits for that."""
+        found = self._indices.get(rows)
+        if found is None:
+            if len(self._indices) >= _INDICES_KEPT:
+                self._indices.clear()
+            found = self._indices[rows] = torch.tensor(rows, device=self.device)
+        return found
+
+    def add(self, state: State, before: Block | None, row: int) -> int:
+        """Give a product a row, with what it had in a row of another block."""
+        self._states.append(weakref.ref(state))
+        mine = len(self._states) - 1
+        if before is not None:
+            self.amaxes[mine].copy_(before.amaxes[row])
+            self.not_finite[mine].copy_(before.not_finite[row])
+            before._states[row] = None
+        return mine
+
+
+class State:
+    """The state of one product: made when it is first asked for, with tensors from its first call in a region on.
+
+    Attributes:
+        name, prefix: the weight's name, and what buffers have of it before theirs.
+        scales, inverses, amaxes: role -> float32 []: where calls look up the scale of now, its reciprocal, and the slot
+            of the amax.
+        recipe: by which its last call ran.
+        is_in_region: whether that was in a region.
+        block, row: where its slots are; None before it has tensors.
+    """
+
+    def __init__(self, owner: torch.nn.Module, name: str) -> None:
+        self.name, self.prefix = name, prefix_of(name)
+        self.scales: dict[str, torch.Tensor] = {}
+        self.inverses: dict[str, torch.Tensor] = {}
+        self.amaxes: dict[str, torch.Tensor] = {}
+        self.recipe: Recipe | None = None
+        self.is_in_region = False
+        self.block: Block | None = None
+        self.row = -1
+        self._buffers = owner._buffers
+        self._put: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._entry = -1  # the outermost region of the last call
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The buffer of scales, [3]."""
+        return self._buffers[self.prefix + SCALE]  # type: ignore[return-value]
+
+    @property
+    def history(self) -> torch.Tensor:
+        """The buffer of amaxes, [length, 3]."""
+        return self._buffers[self.prefix + HISTORY]  # type: ignore[return-value]
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there are any: from a call, a checkpoint, or the module that this one was copied from."""
+        return (
+            self._buffers.get(self.prefix + SCALE) is not None and self._buffers.get(self.prefix + HISTORY) is not None
+        )
+
+    def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
+        """Put these in place of the buffers."""
+        self.put_scale(scale, history, scale.unbind(), scale.reciprocal().unbind())
+        self._buffers[self.prefix + HISTORY] = history
+
+    def put_scale(self, scale: torch.Tensor, history: torch.Tensor, *views: Sequence[torch.Tensor]) -> None:
+        """Put this in place of the buffer of scales, beside a history; `views`: its numbers, and their reciprocals."""
+        self._buffers[self.prefix + SCALE] = scale
+        self._put = scale, history
+        self.show(*views)
+
+    def show(self, scales: Sequence[torch.Tensor], inverses: Sequence[torch.Tensor]) -> None:
+        """Have calls find these scales and their reciprocals, by role."""
+        own, reciprocals = self.scales, self.inverses
+        own["input"], own["weight"], own["output_gradient"] = scales
+        reciprocals["input"], reciprocals["weight"], reciprocals["output_gradient"] = inverses
+
+    def make(self, length: int | None, device: torch.device) -> None:
+        """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
+
+        Args:
+            length: of the history; None: as long as it is.
+        """
+        if self._is_made(length, device):
+            return
+        with lock, torch.inference_mode(False), torch.no_grad():
+            if self.block is None or self.block.device != device:
+                self._take_slots(device)
+            scale, history = self._kept(device)
+            scale, history = (t.to(device=device, dtype=torch.float32) for t in (scale, history))
+            self.put(scale, history if length in (None, len(history)) else newest(history, length or 1))
+
+    def _is_made(self, length: int | None, device: torch.device) -> bool:
+        there = self.block is not None and self.block.device == device and self.is_as_put()
+        return there and length in (None, len(self.history))
+
+    def is_as_put(self) -> bool:
+        """Whether nobody has put other tensors in place of the buffers since."""
+        found = self._buffers.get(self.prefix + SCALE), self._buffers.get(self.prefix + HISTORY)
+        return self._put is not None and found[0] is self._put[0] and found[1] is self._put[1]
+
+    def _kept(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and history as they are now; what .half() and the like rounded, as it was before."""
+        if not self.has_buffers:
+            return torch.ones(len(ROLES), device=device), torch.zeros(1, len(ROLES), device=device)
+        if self._put is None:
+            return self.scale, self.history
+        now, before = (self.scale, self.history), self._put
+        return tuple(n if n.dtype == torch.float32 else b for n, b in zip(now, before, strict=True))  # type: ignore[return-value]
+
+    def _take_slots(self, device: torch.device) -> None:
+        free = next((b for b in _blocks if b.device == device and not b.is_full), None)
+        if free is None:
+            _blocks[:] = [b for b in _blocks if b.states()]
+            free = Block(device)
+            _blocks.append(free)
+        self.block, self.row = free, free.add(self, self.block, self.row)
+        self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
+
+    def runs_by(self, recipe: Recipe) -> bool:
+        """Note by which recipe a call runs now; False where it ran by another one in the same region."""
+        if region.recomputing():  # which was noted when it ran first
+            return True
+        is_another = self.recipe is not None and self.recipe != recipe
+        if is_another and self._entry == region.entries():
+            return False
+        self.recipe, self._entry, self.is_in_region = recipe, region.entries(), True
+        return True
+
+
+class States(dict[str, State], Aside):
+    """The states of a module's weights, by their names; copies and pickles of a module have none, but its buffers."""
+
+    def buffers(self) -> list[str]:
+        return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
+
+    def __reduce__(self) -> Any:
+        return States, ()
+
+
+_KEY = "_fp8_states"  # of a module's attributes
+_NO_STATES = States()
+
+
+def state_of(weight: FusableOperation | Binding) -> State:
+    """The state of a product, by the binding of its weight, or the op that owns that; it need not have tensors yet."""
+    found = known_state_of(weight)
+    if found is not None:
+        return found
+    owner, name = _named(weight)
+    with lock:
+        _hook(owner)
+        made: State = owner.__dict__.setdefault(_KEY, States()).setdefault(name, State(owner, name))
+    return made
+
+
+def known_state_of(weight: FusableOperation | Binding) -> State | None:
+    """The same, where it was asked for before."""
+    owner, name = _named(weight)
+    states: States = owner.__dict__.get(_KEY, _NO_STATES)
+    return states.get(name)
+
+
+def _named(weight: FusableOperation | Binding) -> tuple[torch.nn.Module, str]:
+    return (weight.owner, weight.name) if isinstance(weight, Binding) else (weight, "weight")
+
+
+# Functions that are called before a module that has state is saved.
+before_saving: list[Any] = []
+
+
+def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    for function in before_saving:
+        function()
+
+
+def _hook(owner: torch.nn.Module) -> None:
+    """Have a module's state folded before it is saved, and taken where it is loaded."""
+    if _before_saving not in owner._state_dict_pre_hooks.values():  # a copy has the hooks of what it is made of
+        owner.register_state_dict_pre_hook(_before_saving)
+        if not isinstance(owner, (FusableOperation, Together)):
+            owner.register_load_state_dict_pre_hook(before_loading)
+
+
+def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.device | None = None) -> State:
+    """The state of a product, which runs now by a recipe, with its tensors.
+
+    Args:
+        device: where they are to be; by default the weight's.
+
+    Raises:
+        ValueError: when it ran by another recipe in the same region; for functions of the recipe that give no scales.
+    """
+    state = state_of(weight)
+    if recipe != state.recipe:
+        try_recipe(recipe)
+    if not state.runs_by(recipe):
+        raise ValueError(_two_recipes(weight, state.recipe, recipe))
+    if device is None:
+        device = weight.get().device if isinstance(weight, Binding) else weight.weight.device  # type: ignore[union-attr]
+    length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
+    state.make(None if region.recomputing() and state.block is not None else length, device)
+    return state
+
+
+def scale_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
+    """The scale of now, float32 []: never written in place, so who saves it keeps it."""
+    state = state_of(weight)
+    if state.block is not None:
+        state.make(None, state.block.device)
+    return state.scales[role]
+
+
+def amax_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
+    """The slot of the largest magnitude since the last fold, float32 []: kernels put the larger one there."""
+    return state_of(weight).amaxes[role]
+
+
+def newest(history: torch.Tensor, length: int) -> torch.Tensor:
+    """The newest amaxes of a history, [length, 3], with zeros behind where it is shorter."""
+    made = history.new_zeros(length, history.shape[1])
+    kept = min(length, len(history))
+    made[:kept] = history[:kept]
+    return made
+
+
+def prefix_of(name: str) -> str:
+    """What buffers of a weight have before their names: "" of "weight", "fc1_" of "fc1_weight"."""
+    parts = [part.removesuffix(".T").removesuffix("weight").strip("._") for part in name.split(", ")]
+    said = "_".join(part.replace(".", "_") for part in parts if part)
+    return f"{said}_" if said else ""
+
+
+def blocks() -> list[Block]:
+    """Those of all devices, in the order in which they were made."""
+    return list(_blocks)
+
+
+def _two_recipes(weight: FusableOperation | Binding, one: Recipe | None, other: Recipe) -> str:
+    who, name = _named(weight)
+    return (
+        f"{type(who).__name__}.{name} runs by a second recipe in one region, {other}, after {one}: its scales go by "
+        "one recipe; leave the region between the two, or give both the same"
+    )

@@ -1,0 +1,197 @@
+"""Ranks that agree on amaxes: two processes."""
+
+from __future__ import annotations
+
+import math
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization import not_finite, states
+from te_fuser.recipe import DelayedScaling
+
+WORLD = 2
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def step(model: Any, x: torch.Tensor, recipe: DelayedScaling = RECIPE, group: Any = None) -> None:
+    with te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group):
+        y = model(x)
+    y.sum().backward()
+
+
+def models() -> tuple[te.Sequential, te.Sequential]:
+    torch.manual_seed(0)
+    return te.Sequential(ops.Linear(16, 16)), te.Sequential(ops.Linear(16, 32))
+
+
+def is_the_same_on_all(*tensors: torch.Tensor) -> bool:
+    mine = torch.cat([t.flatten() for t in tensors])
+    least, most = mine.clone(), mine.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return torch.equal(least, most)
+
+
+def flat(model: Any) -> list[torch.Tensor]:
+    return [t for pair in states(model).values() for t in pair]
+
+
+def largest(rank: int) -> None:
+    """The amax is that of both; on a rank that did not run a module, too."""
+    one, other = models()
+    x = torch.full((4, 16), float(rank + 1))
+    step(one, x)
+    step(one if rank == 0 else other, x)  # each another one
+    for model in (one, other):
+        assert is_the_same_on_all(*flat(model))
+    assert states(one)["0.input"][1].tolist() == [1.0, 2.0, 0.0]
+    assert states(other)["0.input"][1].tolist() == [2.0, 0.0, 0.0]
+    assert float(states(other)["0.input"][0]) == 224.0
+
+
+def not_a_number(rank: int) -> None:
+    """What is not finite on one rank moves nothing on any, and counts on all."""
+    one, _ = models()
+    for amax in (1.0, math.nan if rank == 0 else 1.0, math.inf if rank == 1 else 1.0):
+        step(one, torch.full((4, 16), amax))
+    assert states(one)["0.input"][1].tolist() == [1.0, 0.0, 0.0]
+    assert not_finite(one)["0.input"] == 2
+
+
+def each_its_own(rank: int) -> None:
+    """Without reduce_amax, in groups of one rank, and by the recipes of single products."""
+    one, other = models()
+    x = torch.full((4, 16), float(rank + 1))
+    alone = [dist.new_group([r]) for r in range(WORLD)][rank]
+    own = DelayedScaling(amax_history_len=3, reduce_amax=False)
+    step(one, x, own)
+    step(one, x, group=alone)
+    assert states(one)["0.input"][1].tolist() == [rank + 1.0, rank + 1.0, 0.0]
+    te.precision(one, {"*": own})
+    step(te.Sequential(one, other), x)
+    assert states(one)["0.input"][1].tolist() == [rank + 1.0] * 3
+    assert is_the_same_on_all(*flat(other))
+
+
+def one_rank_alone(rank: int) -> None:
+    """Who evaluates, saves and copies alone waits for nobody."""
+    one, _ = models()
+    x = torch.full((4, 16), float(rank + 1))
+    step(one, x)
+    if rank == 0:
+        with torch.no_grad(), te.autocast(recipe=RECIPE):
+            one(x)
+        one.state_dict()
+    step(one, x)
+    dist.barrier()
+    assert is_the_same_on_all(*flat(one)) and states(one)["0.input"][1].tolist() == [2.0, 2.0, 0.0]
+
+
+def different(rank: int) -> None:
+    """Different numbers of products: an error on all, before anything runs."""
+    made = [*models(), te.LayerNormMLP(16, 32)] if rank == 0 else [*models()]
+    words = f"different numbers of products: this one {4 - 2 * rank}, all 2 to 4"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=words), te.autocast(recipe=RECIPE):
+            raise AssertionError("it ran")
+    assert not [name for model in made for name in model.state_dict() if "fp8" in name]
+    if rank == 0:
+        te.precision(made[2], {"*": None})
+    step(made[0], torch.full((4, 16), float(rank + 1)))
+    assert is_the_same_on_all(*flat(made[0]))
+
+
+def made_later(rank: int) -> None:
+    """Products that all ranks make later are agreed on, too; those of one rank are its own, which is said."""
+    one, other = models()
+    x = torch.full((4, 16), float(rank + 1))
+    step(one, x)
+    late = te.Sequential(ops.Linear(16, 48))
+    for _ in range(2):
+        step(late, x)
+    assert is_the_same_on_all(*flat(late)) and states(late)["0.input"][1].tolist() == [2.0, 2.0, 0.0]
+    own = te.Sequential(ops.Linear(16, 64)) if rank == 0 else None
+    step(one, x)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(own or one, x)
+        step(own or one, x)
+    assert [w for w in said if "different numbers of products (0 to 1)" in str(w.message)]
+    assert own is None or states(own)["0.input"][1].tolist()[0] == 1.0
+    assert rank == 0 or states(one)
+    assert other is not None
+
+
+def same_training(rank: int) -> None:
+    """Two ranks with half a batch each have the scales of one with all of it."""
+    torch.manual_seed(0)
+    batches = torch.randn(4, 8, 16)
+    found = []
+    for whole in (False, True):
+        torch.manual_seed(1)
+        model = te.Sequential(ops.LayerNorm(16), ops.Linear(16, 32), ops.GELU(), ops.Linear(32, 16))
+        recipe = DelayedScaling(amax_history_len=3, reduce_amax=not whole)
+        for x in batches:
+            step(model, x if whole else x.chunk(WORLD)[rank], recipe)
+        found.append(flat(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+CASES = (largest, not_a_number, each_its_own, one_rank_alone, different, made_later, same_training)
+
+
+def one_of_two(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    for case in CASES:
+        store = f"file://{folder}/{case.__name__}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+        try:
+            case(rank)
+        except BaseException:
+            Path(folder, f"{case.__name__}.{rank}").write_text(traceback.format_exc())
+            raise
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong by case, in two processes that ran all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    try:
+        mp.spawn(one_of_two, (str(folder),), nprocs=WORLD)
+    except Exception as error:
+        return {path.stem: path.read_text() for path in folder.glob("*.[01]")} or {"": str(error)}
+    return {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+def test_two_ranks(case: Any, failures: dict[str, str]) -> None:
+    assert not failures, failures.get(case.__name__, "another case failed first: " + ", ".join(failures))
+
+
+def test_a_group_of_one_rank_and_others(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        one, _ = models()
+        step(one, torch.ones(4, 16), group=dist.group.WORLD)
+        assert states(one)["0.input"][1].tolist() == [1.0, 0.0, 0.0]
+        with te.autocast(recipe=RECIPE, amax_reduction_group=dist.group.WORLD):
+            with te.autocast(recipe=RECIPE):
+                one(torch.ones(4, 16))
+            with te.autocast(recipe=RECIPE, amax_reduction_group=dist.group.WORLD):
+                one(torch.ones(4, 16))
+            with pytest.raises(ValueError, match="another group of ranks"):
+                te.autocast(recipe=RECIPE, amax_reduction_group=dist.new_group([0])).__enter__()
+    finally:
+        dist.destroy_process_group()
+    step(one, torch.ones(4, 16))

@@ -1,0 +1,193 @@
+"""Checkpointing in regions: the same regions, the same scales, amaxes once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization import checkpoint_contexts, states
+from te_fuser.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+WAYS: dict[str, Callable[..., Any]] = {
+    "te": te.checkpoint,
+    "torch": lambda f, *args: checkpoint(f, *args, use_reentrant=False, context_fn=checkpoint_contexts),
+    "tracker": lambda f, *args: te.checkpoint(f, *args, get_rng_state_tracker=te.CudaRNGStatesTracker),
+}
+
+
+def model() -> te.Sequential:
+    torch.manual_seed(0)
+    return te.Sequential(ops.LayerNorm(16), ops.Linear(16, 32), ops.GELU(), ops.Linear(32, 16))
+
+
+def same(one: Any, other: Any) -> bool:
+    a, b = states(one), states(other)
+    return a.keys() == b.keys() and all(torch.equal(x, y) for n in a for x, y in zip(a[n], b[n], strict=True))
+
+
+def plainly(f: Any, x: torch.Tensor) -> torch.Tensor:
+    return f(x)
+
+
+def trained(way: Callable[..., Any], inside: bool, steps: int = 3) -> tuple[Any, list[torch.Tensor]]:
+    """A model after some steps, and the last one's results."""
+    m, x = model(), torch.randn(8, 16, requires_grad=True)
+    found: list[torch.Tensor] = []
+    for _ in range(steps):
+        with te.autocast(recipe=RECIPE):
+            y = way(m, x)
+            if inside:
+                found = [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+        if not inside:
+            found = [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+    return m, found
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_function(way: str, inside: bool) -> None:
+    torch.manual_seed(1)
+    want, results = trained(plainly, inside)
+    torch.manual_seed(1)
+    m, found = trained(WAYS[way], inside)
+    assert all(torch.equal(a, b) for a, b in zip(found, results, strict=True)) and same(m, want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_runs_again_late_has_the_scales_of_then(way: str) -> None:
+    found = []
+    for run in (plainly, WAYS[way]):
+        torch.manual_seed(1)
+        m, x = model(), torch.randn(8, 16, requires_grad=True)
+        trained_by(m, x)
+        with te.autocast(recipe=RECIPE):
+            late = run(m, x)
+        for k in range(3):
+            trained_by(m, (k + 2) * x)
+        g = torch.autograd.grad(late.square().sum(), [x, *m.parameters()])
+        trained_by(m, x)
+        found.append((late, *g, *[t for pair in states(m).values() for t in pair]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def trained_by(m: Any, x: torch.Tensor) -> None:
+    with te.autocast(recipe=RECIPE):
+        y = m(x)
+    y.square().sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_region_inside_of_what_runs_again(way: str) -> None:
+    """It folds when it runs first, and not again."""
+    m, x, found = model(), torch.randn(8, 16, requires_grad=True), []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPE):
+            return m(x)
+
+    for _ in range(3):
+        y = WAYS[way](inside, x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [x])))
+    m2 = model()
+    for y, dx in found:
+        with te.autocast(recipe=RECIPE):
+            want = m2(x)
+        assert torch.equal(want, y) and torch.equal(torch.autograd.grad(want.square().sum(), [x])[0], dx)
+    assert same(m, m2)
+
+
+def test_inner_regions_come_back() -> None:
+    def ran(run: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        m, x = model(), torch.randn(8, 16, requires_grad=True)
+
+        def part_in_own_precision(x: torch.Tensor) -> torch.Tensor:
+            y = m[1](m[0](x))
+            with te.autocast(enabled=False):
+                y = m[2](y)
+                return m[3](y)
+
+        with te.autocast(recipe=RECIPE):
+            trained_by(m, x)
+            y = run(part_in_own_precision, x)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+
+    want = ran(plainly)
+    for run in WAYS.values():
+        assert all(torch.equal(a, b) for a, b in zip(ran(run), want, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_that_lost_its_region_raises(reentrant: bool) -> None:
+    m, x = model(), torch.randn(8, 16, requires_grad=True)
+    with te.autocast(recipe=RECIPE):
+        y = checkpoint(m, x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match="without the region that it ran in.*checkpoint_contexts"):
+        y.sum().backward()
+    with te.autocast(recipe=RECIPE):  # and everything goes on
+        m(x).sum().backward()
+
+
+def test_a_region_inside_of_a_recompute_of_torchs_raises() -> None:
+    m, x = model(), torch.randn(8, 16, requires_grad=True)
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPE):
+            return m(x)
+
+    with pytest.raises(RuntimeError, match="entered inside of a backward.*checkpoint_contexts"):
+        checkpoint(inside, x, use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_is_as_ever_outside_of_regions(reentrant: bool) -> None:
+    m, x = model(), torch.randn(8, 16, requires_grad=True)
+    trained_by(m, x.detach())
+    want = torch.autograd.grad(m(x).sum(), [x])[0]
+    checkpoint(m, x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+def test_presets_that_compute_again() -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        mlp, x = te.LayerNormMLP(16, 32, checkpoint=again), torch.randn(8, 16, requires_grad=True)
+        for _ in range(3):
+            with te.autocast(recipe=RECIPE):
+                y = mlp(x)
+            y.square().sum().backward()
+        found.append([y, x.grad, mlp.fc1_weight.grad, *[t for pair in states(mlp).values() for t in pair]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_threads_have_regions_of_their_own() -> None:
+    """One is in a region, the other in none, on one model; both give what they give alone."""
+    m, x = model(), torch.randn(8, 16)
+    with torch.no_grad():
+        plain = m(x)
+        with te.autocast(recipe=RECIPE):
+            quantized = m(x)
+    wrong, together = [], threading.Barrier(2)
+
+    def run(on: bool) -> None:
+        together.wait()
+        for _ in range(50):
+            with torch.no_grad(), te.autocast(enabled=on, recipe=RECIPE):
+                if not torch.equal(m(x), quantized if on else plain):
+                    wrong.append(on)
+
+    threads = [threading.Thread(target=run, args=(on,)) for on in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and not torch.equal(plain, quantized)

@@ -1,0 +1,253 @@
+"""Folding: histories and scales of what was recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization import not_finite, states
+from te_fuser.quantization.folding import fold, scales_of
+from te_fuser.quantization.state import ROLES, State, amax_of, blocks, ensure, state_of
+from te_fuser.recipe import DelayedScaling, Format
+
+LARGEST = torch.finfo(torch.float32).max
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    fold()
+
+
+def product(recipe: DelayedScaling = RECIPE) -> ops.MatMul:
+    made = ops.MatMul(16, 32, device="cpu")
+    with te.autocast(recipe=recipe):
+        ensure(made, recipe)
+    return made
+
+
+def recorded(op: ops.MatMul, *amaxes: float) -> State:
+    """The state after a call that saw these, by role."""
+    for role, amax in zip(ROLES, amaxes, strict=False):
+        amax_of(op, role).fill_(amax)
+    fold()
+    return state_of(op)
+
+
+def test_history_and_scales() -> None:
+    op = product()
+    state = recorded(op, 2.0, 0.5, 7.0)
+    assert torch.equal(state.history, torch.tensor([[2.0, 0.5, 7.0], [0.0] * 3, [0.0] * 3]))
+    assert state.scale.tolist() == [224.0, 896.0, 8192.0]
+    assert float(blocks()[-1].amaxes.sum()) == 0.0
+    state = recorded(op, 1.0, 0.0, 14.0)  # of what was not quantized nothing moves
+    assert torch.equal(state.history, torch.tensor([[1.0, 0.5, 14.0], [2.0, 0.0, 7.0], [0.0] * 3]))
+    assert state.scale.tolist() == [224.0, 896.0, 4096.0]
+    state = recorded(recorded_twice(op), 1.0)
+    assert state.scale.tolist() == [448.0, 896.0, 4096.0]  # 2.0 is forgotten
+
+
+def recorded_twice(op: ops.MatMul) -> ops.MatMul:
+    recorded(op, 1.0)
+    return op
+
+
+def test_the_most_recent() -> None:
+    op = product(DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent"))
+    recorded(op, 2.0)
+    assert recorded(op, 1.0).scale.tolist() == [448.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("margin", [0, 1, 3, -2, 126])
+@pytest.mark.parametrize("amax", [1e-45, 1e-38, 3.0e-36, 0.1, 1.0, 448.0, 3.0e38])
+@pytest.mark.parametrize("form", [Format.E4M3, Format.HYBRID])
+def test_the_formula(margin: int, amax: float, form: Format) -> None:
+    state = recorded(product(DelayedScaling(margin, 1, form, 2)), amax, amax, amax)
+    one = torch.tensor(amax)
+    for role, largest in ((0, form.value.fwd), (1, form.value.fwd), (2, form.value.bwd)):
+        want = torch.tensor(largest) / one / torch.tensor(2.0**margin)
+        want = torch.tensor(LARGEST) if want.isinf() else want if want > 0 else torch.tensor(1.0)
+        assert torch.equal(state.scale[role], want)
+
+
+@pytest.mark.parametrize("amax", [math.inf, math.nan])
+def test_what_is_not_finite_moves_nothing_and_is_counted(amax: float) -> None:
+    model = te.Sequential(product(), product())
+    recorded(model[1], 2.0, 0.5, 7.0)
+    before = state_of(model[1]).scale.clone(), state_of(model[1]).history.clone()
+    for _ in range(2):
+        state = recorded(model[1], amax, 0.5, amax)
+    assert torch.equal(state.scale, before[0]) and torch.equal(state.history[:, [0, 2]], before[1][:, [0, 2]])
+    assert not_finite(model) == {"1.input": 2, "1.output_gradient": 2}
+
+
+def test_calls_that_overflow_are_counted() -> None:
+    model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16)
+    for bad in (math.inf, math.nan):
+        with te.autocast(recipe=RECIPE):
+            model(torch.cat([x, torch.full((1, 16), bad)]))
+    assert not_finite(model) == {"0.input": 2}
+    assert torch.equal(states(model)["0.input"][0], torch.tensor(1.0))
+
+
+def mean_of(history: torch.Tensor) -> torch.Tensor:
+    return history.sum(0) / (history > 0).sum(0).clamp(min=1)
+
+
+def test_functions_of_ones_own() -> None:
+    def halved(amax: torch.Tensor, scale: torch.Tensor, most: torch.Tensor, recipe: DelayedScaling) -> torch.Tensor:
+        return most / amax / 2
+
+    op = product(DelayedScaling(amax_history_len=2, amax_compute_algo=mean_of, scaling_factor_compute_algo=halved))
+    recorded(op, 1.0, 0.0, 4.0)
+    state = recorded(op, 3.0)
+    assert state.scale.tolist() == [448.0 / 2 / 2, 1.0, 57344.0 / 4 / 2]
+
+
+def test_functions_get_the_newest_first() -> None:
+    found: list[torch.Tensor] = []
+
+    def kept(history: torch.Tensor) -> torch.Tensor:
+        found.append(history.clone())
+        return history.amax(0)
+
+    op = product(DelayedScaling(amax_history_len=3, amax_compute_algo=kept))
+    for amax in (1.0, 2.0, 3.0, 4.0):
+        recorded(op, amax)
+    assert found[-1][:, 0].tolist() == [4.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize("given", [math.nan, 0.0, -1.0])
+def test_functions_that_give_no_scale_move_none(given: float) -> None:
+    recipe = DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: torch.full_like(scale, given))
+    made = scales_of(recipe, torch.ones(2, 3), torch.full((3,), 5.0))
+    assert made.tolist() == [5.0] * 3
+
+
+def test_functions_that_give_infinity() -> None:
+    recipe = DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale / 0)
+    assert scales_of(recipe, torch.ones(2, 3), torch.ones(3)).tolist() == [LARGEST] * 3
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "one for all": (lambda: DelayedScaling(amax_compute_algo=lambda h: h.max()), r"amax_compute_algo.*\[\]"),
+    "history": (lambda: DelayedScaling(amax_compute_algo=lambda h: h), r"it gave torch.float32 \[1024, 6\]"),
+    "nothing": (lambda: DelayedScaling(amax_compute_algo=lambda h: None), "it gave None"),
+    "numbers": (lambda: DelayedScaling(amax_compute_algo=lambda h: h.amax(0).long()), "it gave torch.int64"),
+    "scale": (
+        lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale[:1]),
+        r"scaling_factor_compute_algo\(amax, scale, fp8_max, recipe\).*\[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_functions_are_tried_before_anything_runs(case: str) -> None:
+    make, words = BAD[case]
+    recipe = make()
+    with pytest.raises(ValueError, match=words), te.autocast(recipe=recipe):
+        raise AssertionError("it ran")
+    op = ops.MatMul(16, 16)
+    with te.autocast(recipe=RECIPE), te.autocast(recipe=recipe), pytest.raises(ValueError, match=words):
+        op(torch.randn(2, 16))
+    with pytest.raises(ValueError, match=words):
+        te.precision(te.Sequential(op), {"0": recipe})
+
+
+def step(model: Any, x: torch.Tensor, recipe: DelayedScaling = RECIPE, **how: Any) -> None:
+    with te.autocast(recipe=recipe, **how):
+        y = model(x)
+    if y.requires_grad:
+        y.square().sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "eval in no_grad"])
+def test_nothing_is_recorded_without_gradients(mode: str) -> None:
+    model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16)
+    step(model, x)
+    before = states(model)
+    model.train(mode != "eval in no_grad")
+    with torch.inference_mode() if mode == "inference_mode" else torch.no_grad():
+        for _ in range(2):
+            step(model, 100 * x)
+    after = states(model)
+    assert all(torch.equal(a, b) for n in before for a, b in zip(before[n], after[n], strict=True))
+
+
+def test_backward_inside_and_outside_record_alike() -> None:
+    x, found = torch.randn(4, 16), []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = te.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16))
+        for _ in range(3):
+            with te.autocast(recipe=RECIPE):
+                y = model(x).square().sum()
+                if inside:
+                    y.backward()
+            if not inside:
+                y.backward()
+        found.append(states(model))
+    assert all(torch.equal(a, b) for n in found[0] for a, b in zip(found[0][n], found[1][n], strict=True))
+    assert all(float(history[2]) > 0 for _, history in found[0].values())
+
+
+def test_several_calls_in_a_region_are_one_entry_of_the_history() -> None:
+    model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16)
+    with te.autocast(recipe=RECIPE):
+        (model(x).sum() + model(3 * x).sum()).backward()
+    history = states(model)["0.input"][1]
+    assert torch.equal(history, torch.stack([3 * x.abs().max(), torch.tensor(0.0), torch.tensor(0.0)]))
+
+
+def test_nested_regions_do_not_fold() -> None:
+    model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16)
+    with te.autocast(recipe=RECIPE):
+        for _ in range(2):
+            with te.autocast(recipe=RECIPE):
+                model(x)
+            with te.autocast(enabled=False):
+                y = model(x)
+                assert torch.equal(y, torch.nn.functional.linear(x, model[0].weight, model[0].bias))
+    assert float(states(model)["0.input"][1][1]) == 0.0
+
+
+def test_calibrating_records_and_quantizes_nothing() -> None:
+    model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16)
+    with te.fp8_autocast(calibrating=True, fp8_recipe=RECIPE):
+        y = model(x)
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, model[0].weight, model[0].bias))
+    y.sum().backward()
+    found = states(model)
+    assert torch.equal(found["0.input"][0], torch.tensor(448.0) / x.abs().max())
+    assert torch.equal(found["0.weight"][0], torch.tensor(448.0) / model[0].weight.abs().max())
+    assert torch.equal(found["0.output_gradient"][0], torch.tensor(57344.0))
+
+
+def test_an_empty_batch_records_nothing() -> None:
+    model = te.Sequential(ops.Linear(16, 16))
+    step(model, torch.randn(4, 16))
+    before = states(model)
+    step(model, torch.empty(0, 16))
+    after = states(model)
+    for role in ("input", "output_gradient"):
+        assert torch.equal(before[f"0.{role}"][0], after[f"0.{role}"][0])
+
+
+def test_late_backwards_and_retained_graphs_have_their_own_scales() -> None:
+    torch.manual_seed(0)
+    model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16, requires_grad=True)
+    step(model, x)
+    with te.autocast(recipe=RECIPE):
+        y = model(x).square().sum()
+    first = torch.autograd.grad(y, [x, model[0].weight], retain_graph=True)
+    for _ in range(2):
+        step(model, 50 * x)
+    again = torch.autograd.grad(y, [x, model[0].weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

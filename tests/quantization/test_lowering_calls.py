@@ -1,0 +1,403 @@
+"""Calls in regions: which plan runs, what is recorded when, and what they must work with."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization import checkpoint_contexts, states
+from te_fuser.recipe import DelayedScaling
+from tests.quantization.emulation import Emulated
+from tests.quantization.test_lowering import FFN, MODELS, RECIPE, F, close, data, gradients
+
+OTHER = DelayedScaling(amax_history_len=5, margin=1)
+
+
+def on(recipe: DelayedScaling = RECIPE, **how: Any) -> Any:
+    return te.fp8_autocast(**{"enabled": True, "fp8_recipe": recipe, **how})
+
+
+def mlp() -> te.Sequential:
+    torch.manual_seed(0)
+    return MODELS["mlp"]()
+
+
+def trained(model: Any, steps: int = 2) -> Any:
+    """The model with scales that moved."""
+    for step in range(steps):
+        with on():
+            y = model(data(step, scale=3.0))
+        y.square().sum().backward()
+    model.zero_grad()
+    with on():
+        pass  # the last step's amaxes fold
+    return model
+
+
+def scales(model: Any) -> dict[str, float]:
+    return {name: scale.item() for name, (scale, _) in states(model).items()}
+
+
+def amaxes(model: Any) -> dict[str, list[float]]:
+    return {name: history.tolist() for name, (_, history) in states(model).items()}
+
+
+def call(model: Any, x: torch.Tensor, recipe: Any = RECIPE) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a call in a region gives, and all gradients of its squares."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with on(recipe):
+        y = model(x)
+    y.square().sum().backward()
+    return y.detach(), {name: g.clone() for name, g in gradients(model, x).items()}
+
+
+def test_a_region_has_plans_of_its_own_that_are_kept() -> None:
+    model, x = mlp(), data(1)
+    outside = model(x)
+    for _ in range(3):
+        with on():
+            model(x)
+        with on(OTHER):
+            model(x)
+        assert torch.equal(model(x), outside)
+    assert len(model.plans_kept()) == 3
+
+
+def test_the_same_region_again_is_a_known_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = trained(mlp()), data(1)
+    with on():
+        model(x)
+    fuser = model._prepared()[0].fuser
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it was not known")
+
+    monkeypatch.setattr(fuser, "_prepare_call", refuse)
+    for step in range(3):
+        with on(DelayedScaling(amax_history_len=3)):
+            y = model(data(step, scale=1.0 + step))
+        y.sum().backward()
+    with pytest.raises(AssertionError, match="not known"):
+        model(x)
+    with on(OTHER), pytest.raises(AssertionError, match="not known"):
+        model(x)
+
+
+def test_known_calls_take_the_scales_of_now() -> None:
+    model = mlp()
+    emulated, twin = Emulated(RECIPE), copy.deepcopy(model)
+    for step in range(4):
+        x = data(step, scale=4.0**step)
+        with on():
+            y = model(x)
+        with emulated.region():
+            wanted = twin.reference(x)
+        close("output", y.detach(), wanted.detach())
+        y.sum().backward()
+        wanted.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "te.LayerNormMLP"])
+def test_nothing_is_recorded_without_grad(name: str) -> None:
+    model = trained(MODELS[name]())
+    before = amaxes(model)
+    with torch.no_grad(), on():
+        y = model(data(9, scale=100.0))
+    with torch.inference_mode(), on():
+        assert torch.equal(model(data(9, scale=100.0)), y)
+    assert amaxes(model) == before
+    with torch.no_grad(), on():
+        assert not torch.equal(model(data(9)), model.eval()(data(9)) + 1)
+
+
+def test_eval_is_quantized_too() -> None:
+    model = trained(mlp()).eval()
+    x = data(3)
+    with torch.no_grad():
+        plain = model(x)
+        with on():
+            y = model(x)
+            assert torch.allclose(y, model.reference(x), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(y, plain) and (y - plain).abs().max() < 0.2
+
+
+def test_backward_goes_by_its_own_scales() -> None:
+    model = trained(mlp())
+    x = data(4).requires_grad_()
+    with on():
+        y = model(x)
+    loss = y.square().sum()
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    first = {name: g.clone() for name, g in gradients(model, x).items()}
+    for _ in range(2):  # what comes between moves the scales
+        with on():
+            model(data(5, scale=50.0)).sum().backward()
+    model.zero_grad()
+    x.grad = None
+    loss.backward()
+    for name, gradient in gradients(model, x).items():
+        assert torch.equal(gradient, first[name]), name
+
+
+@pytest.mark.parametrize("form", ["te", "contexts", "around"])
+def test_checkpointing(form: str) -> None:
+    model, twin = trained(mlp()), trained(mlp())
+    wanted_y, wanted = call(twin, data(6))
+    x = data(6).requires_grad_()
+    if form == "te":
+        with on():
+            y = te.checkpoint(model, x)
+    elif form == "contexts":
+        with on():
+            y = checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    else:
+
+        def inside(x: torch.Tensor) -> Any:
+            with on():
+                return model(x)
+
+        y = te.checkpoint(inside, x)
+    y.square().sum().backward()
+    assert torch.equal(y.detach(), wanted_y)
+    for name, gradient in gradients(model, x).items():
+        assert torch.equal(gradient, wanted[name]), name
+    assert amaxes(model) == amaxes(twin)
+
+
+def test_recomputing_without_the_region_is_refused() -> None:
+    model = trained(mlp())
+    with on():
+        y = checkpoint(model, data(6).requires_grad_(), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="checkpoint_contexts"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_state_of_their_own(copied: Any) -> None:
+    model = trained(mlp())
+    twin = copied(model)
+    assert scales(twin) == scales(model)
+    (y, wanted), (z, found) = call(model, data(8)), call(twin, data(8))
+    assert torch.equal(y, z)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, wanted[name]), name
+    before = scales(model)
+    with on():
+        twin(data(8, scale=1000.0)).sum().backward()
+    assert scales(twin) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["mlp", "te.LayerNormMLP", "te.TransformerLayer"])
+def test_torch_autocast(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    twin, emulated = copy.deepcopy(model), Emulated(RECIPE)
+    for step in range(3):
+        ours, theirs = (data(step).requires_grad_() for _ in range(2))
+        with torch.autocast("cpu", dtype), on():
+            y = model(ours)
+            again = model.reference(ours.detach())
+        with torch.autocast("cpu", dtype), emulated.region():
+            wanted = twin.reference(theirs)
+        assert y.dtype == wanted.dtype == again.dtype
+        for found in (y, again):  # as near as numbers that were rounded in half precision on their way
+            close("output", found.detach().to(dtype), wanted.detach().to(dtype))
+        (y.float().square().sum()).backward()
+        (wanted.float().square().sum()).backward()
+        found, right = gradients(model, ours), gradients(twin, theirs)
+        for parameter, gradient in right.items():
+            if "key_bias" not in parameter:
+                close(parameter, found[parameter].to(dtype), gradient.to(dtype))
+        model.zero_grad()
+        twin.zero_grad()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_main_grad(over: bool) -> None:
+    plain, model = (
+        te.Sequential(ops.Linear(F, FFN, accumulate_into_main_grad=into, overwrite_main_grad=into and over), ops.GELU())
+        for into in (False, True)
+    )
+    model.load_state_dict(plain.state_dict())
+    model[0].weight.main_grad = torch.full((FFN, F), 0.5)
+    _, wanted = call(plain, data(2))
+    _, found = call(model, data(2))
+    assert model[0].weight.grad is None
+    kept = 0.0 if over else 0.5
+    torch.testing.assert_close(model[0].weight.main_grad, wanted["0.weight"] + kept)
+    assert torch.equal(found["0.bias"], wanted["0.bias"])
+
+
+def test_main_grad_of_joined_weights() -> None:
+    torch.manual_seed(0)
+    keywords = {"attention_dropout": 0.0, "attn_mask_type": "causal"}
+    plain = te.MultiheadAttention(F, 2, **keywords)
+    model = te.MultiheadAttention(F, 2, fuse_wgrad_accumulation=True, **keywords)
+    model.load_state_dict(plain.state_dict())
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.main_grad = torch.zeros_like(p)
+    _, wanted = call(plain, data(2))
+    call(model, data(2))
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            torch.testing.assert_close(p.main_grad, wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_and_unused_parameters() -> None:
+    model, twin = trained(mlp()), trained(mlp())
+    _, wanted = call(twin, data(3))
+    inner = model[0]
+    inner[1].weight.requires_grad_(False)
+    _, found = call(model, data(3))
+    assert found.keys() == wanted.keys() - {"0.1.weight"}
+    for name, gradient in found.items():
+        assert torch.equal(gradient, wanted[name]), name
+    model.requires_grad_(False)
+    with on():
+        assert not model(data(3)).requires_grad
+    x = data(3).requires_grad_()
+    with on():
+        model(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_only_what_comes_first_needs_no_gradient() -> None:
+    model = mlp()
+    with on():
+        y = model(data(1))
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "te.LayerNormMLP", "te.Linear"])
+def test_empty_batches(name: str) -> None:
+    model = trained(MODELS[name]())
+    before = amaxes(model)
+    x = torch.zeros(0, 3, F, requires_grad=True)
+    with on():
+        y = model(x)
+    y.sum().backward()
+    assert y.shape[:2] == (0, 3) and x.grad is not None and x.grad.shape == x.shape
+    after = amaxes(model)
+    assert {n: h for n, h in after.items() if not n.endswith("weight")} == {
+        n: h for n, h in before.items() if not n.endswith("weight")
+    }
+
+
+def test_float64_stays_in_its_own_precision() -> None:
+    model, x = mlp().double(), data(1).double()
+    with on():
+        y = model(x)
+        torch.testing.assert_close(y, model.reference(x))
+    assert torch.equal(y, model(x))
+
+
+def test_weights_given_at_the_call() -> None:
+    held = te.Linear(F, FFN)
+    with on():
+        wanted = held(data(1))
+    given = ops.Given()
+    model = te.Sequential(ops.Bound(ops.MatMul(F, FFN, device="meta"), given, weight="weight"), ops.Bias(FFN))
+    model[1].bias.data.copy_(held.bias)
+    weight = held.weight.detach().clone().requires_grad_()
+    with on():
+        y = model(data(1), weight=weight)
+    assert torch.equal(y, wanted)
+    y.sum().backward()
+    with on():
+        pass
+    wanted.sum().backward()
+    assert torch.equal(weight.grad, held.weight.grad)
+
+
+def test_calibrating_records_and_does_not_quantize() -> None:
+    model, twin = mlp(), mlp()
+    plain = model(data(2))
+    with on(enabled=False, calibrating=True):
+        y = model(data(2))
+    torch.testing.assert_close(y, plain)
+    y.square().sum().backward()
+    call(twin, data(2))
+    seen, wanted = amaxes(model), amaxes(twin)
+    assert seen.keys() == wanted.keys() and all(h[0] > 0 for h in seen.values())
+    for name, history in wanted.items():
+        assert history[0] == pytest.approx(seen[name][0], rel=0.2), name
+    with on():
+        z = model(data(2))
+    assert not torch.equal(z, plain) and torch.allclose(z, plain, atol=0.2)
+
+
+def test_micro_batches_of_a_preset() -> None:
+    torch.manual_seed(0)
+    model = te.LayerNormMLP(F, FFN)
+    twin = copy.deepcopy(model)
+    for step in range(2):
+        for number in range(2):
+            x = data(10 * step + number)
+            with on():
+                y = model(x, is_first_microbatch=number == 0)
+            with on():
+                z = twin(x)
+            close("output", y.detach(), z.detach())
+            y.sum().backward()
+            z.sum().backward()
+
+
+def test_explain_says_what_runs_how() -> None:
+    said = plan_of(MODELS["odd"](), RECIPE)
+    assert "products in 8 bits (E4M3, gradients in E5M2), emulated on cpu: multiplied in float32: 4.matmul" in said
+    assert "0.matmul stays in its own precision: its out_features, 24, are no multiple of 16" in said
+    assert "2.matmul stays in its own precision: its in_features, 24, are no multiple of 16" in said
+    kept = DelayedScaling(override_linear_precision=(False, False, True))
+    assert "0.matmul; but dW in its own precision, as override_linear" in plan_of(MODELS["linear"](), kept)
+    model = te.Sequential(ops.Linear(F, F), ops.Linear(F, F))
+    te.precision(model, {"1": None})
+    said = plan_of(model, RECIPE)
+    assert "float32: 0.matmul" in said and "1.matmul stays in its own precision: te.precision says so" in said
+
+
+def plan_of(model: Any, recipe: DelayedScaling) -> str:
+    with on(recipe):
+        return " ".join(str(model.explain(data(1))).split())
+
+
+def test_an_x_of_another_dtype_is_refused_as_outside() -> None:
+    model = mlp()
+    with pytest.raises(TypeError, match="convert"):
+        te.Sequential(ops.Linear(F, F))(data(1).bfloat16())
+    with on(), pytest.raises(TypeError, match="takes x in float32"):
+        te.Sequential(ops.Linear(F, F))(data(1).bfloat16())
+    with on():
+        model(data(1))
+
+
+def test_a_kernel_quantizes_with_what_is_before_it() -> None:
+    with on():
+        plan = mlp().plan(data(1).requires_grad_())
+    names = [step.name for step in plan.forward]
+    assert any("gelu" in name and "quantize" in name for name in names), names
+    assert sum(v.spec.dtype == torch.float8_e4m3fn for v in plan.graph.values) == 2
+    kept = {k.ref.label(plan.graph): k.ref.bytes(plan.graph) for s in plan.segments for k in s.kept}
+    assert kept["quantize.output"] in (15 * F, 15 * FFN)
+
+
+def test_dropout_draws_the_same_masks() -> None:
+    torch.manual_seed(0)
+    model = te.Sequential(ops.Linear(F, F), ops.Dropout(0.5))
+    torch.manual_seed(1)
+    plain = model(data(1))
+    torch.manual_seed(1)
+    with on():
+        y = model(data(1))
+    assert torch.equal(plain == 0, y == 0)

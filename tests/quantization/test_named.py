@@ -1,0 +1,44 @@
+"""The states of a model, by path."""
+
+from __future__ import annotations
+
+import torch
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization import states
+from te_fuser.quantization.state import ROLES
+from te_fuser.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def test_paths_of_lists_and_presets() -> None:
+    model = torch.nn.ModuleDict(
+        {
+            "first": te.Sequential(ops.LayerNorm(16), ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16)),
+            "mlp": te.LayerNormMLP(16, 32),
+            "head": te.Linear(16, 48),
+            "odd": te.Sequential(ops.Linear(16, 10)),  # which no product of 8 bits takes
+            "idle": te.Linear(16, 16),
+        }
+    )
+    x = torch.randn(4, 16)
+    with te.autocast(recipe=RECIPE):
+        sum(model[name](x).sum() for name in ("first", "mlp", "head", "odd")).backward()
+    paths = ("first.1", "first.3", "mlp.fc1", "mlp.fc2", "head")
+    found = states(model)
+    assert [*found] == [f"{path}.{role}" for path in paths for role in ROLES]
+    for scale, history in found.values():
+        assert scale.shape == () and history.shape == (3,) and scale.dtype == history.dtype == torch.float32
+        assert float(history[0]) > 0 == float(history[1])
+    assert torch.equal(found["head.weight"][1][0], model["head"].weight.abs().max())
+    assert torch.equal(found["mlp.fc2.weight"][0], torch.tensor(448.0) / model["mlp"].fc2_weight.abs().max())
+
+
+def test_a_transformer_layer() -> None:
+    layer, x = te.TransformerLayer(32, 64, 2), torch.randn(3, 2, 32)
+    with te.autocast(recipe=RECIPE):
+        layer(x).sum().backward()
+    paths = {name.rpartition(".")[0] for name in states(layer)}
+    assert len(paths) == 4 and {"layernorm_mlp.fc1", "layernorm_mlp.fc2"} < paths

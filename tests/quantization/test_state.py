@@ -1,0 +1,262 @@
+"""What is kept of a product: buffers, scales, slots; copies, moves, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import te_fuser as te
+from te_fuser import ops
+from te_fuser.quantization import precision, states
+from te_fuser.quantization.folding import fold
+from te_fuser.quantization.state import ROLES, amax_of, blocks, ensure, newest, prefix_of, scale_of, state_of
+from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe.region import recomputed
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    fold()
+
+
+def product() -> ops.MatMul:
+    made = ops.MatMul(16, 32, device="cpu")
+    with te.autocast(recipe=RECIPE):
+        ensure(made, RECIPE)
+    return made
+
+
+def record(op: ops.MatMul, *amaxes: float) -> None:
+    """What a call does that sees these, by role."""
+    for role, amax in zip(ROLES, amaxes, strict=True):
+        amax_of(op, role).copy_(torch.maximum(amax_of(op, role), torch.tensor(amax)))
+
+
+def trained(recipe: DelayedScaling = RECIPE, steps: int = 2, model: Any = None) -> Any:
+    """A model after some steps."""
+    torch.manual_seed(0)
+    model = te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16)) if model is None else model
+    for _ in range(steps):
+        with te.autocast(recipe=recipe):
+            y = model(torch.randn(8, 16))
+        y.square().sum().backward()
+    return model
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two models have the same states."""
+    a, b = states(one), states(other)
+    return a.keys() == b.keys() and all(torch.equal(x, y) for n in a for x, y in zip(a[n], b[n], strict=True))
+
+
+def test_state_is_plain_buffers_of_the_op() -> None:
+    op = product()
+    assert torch.equal(op.fp8_scale, torch.ones(3)) and torch.equal(op.fp8_amax_history, torch.zeros(4, 3))
+    assert {name for name, _ in op.named_buffers()} == {"fp8_scale", "fp8_amax_history"}
+    assert [float(scale_of(op, role)) for role in ROLES] == [1.0] * 3
+
+
+def test_scales_are_another_tensor_after_a_fold() -> None:
+    op = product()
+    before = scale_of(op, "input")
+    record(op, 2.0, 0.0, 0.0)
+    fold()
+    assert float(before) == 1.0 and before._version == 0 and float(scale_of(op, "input")) == 224.0
+    assert torch.equal(state_of(op).inverses["input"], torch.tensor(224.0).reciprocal())
+
+
+def test_models_that_ran_in_no_region_have_no_state() -> None:
+    model = te.Sequential(ops.Linear(16, 16))
+    model(torch.randn(2, 16)).sum().backward()
+    assert states(model) == {} and [*model.state_dict()] == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "file", "file of weights only"])
+def test_copies_have_the_state_and_go_on_by_themselves(how: str) -> None:
+    model = trained()
+    before = {name: (s.clone(), h.clone()) for name, (s, h) in states(model).items()}
+    file = io.BytesIO()
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        twin = te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16))
+        twin.load_state_dict(torch.load(file, weights_only=how == "file of weights only"), strict=True)
+    assert same(twin, model)
+    trained(model=twin)
+    assert not same(twin, model)
+    assert all(torch.equal(a, b) for n, s in states(model).items() for a, b in zip(s, before[n], strict=True))
+
+
+def test_what_was_recorded_is_folded_before_it_is_saved() -> None:
+    model = trained()
+    saved = model.state_dict()
+    assert float(saved["2.fp8_amax_history"][1, 2]) > 0  # of the second backward, which nothing came after
+    assert torch.equal(saved["2.fp8_scale"], model[2].fp8_scale)
+
+
+def test_checkpoints_load_strictly_with_state_and_without() -> None:
+    model, plain = trained(), te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16))
+    of_plain = plain.state_dict()
+    before = {name: (s.clone(), h.clone()) for name, (s, h) in states(model).items()}
+    assert model.load_state_dict(of_plain, strict=True) == ([], [])
+    assert all(torch.equal(a, b) for n, s in states(model).items() for a, b in zip(s, before[n], strict=True))
+    assert plain.load_state_dict(model.state_dict(), strict=True) == ([], [])
+    assert same(plain, model) and torch.equal(plain[2].weight, model[2].weight)
+    with torch.no_grad(), te.autocast(recipe=RECIPE):
+        x = torch.randn(8, 16)
+        assert torch.equal(plain(x), model(x))
+    assert plain.load_state_dict(of_plain, strict=True, assign=True) == ([], [])
+
+
+def test_a_checkpoint_counts_for_the_next_call_of_a_model_that_ran() -> None:
+    one, other = trained(steps=2), trained(steps=2)
+    trained(steps=3, model=other)
+    assert not same(one, other)
+    x = torch.randn(8, 16)
+    with torch.no_grad(), te.autocast(recipe=RECIPE):
+        one(x)
+        one.load_state_dict(other.state_dict())  # inside of the region, between two calls that are alike
+        assert torch.equal(one(x), other(x))
+
+
+def test_presets_have_state_by_the_names_of_their_weights() -> None:
+    model = trained(model=te.LayerNormMLP(16, 32))
+    names = {"fc1_fp8_scale", "fc1_fp8_amax_history", "fc2_fp8_scale", "fc2_fp8_amax_history"}
+    assert names < model.state_dict().keys()
+    twin = te.LayerNormMLP(16, 32)
+    assert twin.load_state_dict(model.state_dict(), strict=True) == ([], []) and same(twin, model)
+    assert twin.load_state_dict(te.LayerNormMLP(16, 32).state_dict(), strict=True) == ([], [])
+
+
+def test_weights_that_are_joined_have_one_state() -> None:
+    model = trained(model=te.Linear(16, 48, parameters_split=("q_", "k_", "v_")))
+    names = [n for n in model.state_dict() if "fp8" in n]
+    assert names == ["q_k_v_fp8_scale", "q_k_v_fp8_amax_history"]
+    assert [*states(model)] == [f"q_k_v.{role}" for role in ROLES]
+    twin = te.Linear(16, 48, parameters_split=("q_", "k_", "v_"))
+    assert twin.load_state_dict(model.state_dict(), strict=True) == ([], []) and same(twin, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("fp8_scale", torch.ones(2)), ("fp8_amax_history", torch.ones(4)), ("fp8_scales", torch.ones(3))],
+)
+def test_what_is_no_state_is_unexpected(name: str, tensor: torch.Tensor) -> None:
+    op = ops.MatMul(16, 16)
+    with pytest.raises(RuntimeError, match=name):
+        op.load_state_dict({**op.state_dict(), name: tensor}, strict=True)
+    with pytest.raises(RuntimeError, match="fp8_scale"):
+        ops.LayerNorm(3).load_state_dict({**ops.LayerNorm(3).state_dict(), "fp8_scale": torch.ones(3)}, strict=True)
+
+
+@pytest.mark.parametrize("length", [2, 6])
+def test_another_length_keeps_the_newest(length: int) -> None:
+    model = trained(steps=3)
+    before = {name: h.clone() for name, (_, h) in states(model).items()}
+    with torch.no_grad(), te.autocast(recipe=DelayedScaling(amax_history_len=length)):
+        model(torch.randn(8, 16))
+    for name, (_, history) in states(model).items():
+        kept = min(length, 4)
+        assert history.shape == (length,) and torch.equal(history[:kept], before[name][:kept])
+        assert float(history[kept:].sum()) == 0.0
+
+
+def test_conversion_of_a_model_leaves_its_state_in_float32() -> None:
+    model = trained()
+    before = {name: (s.clone(), h.clone()) for name, (s, h) in states(model).items()}
+    model.to(torch.bfloat16)
+    with torch.no_grad(), te.autocast(recipe=RECIPE):
+        model(torch.randn(8, 16, dtype=torch.bfloat16))
+    found = states(model)
+    assert all(torch.equal(a, b) for n in before for a, b in zip(found[n], before[n], strict=True))
+    assert model[2].fp8_scale.dtype == model[2].fp8_amax_history.dtype == torch.float32
+
+
+def test_a_model_that_moved_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = product()
+    record(op, 2.0, 1.0, 4.0)
+    with te.autocast(recipe=RECIPE):
+        state = ensure(op, RECIPE, torch.device("meta"))  # there are no values there, but the way is the same
+    assert state.block is not None and state.block.device.type == "meta" and op.fp8_scale.is_meta
+    assert amax_of(op, "input").is_meta and all(
+        s is not state for b in blocks() for s in b.states() if not b.amaxes.is_meta
+    )
+
+
+def test_there_are_as_many_slots_as_products() -> None:
+    made = [product() for _ in range(260)]
+    for n, op in enumerate(made):
+        record(op, n + 1.0, 0.0, 0.0)
+    fold()
+    assert [float(op.fp8_amax_history[0, 0]) for op in made] == [n + 1.0 for n in range(260)]
+    count = sum(len(b.states()) for b in blocks())
+    del made, op
+    assert sum(len(b.states()) for b in blocks()) == count - 260
+
+
+def test_two_recipes_for_one_state_in_one_region() -> None:
+    op, other = ops.MatMul(16, 16), DelayedScaling(amax_history_len=8)
+    x = torch.randn(4, 16)
+    with te.autocast(recipe=RECIPE):
+        op(x)
+        with te.autocast(recipe=other), pytest.raises(ValueError, match=r"MatMul\.weight runs by a second recipe"):
+            op(x)
+        op(x)
+    with te.autocast(recipe=other):
+        op(x)
+    assert len(op.fp8_amax_history) == 8
+
+
+def test_what_runs_again_changes_no_recipe() -> None:
+    op, other = product(), DelayedScaling(amax_history_len=8)
+    with recomputed(()):
+        assert ensure(op, other).recipe == RECIPE and len(op.fp8_amax_history) == 4
+
+
+def test_names() -> None:
+    assert [prefix_of(n) for n in ("weight", "fc1_weight", "q_weight, k_weight", "a.weight, b.weight", "kernel.T")] == [
+        "",
+        "fc1_",
+        "q_k_",
+        "a_b_",
+        "kernel_",
+    ]
+    assert newest(torch.arange(6.0).view(2, 3), 1).tolist() == [[0.0, 1.0, 2.0]]
+
+
+def test_shared_weights_have_one_state() -> None:
+    first = ops.Linear(16, 16)
+    model = te.Sequential(first, ops.GELU(), first)
+    trained(model=model)
+    assert [*states(model)] == [f"0.{role}" for role in ROLES]
+
+
+def test_precision_is_kept_by_copies() -> None:
+    model = te.Sequential(ops.Linear(16, 16), ops.Linear(16, 16))
+    precision(model, {"1": None})
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        trained(model=twin)
+        assert [*states(twin)] == [f"0.{role}" for role in ROLES]
+
+
+def test_safetensors_take_it(tmp_path: Path) -> None:
+    model = trained(model=te.LayerNormMLP(16, 32))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    twin = te.LayerNormMLP(16, 32)
+    assert twin.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True) == ([], [])
+    assert same(twin, model)

@@ -1,0 +1,107 @@
+"""Recipes: values that are checked when they are made."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from te_fuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    QParams,
+    Recipe,
+)
+
+FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
+KINDS = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+
+
+def test_formats() -> None:
+    assert [f.name for f in Format] == ["E4M3", "E5M2", "HYBRID"]
+    assert Format.HYBRID.value.fwd == torch.finfo(torch.float8_e4m3fn).max
+    assert Format.HYBRID.value.bwd == torch.finfo(torch.float8_e5m2).max
+    assert Format.E4M3.value == (448.0, 448.0) and Format.E5M2.value == (57344.0, 57344.0)
+
+
+def test_delayed_scaling() -> None:
+    recipe = DelayedScaling()
+    assert (recipe.margin, recipe.interval, recipe.fp8_format, recipe.amax_history_len) == (0, 1, Format.HYBRID, 1024)
+    assert (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe.reduce_amax) == ("max", None, True)
+    assert recipe.override_linear_precision == (False, False, False) and not recipe.fp8_dpa and not recipe.fp8_mha
+    other = DelayedScaling(1, 1, Format.E4M3, 16, "most_recent", None, False, (False, True, False))  # by position
+    assert other.amax_compute_algo == "most_recent" and other.override_linear_precision == (False, True, False)
+    for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert twin == other != recipe and hash(twin) == hash(other)
+
+
+def test_products_are_summed_fast_forward_and_split_for_gradients() -> None:
+    for kind in (DelayedScaling, Float8CurrentScaling):
+        recipe = kind()
+        assert (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad) == (FAST, SPLIT, SPLIT)
+        assert kind(fp8_gemm_fprop=SPLIT).fp8_gemm_fprop == SPLIT
+    for kind in (Float8BlockScaling, MXFP8BlockScaling):
+        recipe = kind()
+        assert (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad) == (SPLIT, SPLIT, SPLIT)
+
+
+def test_recipes_without_history() -> None:
+    assert Float8CurrentScaling().fp8_format == Format.HYBRID
+    assert Float8CurrentScaling().fp8_quant_fwd_inp == QParams(power_2_scale=False, amax_epsilon=0.0)
+    blocks = Float8BlockScaling()
+    assert (blocks.x_block_scaling_dim, blocks.w_block_scaling_dim, blocks.grad_block_scaling_dim) == (1, 2, 1)
+    assert blocks.fp8_format == Format.E4M3 and blocks.fp8_quant_bwd_grad.power_2_scale
+    assert MXFP8BlockScaling().margin == 0 and MXFP8BlockScaling().fp8_format == Format.E4M3
+    assert all(issubclass(kind, Recipe) and kind() == kind() for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recipes_cannot_be_changed(kind: Any) -> None:
+    with pytest.raises(AttributeError):
+        kind().fp8_format = Format.E4M3
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "e5m2": (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, "Format.E5M2.*it takes Format.HYBRID or"),
+    "no format": (lambda: DelayedScaling(fp8_format="HYBRID"), TypeError, "te_fuser.recipe.Format"),
+    "algorithm": (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, 'mean.*"max", "most_recent"'),
+    "no algorithm": (lambda: DelayedScaling(amax_compute_algo=None), ValueError, "amax_compute_algo=None"),
+    "own scale": (lambda: DelayedScaling(scaling_factor_compute_algo="max"), TypeError, "a function or None"),
+    "length": (lambda: DelayedScaling(amax_history_len=0), ValueError, "amax_history_len=0.*1 or more"),
+    "no length": (lambda: DelayedScaling(amax_history_len=2.0), TypeError, "amax_history_len=2.0.*whole number"),
+    "flag for length": (lambda: DelayedScaling(amax_history_len=True), TypeError, "amax_history_len=True"),
+    "margin": (lambda: DelayedScaling(margin=0.5), TypeError, "margin=0.5.*whole number"),
+    "large margin": (lambda: DelayedScaling(margin=127), ValueError, "margin=127.*-126 to 126"),
+    "reduce": (lambda: DelayedScaling(reduce_amax=1), TypeError, "reduce_amax=1.*True or False"),
+    "override": (lambda: DelayedScaling(override_linear_precision=(True,)), TypeError, "three times True or False"),
+    "override flag": (lambda: DelayedScaling(override_linear_precision=True), TypeError, "three times True or False"),
+    "dpa": (lambda: DelayedScaling(fp8_dpa=True), NotImplementedError, "fp8_dpa=True.*no attention in FP8"),
+    "mha": (lambda: Float8CurrentScaling(fp8_mha=True), NotImplementedError, "fp8_mha=True"),
+    "dpa of another type": (lambda: DelayedScaling(fp8_dpa="yes"), TypeError, "fp8_dpa='yes'.*True or False"),
+    "gemm": (lambda: DelayedScaling(fp8_gemm_fprop=True), TypeError, "fp8_gemm_fprop=True.*MMParams"),
+    "split": (lambda: MMParams(use_split_accumulator=0), TypeError, "use_split_accumulator=0"),
+    "quantized": (lambda: Float8CurrentScaling(fp8_quant_fwd_inp=0.0), TypeError, "fp8_quant_fwd_inp=0.0.*QParams"),
+    "epsilon": (lambda: QParams(amax_epsilon=-1.0), ValueError, "amax_epsilon=-1.0.*from 0 on"),
+    "power": (lambda: QParams(power_2_scale="no"), TypeError, "power_2_scale='no'"),
+    "current in e5m2": (lambda: Float8CurrentScaling(fp8_format=Format.E5M2), ValueError, "E5M2"),
+    "blocks in hybrid": (lambda: Float8BlockScaling(fp8_format=Format.HYBRID), ValueError, "it takes Format.E4M3"),
+    "blocks of x": (lambda: Float8BlockScaling(x_block_scaling_dim=2), ValueError, "x_block_scaling_dim=2.*1 x 128"),
+    "blocks fast": (lambda: Float8BlockScaling(fp8_gemm_fprop=FAST), ValueError, "sums over blocks are split"),
+    "mx margin": (lambda: MXFP8BlockScaling(margin=1), ValueError, "margin=1"),
+    "mx hybrid": (lambda: MXFP8BlockScaling(fp8_format=Format.HYBRID), ValueError, "it takes Format.E4M3"),
+    "unknown": (lambda: DelayedScaling(amax_history_length=16), TypeError, "amax_history_length"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_recipes(case: str) -> None:
+    make, error, words = BAD[case]
+    with pytest.raises(error, match=words):
+        make()
