@@ -206,7 +206,7 @@ def _tile_lanes(description: KernelDescription, vector: int) -> tuple[int, ...]:
 
 
 def _busy(description: KernelDescription, s: Schedule) -> float:
-    """The share of the blocks at once that have columns to sum, in the round in which fewest have."""
+    """The share of the GPU's places that blocks have, where each walks over as many rows as any other."""
     room, tiles = s.blocks_per_multiprocessor * _MULTIPROCESSORS, s.tiles(description.width)
     blocks = tiles * max(1, room // tiles)
     return blocks / (-(-blocks // room) * room)
