@@ -28,6 +28,8 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     cublaslt_masks,
     rotary_embedding,
     turned_heads,
+    key_value_cache,
+    one_query,
     dot_product_attention,
     cublaslt_sums,
     swiglu_matmul_quack,

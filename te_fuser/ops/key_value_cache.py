@@ -112,10 +112,10 @@ class KeyValueCache(UnfusedOperation):
         rows = torch.arange(x.shape[sequence], device=x.device)
         places = call["starts"].long() + rows[:, None]  # [S, B]
         last = call["key_cache"].shape[sequence] - 1
-        places = places.masked_fill(rows[:, None] >= call["counts"], -1)
-        lost = places >= last
+        padding = rows[:, None] >= call["counts"]
+        lost = ((places < 0) | (places >= last)) & ~padding
         self._check_room(call, lost, last)
-        places.masked_fill_(lost, last)  # as -1 is
+        places.masked_fill_(lost | padding, last)
         samples = torch.arange(x.shape[batch], device=x.device).expand_as(places)
         index = (places, samples) if sequence == 0 else (samples, places)
         for cache, part in ((call["key_cache"], k), (call["value_cache"], v)):

@@ -15,6 +15,7 @@ import te_fuser
 from te_fuser import compare, ops
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import absolute, clamp, concat, exp, log, maximum, minimum, row_max, row_sum, split, tanh, where
+from te_fuser.recipe import DelayedScaling, Format
 from te_fuser.verify import Row, models
 from te_fuser.verify.cases import LAYOUTS, Case
 from te_fuser.verify.models import Call, Subject, gradient_names
@@ -90,6 +91,12 @@ GATED = (
 )  # fmt: skip
 RANDOM = ("ops.Dropout(0.3)", "ops.Dropout(0.0)", "ops.Dropout(1.0)", "ops.DropPath(0.4, 0)")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+RECIPES = {
+    "hybrid": DelayedScaling(amax_history_len=2),
+    "e4m3": DelayedScaling(fp8_format=Format.E4M3, margin=1),
+    "weight_kept": DelayedScaling(override_linear_precision=(False, False, True)),
+    "forward_kept": DelayedScaling(override_linear_precision=(True, False, False)),
+}
 JUDGES = {"extreme": judge_kinds}  # what holds results against the reference, where it is not as verify does
 _BAD_LUCK = 1.5
 
@@ -116,6 +123,7 @@ class FuzzCase:
     steps: bool = False  # also check every step on the data it sees
     kernels: str = "reference"
     numbers: str = "plain"  # what the input holds, a key of NUMBERS
+    recipe: str = ""  # of the region around it, a key of RECIPES; empty: there is none
 
     def __repr__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
@@ -165,25 +173,36 @@ class FuzzCase:
             leaves = ["input", *(f"input {n}" for n in inputs), *(n for n, _ in model.named_parameters())]
             frozen = frozenset(n for k, n in enumerate(leaves) if self.frozen >> k & 1)
             case = Case("fuzz", None, None, self.layout, self.upstream, frozen, self.calls)
-            with mock.patch.object(models, "judge", JUDGES.get(self.numbers, models.judge)):
+            for _ in range(2 if self.recipe else 0):  # so that scales move
+                with self._region():
+                    _run(model, call)
+            with mock.patch.object(models, "judge", JUDGES.get(self.numbers, models.judge)), self._region():
                 rows = Subject(model, None).check(case, call)
-            if self.steps:
-                rows += _wrong_steps(model, call)
+                if self.steps:
+                    rows += _wrong_steps(model, call)
             return [row for row in rows if row.share > _BAD_LUCK]
+
+    def _region(self) -> contextlib.AbstractContextManager[Any]:
+        return te_fuser.autocast(recipe=RECIPES[self.recipe]) if self.recipe else contextlib.nullcontext()
 
 
 def _wrong_steps(model: te_fuser.Sequential, call: Call) -> list[Row]:
     """Run the model with each step verified."""
     model.verify = True
-    x = call.x.clone().requires_grad_()
-    inputs = {n: t.clone().requires_grad_(n in call.differentiable) for n, t in call.inputs.items()}
     try:
-        made = model(x, outputs=call.outputs, **inputs)
-        results = [y for y in (made if isinstance(made, tuple) else (made,)) if y.requires_grad]
-        torch.autograd.backward(results, [torch.randn_like(y) for y in results])
+        _run(model, call)
     except te_fuser.VerificationError as error:
         return [Row("fuzz", "a step", note=str(error))]
     return []
+
+
+def _run(model: te_fuser.Sequential, call: Call) -> None:
+    """Forward and backward."""
+    x = call.x.clone().requires_grad_()
+    inputs = {n: t.clone().requires_grad_(n in call.differentiable) for n, t in call.inputs.items()}
+    made = model(x, outputs=call.outputs, **inputs)
+    results = [y for y in (made if isinstance(made, tuple) else (made,)) if y.requires_grad]
+    torch.autograd.backward(results, [torch.randn_like(y) for y in results])
 
 
 @contextlib.contextmanager
@@ -201,7 +220,7 @@ class _Writer:
 
     def __init__(self, draw: st.DrawFn, shape: tuple[int, ...], dtype: str, numbers: str = "plain") -> None:
         self.draw, self.shape, self.dtype, self.now, self.numbers = draw, shape, dtype, dtype, numbers
-        self.quantizes = False
+        self.quantizes = self.wide = False
         self.setup: list[str] = []
         self.inputs: dict[str, tuple[tuple[int, ...], str]] = {}
         self.outputs: list[str] = []
@@ -244,7 +263,8 @@ class _Writer:
         return [f"ops.Cast(torch.{dtype})"]
 
     def linear(self) -> list[str]:
-        size = self.draw(st.sampled_from((1, 2, 3, 5, 8, 16, 24, 33)))
+        sizes = (16, 16, 32, 48, 24) if self.wide else (1, 2, 3, 5, 8, 16, 24, 33)
+        size = self.draw(st.sampled_from(sizes))
         op = self.pick(("ops.Linear({f}, %d)", "ops.MatMul({f}, %d)", "ops.Linear({f}, %d, bias=False)")) % size
         items = self.cast(self.dtype)
         self.shape = (*self.shape[:-1], size)
@@ -352,18 +372,24 @@ KINDS: dict[str, Rule] = {
 
 
 @st.composite
-def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = False) -> FuzzCase:
-    """Lists of any kind and depth, on inputs of any shape, dtype and strides, with numbers of 8 bits or without."""
+def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = False, regions: bool = False) -> FuzzCase:
+    """Lists of any kind and depth, on inputs of any shape, dtype and strides, with numbers of 8 bits or without.
+
+    Args:
+        regions: whether products run in 8 bits, by a region around the list.
+    """
     dtype = draw(st.sampled_from(DTYPES if kernels == "reference" else DTYPES[:3]))
     features = draw(st.one_of(st.integers(1, 67), st.sampled_from((8, 16, 32, 64))))
+    features = draw(st.sampled_from((16, 32, 48))) if regions else features
     rows, side = st.integers(0, 40), st.integers(1, 6)
     leading = draw(
         st.one_of(st.tuples(rows), st.tuples(st.integers(0, 6), side), st.just(()), st.tuples(side, side, side))
     )
     shape = (*leading, features)
-    numbers = draw(st.sampled_from(("plain", "ties") if quantizes else ("plain", "plain", *NUMBERS)))
+    narrow = ("plain", "ties") if quantizes else ("plain",)
+    numbers = draw(st.sampled_from(narrow if quantizes or regions else ("plain", "plain", *NUMBERS)))
     writer = _Writer(draw, shape, dtype, numbers)
-    writer.quantizes = quantizes
+    writer.quantizes, writer.wide = quantizes, regions
     items = writer.list(8, 0)
     return FuzzCase(
         f"te_fuser.Sequential({', '.join([*items, 'memory=memory', 'kernels=kernels'])})",
@@ -384,4 +410,5 @@ def fuzz_cases(draw: st.DrawFn, kernels: str = "reference", quantizes: bool = Fa
         numbers != "extreme" and not draw(st.integers(0, 3)),
         kernels,
         numbers,
+        draw(st.sampled_from([*RECIPES])) if regions else "",
     )

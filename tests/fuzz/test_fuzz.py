@@ -41,6 +41,19 @@ def test_lists_with_numbers_of_8_bits(case: FuzzCase) -> None:
     assert not case.check(), case.script()
 
 
+@settings(REPEATABLE, max_examples=60)
+@given(fuzz_cases(regions=True))
+def test_lists_in_regions(case: FuzzCase) -> None:
+    assert not case.check(), case.script()
+
+
+@pytest.mark.skipif(compiler.find_compiler() is None, reason="no C++ compiler")
+@settings(REPEATABLE, max_examples=60)
+@given(fuzz_cases(kernels="auto", regions=True))
+def test_lists_in_regions_by_generated_kernels(case: FuzzCase) -> None:
+    assert not case.check(), case.script()
+
+
 def test_a_case_is_the_same_whatever_ran_before() -> None:
     case = FuzzCase("te_fuser.Sequential(ops.Linear(4, 3), ops.Linear(3, 5, bias=False))", seed=7)
     first = case.build().state_dict()

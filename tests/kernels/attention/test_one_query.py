@@ -1,0 +1,72 @@
+"""The kernel for one query a sample, run on the CPU by an emulated driver, and compiled for the GPUs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels.attention import one_query
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.kernels.attention.one_query_cases import CASES
+from tests.needs import needs_compiler, needs_nvrtc
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels of all cases run by a driver that executes them on the CPU."""
+    folder = tmp_path_factory.mktemp("one")
+    native = emulate({case.kernel for case in CASES.values()}, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+        yield driver
+
+
+@needs_compiler
+@pytest.mark.parametrize("room", [1, 40])
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, room: int, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in one part, and in several."""
+    monkeypatch.setattr(one_query, "_room", lambda device: room)
+    assert CASES[name].complaint(CPU) is None
+
+
+@needs_compiler
+def test_what_is_behind_the_keys_is_not_read(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_query, "_room", lambda device: 4)
+    case = CASES["groups"]
+    query, key, value = case.inputs(CPU)
+    want = case.run(query, key, value)
+    for t in (key, value):
+        t[70:, 2] = torch.nan
+        t[1:, 1] = torch.inf
+    assert torch.equal(case.run(query, key, value), want)
+    key[69, 2, :64] = torch.nan
+    found = case.run(query, key, value)
+    assert found[0, 2, :256].isnan().all() and torch.equal(found[0, 2, 256:], want[0, 2, 256:])
+
+
+def test_heads_that_it_does_not_take() -> None:
+    assert one_query.reason_not(128, torch.bfloat16) is None
+    assert "multiple of 8 features up to 256, these have 264" in str(one_query.reason_not(264, torch.bfloat16))
+    assert "bfloat16 and float16, there is torch.float32" in str(one_query.reason_not(64, torch.float32))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for name in ("several heads", "groups", "many heads of a group", "a window"):
+        text = CASES[name].kernel.text()
+        compiled = nvrtc.compile_source(text, arch, name="one_query", cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} == {"one_query_parts", "one_query_merged"}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), (name, compiled)
+
+
+@needs_nvrtc
+def test_it_waits_before_it_touches_memory() -> None:
+    assert not ptx.too_early(CASES["groups"].kernel.text(), "sm_90a")

@@ -1,0 +1,117 @@
+"""The kernel that writes keys and values into caches, run on the CPU by an emulated driver, and compiled for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels import key_value_cache as kernel
+from te_fuser.kernels.key_value_cache import CacheWrite
+from te_fuser.ops import KeyValueCache
+from te_fuser.ops.base import OpCall
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.needs import needs_compiler, needs_nvrtc
+
+# head_dim, kv_heads, per_group, packing, dtype, whole
+KERNELS = {
+    "group by group": CacheWrite(8, 2, 3, "interleaved", torch.bfloat16, torch.int64),
+    "all queries first": CacheWrite(16, 3, 1, "blocked", torch.float16, torch.int32),
+    "many tiles": CacheWrite(128, 8, 4, "blocked", torch.float32, torch.int64),
+}
+ROOM = 6
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernels run by a driver that executes them on the CPU."""
+    folder = tmp_path_factory.mktemp("caches")
+    native = emulate({*KERNELS.values()}, folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+        yield driver
+
+
+def call(
+    made: CacheWrite, positions: int, sequence_first: bool, starts: list[int], counts: list[int]
+) -> tuple[torch.Tensor, ...]:
+    """x, caches of one sample more, starts, counts."""
+    rng = torch.Generator().manual_seed(positions)
+    samples, wide = len(starts), made.kv_heads * made.head_dim
+
+    def rows(count: int, batch: int, features: int) -> torch.Tensor:
+        shape = (count, batch) if sequence_first else (batch, count)
+        return torch.randn(*shape, features, generator=rng).to(made.dtype)
+
+    caches = (rows(ROOM + 1, samples + 1, wide).narrow(int(sequence_first), 0, samples) for _ in range(2))
+    whole = (torch.tensor(numbers, dtype=made.whole) for numbers in (starts, counts))
+    return rows(positions, samples, wide * (made.per_group + 2)), *caches, *whole
+
+
+def plain(made: CacheWrite, sequence_first: bool, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    """By the op, which takes places that are no place where it does not look at them."""
+    op = KeyValueCache(
+        made.head_dim,
+        heads=made.kv_heads * made.per_group,
+        kv_heads=made.kv_heads,
+        layout="sequence_first" if sequence_first else "batch_first",
+        packing=made.packing,
+    )
+    op.__dict__["_check_room"] = lambda *found: None  # as on a GPU, nobody waits for them
+    names = ("key_cache", "value_cache", "starts", "counts")
+    return op.op_forward(OpCall(dict(zip(names, given, strict=True))), x)
+
+
+@needs_compiler
+@pytest.mark.parametrize("sequence_first", [True, False])
+@pytest.mark.parametrize("name", KERNELS)
+def test_values(name: str, sequence_first: bool, emulated: FakeDriver) -> None:
+    """Tokens, padding, and places that are none; the last position, that of padding, may hold any of these."""
+    made = KERNELS[name]
+    for positions, starts, counts in (
+        (1, [0, 5, 2], [1, 1, 0]),
+        (4, [0, 2, 3], [4, 4, 2]),
+        (3, [4, -1, 6], [3, 1, 1]),
+        (0, [0, 0, 0], [0, 0, 0]),
+    ):
+        x, *ours = call(made, positions, sequence_first, starts, counts)
+        theirs = [t.clone() for t in ours]
+        want = plain(made, sequence_first, x, *theirs)
+        versions = [t._version for t in ours[:2]]
+        found = kernel.put(made, x, *ours, sequence_first=sequence_first)
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(ours[:2], theirs[:2], strict=True):
+            rows = [t.narrow(1 - int(sequence_first), 0, ROOM) for t in (a, b)]
+            torch.testing.assert_close(*rows, rtol=0, atol=0)
+        assert positions == 0 or all(t._version > v for t, v in zip(ours[:2], versions, strict=True))
+
+
+def test_caches_that_it_cannot_reach() -> None:
+    cache = torch.zeros(5, 2, 16, dtype=torch.bfloat16)
+    assert kernel.can_reach(cache, cache.clone())
+    assert not kernel.can_reach(cache, torch.zeros(5, 3, 16, dtype=torch.bfloat16)[:, :2])
+    assert not kernel.can_reach(*(torch.zeros(5, 2, 20, dtype=torch.bfloat16)[..., :16] for _ in range(2)))
+    assert not kernel.can_reach(*(torch.zeros(161, dtype=torch.bfloat16)[1:].view(5, 2, 16) for _ in range(2)))
+
+
+def test_heads_that_it_does_not_take() -> None:
+    assert kernel.reason_not(64, torch.bfloat16) is None
+    assert kernel.reason_not(4, torch.bfloat16) == "it moves 16 bytes at once, and a head has 8"
+    assert "there is torch.float64" in str(kernel.reason_not(64, torch.float64))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    for made in KERNELS.values():
+        compiled = nvrtc.compile_source(made.text(), arch, name="key_value_cache", cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} == {"key_value_cache"}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
+
+
+@needs_nvrtc
+def test_it_waits_before_it_touches_memory() -> None:
+    assert not ptx.too_early(KERNELS["many tiles"].text(), "sm_90a")
