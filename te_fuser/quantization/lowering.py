@@ -11,6 +11,7 @@ import torch
 
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.kernels.quantized_matmul import check_machine
 from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts
@@ -43,9 +44,12 @@ class Regions(surroundings.Surrounding):
         return [_with_state(item) if why_not(item, recipe) is None else item for item in listed]
 
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
-        for item in _quantized(listed):
-            weight = item.lowered.bindings["weight"]
-            ensure(weight, cast(Recipe, recipe_for(weight, _said(key)[0])))
+        recipe, calibrating = _said(key)
+        weights = [item.lowered.bindings["weight"] for item in _quantized(listed)]
+        for device in {w.get().device for w in weights} if not calibrating else ():
+            check_machine(device)
+        for weight in weights:
+            ensure(weight, cast(Recipe, recipe_for(weight, recipe)))
 
     def left(self, listed: Sequence[ListedOp]) -> None:
         if blocks():
@@ -131,7 +135,14 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
     kept = (True,) * 3 if calibrating else recipe.override_linear_precision
     gradients = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
-    product, form = cast(MatMul, low.op), {"dtype": dtype, "weight_dtype": own, "formats": (E4M3, E4M3, gradients)}
+    split = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
+    form = {
+        "dtype": dtype,
+        "weight_dtype": own,
+        "formats": (E4M3, E4M3, gradients),
+        "fast": tuple([not params.use_split_accumulator for params in split]),
+    }
+    product = cast(MatMul, low.op)
     amaxes = ROLES if call.grad else ()
     if any(kept):
         partly = PartlyFloat8MatMul(product, kept=kept, **form)  # type: ignore[arg-type]
