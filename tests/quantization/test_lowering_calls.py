@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch.utils.checkpoint import checkpoint
 
 import te_fuser as te
@@ -488,3 +489,36 @@ def test_measuring_records_nothing() -> None:
     with on():
         model.explain(data(1, scale=1e4), measure=True)
     assert amaxes(model) == before
+
+
+def test_a_model_without_values_is_planned_and_stays_as_it_is() -> None:
+    with torch.device("meta"):
+        model = te.Sequential(ops.LayerNorm(F), ops.Linear(F, FFN), te.LayerNormMLP(FFN, F))
+    with on():
+        plan = model.plan(torch.empty(5, F, device="meta", requires_grad=True), device="h200")
+    assert any("quantize" in step.name for step in plan.forward)
+    assert not [name for name, _ in model.named_buffers()]
+    real = model.to_empty(device="cpu")
+    for p in real.parameters():
+        torch.nn.init.normal_(p)
+    with on():
+        real(data(1)).sum().backward()
+    assert float(real[1].fp8_scale[0]) == 1.0
+
+
+def test_parametrized_weights_are_computed_once_a_call() -> None:
+    calls = []
+
+    class Doubled(torch.nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return 2.0 * w
+
+    op = ops.Linear(F, F)
+    torch.nn.utils.parametrize.register_parametrization(op, "weight", Doubled())
+    model = te.Sequential(op)
+    calls.clear()
+    for step in range(3):
+        with on():
+            model(data(step)).sum().backward()
+    assert len(calls) == 3 and op.parametrizations.weight.original.grad is not None
