@@ -146,7 +146,7 @@ def _version(_: argparse.Namespace) -> int:
 
     print(f"te_fuser {__version__}, Python {sys.version.split()[0]}")
     parts = {name: look() for name, look in _PARTS} | {found.name: _library_part(found) for found in libraries()}
-    parts |= _optional_parts()
+    parts |= _optional_parts() | _recipe_parts()
     for name, text in parts.items():
         print(f"{name + ':':23}{text}")
     return 0
@@ -161,6 +161,23 @@ def _optional_parts() -> dict[str, str]:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     packages = (cudnn_frontend.PACKAGE, flash_attn_4.PACKAGE, quack_matmul.PACKAGE)
     return {package.name: package.state(torch.version.cuda, capability) for package in packages}
+
+
+def _recipe_parts() -> dict[str, str]:
+    """The recipes of FP8 -> whether they run on this machine, and if not, why."""
+    import torch
+
+    from te_fuser import recipe
+    from te_fuser.kernels.quantized_matmul import obstacle_on
+
+    runs = "emulated on the CPU"
+    if torch.cuda.is_available():
+        why = obstacle_on(torch.device("cuda"))
+        instead = "te_fuser.config.emulate_fp8 = True has it emulated"
+        runs = "products by cuBLASLt" if why is None else f"refused: {why}; {instead}"
+    found = [t for name in recipe.__all__ if isinstance(t := getattr(recipe, name), type)]
+    recipes = [t for t in found if issubclass(t, recipe.Recipe) and t is not recipe.Recipe]
+    return {t.__name__: f"FP8, {f'does not run yet, as it takes {t.missing}' if t.missing else runs}" for t in recipes}
 
 
 def _torch_part() -> str:

@@ -18,12 +18,15 @@ class Config:
             clang++.
         plans_kept: how many plans each group of ops keeps, those that were used last.
         shapes_kept: how many shapes it knows the plans of without looking for them, those that were used last.
+        emulate_fp8: whether FP8 runs on GPUs without products of 8 bits too: emulated, slower than without FP8. CPUs
+            emulate it anyway.
     """
 
     cache_dir: Path | None = None
     compiler: str | None = None
     plans_kept: int = 64
     shapes_kept: int = 256
+    emulate_fp8: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         known = [f.name for f in fields(self)]
@@ -32,6 +35,9 @@ class Config:
         if name.endswith("_kept"):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"te_fuser.config.{name} is a whole number from 1 on, got {value!r}")
+        elif name == "emulate_fp8":
+            if not isinstance(value, bool):
+                raise TypeError(f"te_fuser.config.{name} is True or False, got {value!r}")
         elif not (value is None or isinstance(value, (str, os.PathLike))):
             raise TypeError(f"te_fuser.config.{name} is a path or None, got {value!r}")
         elif value is not None:

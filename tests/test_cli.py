@@ -14,6 +14,7 @@ from te_fuser import cli
 from te_fuser.codegen import compiler, nvrtc
 from te_fuser.config import config
 from te_fuser.fuser.plan.device import DEVICES
+from te_fuser.kernels import quantized_matmul
 from te_fuser.kernels.cublaslt import products
 from te_fuser.kernels.packages import cudnn_frontend, flash_attn_4, optional, quack_matmul
 
@@ -112,6 +113,7 @@ def test_version_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert [p.partition(":")[0] for p in parts] == [
         "torch", "C++ compiler", "native module", "NVRTC", "cuBLASLt",
         "nvidia-cudnn-frontend", "flash-attn-4", "quack-kernels",
+        "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
     ]  # fmt: skip
 
 
@@ -157,13 +159,36 @@ def test_version_says_which_packages_fit(
     monkeypatch.setattr(optional, "version_of", installed.get)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "one")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(products, "obstacle", lambda: None)
     monkeypatch.setattr(products, "version", lambda: 1)
     (line,) = [line for line in lines(capsys, "version") if line.startswith("flash-attn-4:")]
     assert words in line
+
+
+RECIPES = {
+    None: "DelayedScaling:        FP8, emulated on the CPU",
+    (8, 0): "DelayedScaling:        FP8, refused: products of 8 bits take compute capability 8.9, this GPU has 8.0; "
+    "te_fuser.config.emulate_fp8 = True has it emulated",
+    (9, 0): "DelayedScaling:        FP8, products by cuBLASLt",
+}
+
+
+@pytest.mark.parametrize("capability", RECIPES)
+def test_version_says_which_recipes_run(
+    capability: tuple[int, int] | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda k: "one")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(quantized_matmul, "obstacle", lambda: None)
+    monkeypatch.setattr(products, "version", lambda: 1)
+    text = lines(capsys, "version")
+    assert RECIPES[capability] in text
+    assert "Float8CurrentScaling:  FP8, does not run yet, as it takes scales from a tensor's own amax" in text
 
 
 def test_the_extras_bring_what_the_code_asks_for() -> None:

@@ -29,3 +29,12 @@ def test_a_setting_that_there_is_not_is_named() -> None:
 def test_what_is_no_path_is_named(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"te_fuser.config.{name} is a path or None, got"):
         setattr(Config(), name, value)
+
+
+def test_fp8_is_emulated_or_not() -> None:
+    config = Config()
+    assert config.emulate_fp8 is False
+    config.emulate_fp8 = True
+    with pytest.raises(TypeError, match="te_fuser.config.emulate_fp8 is True or False, got 1"):
+        config.emulate_fp8 = 1  # type: ignore[assignment]
+    assert config.emulate_fp8

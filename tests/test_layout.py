@@ -53,10 +53,10 @@ KNOWS = {
         "_native",
     },
     "recipe": set(),
-    "quantization": {"dtypes", "formula", "ops", "fuser", "recipe"},
+    "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe"},
     "utils": {"recipe"},
     "presets": {"ops", "checkpointing", "flatten", "sequential", "variants"},
-    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "_native", "__version__"},
+    "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).
 WHEN_ASKED = {("te_fuser.sequential", "te_fuser.verify")}

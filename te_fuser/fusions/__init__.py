@@ -34,6 +34,7 @@ from te_fuser.fusions import (  # noqa: E402, F401  isort: skip
     cublaslt_sums,
     swiglu_matmul_quack,
     cublaslt_quantized,
+    cublaslt_float8,
 )
 
 __all__ = [

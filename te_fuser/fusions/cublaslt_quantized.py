@@ -17,7 +17,6 @@ from te_fuser.ops.bias import Bias
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
 from te_fuser.ops.sizes import asked
 
-FIRST = (8, 9)  # the first compute capability with such products
 _TAKES = ("input", "0.weight", "0.input_scale", "0.weight_scale")
 
 
@@ -35,8 +34,9 @@ def _cost(m: Match) -> Cost:
 
 def _why_no_product(m: Match, kind: str) -> str | None:
     """Why cuBLASLt cannot multiply what a match does; None when it can."""
-    if m.device.type != "cuda":
-        return f"cuBLASLt runs on cuda, the input is on {m.device.type}; it is emulated"
+    why = products.obstacle_on(m.device, m.capability)
+    if why is not None:
+        return f"{why}; it is emulated"
     if m.target == "torch":
         return "this plan is one of PyTorch's operations alone"
     weight = m[0].dtype_of("weight")
@@ -44,9 +44,6 @@ def _why_no_product(m: Match, kind: str) -> str | None:
         return f"its factors are in {text_of(m.dtype)} and {text_of(weight)}"
     if m.y.dtype == torch.float64:
         return "cuBLASLt's products of 8 bits are not summed in float64"
-    capability = m.capability or torch.cuda.get_device_capability(m.device)
-    if capability < FIRST:
-        return f"products of 8 bits take compute capability 8.9, this GPU has {'.'.join(map(str, capability))}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return None
     op = cast(QuantizedMatMul, m[0])
@@ -58,8 +55,9 @@ def _refusal(m: Match, kind: str, weight: torch.dtype, rows: int, n: int, k: int
     return products.refusal(m.dtype, weight, m.y.dtype, (rows, n, k), m.device, kind, op.fast_accumulation)
 
 
-def _why_no_bias(m: Match) -> str | None:
-    dtype = m[1].dtype_of("bias")
+def why_no_bias(m: Match, at: int = 1) -> str | None:
+    """Why the bias behind a product of 8 bits is none for its epilogue; None when it is."""
+    dtype = m[at].dtype_of("bias")
     if m.y.dtype == torch.float32:
         return "cuBLASLt adds no bias in float32 to products of 8 bits"
     return None if dtype == m.y.dtype else f"the bias is in {text_of(dtype)}, the product in {text_of(m.y.dtype)}"
@@ -74,7 +72,7 @@ def _declare(name: str, doc: str, kind: str, pattern: tuple[type[FusableOperatio
             check(pattern, name),
             run_forward=None,
             run_backward=None,
-            when=lambda m: (_why_no_bias(m) if bias else None) or _why_no_product(m, kind) or True,
+            when=lambda m: (why_no_bias(m) if bias else None) or _why_no_product(m, kind) or True,
             cost=_cost,
             doc=doc,
             takes=(*_TAKES, *(["1.bias"] if bias else [])),

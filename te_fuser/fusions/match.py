@@ -129,6 +129,10 @@ class MatchedOp:
         """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""
         return self._dtypes[name]
 
+    def reads(self, name: str) -> bool:
+        """Whether it is bound to a parameter of that name, or is given such a named input."""
+        return name in self._dtypes
+
     def __getattr__(self, name: str) -> Any:
         self.looked |= bool(self._parameters) and name not in vars(self._op)
         parameter = self._parameters.get(name)

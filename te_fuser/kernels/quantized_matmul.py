@@ -13,9 +13,12 @@ import functools
 import torch
 
 from te_fuser import _native
+from te_fuser.config import config
 from te_fuser.dtypes import FLOAT8, text_of
 from te_fuser.kernels.cublaslt.products import DTYPES, obstacle
 from te_fuser.ops.quantized_matmul import STEP, product
+
+FIRST = (8, 9)  # the first compute capability with products of 8 bits
 
 # What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
 KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "onto": {"add": "out"}}
@@ -60,6 +63,37 @@ def _write_empty(
         out.zero_()
     for b in bias:
         out += b
+
+
+def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
+    """Why a device has no products of 8 bits, in words; None where it has.
+
+    Args:
+        capability: the compute capability of a GPU that is not at hand.
+    """
+    if device.type != "cuda":
+        return f"cuBLASLt runs on cuda, the input is on {device.type}"
+    at_hand = capability is None
+    capability = capability or torch.cuda.get_device_capability(device)
+    if capability < FIRST:
+        return f"products of 8 bits take compute capability 8.9, this GPU has {'.'.join(map(str, capability))}"
+    return obstacle() if at_hand else None
+
+
+def check_machine(device: torch.device) -> None:
+    """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may.
+
+    Raises:
+        RuntimeError: with why it has no products of 8 bits, and what to do.
+    """
+    if device.type != "cuda" or config.emulate_fp8:
+        return
+    why = obstacle_on(device)
+    if why is not None:
+        raise RuntimeError(
+            f"FP8 on {device}: {why}; leave the region out here, or set te_fuser.config.emulate_fp8 = True to have it "
+            "emulated, which is slower than without FP8"
+        )
 
 
 def refusal(

@@ -34,6 +34,7 @@ class Float8MatMul(UnfusedOperation):
         dtype: y's and dx's: float32, bfloat16 or float16.
         weight_dtype: dW's.
         formats: the 8 bits of x, W and dy: float8_e4m3fn or float8_e5m2.
+        fast: which of y, dx and dW are summed in fewer bits than float32 has, where a library has them faster.
 
     Raises:
         ValueError: for sizes that are no multiples of 16.
@@ -52,6 +53,7 @@ class Float8MatMul(UnfusedOperation):
         dtype: torch.dtype,
         weight_dtype: torch.dtype,
         formats: tuple[torch.dtype, torch.dtype, torch.dtype],
+        fast: tuple[bool, bool, bool] = (True, False, False),
     ) -> None:
         super().__init__()
         self.in_features = multiple(matmul.in_features, "in_features", type(self))
@@ -63,7 +65,7 @@ class Float8MatMul(UnfusedOperation):
                 raise TypeError(f"{type(self).__name__} gives {', '.join(map(text_of, OUT_DTYPES))}, got {given!r}")
         for given in formats:
             check_float8(given)
-        self.form = Form(dtype, weight_dtype, formats)
+        self.form = Form(dtype, weight_dtype, formats, fast=fast)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -25,6 +25,7 @@ class Form:
         formats: 8 bits of x, of W and of dy.
         kept: which of y, dx and dW are products of factors as they are.
         comes_quantized: whether x and dy come in 8 bits.
+        fast: which of the three are summed in fewer bits than float32 has, where a library has them faster.
     """
 
     dtype: torch.dtype
@@ -32,6 +33,7 @@ class Form:
     formats: tuple[torch.dtype, torch.dtype, torch.dtype]
     kept: tuple[bool, bool, bool] = (False, False, False)
     comes_quantized: bool = True
+    fast: tuple[bool, bool, bool] = (True, False, False)
 
     def exact(self) -> Form:
         """The same with results in float64."""

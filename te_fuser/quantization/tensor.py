@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from te_fuser.formula.float8 import check_float8, rounded
-
-_TOKENS = 16  # a multiple of so many is a row of what is transposed
+from te_fuser.kernels.transposed8 import by_torch
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | float) -
     wide = x.float()
     data = rounded(wide * by, dtype)
     largest = wide.abs().amax() if x.numel() else wide.new_zeros(())
-    return QuantizedTensor(data, _transposed(data), by.reciprocal(), largest, x.dtype)
+    return QuantizedTensor(data, by_torch(data), by.reciprocal(), largest, x.dtype)
 
 
 def _scale_of(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
@@ -73,11 +72,3 @@ def _scale_of(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor
     if not 0.0 < scale < math.inf:
         raise ValueError(f"a scale is finite and positive, got {scale!r}")
     return torch.tensor(scale, dtype=torch.float32, device=device)
-
-
-def _transposed(data: torch.Tensor) -> torch.Tensor:
-    rows = data.reshape(-1, data.shape[-1]) if data.numel() else data.new_empty(0, data.shape[-1])
-    tokens = -(-rows.shape[0] // _TOKENS) * _TOKENS
-    turned = torch.zeros(rows.shape[1], tokens, dtype=torch.uint8, device=data.device)
-    turned[:, : rows.shape[0]] = rows.view(torch.uint8).mT  # bytes: not every operation knows 8 bits
-    return turned.view(data.dtype)

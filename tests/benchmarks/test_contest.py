@@ -72,7 +72,7 @@ def test_kernels_of_cutes_compiler_are_known_by_what_follows_its_name() -> None:
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16>": "products",
     }
-    assert {name: measure._kind(name) for name in kinds} == kinds
+    assert {name: measure.kind_of(name) for name in kinds} == kinds
 
 
 def test_kernels_that_begin_early_do_not_count_twice() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from te_fuser import _native
+from te_fuser.config import config
 from te_fuser.kernels import quantized_matmul
 from te_fuser.quantization import QuantizedTensor, quantize
 from tests import fake_cublaslt, fake_cuda
@@ -130,6 +131,26 @@ def test_what_the_library_takes(library: FakeCublasLt) -> None:
     assert quantized_matmul.refusal(E4M3, E5M2, torch.bfloat16, (M, N, K), device) is None
     why = quantized_matmul.refusal(E4M3, E5M2, torch.bfloat16, (M, N, 40), device)
     assert why == "rows of 40 numbers of 8 bits: cuBLASLt takes multiples of 16"
+
+
+def test_machines(library: FakeCublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without products of 8 bits is refused, unless they may be emulated; a CPU emulates them."""
+    device, capability = torch.device("cuda", 0), (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    words = "products of 8 bits take compute capability 8.9, this GPU has 8.0"
+    assert quantized_matmul.obstacle_on(device) == words
+    with pytest.raises(RuntimeError, match=rf"FP8 on cuda:0: {words}; leave the region .*emulate_fp8 = True"):
+        quantized_matmul.check_machine(device)
+    monkeypatch.setattr(config, "emulate_fp8", True)
+    quantized_matmul.check_machine(device)
+    monkeypatch.setattr(config, "emulate_fp8", False)
+    quantized_matmul.check_machine(torch.device("cpu"))
+    capability = (8, 9)
+    quantized_matmul.check_machine(device)
+    monkeypatch.setattr(quantized_matmul, "obstacle", lambda: "there is no cuBLASLt")
+    with pytest.raises(RuntimeError, match="there is no cuBLASLt"):
+        quantized_matmul.check_machine(device)
+    assert quantized_matmul.obstacle_on(device, (9, 0)) is None
 
 
 A, B, ONE = torch.zeros(M, K).to(E4M3), torch.zeros(N, K).to(E4M3), torch.ones(())

@@ -11,6 +11,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.quantization import lowering
 from te_fuser.recipe import DelayedScaling, Format
 from tests.quantization.emulation import Emulated
 
@@ -113,3 +114,21 @@ def test_recipes(name: str) -> None:
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     followed(MODELS[name]().to(dtype), RECIPE, 2, dtype)
+
+
+def test_machines_that_would_emulate_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is kept; calibrating quantizes nothing, and runs anywhere."""
+    asked: list[torch.device] = []
+
+    def refuse(device: torch.device) -> None:
+        asked.append(device)
+        raise RuntimeError("no products of 8 bits")
+
+    monkeypatch.setattr(lowering, "check_machine", refuse)
+    model, x = te.Sequential(ops.Linear(F, FFN)), torch.randn(3, F)
+    with pytest.raises(RuntimeError, match="no products of 8 bits"), te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+        model(x)
+    assert asked == [torch.device("cpu")] and not [name for name, _ in model.named_buffers()]
+    with te.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=RECIPE):
+        model(x)
+    assert len(asked) == 1

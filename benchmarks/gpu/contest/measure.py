@@ -314,7 +314,7 @@ def summarized(events: Sequence[Mapping[str, Any]], repeats: int) -> Trace:
     for e in found:
         count, seconds = names.get(e["name"], (0.0, 0.0))
         names[e["name"]] = (count + 1 / repeats, seconds + e["dur"] * scale)
-        kind = _kind(e["name"].lower())
+        kind = kind_of(e["name"].lower())
         if kind in spent:
             spent[kind] += e["dur"] * scale
     rest = _covered(found) * scale - sum(spent.values())
@@ -341,7 +341,7 @@ def _order(names: Sequence[str], repeats: int) -> tuple[str, ...]:
     return calls.pop() if not left and len(calls) == 1 else ()
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """Whose kernel it is, by its name; attention first, since its libraries' names may hold a product's."""
     kinds = (("attention", _ATTENTION), ("products", _PRODUCTS))
     return next((kind for kind, parts in kinds if any(part in name.removeprefix(_ANY) for part in parts)), "rest")

@@ -1,0 +1,237 @@
+"""Float8MatMul by cuBLASLt: where plans take it, else why not, what it costs; and its three products are right."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.plan.plan import Plan
+from te_fuser.fuser.steps.step import Step
+from te_fuser.fusions import FusionCall
+from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels.quantize_weights import QuantizeWeight
+from te_fuser.kernels.transposed8 import Transposed8
+from te_fuser.quantization import quantize
+from te_fuser.recipe import DelayedScaling, Format, MMParams
+from tests import fake_cublaslt
+from tests.fake_cublaslt import FakeCublasLt
+from tests.fake_cuda import compile_driver, emulate, in_place, in_place_of_written
+from tests.float8 import E4M3, E5M2, FORMATS
+from tests.fusions.products import autocast_on_cuda, reasons
+from tests.needs import needs_compiler
+
+IN, OUT, ROWS = 64, 48, 17
+Y, BIASED, BACK, MAIN = (
+    "float8_matmul",
+    "float8_matmul_bias",
+    "float8_matmul_backward",
+    "float8_matmul_main_grad",
+)
+HYBRID = DelayedScaling()
+
+
+def planned(
+    device: str | None = "h200",
+    dtype: torch.dtype = torch.bfloat16,
+    recipe: DelayedScaling = HYBRID,
+    weight: torch.dtype | None = None,
+    grad: bool = True,
+    main_grad: bool = False,
+    kernels: str = "auto",
+) -> Plan:
+    """A norm, a product with its bias, an activation; without a name, for the CPU."""
+    where = "meta" if device else "cpu"
+    product = ops.MatMul(IN, OUT, accumulate_into_main_grad=main_grad)
+    model = te_fuser.Sequential(ops.LayerNorm(IN), product, ops.Bias(OUT), ops.GELU(), kernels=kernels)
+    model = model.to(dtype).to_empty(device=where)
+    model[1].to(weight or dtype)
+    x = torch.empty(ROWS, IN, dtype=dtype, device=where, requires_grad=grad)
+    for p in model.parameters():
+        p.requires_grad_(grad)
+    autocast = autocast_on_cuda() if weight else contextlib.nullcontext()
+    region = te_fuser.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    with region, autocast, torch.set_grad_enabled(grad):
+        return model.plan(x, device=device)
+
+
+def step(p: Plan, name: str, produces: str = "output") -> Step:
+    (found,) = [s for s in (*p.forward, *p.backward) if s.name == name and produces in dict(s.outputs)]
+    return found
+
+
+@pytest.mark.parametrize("device", ["h200", "l4", "b200"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_taken(device: str, dtype: torch.dtype) -> None:
+    """With the bias in forward, past what quantizes its gradient; and what is quantized in a pass beside it."""
+    p = planned(device, dtype)
+    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
+    assert [s.name for s in p.backward] == ["bias_gelu_bwd", BACK, "layer_norm_quantize_bwd", BACK]
+    forward, dx, dw = step(p, BIASED), step(p, BACK, "input"), step(p, BACK, "0.weight")
+    flops = 2.0 * ROWS * IN * OUT
+    assert (forward.cost.flops, dx.cost.flops, dw.cost.flops) == (flops, flops, 2.0 * 32 * IN * OUT)
+    assert (forward.cost.dtype, dx.cost.dtype, dw.cost.dtype) == ("float8_e4m3fn", "float8_e5m2", "float8_e5m2")
+    assert forward.cost.apart == dx.cost.apart == 3 * IN * OUT and dw.cost.apart == 2 * 32 * (IN + OUT)
+    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2))
+    assert dx.task.written == (QuantizeWeight(dtype, "turned"),)
+    assert forward.task.written == (QuantizeWeight(dtype, "rows", True),)
+
+
+def test_without_gradients() -> None:
+    """Nothing is recorded, and nothing stands between the product and its bias."""
+    p = planned(grad=False)
+    assert [s.name for s in p.forward][1] == BIASED and len(p.graph.nodes) == 5
+    assert step(p, BIASED).task.written == (QuantizeWeight(torch.bfloat16, "rows", False),)
+
+
+def test_main_grad() -> None:
+    p = planned(main_grad=True)
+    assert {s.name for s in p.backward} >= {MAIN} and BACK not in {s.name for s in p.backward}
+    assert reasons(p, BACK) == {"the weight's gradient goes to its main_grad"}
+
+
+def test_sums_are_as_the_recipe_says() -> None:
+    fast, split = MMParams(use_split_accumulator=False), MMParams(use_split_accumulator=True)
+    for recipe, wanted in (
+        (HYBRID, (True, False, False)),
+        (DelayedScaling(fp8_gemm_fprop=split, fp8_gemm_dgrad=fast), (False, True, False)),
+        (DelayedScaling(fp8_gemm_wgrad=fast), (True, False, True)),
+    ):
+        p = planned(recipe=recipe)
+        bodies = (step(p, BIASED), step(p, BACK, "input"), step(p, BACK, "0.weight"))
+        assert tuple(s.task.body.function.keywords["product"].fast for s in bodies) == wanted  # type: ignore[union-attr]
+
+
+REFUSED = [
+    ({"device": None}, Y, "cuBLASLt runs on cuda, the input is on cpu; it is emulated"),
+    ({"device": "a100"}, BACK, "products of 8 bits take compute capability 8.9, this GPU has 8.0; it is emulated"),
+    ({"dtype": torch.float32}, BIASED, "cuBLASLt adds no bias in float32 to products of 8 bits"),
+    ({}, MAIN, "accumulate_into_main_grad is off"),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "why"), REFUSED)
+def test_reasons(options: dict[str, Any], name: str, why: str) -> None:
+    p = planned(**options)
+    assert why in reasons(p, name)
+    assert name not in [s.name for s in (*p.forward, *p.backward)]
+
+
+def test_a_bias_in_float32_stays_a_row_op() -> None:
+    names = [s.name for s in planned(dtype=torch.float32).forward]
+    assert names == ["layer_norm_quantize_fwd", Y, "bias_gelu_fwd"]
+
+
+def test_without_generated_kernels() -> None:
+    p = planned(kernels="reference")
+    (why,) = reasons(p, Y)
+    assert "compiled for the GPU at hand" in why
+
+
+# ------------------------------------------------------------------------------------------- what runs is right
+
+KERNELS = [
+    *map(Transposed8, FORMATS),
+    *(
+        QuantizeWeight(dtype, wanted, wanted == "rows")
+        for dtype in (torch.bfloat16, torch.float32)
+        for wanted in ("rows", "turned")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCublasLt]:
+    """Kernels and products that are computed on the CPU."""
+    folder = tmp_path_factory.mktemp("float8")
+    native = emulate(KERNELS, folder)
+    quantized_matmul.configured.cache_clear()
+    with (
+        in_place_of_written(native.__getitem__),
+        in_place(compile_driver(folder)),
+        fake_cublaslt.in_place(fake_cublaslt.compile_library(folder)) as fake,
+    ):
+        yield fake
+    quantized_matmul.configured.cache_clear()
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    eps = torch.finfo(found.dtype).eps
+    assert found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=2 * eps, atol=2 * eps * exact.abs().max().item())
+
+
+@needs_compiler
+@pytest.mark.parametrize("format", [Format.HYBRID, Format.E4M3])
+@pytest.mark.parametrize(
+    ("dtype", "weight"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float32)]
+)
+def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype | None, format: Format) -> None:
+    """In the dtype of the call, the weight's gradient in the weight's; tokens are no multiple of 16."""
+    p, own = planned(dtype=dtype, weight=weight, recipe=DelayedScaling(fp8_format=format)), weight or dtype
+    rng = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(*shape, generator=rng) for shape in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
+    w, bias, slot = w.to(own), torch.randn(OUT, generator=rng).to(dtype), torch.tensor(0.25)
+    gradients = E5M2 if format is Format.HYBRID else E4M3
+    x8, w8, dy8 = quantize(x, E4M3, 70.0), quantize(w, E4M3, 60.0), quantize(dy, gradients, 50.0)
+    wide_x, wide_w, wide_dy = (t.data.double() * t.scale_inverse.double() for t in (x8, w8, dy8))
+    numbers = {
+        "0.weight": w,
+        "0.weight_scale": torch.tensor(60.0),
+        "0.weight_inverse": w8.scale_inverse,
+        "0.weight_amax": slot,
+        "0.input_inverse": x8.scale_inverse,
+        "0.output_gradient_inverse": dy8.scale_inverse,
+    }
+    biased = dtype != torch.float32
+    forward = step(p, BIASED if biased else Y)
+    last = forward.stop - forward.start - 1
+    tensors = numbers | {f"{last}.bias": bias, "input": x8.data}
+    call = FusionCall([n.op for n in p.graph.nodes[forward.start : forward.stop]], tensors, frozenset(), {})
+    y = forward.task.body.function(call, x8.data)  # type: ignore[union-attr]
+    assert library.last_fast and y.dtype == dtype
+    close(y, wide_x @ wide_w.mT + (bias.double() if biased else 0.0))
+    assert slot == w8.amax
+    for name, exact, made in (("input", wide_dy @ wide_w, dtype), ("0.weight", wide_dy.mT @ wide_x, own)):
+        task = step(p, BACK, name).task
+        given = [x8.data if read == "input" else numbers[read] for read in task.gradient.reads]  # type: ignore[union-attr]
+        found = task.body.function(dy8.data, *given)  # type: ignore[union-attr]
+        assert found.dtype == made and not library.last_fast
+        close(found, exact)
+
+
+@needs_compiler
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+def test_main_grad_takes_the_product(library: FakeCublasLt, main: torch.dtype) -> None:
+    """Added to what it holds, or written over it; of joined weights each part has its rows."""
+    p = planned(main_grad=True)
+    rng = torch.Generator().manual_seed(0)
+    x8 = quantize(torch.randn(ROWS, IN, generator=rng), E4M3, 70.0)
+    dy8 = quantize(torch.randn(ROWS, OUT, generator=rng), E5M2, 50.0)
+    exact = (dy8.data.double() / 50.0).mT @ (x8.data.double() / 70.0)
+    run = step(p, MAIN, "0.weight").task.body.function  # type: ignore[union-attr]
+    w = torch.nn.Parameter(torch.zeros(OUT, IN, dtype=torch.bfloat16))
+    w.main_grad = torch.ones(OUT, IN, dtype=main)  # type: ignore[attr-defined]
+    given = (dy8.data, x8.data, x8.scale_inverse, dy8.scale_inverse, w)
+    run(*given)
+    close(w.main_grad, exact + 1.0)
+    assert w.main_grad._version == 1
+    w.overwrite_main_grad = True  # type: ignore[attr-defined]
+    run(*given)
+    close(w.main_grad, exact)
+
+
+@needs_compiler
+def test_nothing(library: FakeCublasLt) -> None:
+    """An empty batch gives empty results, and a gradient of zeros."""
+    p = planned()
+    one, w = torch.ones(()), torch.ones(OUT, IN, dtype=torch.bfloat16)
+    x, dy = torch.zeros(0, IN).to(E4M3), torch.zeros(0, OUT).to(E5M2)
+    dx = step(p, BACK, "input").task.body.function(dy, w, one, one, one)  # type: ignore[union-attr]
+    dw = step(p, BACK, "0.weight").task.body.function(dy, x, one, one)  # type: ignore[union-attr]
+    assert dx.shape == (0, IN) and torch.equal(dw, torch.zeros(OUT, IN, dtype=torch.bfloat16))

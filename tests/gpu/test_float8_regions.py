@@ -1,0 +1,232 @@
+"""Models in regions of FP8 on a GPU: by cuBLASLt against the emulation there, in values, gradients and scales."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import te_fuser as te
+from te_fuser import fusions, ops
+from te_fuser.quantization import states
+from te_fuser.recipe import DelayedScaling, Format
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+F, FFN, HEADS = 256, 512, 4
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+RECIPE = DelayedScaling(amax_history_len=3)
+RECIPES = {
+    "hybrid": RECIPE,
+    "e4m3": DelayedScaling(fp8_format=Format.E4M3, amax_history_len=2, margin=1),
+    "kept_dw": DelayedScaling(override_linear_precision=(False, False, True)),
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "linear": lambda: te.Sequential(ops.Linear(F, FFN)),
+    "mlp": lambda: te.Sequential(
+        te.Residual(ops.LayerNorm(F), ops.Linear(F, FFN), ops.GELU(), ops.Linear(FFN, F), ops.Dropout(0.0))
+    ),
+    "gated": lambda: te.Sequential(
+        ops.RMSNorm(F), ops.MatMul(F, 2 * FFN), ops.SwiGLU(), ops.MatMul(FFN, F), ops.Bias(F)
+    ),
+    "partly": lambda: te.Sequential(ops.Linear(F, 24), ops.GELU(), ops.Linear(24, F), ops.GELU(), ops.Linear(F, F)),
+    "te.LayerNormLinear": lambda: te.LayerNormLinear(F, FFN),
+    "te.LayerNormMLP gated": lambda: te.LayerNormMLP(F, FFN, normalization="RMSNorm", activation="swiglu"),
+    "te.TransformerLayer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
+}
+OURS = ("float8_matmul", "float8_matmul_bias", "float8_matmul_backward", "float8_matmul_main_grad")
+
+
+@pytest.fixture(autouse=True)
+def narrow_products() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no instructions for products of 8 bits")
+
+
+def made(name: str, dtype: torch.dtype = BF16) -> tuple[Any, Any]:
+    """A model, and another like it."""
+    torch.manual_seed(0)
+    model = MODELS[name]().to(GPU, dtype)
+    return model, copy.deepcopy(model)
+
+
+def data(seed: int, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator(GPU).manual_seed(seed), device=GPU).to(dtype)
+
+
+def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far, as a share of the root of the mean square."""
+    difference, size = (t.double().square().mean().sqrt().item() for t in (found.double() - wanted.double(), wanted))
+    return difference / size if size else difference
+
+
+def step(
+    model: Any, x: torch.Tensor, recipe: DelayedScaling, seed: int = 7, autocast: bool = False
+) -> dict[str, torch.Tensor]:
+    """Output and gradients of one call in a region, with a gradient that follows from the seed."""
+    leaf = x.clone().requires_grad_()
+    with te.fp8_autocast(enabled=True, fp8_recipe=recipe), torch.autocast("cuda", BF16, enabled=autocast):
+        y = model(leaf)
+    y.backward(data(seed, *y.shape, dtype=y.dtype))
+    found = {"output": y.detach(), "x": leaf.grad}
+    found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for p in model.parameters():
+        p.grad = None
+    return found
+
+
+def compare(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Numbers next to a tie may be rounded either way, which is a step of 8 bits for some of them."""
+    assert found.keys() == wanted.keys()
+    for name, exact in wanted.items():
+        assert found[name].dtype == exact.dtype and found[name].shape == exact.shape, name
+        if not name.endswith("key_bias"):  # which softmax takes away: nothing but rounding
+            assert apart(found[name], exact) < 0.03, (name, apart(found[name], exact))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_emulated(name: str) -> None:
+    """For some steps, each by the scales that follow from those before."""
+    model, twin = made(name)
+    for k in range(3):
+        x = data(k, 130, 3, F) * (1.0 + k)
+        found = step(model, x, RECIPE)
+        with fusions.disabled(*OURS):
+            wanted = step(twin, x, RECIPE)
+        compare(found, wanted)
+    ours, theirs = states(model), states(twin)
+    assert ours.keys() == theirs.keys() and ours
+    for key, (scale, history) in theirs.items():
+        torch.testing.assert_close(ours[key][0], scale, rtol=0.05, atol=0.0)
+        torch.testing.assert_close(ours[key][1], history, rtol=0.05, atol=0.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_recipes_and_dtypes(dtype: torch.dtype, recipe: str) -> None:
+    model, twin = made("mlp", dtype)
+    x = data(0, 333, F, dtype=dtype)
+    for k in range(2):
+        found = step(model, x, RECIPES[recipe], k)
+        with fusions.disabled(*OURS):
+            compare(found, step(twin, x, RECIPES[recipe], k))
+
+
+def test_autocast() -> None:
+    """Weights in float32 are quantized from that, and get gradients in it."""
+    model, twin = made("mlp", F32)
+    x = data(0, 333, F, dtype=F32)
+    found = step(model, x, RECIPE, autocast=True)
+    with fusions.disabled(*OURS):
+        compare(found, step(twin, x, RECIPE, autocast=True))
+
+
+@pytest.mark.parametrize("shape", [(1, F), (16, F), (17, F), (4099, F), (0, F), (3, 0, F)])
+def test_any_number_of_tokens(shape: tuple[int, ...]) -> None:
+    model, twin = made("mlp")
+    x = data(0, *shape)
+    found = step(model, x, RECIPE)
+    with fusions.disabled(*OURS):
+        wanted = step(twin, x, RECIPE)
+    if x.numel():
+        compare(found, wanted)
+    else:
+        assert all(torch.equal(found[name], exact) for name, exact in wanted.items())
+
+
+def test_cublaslt_runs_all_three() -> None:
+    model, _ = made("mlp")
+    x = data(0, 512, F).requires_grad_()
+    with te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+        plan = model.plan(x)
+    names = [s.name for s in (*plan.forward, *plan.backward)]
+    assert sum(name in OURS[:2] for name in names) == 2 and names.count("float8_matmul_backward") == 4, names
+
+
+def test_near_what_is_not_quantized() -> None:
+    model, twin = made("te.TransformerLayer")
+    x = data(0, 128, 2, F)
+    step(model, x, RECIPE)  # the first call's scales are 1
+    found = step(model, x, RECIPE)
+    leaf = x.clone().requires_grad_()
+    y = twin(leaf)
+    y.backward(data(7, *y.shape))
+    assert apart(found["output"], y.detach()) < 0.05
+    assert apart(found["x"], leaf.grad) < 0.2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("main", [F32, BF16])
+def test_main_grad(main: torch.dtype) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = te.Sequential(
+            ops.RMSNorm(F),
+            ops.MatMul(F, FFN, accumulate_into_main_grad=True),
+            ops.GELU(),
+            ops.MatMul(FFN, F, accumulate_into_main_grad=True),
+        ).to(GPU, BF16)
+        for k in (1, 3):
+            model[k].weight.main_grad = torch.ones_like(model[k].weight, dtype=main)
+        models.append(model)
+    for seed in range(2):
+        for model, off in zip(models, ((), OURS), strict=True):
+            with fusions.disabled(*off):
+                step(model, data(0, 300, F), RECIPE, seed)
+    for k in (1, 3):
+        ours, theirs = (model[k].weight.main_grad for model in models)
+        assert apart(ours - 1.0, theirs - 1.0) < 0.05
+
+
+def test_frozen_weights_and_no_grad() -> None:
+    model, twin = made("mlp")
+    for m in (model, twin):
+        for name, p in m.named_parameters():
+            p.requires_grad_("bias" in name)
+    x = data(0, 300, F)
+    found = step(model, x, RECIPE)
+    with fusions.disabled(*OURS):
+        compare(found, step(twin, x, RECIPE))
+    before = {key: (a.clone(), b.clone()) for key, (a, b) in states(model).items()}
+    with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+        y = model(100 * x)
+    with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=RECIPE), fusions.disabled(*OURS):
+        assert apart(y, twin(100 * x)) < 0.03
+    after = states(model)
+    assert all(torch.equal(a, after[key][0]) and torch.equal(b, after[key][1]) for key, (a, b) in before.items())
+
+
+def test_side_streams() -> None:
+    """A model on a stream of its own, while another is at work."""
+    model, twin = made("mlp")
+    x = data(0, 2048, F)
+    wanted = [step(twin, x, RECIPE, k) for k in range(3)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = [step(model, x, RECIPE, k) for k in range(3)]
+    torch.cuda.synchronize()
+    for ours, theirs in zip(found, wanted, strict=True):
+        compare(ours, theirs)
+
+
+def test_a_model_learns() -> None:
+    """As fast as in bfloat16."""
+    losses = []
+    for enabled in (True, False):
+        model, _ = made("mlp", F32)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        target = data(99, F, F, dtype=F32) / 16
+        for k in range(100):
+            x = data(k, 512, F, dtype=F32)
+            with te.fp8_autocast(enabled=enabled, fp8_recipe=RECIPE), torch.autocast("cuda", BF16):
+                loss = (model(x).float() - x @ target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] < 0.5 and abs(losses[0] / losses[1] - 1.0) < 0.05, losses

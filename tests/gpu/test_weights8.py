@@ -1,0 +1,125 @@
+"""Matrices of 8 bits turned, and weights quantized in one launch, on a GPU: the bytes of the definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_fuser.kernels import transposed8
+from te_fuser.kernels.quantize_weights import WeightQuantizer, quantize_weight
+from te_fuser.quantization import quantize
+from tests.float8 import E4M3, FORMATS, codes, every_number, telling_numbers
+from tests.kernels.weights8 import (
+    DTYPES,
+    NOTHING,
+    SIZES,
+    bytes_like,
+    run_weights,
+    turned_wrongly,
+    weights_like,
+    weights_wrongly,
+)
+
+pytestmark = pytest.mark.gpu
+
+LARGE = [(8192, 4096), (8191, 4096), (4096, 16384), (70_001, 128), (16, 65536)]
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("size", [*SIZES, *NOTHING, *LARGE])
+def test_turned(size: tuple[int, int], dtype: torch.dtype) -> None:
+    data = bytes_like(*size, dtype, "cuda")
+    assert not turned_wrongly(data, transposed8.by_kernel(data))
+
+
+def test_more_than_4_gigabytes_are_turned() -> None:
+    """Offsets are 64 bits wide."""
+    tokens, features = 2**20 + 3, 4224
+    if torch.cuda.mem_get_info()[0] < 3 * tokens * features:
+        pytest.skip("needs 14 GB")
+    data = torch.randint(0, 256, (tokens, features), dtype=torch.uint8, device="cuda")
+    turned = transposed8.by_kernel(data.view(E4M3)).view(torch.uint8)
+    for at in (0, 2**19 + 77, 2**20 - 128):
+        assert torch.equal(turned[:, at : at + 128], data[at : at + 128].mT)
+    assert torch.equal(turned[:, tokens - 3 : tokens], data[-3:].mT) and not turned[:, tokens:].any()
+
+
+def test_what_lies_otherwise_is_copied() -> None:
+    data = bytes_like(300, 1024, E4M3, "cuda")
+    for given in (data[:, 16:528], data.view(torch.uint8).mT.contiguous().view(E4M3).mT, data[3:]):
+        wanted = given.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(E4M3)
+        assert not turned_wrongly(wanted, transposed8.by_kernel(given))
+
+
+@pytest.mark.parametrize("dtypes", [*((dtype,) for dtype in DTYPES), DTYPES])
+def test_weights(dtypes: tuple[torch.dtype, ...]) -> None:
+    assert not run_weights(weights_like(dtypes, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number(dtype: torch.dtype) -> None:
+    x = (telling_numbers(E4M3)[: 2**16] if dtype == torch.float32 else every_number(dtype)).reshape(-1, 64).cuda()
+    usual = x.nan_to_num(0.0, posinf=3.0, neginf=-3.0)
+    scales, before = torch.tensor([3.1, 0.02], device="cuda"), torch.zeros(2, device="cuda")
+    amaxes = before.clone()
+    found = WeightQuantizer((0, 1))([x, usual], scales, amaxes)
+    assert not weights_wrongly([x, usual], (0, 1), scales, found, before, amaxes)
+
+
+@pytest.mark.parametrize("wanted", ["rows", "turned", "both"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_alone(dtype: torch.dtype, wanted: str) -> None:
+    for w in (*weights_like((dtype,), "cuda"), torch.randn(4096, 1040, device="cuda").to(dtype)):
+        scale, slot = torch.tensor(31.0, device="cuda"), torch.zeros((), device="cuda")
+        exact = quantize(w, E4M3, scale)
+        found = quantize_weight(w, scale, slot, wanted=wanted)
+        assert torch.equal(slot, exact.amax)
+        for which, ours, expected in zip(("rows", "turned"), found, (exact.data, exact.transposed), strict=True):
+            if wanted in (which, "both"):
+                assert torch.equal(codes(ours), codes(expected)), w.shape
+
+
+def test_the_weights_of_a_model() -> None:
+    """Of several layers; amaxes keep what they were raised to before."""
+    shapes = [(12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384)] * 2
+    weights = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    scales, amaxes = torch.full((8,), 60.0, device="cuda"), torch.zeros(8, device="cuda")
+    quantizer = WeightQuantizer(range(8))
+    for factor in (1.0, 0.25):
+        weights[3].mul_(factor)
+        before = amaxes.clone()
+        found = quantizer(weights, scales, amaxes)
+        assert not weights_wrongly(weights, range(8), scales, found, before, amaxes)
+
+
+def test_streams_have_results_of_their_own() -> None:
+    weights, scales = weights_like((torch.bfloat16,), "cuda"), torch.full((7,), 3.0, device="cuda")
+    quantizer, streams = WeightQuantizer(range(7)), [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for k, stream in enumerate(streams):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found += [quantizer(weights, scales * (k + 1)) for _ in range(5)]
+    torch.cuda.synchronize()
+    zeros = torch.zeros(7, device="cuda")
+    amaxes = torch.stack([w.abs().amax().float() for w in weights])
+    for k, results in enumerate(found):
+        assert not weights_wrongly(weights, range(7), scales * (k // 5 + 1), results, zeros, amaxes)
+
+
+def test_captured() -> None:
+    """A replay reads weights and scales anew; where weights lie is told before."""
+    weights, scales = weights_like((torch.float32,), "cuda"), torch.full((7,), 3.0, device="cuda")
+    amaxes, quantizer = torch.zeros(7, device="cuda"), WeightQuantizer(range(7))
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="run the model once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        quantizer(weights, scales, amaxes)
+    quantizer(weights, scales, amaxes)
+    with torch.cuda.graph(graph):
+        found = quantizer(weights, scales, amaxes)
+    weights[0].mul_(2.0)
+    scales.mul_(0.5)
+    before = amaxes.clone()
+    graph.replay()
+    assert not weights_wrongly(weights, range(7), scales, found, before, amaxes)
+    assert codes(found[0][0]).any()

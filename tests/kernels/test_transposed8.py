@@ -1,0 +1,84 @@
+"""Matrices of 8 bits turned: by PyTorch, by the kernel run on the CPU; and compiled for the GPUs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_fuser.codegen import nvrtc
+from te_fuser.kernels import transposed8
+from te_fuser.kernels.transposed8 import Transposed8
+from tests.codegen import ptx
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.float8 import E4M3, FORMATS, codes
+from tests.kernels.weights8 import NOTHING, SIZES, bytes_like, turned_wrongly
+from tests.needs import needs_compiler, needs_nvrtc
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernel run by a driver that executes it on the CPU."""
+    folder = tmp_path_factory.mktemp("turned")
+    native = emulate(map(Transposed8, FORMATS), folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+        yield driver
+
+
+@pytest.mark.parametrize("size", [*SIZES, *NOTHING, (7, 13)])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_by_torch(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    data = bytes_like(*size, dtype)
+    assert not turned_wrongly(data, transposed8.by_torch(data))
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", SIZES)
+def test_by_the_kernel(size: tuple[int, int], emulated: FakeDriver) -> None:
+    """In one launch, whatever lies behind the first two dimensions."""
+    data = bytes_like(*size, E4M3)
+    emulated.launches = 0
+    assert not turned_wrongly(data, transposed8.by_kernel(data))
+    assert emulated.launches == 1
+    assert torch.equal(codes(transposed8.by_kernel(data[:, None])), codes(transposed8.by_torch(data)))
+
+
+@needs_compiler
+def test_what_lies_otherwise_is_copied(emulated: FakeDriver) -> None:
+    data = bytes_like(64, 48, E4M3)
+    apart = bytes_like(64, 64, E4M3)[:, 16:]
+    shifted = torch.zeros(64 * 48 + 3, dtype=torch.uint8)[3:].view(64, 48)
+    shifted.copy_(codes(data))
+    for given in (apart, shifted.view(E4M3), data.view(torch.uint8).mT.contiguous().view(E4M3).mT):
+        wanted = given.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(E4M3)
+        assert not turned_wrongly(wanted, transposed8.by_kernel(given))
+
+
+@needs_compiler
+def test_nothing_is_launched_for_nothing(emulated: FakeDriver) -> None:
+    emulated.launches = 0
+    for size in NOTHING:
+        data = bytes_like(*size, E4M3)
+        assert not turned_wrongly(data, transposed8.by_kernel(data))
+    assert emulated.launches == 0
+
+
+def test_refused_in_words() -> None:
+    assert transposed8.reason_not(48) is None
+    with pytest.raises(ValueError, match="rows of a multiple of 16, not 40"):
+        transposed8.by_kernel(bytes_like(16, 40, E4M3))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_compiles(arch: str, tmp_path: Path) -> None:
+    compiled = nvrtc.compile_source(Transposed8(E4M3).text(), arch, name="transposed8", cache=tmp_path)
+    assert {r.symbol for r in compiled.resources} == {"transposed8"}
+    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled.resources
+
+
+@needs_nvrtc
+def test_it_waits_before_it_touches_memory() -> None:
+    assert not ptx.too_early(Transposed8(E4M3).text(), "sm_90a")

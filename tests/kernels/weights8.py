@@ -1,0 +1,82 @@
+"""Matrices of 8 bits turned and weights quantized, held against the definitions: for tests on CPUs and GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from te_fuser.kernels.quantize_weights import Quantized, WeightQuantizer
+from te_fuser.quantization import quantize
+from tests.float8 import E4M3, codes
+
+# Tokens and features: whole tiles, parts of them, next to none.
+SIZES = [(128, 128), (256, 384), (1, 16), (17, 48), (130, 272), (127, 128), (129, 144), (300, 16), (16, 2064)]
+NOTHING = [(0, 48), (5, 0), (0, 0)]
+SHAPES = [(128, 128), (16, 16), (48, 272), (272, 48), (144, 400), (16, 16), (256, 128)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def bytes_like(tokens: int, features: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """All codes, in no order."""
+    rng = torch.Generator().manual_seed(tokens * 31 + features)
+    found = torch.randint(0, 256, (tokens, features), dtype=torch.uint8, generator=rng)
+    return found.to(device).view(dtype)
+
+
+def turned_wrongly(data: torch.Tensor, turned: torch.Tensor) -> str:
+    """What is wrong with a matrix that should be data [tokens, features] turned; empty: nothing."""
+    tokens, features = data.shape
+    room = math.ceil(tokens / 16) * 16
+    if turned.dtype != data.dtype or turned.shape != (features, room) or not turned.is_contiguous():
+        return f"{turned.dtype} {list(turned.shape)}"
+    if not torch.equal(codes(turned)[:, :tokens], codes(data).mT):
+        return f"{(codes(turned)[:, :tokens] != codes(data).mT).sum()} of {data.numel()} bytes"
+    return "" if not codes(turned)[:, tokens:].any() else "what is behind the tokens"
+
+
+def weights_like(dtypes: Sequence[torch.dtype], device: str = "cpu") -> list[torch.Tensor]:
+    """Weights of `SHAPES`, each of the next dtype."""
+    rng = torch.Generator().manual_seed(len(dtypes))
+    made = []
+    for k, shape in enumerate(SHAPES):
+        w = torch.randn(shape, generator=rng) * 10.0 ** (k - 3)
+        made.append(w.to(dtypes[k % len(dtypes)]).to(device))
+    return made
+
+
+def scales_like(count: int, device: str = "cpu") -> torch.Tensor:
+    return (torch.rand(count, generator=torch.Generator().manual_seed(count)) * 400 + 0.3).to(device)
+
+
+def weights_wrongly(
+    weights: Sequence[torch.Tensor],
+    places: Sequence[int],
+    scales: torch.Tensor,
+    found: Sequence[Quantized],
+    before: torch.Tensor,
+    amaxes: torch.Tensor,
+) -> list[str]:
+    """What is wrong with weights quantized by scales, and with amaxes that were `before`."""
+    wanted, wrong = before.clone(), []
+    for k, (w, place, (rows, turned)) in enumerate(zip(weights, places, found, strict=True)):
+        expected = quantize(w, E4M3, scales[place])
+        wanted[place] = torch.maximum(wanted[place], expected.amax)
+        for name, ours, exact in (("rows", rows, expected.data), ("turned", turned, expected.transposed)):
+            if ours.shape != exact.shape or ours.dtype != exact.dtype or not torch.equal(codes(ours), codes(exact)):
+                wrong.append(f"{name} of weight {k}, {w.dtype} {list(w.shape)}")
+    if not torch.equal(wanted.nan_to_num(-1.0), amaxes.nan_to_num(-1.0)):
+        wrong.append(f"amaxes {amaxes.tolist()}, not {wanted.tolist()}")
+    return wrong
+
+
+def run_weights(weights: Sequence[torch.Tensor], way: str = "__call__") -> list[str]:
+    """Quantizes weights by scales in no order, with amaxes of which some are larger already, and looks at both."""
+    device, count = weights[0].device.type, len(weights) + 2
+    places = [count - 1 - k for k in range(len(weights))]
+    scales, before = scales_like(count, device), torch.zeros(count, device=device)
+    before[places[1]] = 1e6
+    amaxes = before.clone()
+    found = getattr(WeightQuantizer(places), way)(weights, scales, amaxes)
+    return weights_wrongly(weights, places, scales, found, before, amaxes)
