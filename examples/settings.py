@@ -44,6 +44,7 @@ class Settings:
     lr: float = 3e-3
     seed: int = 0
     dtype: str = "float32"
+    precision: str = "dtype"
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -100,9 +101,10 @@ class Arguments:
             BadArguments: when others were given.
         """
         for name, value in self.chosen.items():
-            if value != saved[name]:
+            before = saved.get(name, getattr(Settings, name))  # runs of before may lack a setting
+            if value != before:
                 raise BadArguments(
-                    f"--{name} {value} differs from the run's {saved[name]}: a resumed run keeps its settings "
+                    f"--{name} {value} differs from the run's {before}: a resumed run keeps its settings "
                     "(only --device and --kernels may change); leave it out, or start a new run without --resume"
                 )
         return Settings(**saved)
@@ -157,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     setting("lr", "highest learning rate, after the warm-up")
     setting("seed", "of weights, batches and dropout; a run repeats exactly")
     setting("dtype", "of matrix products", choices=tuple(DTYPES), default="float32 on the CPU, bfloat16 on a GPU")
+    setting("precision", "of what products multiply: that dtype, or fp8, 8 bits with scales", choices=("dtype", "fp8"))
     setting("text", "folder of .py files to read", default="the standard library's", metavar="FOLDER")
 
     place = parser.add_argument_group("where")

@@ -28,6 +28,8 @@ from text import Bigram, Text, read_text, spread_windows
 from trainer import Schedule, Trainer
 from twin import build_twin, nudge
 
+from te_fuser.recipe import DelayedScaling
+
 OURS, TWIN, NUDGED, COMPILED = "te_fuser", "torch.nn", "torch.nn, nudged", "torch.compile"
 VALIDATIONS = 8  # in a run
 VALIDATION_WINDOWS = 512
@@ -93,7 +95,8 @@ class Run:
         if arguments.compile:
             models[COMPILED] = self._twin()
             models[COMPILED].compile()  # in place: its parameters keep their names
-        self.trainers = {name: self._trainer(model) for name, model in models.items()}
+        recipe = DelayedScaling(amax_history_len=16) if settings.precision == "fp8" else None
+        self.trainers = {name: self._trainer(m, recipe if name == OURS else None) for name, m in models.items()}
         self.validations: dict[str, list[tuple[int, float]]] = {name: [] for name in models}
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -131,7 +134,7 @@ class Run:
         twin.load_state_dict(self.model.state_dict())
         return twin
 
-    def _trainer(self, model: torch.nn.Module) -> Trainer:
+    def _trainer(self, model: torch.nn.Module, recipe: DelayedScaling | None) -> Trainer:
         settings = self.settings
         return Trainer(
             model.to(self.device),
@@ -141,6 +144,7 @@ class Run:
             context=settings.context,
             seed=settings.seed,
             dtype=settings.torch_dtype,
+            recipe=recipe,
         )
 
     def _restore(self, saved: Checkpoint) -> None:
@@ -217,8 +221,9 @@ def introduce(run: Run) -> None:
         f"model: {parameters / 1e6:.2f} M parameters, {settings.layers} layers, {settings.hidden} features, "
         f"{settings.heads} heads of {shape.head_dim}, context {settings.context}, dropout {settings.dropout}"
     )
+    dtype = settings.dtype + ", products in 8 bits" * (settings.precision == "fp8")
     console.print(
-        f"run: {settings.steps} steps of {settings.batch} x {settings.context} bytes, {settings.dtype} on {run.device}"
+        f"run: {settings.steps} steps of {settings.batch} x {settings.context} bytes, {dtype} on {run.device}"
     )
     console.print(f"bigram model: validation loss {run.bigram_loss:.3f} nats per byte")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from text import Windows, random_windows
 from torch.nn import functional
+
+import te_fuser
+from te_fuser.recipe import Recipe
 
 WARM_UP = 0.05  # of the steps
 LOWEST_RATE = 0.05  # of the highest
@@ -70,6 +74,7 @@ class Trainer:
     Args:
         data: the training text, on the model's device.
         dtype: float32, or bfloat16 for autocast over float32 parameters.
+        recipe: of FP8, in whose region the model runs; by default in none.
     """
 
     def __init__(
@@ -82,9 +87,10 @@ class Trainer:
         context: int,
         seed: int,
         dtype: torch.dtype,
+        recipe: Recipe | None = None,
     ) -> None:
         self.model, self.data, self.schedule = model, data, schedule
-        self.batch, self.context, self.dtype = batch, context, dtype
+        self.batch, self.context, self.dtype, self.recipe = batch, context, dtype, recipe
         self.optimizer = make_optimizer(model)
         self.step = 0
         self.losses = torch.zeros(schedule.steps, device=data.device)  # of each step
@@ -129,9 +135,12 @@ class Trainer:
         with self.autocast():
             return self.model(tokens)
 
-    def autocast(self) -> torch.autocast:
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
         """The context in which the model runs."""
-        return torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        half = torch.autocast(self.data.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        with half, te_fuser.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            yield
 
     @torch.no_grad()
     def validate(self, windows: Windows) -> float:

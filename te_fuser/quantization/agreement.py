@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from te_fuser.ops.binding import Binding
+from te_fuser.ops.construction import latest
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of, products
 from te_fuser.quantization.state import ROLES, Block, State, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
+from te_fuser.recipe.region import settings
 
 _kept: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
@@ -38,6 +41,23 @@ def agreement_of(group: Any) -> Agreement | None:
     return found
 
 
+class _Told:
+    """Numbers on their way to the host, which nobody waits for until they are read, a fold later."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
 class _Place(NamedTuple):
     """Where the amaxes of some products are in the vector and in a block."""
 
@@ -55,9 +75,10 @@ class Agreement:
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
         self._weights: list[Binding] = []
-        self._states: list[weakref.ref[State]] = []
-        self._coming: list[Binding] = []  # those that were told of
-        self._told: torch.Tensor | None = None
+        self._states: list[Callable[[], State | None]] = []
+        self._coming: list[Binding] = []  # those that were told of, and when these were all
+        self._looked: tuple[int, ...] = ()
+        self._told: _Told | None = None
         self._begun = self._warned = False
         self._places: tuple[Any, dict[Block, _Place]] = (None, {})
 
@@ -69,7 +90,8 @@ class Agreement:
         """
         if self._begun:
             return
-        new = self._new(recipe)
+        gc.collect()  # of a model that was dropped, one rank may have products yet, and another one none
+        self._coming = new = self._new(recipe)
         most, least = self._largest(_counts(len(new), self._device(new))).tolist()
         if most != -least:
             raise RuntimeError(
@@ -99,7 +121,7 @@ class Agreement:
         self._coming = self._new(recipe)
         bits = torch.cat([amaxes.view(torch.int32).flatten(), _counts(len(self._coming), device)])
         self._largest(bits)
-        self._told = bits[-2:]
+        self._told = _Told(bits[-2:])
         found = bits[:-2].view(torch.float32).view_as(amaxes)
         for block, (here, there) in places.items():
             seen[block][there] = found[here].to(block.device)
@@ -112,7 +134,7 @@ class Agreement:
         """Add the products that all ranks told of."""
         if self._told is None:
             return
-        most, least = self._told.tolist()
+        most, least = self._told.read()
         if most == -least == len(self._coming):
             self._add(self._coming)
         elif not self._warned:
@@ -126,10 +148,14 @@ class Agreement:
 
     def _add(self, weights: Sequence[Binding]) -> None:
         self._weights += weights
-        self._states += [weakref.ref(state_of(weight)) for weight in weights]
+        self._states += [_state_at(weight) for weight in weights]
 
     def _new(self, recipe: Recipe) -> list[Binding]:
         """The products that ranks do not agree on yet, without those that run by no recipe, whatever the region."""
+        now = latest(), settings(), len(self._states)
+        if self._looked == now:
+            return self._coming
+        self._looked = now
         known = {id(state) for ref in self._states if (state := ref()) is not None}
         return [w for w in products() if recipe_for(w, recipe) is not None and id(state_of(w)) not in known]
 
@@ -150,6 +176,18 @@ class Agreement:
         if "nccl" in dist.get_backend(self._group()):
             return torch.device("cuda", torch.cuda.current_device())
         return next(filter(None, map(device_of, weights)), torch.device("cpu"))
+
+
+def _state_at(weight: Binding) -> Callable[[], State | None]:
+    """A weak reference to a product's state; of one that is gone it leads nowhere, but keeps its place."""
+    try:
+        return weakref.ref(state_of(weight))
+    except ReferenceError:
+        return _nowhere
+
+
+def _nowhere() -> None:
+    """A reference to a state that is gone."""
 
 
 def _counts(count: int, device: torch.device) -> torch.Tensor:

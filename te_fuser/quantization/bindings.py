@@ -51,6 +51,9 @@ class StateBinding(Binding):
     def weak(self) -> StateBinding:
         return self
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateBinding) and self.key == other.key
 

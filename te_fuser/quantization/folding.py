@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fuser.quantization.agreement import Agreement, agreement_of
 from te_fuser.quantization.state import ROLES, Block, State, before_saving, blocks, lock
@@ -144,6 +145,15 @@ def _keep_snapshot() -> None:
 
 
 def _at_entry(region: Region) -> None:
+    if is_compiling():
+        from te_fuser.fuser.run.outside_tracing import outside_tracing
+
+        outside_tracing(_begin, region)
+    else:
+        _begin(region)
+
+
+def _begin(region: Region) -> None:
     """Fold what earlier regions left. Ranks are asked where gradients are on: who evaluates alone waits for nobody."""
     try_recipe(region.recipe)
     if not torch.is_grad_enabled():

@@ -25,6 +25,7 @@ from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside
 from te_fuser.quantization.precision import recipe_for
+from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
 from te_fuser.recipe.region import current_key
@@ -43,20 +44,24 @@ class Regions(surroundings.Surrounding):
         recipe = _said(key)[0]
         return [_with_state(item) if why_not(item, recipe) is None else item for item in listed]
 
+    def lasts(self, listed: Sequence[ListedOp]) -> bool:
+        return not any(map(_is_meta, _weights(listed)))
+
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
         recipe, calibrating = _said(key)
-        weights = [item.lowered.bindings["weight"] for item in _quantized(listed)]
-        for device in {w.get().device for w in weights} if not calibrating else ():
+        weights = [weight for weight in _weights(listed) if not _is_meta(weight)]
+        devices = [device_of(weight) or weight.get().device for weight in weights]
+        for device in {*devices} if not calibrating else ():
             check_machine(device)
-        for weight in weights:
-            ensure(weight, cast(Recipe, recipe_for(weight, recipe)))
+        for weight, device in zip(weights, devices, strict=True):
+            ensure(weight, cast(Recipe, recipe_for(weight, recipe)), device)
 
     def left(self, listed: Sequence[ListedOp]) -> None:
         if blocks():
             ran_outside([item.lowered.bindings["weight"] for item in listed if item.lowered.op.kind is MatMul])
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
-        states = [state_of(item.lowered.bindings["weight"]) for item in _quantized(listed)]
+        states = [state_of(weight) for weight in _weights(listed)]
         recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
         return Facts(items=recipes, calls=((_AsPut(states), True),))
 
@@ -107,9 +112,29 @@ def _quantized(listed: Iterable[ListedOp]) -> list[ListedOp]:
     return [item for item in listed if item.lowered.aside]
 
 
+def _weights(listed: Iterable[ListedOp]) -> list[Binding]:
+    return [item.lowered.bindings["weight"] for item in _quantized(listed)]
+
+
+def _is_meta(weight: Binding) -> bool:
+    """Whether it is on the meta device, so that a call can only be planned."""
+    owned = weight.owner._parameters
+    found = next(weight.owner.parameters(), None) if owned.get(weight.name) is None else owned[weight.name]
+    return found is not None and found.is_meta
+
+
+def _without_values(name: str) -> State:
+    """The state of a product that is only planned: it belongs to nobody."""
+    state, number = State(torch.nn.Module(), name), torch.empty((), dtype=torch.float32, device="meta")
+    for numbers in (state.scales, state.inverses, state.amaxes):
+        numbers.update(dict.fromkeys(ROLES, number))
+    return state
+
+
 def _with_state(item: ListedOp) -> ListedOp:
     """A product with the numbers of its state that it may read."""
-    state = state_of(item.lowered.bindings["weight"])
+    weight = item.lowered.bindings["weight"]
+    state = _without_values(weight.name) if _is_meta(weight) else state_of(weight)
     aside = {f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()}
     return replace(item, lowered=replace(item.lowered, aside=aside))
 

@@ -70,6 +70,11 @@ def settings_changed() -> None:
     _settings[0] += 1
 
 
+def settings() -> int:
+    """How often that was."""
+    return _settings[0]
+
+
 def entered() -> tuple[Region | None, ...]:
     """The regions that this thread and context is in, the outermost first; None: one that is off."""
     return _stack.get()

@@ -159,6 +159,29 @@ def test_bfloat16_trains(folder: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "low") == pytest.approx(losses(tmp_path / "full"), abs=0.05)
 
 
+def test_products_in_8_bits_train_as_well(folder: Path, tmp_path: Path) -> None:
+    """The mean of the last validation losses within 1% of that in bfloat16, on the same batches with the same masks."""
+    ends = []
+    for name in ("dtype", "fp8"):
+        how = ("--dtype", "bfloat16", "--precision", name)
+        assert run(folder, tmp_path / name, "--steps", "120", *how) == 0
+        validated = losses(tmp_path / name, "te_fuser validation loss")
+        ends.append(sum(validated[-10:]) / len(validated[-10:]))
+    assert ends[0] != ends[1] and ends[1] == pytest.approx(ends[0], rel=0.01)
+
+
+def test_a_run_in_8_bits_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ("--steps", "8", "--precision", "fp8")
+    assert run(folder, tmp_path / "whole", *how) == 0
+    with monkeypatch.context() as patched:
+        stop_at(patched, 4)
+        assert run(folder, tmp_path / "stopped", *how) == 130
+    assert run(folder, tmp_path / "stopped", "--resume") == 0
+    assert losses(tmp_path / "whole") == losses(tmp_path / "stopped")
+
+
 def test_a_size_sets_everything_and_what_is_given_wins(folder: Path) -> None:
     large = settings.parse(["--size", "large", "--steps", "7", "--text", str(folder)]).settings()
     assert (large.hidden, large.batch, large.steps) == (1024, 32, 7)

@@ -12,10 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import te_fuser as te
 from te_fuser import ops
 from te_fuser.quantization import not_finite, states
+from te_fuser.quantization.products import products
 from te_fuser.recipe import DelayedScaling
 
 WORLD = 2
@@ -99,7 +103,8 @@ def one_rank_alone(rank: int) -> None:
 def different(rank: int) -> None:
     """Different numbers of products: an error on all, before anything runs."""
     made = [*models(), te.LayerNormMLP(16, 32)] if rank == 0 else [*models()]
-    words = f"different numbers of products: this one {4 - 2 * rank}, all 2 to 4"
+    mine, fewest = len(products()), len(products()) - (2 if rank == 0 else 0)
+    words = f"different numbers of products: this one {mine}, all {fewest} to {fewest + 2}"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=words), te.autocast(recipe=RECIPE):
             raise AssertionError("it ran")
@@ -146,7 +151,28 @@ def same_training(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-CASES = (largest, not_a_number, each_its_own, one_rank_alone, different, made_later, same_training)
+def data_parallel(rank: int) -> None:
+    """Under DistributedDataParallel, which knows the buffers of a model that was loaded, and under fully_shard."""
+    torch.manual_seed(0)
+    made = [te.Sequential(ops.LayerNorm(16), ops.Linear(16, 32), ops.GELU(), ops.Linear(32, 16)) for _ in range(3)]
+    step(DistributedDataParallel(made[0]), (rank + 1) * torch.randn(8, 16))
+    made[1].load_state_dict(made[0].state_dict())
+    parallel = DistributedDataParallel(made[1])
+    for _ in range(2):
+        with te.autocast(recipe=RECIPE):
+            y, z = parallel(torch.randn(8, 16)), parallel((rank + 1) * torch.randn(8, 16))
+        (y + z).sum().backward()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for module in (*made[2], made[2]):
+        fully_shard(module, mesh=mesh)
+    for _ in range(2):
+        step(made[2], (rank + 1) * torch.randn(8, 16))
+    for model in made:
+        assert len(states(model)) == 6 and is_the_same_on_all(*flat(model))
+        assert all(float(history[0]) > 0 for _, history in states(model).values())
+
+
+CASES = (data_parallel, largest, not_a_number, each_its_own, one_rank_alone, different, made_later, same_training)
 
 
 def one_of_two(rank: int, folder: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch.utils.checkpoint import checkpoint
 
 import te_fuser as te
@@ -401,3 +402,123 @@ def test_dropout_draws_the_same_masks() -> None:
     with on():
         y = model(data(1))
     assert torch.equal(plain == 0, y == 0)
+
+
+@pytest.mark.parametrize("name", ["te.LayerNormMLP", "te.MultiheadAttention", "te.TransformerLayer"])
+def test_presets_are_known_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = trained(MODELS[name]())
+    seen = []
+    prepare = te.Fuser._prepare_call
+    monkeypatch.setattr(te.Fuser, "_prepare_call", lambda *call: seen.append(1) or prepare(*call))
+    for step in range(3):
+        with on():
+            model(data(step)).sum().backward()
+    assert len(seen) <= 1
+
+
+def test_an_op_by_itself() -> None:
+    torch.manual_seed(0)
+    op, x = ops.Linear(F, FFN), data(1)
+    plain = op(x)
+    with on():
+        y = op(x)
+        torch.testing.assert_close(y, te.Sequential(op).reference(x))
+    assert not torch.equal(y, plain)
+    y.sum().backward()
+    assert {"fp8_scale", "fp8_amax_history"} <= op.state_dict().keys()
+
+
+def test_a_weight_of_two_products() -> None:
+    torch.manual_seed(0)
+    product = ops.MatMul(F, F)
+    model = te.Sequential(product, ops.GELU(), product, verify=True)
+    for step in range(2):
+        with on():
+            y = model(data(step))
+        y.sum().backward()
+    assert len(states(model)) == 3
+
+
+def test_a_region_that_is_off_within_one() -> None:
+    model = mlp()
+    plain = model(data(1))
+    with on(), te.fp8_autocast(enabled=False):
+        assert torch.equal(model(data(1)), plain)
+
+
+def test_another_thread_is_in_no_region() -> None:
+    import threading
+
+    model, found = mlp(), []
+    plain = model(data(1))
+    with on():
+        model(data(1))
+        thread = threading.Thread(target=lambda: found.append(model(data(1))))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], plain)
+
+
+def test_compiled_around() -> None:
+    model = trained(mlp())
+    with on():
+        wanted = model(data(1))
+        y = torch.compile(torch.nn.Sequential(model), backend="eager")(data(1))
+    assert torch.equal(y, wanted)
+
+
+def test_a_gpu_that_is_not_at_hand() -> None:
+    with on():
+        plan = mlp().plan(data(1).requires_grad_(), device="h200")
+    assert any("quantize" in step.name for step in plan.forward)
+
+
+def test_hooks_see_gradients_in_the_dtype_of_values() -> None:
+    model, seen = trained(te.Sequential(ops.Linear(F, F), torch.nn.Identity(), ops.Linear(F, F))), []
+    with on():
+        y = model[1](model[0](data(1)))
+        y.register_hook(lambda g: seen.append(g.dtype))
+        model[2](y).sum().backward()
+    assert seen == [torch.float32]
+
+
+def test_measuring_records_nothing() -> None:
+    model = trained(mlp())
+    before = amaxes(model)
+    with on():
+        model.explain(data(1, scale=1e4), measure=True)
+    assert amaxes(model) == before
+
+
+def test_a_model_without_values_is_planned_and_stays_as_it_is() -> None:
+    with torch.device("meta"):
+        model = te.Sequential(ops.LayerNorm(F), ops.Linear(F, FFN), te.LayerNormMLP(FFN, F))
+    with on():
+        plan = model.plan(torch.empty(5, F, device="meta", requires_grad=True), device="h200")
+    assert any("quantize" in step.name for step in plan.forward)
+    assert not [name for name, _ in model.named_buffers()]
+    real = model.to_empty(device="cpu")
+    for p in real.parameters():
+        torch.nn.init.normal_(p)
+    with on():
+        real(data(1)).sum().backward()
+    assert float(real[1].fp8_scale[0]) == 1.0
+
+
+def test_parametrized_weights_are_computed_once_a_call() -> None:
+    calls = []
+
+    class Doubled(torch.nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return 2.0 * w
+
+    op = ops.Linear(F, F)
+    torch.nn.utils.parametrize.register_parametrization(op, "weight", Doubled())
+    model = te.Sequential(op)
+    calls.clear()
+    for step in range(3):
+        with on():
+            model(data(step)).sum().backward()
+    assert len(calls) == 3 and op.parametrizations.weight.original.grad is not None

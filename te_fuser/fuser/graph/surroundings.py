@@ -24,6 +24,10 @@ class Surrounding:
         """The list with what `lowered` may bind, as `aside` of its ops."""
         raise NotImplementedError
 
+    def lasts(self, listed: Sequence[ListedOp]) -> bool:
+        """Whether later calls may run such a list, too."""
+        return True
+
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
         """Make ready what is bound; called in each call of such a list that is not known to be like the last one."""
 
@@ -77,6 +81,11 @@ def listed_within(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> Seq
         listed = surrounding.listed(listed, key)
         surrounding.entered(listed, key)
     return listed
+
+
+def last(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> bool:
+    """Whether later calls that are surrounded so may run such a list, too."""
+    return all(surrounding.lasts(listed) for surrounding, _ in of(keys))
 
 
 def enter(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser import dtypes
-from te_fuser.codegen.description import NotOneKernel, Target, describe
+from te_fuser.codegen.description import NotOneKernel, describe
 from te_fuser.formula import expr
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
@@ -23,6 +23,7 @@ from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.substitution import before_quantized, substitute
 from te_fuser.formula.traversal import topological
 from te_fuser.fuser.graph.refs import Ref, gradient_ref, parameter_gradient_ref, parameter_ref, statistic_ref
+from te_fuser.fuser.plan.ranges import Gives, Leaf, Range
 from te_fuser.fuser.steps.kernel_task import KernelOutput, KernelTask
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import parameter_axes
@@ -31,19 +32,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
 
 
-@dataclass
-class _Leaf:
-    ref: Ref
-    axes: Axes
-    width: int
-    dtype: str
-    value: int | None = None
-    parameter: int | None = None
-
-    def tensor(self) -> tuple[Axes, int, str]:
-        return self.axes, self.width, self.dtype
-
-
+_Raised = tuple[str, int, Ref, Expr]  # the name of a maximum, its features, the number that is raised, and of what
 _Wanted = dict[str, "tuple[Expr | None, KernelOutput]"]  # by the name of a leaf: it, and the tensor of its gradient
 
 
@@ -52,13 +41,13 @@ class Stretch:
 
     def __init__(self, graph: Graph, start: int, stop: int) -> None:
         self.graph, self.start, self.stop = graph, start, stop
-        self.leaves: dict[str, _Leaf] = {}
+        self.leaves: dict[str, Leaf] = {}
         self.env: dict[int, Expr] = {}
         self.marks: dict[str, int] = {}  # name of a value node -> value
         self.streams: dict[str, int] = {}
         self.roles: dict[int, str] = {}
-        self._cuts: dict[int, _Range] = {}
-        self._differentiated: dict[tuple[int, int], tuple[_Range, _Wanted, list[Expr]]] = {}
+        self._cuts: dict[int, Range] = {}
+        self._differentiated: dict[tuple[int, int], tuple[Range, _Wanted, list[Expr]]] = {}
         # statistics have the dtype of the arithmetic
         wide = graph.values[graph.nodes[start].input].spec.dtype == torch.float64
         self._wide = "float64" if wide else "float32"
@@ -143,7 +132,7 @@ class Stretch:
             dtype, ref = spec.dtype, parameter_ref(index)
             if name in node.casts and node.op.autocast == "lower":  # else it is as well read as it is
                 dtype, ref = node.casts[name], parameter_ref(index, node.casts[name])
-            self.leaves[found] = _Leaf(ref, axes, width, dtypes.name_of(dtype), parameter=index)
+            self.leaves[found] = Leaf(ref, axes, width, dtypes.name_of(dtype), parameter=index)
         leaf = self.leaves[found]
         return expr.leaf(found, leaf.axes, leaf.width)
 
@@ -151,7 +140,7 @@ class Stretch:
         v = self.graph.values[value]
         axes = v.axes if v.axes is not None else Axes.FULL
         width = v.spec.features if axes & Axes.FEATURE else 1
-        self.leaves[name] = _Leaf(self.graph.ref(value), axes, width, dtypes.name_of(v.spec.dtype), value=value)
+        self.leaves[name] = Leaf(self.graph.ref(value), axes, width, dtypes.name_of(v.spec.dtype), value=value)
         self.env[value] = expr.leaf(name, axes, width)
 
     # ------------------------------------------------------------------------------------ ranges
@@ -167,12 +156,12 @@ class Stretch:
             raise NotOneKernel(f"the ops count samples along different dimensions {sorted(found)}")
         return found.pop() if found else None
 
-    def _cut(self, start: int) -> _Range:
+    def _cut(self, start: int) -> Range:
         """Expressions of the range that begins at `start`: values made before it become leaves."""
         found = self._cuts[start] = self._cuts.get(start) or self._cut_at(start)
         return replace(found, leaves=dict(found.leaves))
 
-    def _cut_at(self, start: int) -> _Range:
+    def _cut_at(self, start: int) -> Range:
         earlier = {name: v for name, v in self.marks.items() if (p := self.graph.producer(v)) is not None and p < start}
         leaves = dict(self.leaves)
         for name, value in earlier.items():
@@ -186,13 +175,11 @@ class Stretch:
 
         cut = substitute(nodes, as_leaf) if earlier else nodes
         pairs = list(zip(nodes, cut, strict=True))
-        return _Range(
-            {id(a): b for a, b in pairs}, cut, {id(b): a.digest for a, b in pairs if _is_statistic(b)}, leaves
-        )
+        return Range({id(a): b for a, b in pairs}, cut, {id(b): a.digest for a, b in pairs if _is_statistic(b)}, leaves)
 
-    def _value_leaf(self, value: int) -> _Leaf:
+    def _value_leaf(self, value: int) -> Leaf:
         v = self.graph.values[value]
-        return _Leaf(self.graph.ref(value), Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype), value)
+        return Leaf(self.graph.ref(value), Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype), value)
 
     def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
         """The kernel that makes the given values and statistics; None when they are all there already.
@@ -202,7 +189,7 @@ class Stretch:
             statistics: digests of canonical expressions to store per row.
         """
         cut = self._cut(start)
-        gives = _Gives(cut)
+        gives = Gives(cut)
         for value in stores:
             v, ref = self.graph.values[value], self.graph.ref(value)
             if ref not in {o.ref for o in gives.outputs}:
@@ -213,7 +200,8 @@ class Stretch:
             gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
         for node in self.graph.nodes[start:stop]:
             if (slot := self._raised(node, forward=True)) is not None:
-                gives.raise_by(f"{self.roles[node.index]}.amax", cut.of(self.env[node.input]), slot)
+                e, width = cut.of(self.env[node.input]), self.graph.values[node.input].spec.features
+                gives.raise_by(f"{self.roles[node.index]}.amax", e, width, slot)
         return self._kernel(start, stop, "fwd", cut, gives)
 
     def statistic(self, digest: str) -> Expr:
@@ -268,12 +256,12 @@ class Stretch:
         again = [cut.of(self.env[v]) for v in recompute]
         avoid = {self.graph.root(v) for v in recompute}
         arriving = self._raised_by(start, stop, wanted, adjoints)
-        roots = adjoints + again + [e for _, _, e in arriving]
+        roots = adjoints + again + [e for *_, e in arriving]
         readable_marks = {n: v for n, v in self.marks.items() if self.graph.root(v) in readable - avoid}
         by_output = _by_output(roots, cut, readable_marks)
         ways = [self._reduce(way, cut, readable_marks, silent) for way in (by_output, roots) if way]
         reduced, used = min(ways, key=_full_reads) if len(ways) > 1 else ways[0]
-        gives = _Gives(used)
+        gives = Gives(used)
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             gives.add(f"d_{name}", e, output)
         for value, e in zip(recompute, reduced[len(wanted) : len(wanted) + len(again)], strict=True):
@@ -281,8 +269,8 @@ class Stretch:
             gives.store(
                 self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
             )
-        for (name, slot, _), e in zip(arriving, reduced[len(wanted) + len(again) :], strict=True):
-            gives.raise_by(name, e, slot)
+        for (name, width, slot, _), e in zip(arriving, reduced[len(wanted) + len(again) :], strict=True):
+            gives.raise_by(name, e, width, slot)
         return self._kernel(start, stop, "bwd", used, gives)
 
     def _raised(self, node: Node, forward: bool) -> Ref | None:
@@ -291,17 +279,18 @@ class Stretch:
         name = node.op.raised_in_forward if forward else node.op.raised_in_backward
         return parameter_ref(node.parameters[name]) if name in node.parameters else None
 
-    def _raised_by(self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr]) -> list[tuple[str, Ref, Expr]]:
-        """What backward raises: the name of each, the number, and the gradient that comes to its op."""
+    def _raised_by(self, start: int, stop: int, wanted: _Wanted, adjoints: list[Expr]) -> list[_Raised]:
+        """What backward raises by the gradients that come to ops."""
         given = {output.ref: e for (_, output), e in zip(wanted.values(), adjoints, strict=True)}
         found = []
         for node in self.graph.nodes[start:stop]:
             slot, e = self._raised(node, forward=False), given.get(gradient_ref(node.input))
             if slot is not None and e is not None:
-                found.append((f"d_{self.roles[node.index]}.amax", slot, before_quantized(e)))
+                width = self.graph.values[node.input].spec.features
+                found.append((f"d_{self.roles[node.index]}.amax", width, slot, before_quantized(e)))
         return found
 
-    def _differentiate(self, start: int, stop: int) -> tuple[_Range, _Wanted, list[Expr]]:
+    def _differentiate(self, start: int, stop: int) -> tuple[Range, _Wanted, list[Expr]]:
         """The range cut out, what its backward gives, and the adjoint of each of these."""
         cut = self._cut(start)
         seeds = self._seeds(start, stop, cut)
@@ -309,7 +298,7 @@ class Stretch:
         adjoints = differentiate(seeds, [w for w, _ in wanted.values() if w is not None])
         return cut, wanted, [expr.ZERO if w is None else adjoints[w] for w, _ in wanted.values()]
 
-    def _seeds(self, start: int, stop: int, cut: _Range) -> dict[Expr, Expr]:
+    def _seeds(self, start: int, stop: int, cut: Range) -> dict[Expr, Expr]:
         seeds: dict[Expr, Expr] = {}
         for value in self.graph.leaving(start, stop):
             v = self.graph.values[value]
@@ -319,7 +308,7 @@ class Stretch:
             while name in cut.leaves:
                 name += "_"
             dtype = dtypes.name_of(v.gradient_dtype)
-            cut.leaves[name] = _Leaf(gradient_ref(value), Axes.FULL, v.spec.features, dtype)
+            cut.leaves[name] = Leaf(gradient_ref(value), Axes.FULL, v.spec.features, dtype)
             leaf = expr.leaf(name, Axes.FULL, v.spec.features)
             e = cut.of(self.env[value])
             seeds[e] = expr.add(seeds[e], leaf) if e in seeds else leaf
@@ -335,7 +324,7 @@ class Stretch:
         other = self.graph.ref(value) != self.graph.ref(node.output)
         return f"{role}.{name}" if other else f"{role}.branch"
 
-    def _wanted(self, start: int, stop: int, cut: _Range) -> _Wanted:
+    def _wanted(self, start: int, stop: int, cut: Range) -> _Wanted:
         """Leaf name -> (leaf, the gradient tensor) for everything that enters the range and needs a gradient.
 
         Where both ends of a fork enter, they are one leaf: one gets its whole adjoint, the other none, which is 0.
@@ -372,8 +361,8 @@ class Stretch:
         return wanted
 
     def _reduce(
-        self, roots: list[Expr], cut: _Range, readable: dict[str, int], silent: frozenset[int]
-    ) -> tuple[list[Expr], _Range]:
+        self, roots: list[Expr], cut: Range, readable: dict[str, int], silent: frozenset[int]
+    ) -> tuple[list[Expr], Range]:
         """Replace what exists already: stored values, and per-row statistics that forward computed on its way."""
         leaves = dict(cut.leaves)
         statistics: dict[str, str] = {}
@@ -386,13 +375,13 @@ class Stretch:
             if digest is None or self.first_made(digest) in silent:
                 return None
             name = statistics.setdefault(digest, f"statistic{len(statistics)}")
-            leaves[name] = _Leaf(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
+            leaves[name] = Leaf(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             return expr.leaf(name, Axes.ROWS)
 
         reduced = substitute(roots, as_leaf)
-        return reduced, _Range({}, [], {}, leaves)
+        return reduced, Range({}, [], {}, leaves)
 
-    def _kernel(self, start: int, stop: int, direction: str, cut: _Range, gives: _Gives) -> KernelTask | None:
+    def _kernel(self, start: int, stop: int, direction: str, cut: Range, gives: Gives) -> KernelTask | None:
         if gives.nothing():
             return None
         # What hands its input through (Fork, say) does nothing that the kernel could be named by.
@@ -426,7 +415,7 @@ class Stretch:
         return gradient_ref(next(v for v in self.graph.leaving(start, stop) if self.graph.needs_grad(v)))
 
 
-def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list[Expr]:
+def _by_output(roots: list[Expr], cut: Range, readable: Container[str]) -> list[Expr]:
     """The same with the sign of x by what a function like ReLU gave, where that can be read; else nothing.
 
     A product that follows keeps ReLU's output anyway, and x need then not be there at all.
@@ -441,7 +430,7 @@ def _by_output(roots: list[Expr], cut: _Range, readable: Container[str]) -> list
     return substitute(roots, read) if given else []
 
 
-def _full_reads(reduced: tuple[list[Expr], _Range]) -> int:
+def _full_reads(reduced: tuple[list[Expr], Range]) -> int:
     """How many tensors of all rows and features are read."""
     roots, used = reduced
     leaves = {e.attrs[0] for e in topological(roots) if e.op == "input"}
@@ -455,76 +444,3 @@ def _is_statistic(e: Expr) -> bool:
     which feature that was must pick among those it reads.
     """
     return bool(e.depth and not e.has_features and e.axes & Axes.OUTER) and not FUNCTIONS[e.op].picks
-
-
-@dataclass
-class _Range:
-    """Expressions cut at the beginning of a range, and the leaves they may have.
-
-    Attributes:
-        mapping: by its id, what a canonical expression is here; `nodes` are all of these.
-        statistics: by its id, the digest of what backward may read in its place, a number for each row.
-    """
-
-    mapping: dict[int, Expr]
-    nodes: list[Expr]
-    statistics: dict[int, str]
-    leaves: dict[str, _Leaf]
-
-    def of(self, e: Expr) -> Expr:
-        return self.mapping[id(e)]
-
-    def alias(self, e: Expr, dtype: str) -> Ref | None:
-        """The tensor that `e` is, if it is one as a whole and in this dtype."""
-        if e.op != "input" or e.is_part or e.axes != Axes.FULL:
-            return None
-        leaf = self.leaves[e.attrs[0]]
-        return leaf.ref if leaf.dtype == dtype else None
-
-
-class _Gives:
-    """What a kernel gives, and the tensors for it. What is there already gets another name."""
-
-    def __init__(self, cut: _Range) -> None:
-        self._cut = cut
-        self._stored: dict[Any, Ref] = {}
-        self.targets: list[Target] = []
-        self.outputs: list[KernelOutput] = []
-        self.sums: list[Target] = []
-        self.sum_outputs: list[KernelOutput] = []
-        self.aliases: list[tuple[Ref, Ref]] = []
-        self.maxima: list[Target] = []
-        self.raised: list[Ref] = []
-
-    def raise_by(self, name: str, e: Expr, slot: Ref) -> None:
-        """Raise a number to the largest magnitude of `e`."""
-        width = e.width if e.has_features else 1
-        self.maxima.append(Target(name, e, Axes.FULL, width, "float32"))
-        self.raised.append(slot)
-
-    def add(self, name: str, e: Expr, output: KernelOutput) -> None:
-        """Give `e`: a sum where it has no rows, a tensor that is there, or one to store."""
-        if not output.axes & Axes.OUTER:
-            self.sums.append(_target(name, e, output))
-            self.sum_outputs.append(output)
-            return
-        key = (id(e), output.dtype, output.axes, output.width)
-        same = self._cut.alias(e, output.dtype) or self._stored.get(key)
-        if same is None:
-            self._stored[key] = output.ref
-            self.store(name, e, output)
-        elif same != output.ref:
-            self.aliases.append((output.ref, same))
-
-    def store(self, name: str, e: Expr, output: KernelOutput) -> None:
-        """Store `e`, whatever is there already."""
-        self.targets.append(_target(name, e, output))
-        self.outputs.append(output)
-
-    def nothing(self) -> bool:
-        """Whether no kernel is needed."""
-        return not (self.targets or self.sums or self.aliases or self.maxima)
-
-
-def _target(name: str, e: Expr, output: KernelOutput) -> Target:
-    return Target(name, e, output.axes, output.width, output.dtype)

@@ -109,7 +109,8 @@ class Fuser:
         if len(within) >= _SURROUNDINGS_KEPT:
             within.clear()
         listed = surroundings.listed_within(plain.listed, keys)
-        return within.setdefault(keys, Listing(next(self._count), plain.given, listed, keys))
+        made = Listing(next(self._count), plain.given, listed, keys)
+        return within.setdefault(keys, made) if surroundings.last(listed, keys) else made
 
     def __call__(self, x: torch.Tensor, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run the plan for x; extra inputs by name, extra outputs in the order of `outputs`."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from te_fuser.fuser.graph import surroundings
+
 
 @contextmanager
 def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
-    """Runs in here see copies of the model's buffers, and random generators that are set back.
+    """Runs in here see copies of the model's buffers, and random generators and what surrounds calls are set back.
 
     Nothing is copied back, so that buffers keep their versions, which graphs of earlier calls look at.
     """
@@ -22,7 +24,8 @@ def undisturbed(model: torch.nn.Module, x: Any) -> Iterator[None]:
     states = [(g, g.get_state()) for g in generators]
     copies = {id(b): b.detach().clone().requires_grad_(b.requires_grad) for b in model.buffers()}
     before = [(m, dict(m._buffers)) for m in modules]
-    with pythons_draws_undone(), torch.random.fork_rng(sorted({d.index for d in devices if d.type == "cuda"})):
+    gpus = sorted({d.index for d in devices if d.type == "cuda"})
+    with surroundings.undisturbed(), pythons_draws_undone(), torch.random.fork_rng(gpus):
         try:
             for m, held in before:
                 _hold(m, {name: b if b is None else copies[id(b)] for name, b in held.items()})

@@ -1,0 +1,119 @@
+"""What surrounds calls: a kind of it that nobody in the fuser knows changes lists, and is noticed where it changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+
+import pytest
+import torch
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.fuser.graph import surroundings
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
+from te_fuser.ops.base import LoweredOp
+from te_fuser.ops.facts import Facts
+
+FACTOR: ContextVar[float | None] = ContextVar("factor", default=None)
+
+
+class Scaled(surroundings.Surrounding):
+    """In here each GELU's output is multiplied by a number."""
+
+    key = staticmethod(FACTOR.get)
+
+    def __init__(self) -> None:
+        self.entries: list[Hashable] = []
+        self.lefts = 0
+        self.settings = {"held": 1}
+
+    def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
+        return [*listed]
+
+    def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
+        self.entries.append(key)
+
+    def left(self, listed: Sequence[ListedOp]) -> None:
+        self.lefts += 1
+
+    def facts(self, listed: Sequence[ListedOp]) -> Facts:
+        return Facts(items=((self.settings, "held", 1),))
+
+    def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
+        found: list[ListedOp] = []
+        for item in listed:
+            found.append(item)
+            if isinstance(item.lowered.op, ops.GELU):
+                scale = LoweredOp(ops.Scale(value=key), {})
+                found.append(ListedOp(scale, f"{item.path}.scaled", {}, (), stream=item.stream))
+        return found
+
+    def notes(self, listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterable[str]:
+        yield f"times {key} on {device.type}"
+
+
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scaled]:
+    made = Scaled()
+    monkeypatch.setattr(surroundings, "_known", [made])
+    yield made
+
+
+@contextlib.contextmanager
+def factor(by: float) -> Iterator[None]:
+    token = FACTOR.set(by)
+    try:
+        yield
+    finally:
+        FACTOR.reset(token)
+
+
+def test_lists_change_with_what_surrounds_a_call(scaled: Scaled) -> None:
+    model = te_fuser.Sequential(ops.Linear(8, 8), ops.GELU(), ops.Dropout(0.5)).eval()
+    x = torch.randn(3, 8)
+    plain = model(x)
+    for by in (2.0, 3.0, 2.0):
+        with factor(by):
+            torch.testing.assert_close(model(x), plain * by)
+            torch.testing.assert_close(model.reference(x), plain * by)
+        torch.testing.assert_close(model(x), plain)
+    assert len(model.plans_kept()) == 3
+    with factor(4.0):
+        assert "times 4.0 on cpu" in str(model.explain(x))
+        double = model.double()(x.double())  # which nothing surrounds
+        torch.testing.assert_close(double, model.reference(x.double()))
+    torch.testing.assert_close(double.float(), plain)
+
+
+def test_known_calls_ask_nothing_but_facts(scaled: Scaled) -> None:
+    model, x = te_fuser.Sequential(ops.Linear(8, 8), ops.GELU()), torch.randn(3, 8)
+    with factor(2.0):
+        for _ in range(3):
+            model(x)
+        assert scaled.entries == [2.0]
+        scaled.settings["held"] = 2
+        model(x)
+        assert scaled.entries == [2.0, 2.0]
+    for _ in range(3):
+        model(x)
+    assert scaled.lefts == 1
+
+
+def test_draws_stay_as_they_are(scaled: Scaled) -> None:
+    model, x = te_fuser.Sequential(ops.GELU(), ops.Dropout(0.5)), torch.randn(30, 8)
+    torch.manual_seed(1)
+    plain = model(x)
+    torch.manual_seed(1)
+    with factor(2.0):
+        torch.testing.assert_close(model(x), plain * 2.0)
+
+
+def test_only_so_many_listings_are_kept(scaled: Scaled) -> None:
+    model, x = te_fuser.Sequential(ops.Linear(8, 8), ops.GELU()), torch.randn(3, 8)
+    plain = model(x)
+    for by in range(1, 30):
+        with factor(float(by)):
+            torch.testing.assert_close(model(x), plain * by)
+    assert len(model._prepared()[0].fuser._within) <= 8
