@@ -61,9 +61,8 @@ def as_new_process(patch: pytest.MonkeyPatch, cache_dir: Path, gpu: str = "NVIDI
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(config, "cache_dir", cache_dir)
     patch.setattr(cuda_loader, "_is_capturing", lambda index: False)
-    for made in ("_made", "_written"):
-        patch.setattr(cuda_loader, made, {})
-    for ready in ("_ready", "_written_ready"):
+    patch.setattr(cuda_loader, "_made", {})
+    for ready in ("_ready", "_written"):
         patch.setattr(cuda_loader, ready, set())
     forget_written()
 

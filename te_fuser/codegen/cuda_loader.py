@@ -114,8 +114,7 @@ Wanted = tuple[KernelDescription, tuple[Schedule, ...]]  # no schedule: the mode
 _lock = threading.RLock()
 _made: dict[tuple[str, str, tuple[Schedule, ...]], GpuKernel] = {}  # by description, architecture, schedules
 _ready: set[tuple[str, str, tuple[Schedule, ...], int]] = set()  # what is loaded on which device
-_written: dict[tuple[WrittenKernel, str], Loadable] = {}  # by architecture
-_written_ready: set[tuple[WrittenKernel, int]] = set()
+_written: set[tuple[WrittenKernel, int]] = set()  # those by hand, in the same way
 
 
 def measured(
@@ -137,16 +136,16 @@ def _load(
     arch = arch_on(index)
     with _lock:
         missing = [(d, s) for d, s in wanted if (d.key, arch, s, index) not in _ready]
-        by_hand = [k for k in dict.fromkeys(written) if (k, index) not in _written_ready]
+        by_hand = [k for k in dict.fromkeys(written) if (k, index) not in _written]
         if missing or by_hand:
             _refuse_capture([*(d for d, _ in missing), *by_hand], index)
-            _make_all(missing, by_hand, arch, cache_dir)
+        made_by_hand = _make_all(missing, by_hand, arch, cache_dir)
         for d, s in missing:
             _made[d.key, arch, s].run.load(index)
             _ready.add((d.key, arch, s, index))
-        for k in by_hand:
-            _written[k, arch].load(index)
-            _written_ready.add((k, index))
+        for k, kernel in zip(by_hand, made_by_hand, strict=True):
+            kernel.load(index)
+            _written.add((k, index))
         return [_made[d.key, arch, s] for d, s in wanted]
 
 
@@ -168,15 +167,16 @@ def _is_capturing(index: int) -> bool:
 # ------------------------------------------------------------------------------------------------- compiling
 
 
-def _make_all(wanted: Sequence[Wanted], written: Sequence[WrittenKernel], arch: str, cache_dir: Path | None) -> None:
-    """Make what this process has not, generated kernels and those written by hand at the same time."""
+def _make_all(
+    wanted: Sequence[Wanted], written: Sequence[WrittenKernel], arch: str, cache_dir: Path | None
+) -> list[Loadable]:
+    """Make what this process has not, of both kinds at the same time, and give those written by hand."""
     new = [(d, s) for d, s in wanted if (d.key, arch, s) not in _made]
-    by_hand = [k for k in written if (k, arch) not in _written]
     jobs: list[Callable[[], Any]] = [functools.partial(_make, d, s, arch, cache_dir) for d, s in new]
-    jobs += [functools.partial(k.compile, arch, cache_dir) for k in by_hand]
+    jobs += [functools.partial(k.compile, arch, cache_dir) for k in written]
     made = _in_parallel(jobs, arch)
     _made.update({(d.key, arch, s): kernel for (d, s), kernel in zip(new, made, strict=False)})
-    _written.update({(k, arch): kernel for k, kernel in zip(by_hand, made[len(new) :], strict=True)})
+    return made[len(new) :]
 
 
 def _make(

@@ -21,6 +21,7 @@ from te_fuser.codegen.in_place import pairs
 from te_fuser.codegen.nvrtc import Compiled, CompileError, Resources
 from te_fuser.codegen.schedule import Kind, Schedule, Sums
 from te_fuser.codegen.tuned_schedules import store_for
+from te_fuser.codegen.written import MadeOnce
 from te_fuser.formula import expr
 from te_fuser.formula.expr import Axes
 from tests.codegen import corpus
@@ -38,6 +39,7 @@ Compile = Callable[..., Compiled]
 def driver(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
     """A process that has made no kernel yet, on a machine with two GPUs of one kind."""
     as_new_process(monkeypatch, tmp_path)
+    loads_of.cache_clear()
     monkeypatch.setattr(cuda_loader, "_is_capturing", lambda index: bool(fake.capturing))
     with in_place(library) as fake:
         yield fake
@@ -158,8 +160,7 @@ class ByHand:
     name = "by_hand"
 
     def compile(self, arch: str, cache: Path | None) -> Loads:
-        nvrtc.compile_source(f"// {self.constant}", arch, name=self.name, cache=cache)
-        return Loads([])
+        return loads_of(self, arch, cache)
 
 
 class Loads(list[int]):
@@ -167,6 +168,12 @@ class Loads(list[int]):
 
     def load(self, device: int) -> None:
         self.append(device)
+
+
+@MadeOnce
+def loads_of(kernel: ByHand, arch: str, cache: Path | None) -> Loads:
+    nvrtc.compile_source(f"// {kernel.constant}", arch, name=kernel.name, cache=cache)
+    return Loads([])
 
 
 def test_kernels_written_by_hand_are_made_beside_the_generated_ones(
@@ -190,7 +197,7 @@ def test_a_kernel_written_by_hand_is_made_once_and_loaded_on_each_device(
     for device in (GPU, GPU, torch.device("cuda", 1)):
         cuda_loader.load([], device, written=[ByHand(1)])
     assert compiler.names == ["by_hand"]
-    assert cuda_loader._written[ByHand(1), "sm_90a"] == [0, 1]
+    assert loads_of(ByHand(1), "sm_90a", None) == [0, 1]
 
 
 def test_a_captured_stream_makes_no_kernel_written_by_hand(driver: FakeDriver, compiler: Compiler) -> None:

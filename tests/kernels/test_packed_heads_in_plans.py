@@ -146,7 +146,7 @@ def test_what_adds_up_column_sums_is_made_beside_them(
     bias = ops.Bias(FEATURES)
     with fusions.only(*IN_FORCE):
         Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})
-        assert [kernel.name for kernel, _ in cuda_loader._written] == names
+        assert sorted(kernel.name for kernel, _ in cuda_loader._written) == names
         assert compiled.count("column_sums") == 1
         bias.requires_grad_(False)
         prepared = Fuser([bias, last()]).prepare(torch.randn(5, 2, FEATURES, requires_grad=True), {})

@@ -117,7 +117,6 @@ class CallSpecs:
         named: name -> the spec of a named input, and whether it needs a gradient.
         parameters: what is known of each parameter that an op of the list is bound to.
         autocast: the dtype that torch.autocast runs in; None outside of it.
-        absent: the device planned for instead of where the tensors are.
         bindings: what `parameters` are known of, in the order in which calls give them.
         around: what surrounds the call, as `surroundings.around` gives it.
     """
@@ -129,7 +128,6 @@ class CallSpecs:
     outputs: tuple[str, ...]
     grad: bool
     autocast: torch.dtype | None
-    absent: torch.device | None = None
     bindings: tuple[Binding, ...] = ()
     around: tuple[Hashable, ...] = ()
 
@@ -147,6 +145,7 @@ class CallSpecs:
         """The specs of a call made now, with these parameters.
 
         Args:
+            absent: the device planned for instead of where the tensors are.
             questions: what is to note what is asked of its sizes: all but the features of x.
         """
         known = {b.key: ParameterSpecs.of(b, t, absent) for b, t in parameters.items()}
@@ -159,7 +158,7 @@ class CallSpecs:
         autocast = autocast_of(spec.device.type)
         bindings = tuple([b.weak() for b in parameters])
         grad = torch.is_grad_enabled()
-        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, absent, bindings, around)
+        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, bindings, around)
 
     def stand_ins(self) -> StandIns:
         """What stands for the parameters that are computed."""

@@ -38,8 +38,6 @@ class Program:
 
     run: Callable[..., None]
     size: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
     blank: tuple[None, ...]
     names: tuple[str, ...] = ()
     made: tuple[tuple[tuple[str, int], ...], ...] = ()
@@ -73,13 +71,12 @@ def build_program(
     """Steps as a program whose first slots are `inputs`; `outputs` are never dropped."""
     slots, wrap = SlotMap(), loaded.wrap
     # Two inputs may be one tensor under two names; nobody reads the second.
-    numbers_in = tuple(slots[Ref(DOUBLED, k) if r in slots else r] for k, r in enumerate(inputs))
-    numbers_out = tuple(slots[r] for r in outputs)
+    given = len([slots[Ref(DOUBLED, k) if r in slots else r] for k, r in enumerate(inputs)])
+    held = {slots[r] for r in outputs}
     last: dict[int, int] = {}
     for k, step in enumerate(steps):
         for ref in (*step.reads(), *step.writes()):
             last[slots[ref]] = k
-    held = set(numbers_out)
     dead: dict[int, list[int]] = {}
     for slot, k in last.items():
         if slot not in held:
@@ -93,12 +90,12 @@ def build_program(
     native = _native.Program(
         [(r, dead.get(k, [])) for k, r in enumerate(runners)], loaded.sums if may_wait else None, may_wait
     )
-    blank = (None,) * (len(slots) - len(numbers_in) + 1)
+    blank = (None,) * (len(slots) - given + 1)
     ops = [", ".join(loaded.labels[s.start : s.stop]) for s in steps]
     names = tuple(f"{s.name}: {labels}" for s, labels in zip(steps, ops, strict=True))
     made = tuple(tuple((name, slots[r]) for name, r in s.outputs) for s in steps)
     authors = tuple(_author(s, labels, slots) for s, labels in zip(steps, ops, strict=True))
-    return Program(native.run, len(slots), numbers_in, numbers_out, blank, names, made, authors), slots
+    return Program(native.run, len(slots), blank, names, made, authors), slots
 
 
 def _author(step: Step, ops: str, slots: SlotMap) -> Author | None:
