@@ -8,14 +8,17 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.config import config
+
+if TYPE_CHECKING:
+    from te_fuser import _native
 
 
 class Loadable(Protocol):
@@ -110,6 +113,35 @@ def _loaded(kernel: TextKernel[Any], index: int) -> Loadable:
     made = kernel.compile(arch_on(index), config.cache_dir)
     made.load(index)  # now, since the threads of a backward pass have no context of their own
     return cast(Loadable, made)
+
+
+def over_rows(
+    name: str,
+    cubin: bytes,
+    tensors: Sequence[tuple[str, int]],
+    inputs: int,
+    integers: int,
+    threads: int,
+    rows: int = 1,
+    *,
+    blocks: int,
+) -> _native.CudaKernel:
+    """A kernel of one launch over rows, which takes tensors, the rows, how many blocks share them, and integers.
+
+    Args:
+        name: its own, and that of its symbol.
+        tensors: dtype and alignment in bytes of each; the first `inputs` are read.
+        threads: of a block.
+        rows: that a block looks at together.
+        blocks: of a multiprocessor.
+    """
+    from te_fuser import _native
+
+    dtypes, alignments = zip(*tensors, strict=True)
+    arguments = [("tensor", k) for k in range(len(tensors))] + [("rows", 0), ("groups", 0)]
+    arguments += [("integer", k) for k in range(integers)]
+    launch = (name, threads, 0, (1, rows, blocks, False, False), tuple(arguments))
+    return _native.CudaKernel(name, cubin, dtypes, alignments, inputs, (launch,), (), 0, integers, waits=True)
 
 
 def index_of(device: torch.device) -> int:

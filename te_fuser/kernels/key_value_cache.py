@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.written import TextKernel, over_rows
 from te_fuser.kernels.strided import as_one, reach
 
 if TYPE_CHECKING:
@@ -71,15 +71,9 @@ class CacheWrite(TextKernel["_native.CudaKernel"]):
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it: x, starts, counts, both caches, y."""
-        from te_fuser import _native
-
         stored, (whole, _) = _DTYPES[self.dtype][0], WHOLE[self.whole]
         tensors = [(stored, _ACCESS), *[(whole, self.whole.itemsize)] * 2, *[(stored, _ACCESS)] * 3]
-        arguments = [("tensor", k) for k in range(6)] + [("rows", 0), ("groups", 0)]
-        arguments += [("integer", k) for k in range(6)]
-        launch = (self.name, _THREADS, 0, (1, 1, _BLOCKS, False, False), tuple(arguments))
-        dtypes, alignments = zip(*tensors, strict=True)
-        return _native.CudaKernel(self.name, cubin, dtypes, alignments, 3, (launch,), (), 0, 6, waits=True)
+        return over_rows(self.name, cubin, tensors, 3, 6, _THREADS, blocks=_BLOCKS)
 
 
 def put(

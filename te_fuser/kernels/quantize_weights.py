@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.cuda_text import CTYPES
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.written import TextKernel, over_rows
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
 from te_fuser.kernels import transposed8
@@ -250,12 +250,5 @@ class QuantizeWeight(TextKernel["_native.CudaKernel"]):
 
 def _native_kernel(name: str, first: tuple[str, int], cubin: bytes) -> _native.CudaKernel:
     """Of a dtype and an alignment of the first tensor; the others, and the integers, are alike."""
-    from te_fuser import _native
-
-    dtypes, alignments = (
-        (first[0], "float32", "float8_e4m3fn", "float8_e4m3fn", "float32"),
-        (first[1], 4, STEP, STEP, 4),
-    )
-    sources = [("tensor", k) for k in range(5)] + [("rows", 0), ("groups", 0), ("integer", 0), ("integer", 1)]
-    launch = (name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
-    return _native.CudaKernel(name, cubin, dtypes, alignments, 2, (launch,), (), 0, 2, waits=True)
+    tensors = [first, ("float32", 4), *[("float8_e4m3fn", STEP)] * 2, ("float32", 4)]
+    return over_rows(name, cubin, tensors, 2, 2, _THREADS, blocks=_ENDLESS)

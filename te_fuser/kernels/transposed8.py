@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.written import TextKernel, over_rows
 from te_fuser.dtypes import text_of
 
 if TYPE_CHECKING:
@@ -79,9 +79,4 @@ class Transposed8(TextKernel["_native.CudaKernel"]):
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
-        from te_fuser import _native
-
-        sources = [("tensor", 0), ("tensor", 1), ("rows", 0), ("groups", 0), *(("integer", k) for k in range(2))]
-        launch = (self.name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
-        dtypes = (text_of(self.dtype),) * 2
-        return _native.CudaKernel(self.name, cubin, dtypes, (STEP, STEP), 1, (launch,), (), 0, 2, waits=True)
+        return over_rows(self.name, cubin, [(text_of(self.dtype), STEP)] * 2, 1, 2, _THREADS, blocks=_ENDLESS)

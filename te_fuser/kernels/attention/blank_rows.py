@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.written import TextKernel, over_rows
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -148,9 +148,5 @@ class BlankRows(TextKernel["_native.CudaKernel"]):
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
-        from te_fuser import _native
-
-        dtypes, alignments = ("int32",) * 4 + (_DTYPES[self.dtype][0],), (4, 4, 4, 4, _ACCESS)
-        sources = [("tensor", k) for k in range(5)] + [("rows", 0), ("groups", 0)] + [("integer", k) for k in range(6)]
-        launch = (self.name, _THREADS, 0, (1, _ROWS, _BLOCKS, False, False), tuple(sources))
-        return _native.CudaKernel(self.name, cubin, dtypes, alignments, 4, (launch,), (), 0, 6, waits=True)
+        tensors = [("int32", 4)] * 4 + [(_DTYPES[self.dtype][0], _ACCESS)]
+        return over_rows(self.name, cubin, tensors, 4, 6, _THREADS, _ROWS, blocks=_BLOCKS)

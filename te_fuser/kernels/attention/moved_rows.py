@@ -10,14 +10,13 @@ Shapes in this file: B samples, S positions, K keys, T = B * S rows, F features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from te_fuser.codegen.written import TextKernel
+from te_fuser.codegen.written import TextKernel, over_rows
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -177,16 +176,6 @@ class _RowKernel(TextKernel["_native.CudaKernel"]):
         constants = f"constexpr int kThreads = {_THREADS}, kBehind = {_BEHIND};"
         return "\n".join(['#include "te_cuda.cuh"', "", constants, "", _SOURCE.read_text()])
 
-    def _of(self, cubin: bytes, tensors: Sequence[tuple[str, int]], inputs: int, numbers: int) -> _native.CudaKernel:
-        """Of tensors by dtype and alignment, the first ones inputs, and of so many integers."""
-        from te_fuser import _native
-
-        dtypes, alignments = zip(*tensors, strict=True)
-        arguments = [("tensor", k) for k in range(len(tensors))] + [("rows", 0), ("groups", 0)]
-        arguments += [("integer", k) for k in range(numbers)]
-        launch = (self.name, _THREADS, 0, (1, 1, _BLOCKS, False, False), tuple(arguments))
-        return _native.CudaKernel(self.name, cubin, dtypes, alignments, inputs, (launch,), (), 0, numbers, waits=True)
-
 
 @dataclass(frozen=True)
 class FindTokens(_RowKernel):
@@ -196,7 +185,8 @@ class FindTokens(_RowKernel):
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
-        return self._of(cubin, [("bool", 1)] * 2 + [("int32", 4)] * 3, 2, 3)
+        tensors = [("bool", 1)] * 2 + [("int32", 4)] * 3
+        return over_rows(self.name, cubin, tensors, 2, 3, _THREADS, blocks=_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -208,4 +198,5 @@ class MoveRows(_RowKernel):
 
     def native(self, cubin: bytes) -> _native.CudaKernel:
         """The kernel as the native runtime takes it."""
-        return self._of(cubin, [("int32", 4)] * 2 + [(_DTYPES[self.dtype], _ACCESS)] * 2, 3, 8)
+        tensors = [("int32", 4)] * 2 + [(_DTYPES[self.dtype], _ACCESS)] * 2
+        return over_rows(self.name, cubin, tensors, 3, 8, _THREADS, blocks=_BLOCKS)
