@@ -1,4 +1,4 @@
-"""A segment of a plan: one autograd node. The only `torch.autograd.Function` of the code base is here."""
+"""A segment of a plan: one autograd node. The only `torch.autograd.Function` of plans is here."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.written import TextKernel, over_rows
+from te_fuser.kernels.strided import as_one, reach
 
 if TYPE_CHECKING:
     from te_fuser import _native
@@ -121,14 +122,14 @@ class ByKernel:
         """As `ByTorch.together`; what lies behind the zeros is anything."""
         x = _readable(x)
         rows = x.new_empty(tokens.places.numel(), x.shape[-1])
-        _move(_flat(x), rows, rows, tokens, x[:, :, None], False)
+        _move(as_one(x, reach(x)), rows, rows, tokens, x[:, :, None], False)
         return rows
 
     @staticmethod
     def back(rows: torch.Tensor, tokens: Tokens, x: torch.Tensor) -> None:
         """As `ByTorch.back`, where pieces lie in steps of 16 bytes."""
         rows = rows.contiguous()
-        _move(rows, _flat(x), rows, tokens, x, True)
+        _move(rows, as_one(x, reach(x)), rows, tokens, x, True)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -137,12 +138,6 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     vector = _ACCESS // x.element_size()
     fits = last == 1 and not any(step % vector or step // vector >= 2**31 for step in steps)
     return x if fits and x.data_ptr() % _ACCESS == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """All that x reaches, as the native runtime takes it."""
-    reach = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    return x.as_strided((reach,), (1,))
 
 
 def _move(
