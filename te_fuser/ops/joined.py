@@ -20,10 +20,17 @@ _FIRST = 2**63  # of nodes that could run, backward takes the one of the largest
 
 
 class Joined(NamedTuple):
-    """What a tensor was joined from: parts, and that these are the parts and lie where they lay."""
+    """What a tensor was joined from.
+
+    Attributes:
+        parts: these.
+        facts: that these are the parts and lie where they lay.
+        copied: whether it has memory of its own, and is no view of theirs.
+    """
 
     parts: tuple[torch.Tensor, ...]
     facts: Facts
+    copied: bool
 
 
 class InOneBuffer(torch.autograd.Function):
@@ -109,7 +116,7 @@ class JoinedBinding(WeakBinding):
         together = lie_together(parts)
         with torch.inference_mode(False), torch.enable_grad():  # later calls may be recorded
             whole = _viewed(parts) if together else torch.cat(parts)
-        whole.__dict__[_JOINED] = Joined(tuple(parts), self._placed(parts))
+        whole.__dict__[_JOINED] = Joined(tuple(parts), self._placed(parts), not together)
         if together:
             wholes[self.name] = whole
         return whole
@@ -145,6 +152,34 @@ def parts_of(t: torch.Tensor) -> Sequence[torch.Tensor]:
     """The same, its parts alone; empty where it was not joined."""
     joined = joined_of(t)
     return () if joined is None else joined.parts
+
+
+Places = list[tuple[int, int, int]]  # where a copy stood, and from where to where its parts stand now
+
+
+def kept_in_parts(kept: Sequence[Any], joined: Sequence[int]) -> tuple[list[Any], Places]:
+    """What is kept for backward, with the parts of copies, which stand at some of the places `joined`, in their stead.
+
+    So a copy dies with forward, and parameters that `fully_shard` takes away in between take no memory.
+    """
+    found, places = list(kept), Places()
+    for place in joined:
+        of = joined_of(found[place])
+        if of is not None and of.copied:
+            places.append((place, len(found), len(found) + len(of.parts)))
+            found[place] = None
+            found += of.parts
+    return found, places
+
+
+def whole_again(kept: Sequence[Any], places: Places) -> Sequence[Any]:
+    """The same the other way round."""
+    if not places:
+        return kept
+    found = list(kept[: places[0][1]])
+    for place, start, stop in places:
+        found[place] = torch.cat([part.detach() for part in kept[start:stop]])
+    return found
 
 
 def lie_together(parts: Sequence[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_fuser
 from te_fuser import ops
+from te_fuser.fuser.plan import finish
 from te_fuser.ops import joined
 from tests.ops.check import normal
 
@@ -84,7 +85,7 @@ def test_copied_only_where_they_lie_apart(together: bool, monkeypatch: pytest.Mo
     cat = torch.cat
     monkeypatch.setattr(torch, "cat", lambda *args, **kwargs: copies.append(1) or cat(*args, **kwargs))
     model(x).sum().backward()
-    assert len(copies) == (0 if together else 2)
+    assert len(copies) == (0 if together else 3)  # weights and biases, and the weights again in backward
     note = "query_weight, key_weight, value_weight lie apart, so each call copies them"
     assert (note in str(model.explain(x))) is not together
     assert len(model.plan(x).graph.nodes) == 4
@@ -292,3 +293,31 @@ def test_what_is_joined_is_known_again() -> None:
     for p in model.parameters():
         p.requires_grad_(True)
     assert_as_meant(model, x.detach().double().requires_grad_())
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_backward_keeps_no_copy_of_what_lies_apart(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fully_shard takes apart behind forward is not held by a copy; it is joined again."""
+    if segments > 1:
+        monkeypatch.setattr(finish, "SEGMENT_BYTES", 1)
+        monkeypatch.setattr(finish, "WORTH_A_NODE", 0)
+    model = te_fuser.Sequential(Projection(together=False), Projection(together=False).append(ops.Linear(OUT, WIDTH)))
+    model[0].append(ops.Linear(OUT, WIDTH))
+    x, held = normal(5, WIDTH).float().requires_grad_(), []
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        held.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        y = model(x)
+    assert len(model.plan(x).segments) >= segments
+    parameters = {p.data_ptr() for p in model.parameters()}
+    assert all(t.data_ptr() in parameters or t.shape not in ((OUT, WIDTH), (OUT,)) for t in held)
+    assert {p.data_ptr() for p in (*model[0].parts(), *model[1].parts())} <= {t.data_ptr() for t in held}
+    leaves = [x, *model.parameters()]
+    dy = torch.randn_like(y)
+    want = torch.autograd.grad(model.reference(x), leaves, dy)
+    for keep in (True, False):
+        for got, other in zip(torch.autograd.grad(y, leaves, dy, retain_graph=keep), want, strict=True):
+            torch.testing.assert_close(got, other)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from te_fuser.fuser.run import fuser
 from tests.parallel.models import (
+    FEATURES,
     MODELS,
     Layers,
     assert_as_one_process,
@@ -123,6 +124,22 @@ def test_plans_of_what_is_cut() -> None:
         layer.explain(x)
     layer.unshard()
     assert "attention" in str(layer.explain(x))
+
+
+@on_ranks
+def test_whole_weights_are_not_held_between_forward_and_backward() -> None:
+    """Neither as they are, nor joined."""
+    model, held = sharded(transformer_layers(), reshard_after_forward=True), list[torch.Tensor]()
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        held.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        loss = model(own(whole_batch())).square().mean()
+    weights = [t for t in held if t.dim() == 2 and FEATURES in t.shape]
+    assert len(weights) >= 6 * 2 and not any(t.untyped_storage().size() for t in weights)
+    loss.backward()
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -14,6 +14,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.ops.joined import JoinedBinding, kept_in_parts, whole_again
 from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Segment:
         recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
+        joined: the places among the kept of parameters that may be joined from several.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
@@ -69,6 +71,7 @@ class Segment:
     take_kept: Picker
     take_gradients: Picker
     promised: Graph | None = None
+    joined: tuple[int, ...] = ()
     unrecorded: bool = False
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -110,6 +113,8 @@ class SegmentFunction(torch.autograd.Function):
         if segment.written:
             ctx.written = [tensors[k] for _, k in segment.written]
             kept = _exchanged(kept, segment.written, [None] * len(kept))
+        if segment.joined:
+            kept, ctx.places = kept_in_parts(kept, segment.joined)
         ctx.save_for_backward(*kept)
         return tuple(outs)
 
@@ -122,6 +127,8 @@ class SegmentFunction(torch.autograd.Function):
         if grads[0] is None and all(g is None for g in grads):
             return (None,) * (1 + len(segment.gradients_out))
         saved: Sequence[Any] = ctx.saved_tensors
+        if segment.joined:
+            saved = whole_again(saved, ctx.places)
         if segment.marked:  # hooks, as checkpointing's, give tensors without attributes
             saved = _exchanged(saved, segment.marked, ctx.marked)
         if segment.written:
@@ -182,7 +189,8 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
     stops = any(map(stops_gradients, plan.graph.nodes))
     written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
-    return tuple(_build(segment, plan.x.device.type, loaded, written, stops) for segment in plan.segments)
+    joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if isinstance(b, JoinedBinding)}
+    return tuple(_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,9 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
     )
 
 
-def _build(segment: SegmentPlan, device: str, loaded: Loaded, written: frozenset[Ref], stops: bool) -> Segment:
+def _build(
+    segment: SegmentPlan, device: str, loaded: Loaded, written: frozenset[Ref], joined: Container[Ref], stops: bool
+) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
@@ -237,6 +247,7 @@ def _build(segment: SegmentPlan, device: str, loaded: Loaded, written: frozenset
         any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
         _picker(back.kept),
         _picker(back.gradients_out),
+        joined=tuple(place for place, k in enumerate(segment.kept) if back.kept and k.ref in joined),
         unrecorded=stops and not segment.backward and not segment.recorded,
     )
 
