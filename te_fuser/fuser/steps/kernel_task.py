@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from te_fuser.ops.base import Spec
 
 
-@dataclass(frozen=True)
-class KernelOutput:
+class KernelOutput(NamedTuple):
     """A tensor that a kernel makes: its ref, and its shape as (axes, width), or a fixed shape (parameters)."""
 
     ref: Ref
@@ -104,7 +103,7 @@ class KernelTask(Task):
         )
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> KernelTask:
-        outs = tuple(replace(o, ref=renames.get(o.ref, o.ref)) for o in self.outputs)
+        outs = tuple(o._replace(ref=renames.get(o.ref, o.ref)) for o in self.outputs)
         aliases = tuple((renames.get(a, a), renames.get(b, b)) for a, b in self.aliases)
         return replace(self, outputs=outs, aliases=aliases)
 
