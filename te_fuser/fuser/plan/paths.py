@@ -12,6 +12,7 @@ from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
 from te_fuser.fuser.plan.candidates import TICK, Edge
 from te_fuser.fuser.plan.order import is_hanging
 from te_fuser.fuser.plan.plan import Choice
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
@@ -54,7 +55,7 @@ class Aim:
         return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in preferred
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Way:
     """The cheapest way through the section of some candidates.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,7 +43,7 @@ class Refusal(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
+@record()
 class Choice:
     """Whether a value is kept or computed again, and what the other would have cost."""
 

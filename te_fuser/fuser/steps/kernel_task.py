@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
 from te_fuser.ops.rows import batch_layout
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription, Load
@@ -34,7 +35,7 @@ class KernelOutput(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
+@record()
 class KernelTask(Task):
     """A generated kernel in its place: the description and what its tensors are.
 
