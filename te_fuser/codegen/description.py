@@ -21,9 +21,10 @@ from te_fuser.formula.reductions import extreme, sum_features
 from te_fuser.formula.rendering import render_together
 from te_fuser.formula.substitution import substitute, unmarked
 from te_fuser.formula.traversal import topological
+from te_fuser.record import record
 
 
-@dataclass(frozen=True)
+@record()
 class Load:
     """A tensor that is read.
 
@@ -41,7 +42,7 @@ Layout = Literal["rows", "transposed"]
 TOKENS = 16  # a multiple of so many is a row of what is stored transposed
 
 
-@dataclass(frozen=True)
+@record()
 class Store:
     """A tensor that is written: FULL [rows, width] as one or more parts side by side, or ROWS [rows].
 
@@ -56,7 +57,7 @@ class Store:
     layout: Layout = "rows"
 
 
-@dataclass(frozen=True)
+@record()
 class Sum:
     """A sum over rows: of each feature (FEATURE), of each feature of a sample (SAMPLE_FEATURES), or of all (NONE).
 
@@ -93,7 +94,7 @@ class Counts:
     column_sums: int
 
 
-@dataclass(frozen=True)
+@record()
 class KernelDescription:
     """A kernel, free of schedule. `width` is the feature count of one part: every full-size node has this width.
 
@@ -233,7 +234,7 @@ class NotOneKernel(ValueError):
     """These expressions do not fit one kernel; the message says why."""
 
 
-@dataclass(frozen=True)
+@record()
 class Target:
     """A tensor that a kernel shall write: its expression, its extent, the dtype it is stored in, and how it lies."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from te_fuser.formula.expr import ZERO, Axes, Expr, add, concat, const, is_const, mul, part
+from te_fuser.formula.expr import ZERO, Expr, add, concat, const, is_const, mul, part
 from te_fuser.formula.functions import FUNCTIONS
 from te_fuser.formula.reductions import sum_features
 from te_fuser.formula.traversal import topological
@@ -29,7 +29,7 @@ def _spread(e: Expr, g: Expr) -> Iterable[tuple[Expr, Expr]]:
 
 def _counted(width: int, argument: Expr, contribution: Expr) -> Expr:
     """What reaches an argument that was broadcast to `width` features: an adjoint equal for all of them counts each."""
-    if (argument.axes | contribution.axes) & Axes.FEATURE:
+    if argument.has_features or contribution.has_features:
         return contribution
     return mul(const(width), contribution)
 

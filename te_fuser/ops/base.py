@@ -23,6 +23,7 @@ from te_fuser.ops.facts import Facts
 from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.scales import before_loading
 from te_fuser.ops.sizes import Size, exact, rounded_up
+from te_fuser.record import record
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class NamedInput:
     gradient: bool = True
 
 
-@dataclass(frozen=True)
+@record()
 class Spec:
     """What is known of a tensor while planning: shape, dtype, device.
 
@@ -147,7 +148,7 @@ class Aside:
         return ()
 
 
-@dataclass(frozen=True)
+@record()
 class LoweredOp:
     """An op as the planner sees it: the op, the parameters it reads, and its place in the module tree.
 

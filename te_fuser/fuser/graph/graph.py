@@ -27,9 +27,10 @@ from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spec
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
+from te_fuser.record import record
 
 
-@dataclass(frozen=True)
+@record()
 class Value:
     """A tensor on an edge.
 
@@ -57,7 +58,7 @@ class Value:
         return self.spec if self.gradient is None else dataclasses.replace(self.spec, dtype=self.gradient)
 
 
-@dataclass(frozen=True)
+@record()
 class Node:
     """One elementary op in its place."""
 

@@ -12,6 +12,7 @@ import torch
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
 from te_fuser.ops.row_op import RowOp
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.ops.binding import Binding, Key, StandIns
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-@dataclass(frozen=True)
+@record()
 class ListedOp:
     """An op in a flattened list.
 
@@ -83,7 +84,7 @@ def _like(p: torch.Tensor, blanks: dict[Any, torch.nn.Parameter]) -> torch.nn.Pa
     return blanks[key]
 
 
-@dataclass(frozen=True)
+@record()
 class ParameterSpecs:
     """What planning knows of a parameter: never its values.
 

@@ -14,6 +14,7 @@ from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price, Step
 from te_fuser.fusions.match import Body, Match
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -30,7 +31,7 @@ TICK = 1e-13
 NO_TENSOR = "its last op makes no tensor of its own"
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Edge:
     """A candidate: steps for the ops start..stop-1, and how many bytes it makes kept.
 
@@ -62,7 +63,7 @@ class Edge:
         return self.fusion is not None and self.fusion.direction == "joint"
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Found:
     """The candidates of a section, whatever they are to be short in.
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.checks import plain
-from te_fuser.fuser.graph.refs import VALUE
+from te_fuser.fuser.graph.refs import VALUE, Ref
 from te_fuser.fuser.plan.stretch import Stretch
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
-    from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.steps.kernel_task import KernelTask
 
 _KEPT = 1024
@@ -180,20 +179,24 @@ class DerivedStretch:
     def _derived(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None | NotOneKernel:
         """A kernel of this stretch, or why there is none."""
         found: Any = self._known.get(key, _MISSING)
-        if found is _MISSING:
-            try:
-                made = derive()
-                found = made and made.moved(self._numbered, -self._first_stream)
-            except NotOneKernel as why:
-                found = why
-            self._known[key] = found
-        return found if isinstance(found, NotOneKernel) else found and found.moved(self._placed, self._first_stream)
+        if found is not _MISSING:
+            known = isinstance(found, NotOneKernel) or found is None
+            return found if known else found.moved(self._placed, self._first_stream)  # type: ignore[no-any-return]
+        try:
+            made = derive()
+        except NotOneKernel as why:
+            self._known[key] = why
+            return why
+        self._known[key] = made and made.moved(self._numbered, -self._first_stream)
+        return made
 
     def _numbered(self, ref: Ref) -> Ref:
-        return ref._replace(index=self._inward[ref.kind.counts][ref.index])
+        kind, index, form, name, term = ref
+        return Ref(kind, self._inward[kind.counts][index], form, name, term)
 
     def _placed(self, ref: Ref) -> Ref:
-        return ref._replace(index=self._outward[ref.kind.counts][ref.index])
+        kind, index, form, name, term = ref
+        return Ref(kind, self._outward[kind.counts][index], form, name, term)
 
 
 def _known_of(form: Any) -> dict[Any, KernelTask | NotOneKernel | None]:

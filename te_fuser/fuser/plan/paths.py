@@ -12,6 +12,7 @@ from te_fuser.fuser.graph.refs import EMITTED, SAVED, STATISTIC, VALUE
 from te_fuser.fuser.plan.candidates import TICK, Edge
 from te_fuser.fuser.plan.order import is_hanging
 from te_fuser.fuser.plan.plan import Choice
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
@@ -41,7 +42,8 @@ class Aim:
 
     def seconds(self, edge: Edge) -> float:
         """What an edge takes, with what it makes kept."""
-        return self.takes(edge) + edge.kept * self.weight / self._bandwidth
+        device, host = edge.takes
+        return device + self.prices.share * host + edge.kept * self.weight / self._bandwidth
 
     def length(self, edge: Edge) -> int:
         """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
@@ -50,10 +52,10 @@ class Aim:
     def is_preferred(self, edge: Edge) -> bool:
         """Whether a fusion was measured to be faster there, whatever its price."""
         preferred = self.prices.problem.preferred
-        return bool(preferred) and edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in preferred
+        return edge.fusion is not None and (edge.fusion.name, edge.start, edge.stop) in preferred
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Way:
     """The cheapest way through the section of some candidates.
 
@@ -115,11 +117,12 @@ def way_through(
     """
     variants = {picked: edges for edges, picked in _picked(aim, found, held)}
     others = [e for e in found.others if not (dropped and e.match and found.section.of_matches([e.match]) <= dropped)]
-    free = {edge: aim.length(edge) for edge in (*variants, *others) if not aim.is_preferred(edge)}
-    lengths = free if len(free) == len(variants) + len(others) else dict.fromkeys((*variants, *others), 0) | free
+    edges = [*variants, *others]
+    free = [e for e in edges if not aim.is_preferred(e)] if aim.prices.problem.preferred else edges
+    lengths = dict.fromkeys(edges, 0) | {e: aim.length(e) for e in free}
     compared = lengths
     if ahead is not None:
-        compared = lengths | {edge: max(length + ahead(edge), 0) for edge, length in free.items()}
+        compared = lengths | {e: max(lengths[e] + ahead(e), 0) for e in free}
     path = _shortest(found.section.start, found.section.stop, compared)
     if path is None:
         return None

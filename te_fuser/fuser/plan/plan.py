@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.kernels.column_sums import ColumnSumsKernel
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from te_fuser.ops.base import Spec
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """A tensor kept between forward and backward, its bytes (0: in the memory of another one), and whose it is."""
 
     ref: Ref
@@ -33,8 +33,7 @@ class Kept:
     owner: str  # "activation", "statistic", "input", "parameter"
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Something that was considered for the ops start..stop-1 and not taken, and why."""
 
     direction: str
@@ -44,7 +43,7 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True)
+@record()
 class Choice:
     """Whether a value is kept or computed again, and what the other would have cost."""
 
@@ -174,7 +173,7 @@ class Plan:
         for entry in (k for segment in reversed(self.segments) for k in segment.kept):
             if entry.ref not in found:
                 memory = self.graph.stored(entry.ref)
-                found[entry.ref] = replace(entry, bytes=0) if memory in counted else entry
+                found[entry.ref] = entry._replace(bytes=0) if memory in counted else entry
                 counted.add(memory)
         return tuple(found.values())
 
@@ -242,7 +241,7 @@ class Plan:
                 segment,
                 forward=tuple(prices.priced(s) for s in segment.forward),
                 backward=tuple(prices.priced(s) for s in segment.backward),
-                kept=tuple(replace(k, bytes=prices.size(k.ref)) for k in segment.kept),
+                kept=tuple(k._replace(bytes=prices.size(k.ref)) for k in segment.kept),
             )
             for segment in self.segments
         )

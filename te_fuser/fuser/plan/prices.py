@@ -238,7 +238,7 @@ def _stated(fusion: Fusion, match: Match, direction: str) -> Any:
 
 def kernel_cost(description: KernelDescription, rows: int, samples: int, generated: bool) -> Cost:
     """A row kernel: one pass if it is generated, one PyTorch operation for each node if it is interpreted."""
-    full = [n for n in description.nodes if n.has_features and n.op not in _FREE and n.axes & Axes.ROWS]
+    full = [n for n in description.nodes if n.has_features and n.op not in _FREE and n.axes != Axes.FEATURE]
     size = rows * max(description.width, 1)
     operations = float(sum(FUNCTIONS[n.op].operations for n in full) * size)
     read, written = description.bytes_moved(rows, samples)

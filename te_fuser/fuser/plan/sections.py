@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Hashable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.checks import plain
 from te_fuser.fuser.graph.refs import Ref
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from te_fuser.fusions.registry import Fusion
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Section:
     """The ops start..stop-1 with all that their candidates know of.
 
@@ -166,7 +167,7 @@ def _section(
 # ------------------------------------------------------------------------------------------------------- forms
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class _Form:
     """Everything that the candidates of a section depend on beside fusions, by numbers within it."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from te_fuser.fuser.steps.op_tasks import emission_made, gradient_made, stream_o
 from te_fuser.fuser.steps.step import Bench, Called, Runner, SlotMap, Slots, Step, Task, made_name
 from te_fuser.fusions.match import Body, FusionCall, Match
 from te_fuser.ops.rows import batch_layout
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.codegen.written import WrittenKernel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_fuser.ops.base import Gradient
 
 
-@dataclass(frozen=True)
+@record()
 class FusionTask(Task):
     """A registered fusion in one direction.
 

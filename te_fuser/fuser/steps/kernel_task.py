@@ -6,8 +6,8 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,14 +18,14 @@ from te_fuser.formula.expr import Axes
 from te_fuser.fuser.graph.refs import PARAMETER, PARAMETER_GRADIENT, SEED, Ref
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
 from te_fuser.ops.rows import batch_layout
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription, Load
     from te_fuser.ops.base import Spec
 
 
-@dataclass(frozen=True)
-class KernelOutput:
+class KernelOutput(NamedTuple):
     """A tensor that a kernel makes: its ref, and its shape as (axes, width), or a fixed shape (parameters)."""
 
     ref: Ref
@@ -35,7 +35,7 @@ class KernelOutput:
     shape: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
+@record()
 class KernelTask(Task):
     """A generated kernel in its place: the description and what its tensors are.
 
@@ -104,7 +104,7 @@ class KernelTask(Task):
         )
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> KernelTask:
-        outs = tuple(replace(o, ref=renames.get(o.ref, o.ref)) for o in self.outputs)
+        outs = tuple(o._replace(ref=renames.get(o.ref, o.ref)) for o in self.outputs)
         aliases = tuple((renames.get(a, a), renames.get(b, b)) for a, b in self.aliases)
         return replace(self, outputs=outs, aliases=aliases)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from te_fuser.fuser.steps.step import Bench, Runner, SlotMap, Slots, Step, Task,
 from te_fuser.fusions.match import Cost
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall
 from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Node
@@ -27,7 +28,7 @@ def stream_of(seed: torch.Tensor, number: int, layout: tuple[int, int]) -> Rando
     return RandomStream(value, offset, number, *layout)
 
 
-@dataclass(frozen=True)
+@record()
 class OpTask(Task):
     """A method of an opaque op.
 

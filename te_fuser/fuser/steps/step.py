@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from te_fuser.record import record
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,7 +23,7 @@ Runner = Callable[[Slots], None]
 KernelFunction = Callable[[tuple["torch.Tensor", ...], int, int, int, tuple[int, ...]], None]
 
 
-@dataclass(frozen=True, eq=False)
+@record(eq=False)
 class Price:
     """What a step takes, as a question to prices of some sizes or others; steps that are alike share one.
 
@@ -140,7 +142,7 @@ class Task:
         return ""
 
 
-@dataclass(frozen=True)
+@record()
 class Step:
     """One entry of a plan.
 
