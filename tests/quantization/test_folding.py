@@ -240,6 +240,25 @@ def test_an_empty_batch_records_nothing() -> None:
         assert torch.equal(before[f"0.{role}"][0], after[f"0.{role}"][0])
 
 
+def test_regions_inside_of_what_is_compiled() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = te.Sequential(ops.Linear(16, 16))
+
+        def run(x: torch.Tensor, model: Any = model) -> torch.Tensor:
+            with te.autocast(recipe=RECIPE):
+                y = model(2 * x)
+            return y + 1
+
+        call = torch.compile(run, backend="eager") if compiled else run
+        for k in range(3):
+            y = call(torch.randn(4, 16) * (k + 1))
+            y.sum().backward()
+        found.append([y, *[t for pair in states(model).values() for t in pair]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_frozen_and_unused_parameters() -> None:
     model = te.Sequential(ops.Linear(16, 16), ops.Linear(16, 16))
     te.Linear(16, 16)  # which nobody calls
