@@ -11,6 +11,7 @@ import torch
 
 from te_fuser import dtypes
 from te_fuser.fuser.plan.host import CPU_HOST, FREE_HOST, GPU_HOST, Host, capturing
+from te_fuser.kernels.quantized_matmul import FIRST
 from te_fuser.ops.products import half_gains
 
 if TYPE_CHECKING:
@@ -144,7 +145,6 @@ def _cpu_at_hand() -> Device:
 # layer 1.74 to 2.0 times as fast as in bfloat16 (by hand, `python -m benchmarks.gpu.quantized` at commit ae102cf).
 # Of its data sheet's peak an H200 reaches so much: copies, products on random data, other operations.
 _COPY, _PRODUCTS, _OTHERS = 0.875, 0.8, 0.45
-NARROW_FROM = (8, 9)  # the first compute capability with products in 8 bits
 _BY_DATA_SHEET = "its data sheet"
 
 
@@ -160,9 +160,7 @@ def _by_data_sheet(
     float32: float,
 ) -> Device:
     """A GPU that was not measured, from the vendor's peaks without sparsity: 10**12 bytes and operations per second."""
-    rates = _rates(
-        _PRODUCTS * tf32, _PRODUCTS * half, _PRODUCTS * float64, narrow=2.0 if capability >= NARROW_FROM else 0.0
-    )
+    rates = _rates(_PRODUCTS * tf32, _PRODUCTS * half, _PRODUCTS * float64, narrow=2.0 if capability >= FIRST else 0.0)
     copy, others = _COPY * bandwidth * 1e12, _OTHERS * float32 * 1e12
     return Device(name, copy, rates, others, 4e-6, capability, multiprocessors, _BY_DATA_SHEET)
 
