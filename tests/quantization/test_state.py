@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Iterator
@@ -199,6 +200,7 @@ def test_a_model_that_moved_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_there_are_as_many_slots_as_products() -> None:
+    gc.collect()
     made = [product() for _ in range(260)]
     for n, op in enumerate(made):
         record(op, n + 1.0, 0.0, 0.0)
