@@ -89,12 +89,17 @@ bool read_bias(const CudaMatmul& product, size_t index, PyObject* tensor, Matmul
   return true;
 }
 
-// One number by which a factor of 8 bits is multiplied.
-bool read_scale(const CudaMatmul& product, size_t index, PyObject* tensor, MatmulCall& call) {
+// One number by which a factor of 8 bits is multiplied; the library reads it at multiples of 16 bytes alone.
+bool read_scale(const CudaMatmul& product, size_t index, PyObject* tensor, MatmulReading& reading) {
   const MatmulArgument& argument = product.arguments[index];
   const ArgumentSite site{product.name(), static_cast<Py_ssize_t>(index)};
+  MatmulCall& call = reading.call;
   Memory memory;
   if (!read_cuda_tensor(tensor, *argument.dtype, site, &call.device, &memory)) return false;
+  if (is_misaligned(memory.data) && (!copy_input(&tensor, reading.copies[index]) ||
+                                     !read_cuda_tensor(tensor, *argument.dtype, site, &call.device, &memory))) {
+    return false;
+  }
   if (memory.bytes != static_cast<int64_t>(sizeof(float))) {
     PyErr_Format(PyExc_ValueError, "product '%s': %s is one number", site.kernel, argument.name());
     return false;
@@ -149,7 +154,7 @@ bool read_call(const CudaMatmul& product, PyObject* const* tensors, size_t count
   int64_t bias_length = 0;
   for (size_t i = 0; i < count; ++i) {
     const Role role = product.arguments[i].role;
-    const bool read = is_scale(role)       ? read_scale(product, i, tensors[i], call)
+    const bool read = is_scale(role)       ? read_scale(product, i, tensors[i], reading)
                       : role == Role::bias ? read_bias(product, i, tensors[i], reading, &bias_length)
                                          : read_matrix(product, i, tensors[i], matrix_of(call, role), reading);
     if (!read) return false;

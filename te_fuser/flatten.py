@@ -23,6 +23,9 @@ from te_fuser.ops.fork import Fork
 from te_fuser.ops.given import Given
 from te_fuser.ops.hooks import GLOBAL_HOOKS, has_users_hooks, hooks_of
 
+# Attributes of a list by which flattening goes; of another class its forward may be another one.
+_DECIDING = frozenset({"__class__", "flattens", "adds_input", "shares_names", "runs_alone"})
+
 
 class Options(dict[str, Any]):
     """Options of a list by name, which who knows the list holds.
@@ -62,13 +65,22 @@ class OpList(torch.nn.Sequential):
 
     memory, kernels, fallback, verify = Option("balanced"), Option("auto"), Option("warn"), Option(False)
     runs_alone: bool = False  # whether it is run by its own __call__ whatever its class promises
+    _structure: Any  # what the list came to
     _given: Options
     _around: Options  # the options of the list around, for one that runs by its own __call__ in there
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "__class__":  # its forward may be another one: lists around look again
-            self.__dict__["revision"] = self.__dict__.get("revision", 0) + 1
+        self._may_be_another(name)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._may_be_another(name)
+
+    def _may_be_another(self, name: str) -> None:
+        """Let this list, and those around, look again where an attribute decides what flattening makes of it."""
+        if name in _DECIDING:
+            self.__dict__.update(revision=self.__dict__.get("revision", 0) + 1, _structure=None)
 
     def options(self) -> dict[str, Any]:
         """The options by name, as they hold."""

@@ -80,6 +80,22 @@ class Sequential(OpList):
             return self._like(list(self._modules.items())[index])  # type: ignore[arg-type]
         return super().__getitem__(index)
 
+    def insert(self, index: int, module: torch.nn.Module) -> Sequential:
+        """Insert a module; those behind it move by one.
+
+        Raises:
+            ValueError: when those have names, which cannot move.
+        """
+        first = index + len(self) if index < 0 else index
+        named = [name for k, name in enumerate(self._modules) if k >= first and name != str(k)]
+        if named:
+            kind = type(self).__name__
+            raise ValueError(
+                f"insert moves what is behind by its number, and in this {kind} that has names ({', '.join(named)}): "
+                f"make a list around it, te_fuser.Sequential(op, ...), or a new one of an OrderedDict of all its ops"
+            )
+        return super().insert(index, module)
+
     def __add__(self, other: torch.nn.Sequential) -> Sequential:
         if not isinstance(other, torch.nn.Sequential):
             raise TypeError(f"Sequential adds another Sequential, got {type(other).__name__}")

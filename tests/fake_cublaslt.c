@@ -1,7 +1,7 @@
 /* Stands for libcublasLt in tests: computes what the library would, slowly, on the CPU, and counts.
  *
  * Matrices are column-major, as the library's; sums are taken in double. Refuses what `fake.refused` (an epilogue) and
- * `fake.refused_algorithm` say. There are three algorithms, numbered from 1, which compute the same.
+ * `fake.refused_algorithm` say, and scales that lie at no multiple of 16 bytes, as cuBLAS does from 12.9 on. There are three algorithms, numbered from 1, which compute the same.
  */
 #include <malloc.h>
 #include <math.h>
@@ -135,6 +135,7 @@ int cublasLtMatmul(void* handle, struct description* d, const float* alpha, cons
   int fits = bytes == algorithm->data[0] * 1024 && (!bytes || (workspace && malloc_usable_size(workspace) >= bytes));
   if (!fits || lo->type == 2) return free(column), 7;
   int narrow = la->type >= 28;
+  if (narrow && ((uintptr_t)d->scale_a | (uintptr_t)d->scale_b) % 16) return free(column), 15;
   double scale = narrow ? (double)*d->scale_a * *d->scale_b : 1;
   fake.last_fast = d->fast;
   for (int64_t j = 0; j < n; ++j) {

@@ -271,6 +271,22 @@ def test_a_class_with_another_forward_is_seen() -> None:
     assert torch.equal(model(X), want)
 
 
+def test_what_decides_is_seen_on_an_instance_after_a_call() -> None:
+    """Of a list itself, and of one inside."""
+    inner = sequential(ops.SiLU())
+    model = sequential(ops.Bias(8), inner)
+    plain, x = model(X), X + model[0].bias
+    inner.adds_input = True
+    torch.testing.assert_close(model(X), x + plain)
+    model.adds_input = True
+    torch.testing.assert_close(model(X), X + x + plain)
+    del inner.adds_input
+    torch.testing.assert_close(model(X), X + plain)
+    model.adds_input, inner.runs_alone = False, True
+    torch.testing.assert_close(model(X), plain)
+    assert [type(part) for part in model._prepared()] == [Group, Border]
+
+
 def test_a_wrapped_class_keeps_the_promise() -> None:
     """As fully_shard makes one."""
     preset = Preset()

@@ -106,6 +106,7 @@ OP_HELPERS = {
     "facts",
     "float8_products",
     "given",
+    "group",
     "hooks",
     "joined",
     "main_grad",
@@ -253,7 +254,7 @@ def test_the_fuser_names_no_op_and_no_fusion(path):
 
 
 def test_autograd_functions():
-    """Segments are the only nodes of autograd's graph that plans make; references have one where PyTorch has none."""
+    """Segments are the only nodes that plans make; references, and parameters that are joined, have one each."""
     found = []
     for path in FILES:
         for node in ast.walk(tree_of(path)):
@@ -263,7 +264,9 @@ def test_autograd_functions():
         ("te_fuser.formula.float8", "Quantized"),
         ("te_fuser.formula.float8", "QuantizedGradient"),
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
+        ("te_fuser.ops.collective", "_Exchanged"),
         ("te_fuser.ops.float8_products", "_Products"),
+        ("te_fuser.ops.joined", "InOneBuffer"),
     ]
 
 

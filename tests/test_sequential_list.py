@@ -71,6 +71,21 @@ def test_edits_after_the_first_call_take_effect(name):
     assert [int(name) for name in model._modules] == list(range(len(want)))
 
 
+def test_insert_before_names():
+    model = te_fuser.Sequential(OrderedDict(a=ops.Scale(value=2.0), b=ops.Scale(value=3.0)))
+    words = r"in this Sequential that has names \(a, b\): make a list around it, te_fuser.Sequential\(op, ...\)"
+    for index in (0, -2):
+        with pytest.raises(ValueError, match=words):
+            model.insert(index, ops.GELU())
+    assert list(model._modules) == ["a", "b"] and factor(model) == 6
+    assert list(model.insert(2, ops.Scale(value=5.0))._modules) == ["a", "b", "2"] and factor(model) == 30
+    with pytest.raises(IndexError):
+        model.insert(7, ops.GELU())
+    layer = te_fuser.TransformerLayer(8, 8, 1, device="cpu")
+    with pytest.raises(ValueError, match="in this TransformerLayer that has names .mlp_fork, layernorm_mlp, mlp_end."):
+        layer.insert(3, ops.GELU())
+
+
 MADE = {
     "slice": (lambda m: m[1:], [3, 5, 7]),
     "slice_from_end": (lambda m: m[:-2], [2, 3]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from te_fuser.codegen.cpp_schedule import Loop
 from te_fuser.codegen.cpp_scope import CppKernelText, LoopScope, Scope
 from te_fuser.codegen.cpp_text import ATOM, ELEMENTS, CppNames, Fragment, part_name, plus
-from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, axes_text, item_size
+from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, axes_text, is_transposed, item_size
 from te_fuser.formula.expr import Axes, Expr
 
 _PADDING = 16  # floats: the widest vector
@@ -125,6 +125,8 @@ class Kernel(CppKernelText):
                 self.lines(f"te::store_partial({s.partial}, {s.name});")
         for index, name in enumerate(self.largest.values(), len(self.d.loads)):
             self.lines(f"te::raise(te::tensor<float>(launch, {index}), {name});")
+        for t in self.d.transposed:
+            self.lines(f"if (row_end == launch->rows) te::clear_padding({self.tensors[id(t)]}, {t.width}, launch);")
 
     # -- pointers and scratch
 
@@ -209,7 +211,7 @@ class Kernel(CppKernelText):
             if load.axes == Axes.FULL:
                 self._row_pointer_line(load, f"const {ELEMENTS[load.dtype]}", "row")
         for store in self.d.stores:
-            if store.axes == Axes.FULL:
+            if store.axes == Axes.FULL and not is_transposed(store):
                 self._row_pointer_line(store, ELEMENTS[store.dtype], "row")
         for name, width in self.schedule.drawn_streams().items():
             self.lines(f"te::draw_row({self.bits[name]}, row, {-(-width // 8)}, {self.streams[name]});")
@@ -248,9 +250,13 @@ class Kernel(CppKernelText):
     def _stores_and_sums(self, body: LoopScope) -> None:
         for store in self.d.stores:
             for index, part in enumerate(store.parts if store.axes & Axes.FEATURE else ()):
-                to = plus(self.row_pointer(store), index * self.d.width)
                 value = body.number(part).text
-                self.lines(f"te::store({to}, at, {value});")
+                if is_transposed(store):
+                    place = f"{self.tensors[id(store)]}, launch, row, {index * self.d.width}"
+                    self.lines(f"te::store_transposed({place}, at, {value});")
+                else:
+                    to = plus(self.row_pointer(store), index * self.d.width)
+                    self.lines(f"te::store({to}, at, {value});")
         for s in self.sums:
             if s.has_features:
                 self.lines(f"te::add_to_buffer({s.name}, at, {body.number(s.part).text});")
@@ -259,7 +265,7 @@ class Kernel(CppKernelText):
                 self.lines(f"te::take_larger({self.largest[m.name]}, at, {body.argument(part)});")
 
     def _expect_next_row(self) -> None:
-        tensors: tuple[Load | Store, ...] = (*self.d.loads, *self.d.stores)
+        tensors: list[Load | Store] = [*self.d.loads, *(s for s in self.d.stores if not is_transposed(s))]
         for t in () if self.schedule.is_one_long_row else tensors:
             if t.axes == Axes.FULL and t.width * item_size(t.dtype) >= _PREFETCH_FROM:
                 for offset in range(t.width, 2 * t.width, self.d.width):

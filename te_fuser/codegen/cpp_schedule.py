@@ -49,7 +49,7 @@ class CpuSchedule:
         """Whether rows mean nothing; then there is one loop over all of them, and no width is an odd one."""
         d = self.d
         simple = all(t.axes == Axes.NONE or (t.axes == Axes.FULL and t.width == d.width) for t in d.tensors)
-        return simple and not (d.sums or d.streams or d.reductions)
+        return simple and not (d.sums or d.streams or d.reductions or d.transposed)
 
     @functools.cached_property
     def uses_samples(self) -> bool:

@@ -17,6 +17,7 @@ from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
 from te_fuser.codegen.cuda_rows import RowText
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Text
+from te_fuser.codegen.cuda_tile import TileText
 from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Schedule, limits_of, shared_bytes, split
 from te_fuser.formula.expr import Axes
@@ -88,7 +89,8 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
         schedules: instead of what `schedule_model` picks: one, or two for stores and column sums in their own kernels.
 
     Raises:
-        ValueError: for a tensor in a dtype that generated kernels do not store.
+        ValueError: for a tensor in a dtype that generated kernels do not store; for one that is stored transposed in
+            another dtype than 8 bits, or beside what a kernel by tiles cannot do.
     """
     for tensor in description.tensors:
         if tensor.dtype not in CTYPES:
@@ -98,6 +100,8 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
             )
     rewritten = rewrite(description)
     limits = limits_of(arch)
+    if why := model.tile_refusal(rewritten, limits):
+        raise ValueError(f"kernel {description.name}: {why}")
     if not schedules:
         whole = model.pick(rewritten, limits)
         parts = (rewritten,) if whole else split(rewritten)
@@ -155,11 +159,12 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
         description = dataclasses.replace(description, overwrites=())
     space = "te::precise" if is_precise(description) else "te::fast"
     for d, s in kernels:
-        writer = (ColumnText if s.kind == Kind.COLUMNS else RowText)(_symbol(d.name), d, s, space)
+        kind: type[ColumnText | RowText] = _WRITERS.get(s.kind, RowText)
+        writer = kind(_symbol(d.name), d, s, space)
         bodies.append(f"// {s}.\n{writer.write()}")
         grid = RowGrid(
             s.tiles(d.width),
-            s.slots * (s.ahead if s.kind == Kind.COLUMNS else 1),
+            s.rows,
             s.blocks_per_multiprocessor * (s.rounds or _EVERY_ROW),
             writer.per_sample,
             bool(d.sums),
@@ -172,13 +177,15 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
     head = "".join(f"// {line}\n" for line in str(description).splitlines())
     partials = tuple(Partial(t.name, t.width if t.axes & Axes.FEATURE else 1) for t in description.sums)
     values = [p.name for launch in launches[:1] for p in launch.parameters if p.kind == "row_value"]
-    source = f'{head}#include "te_cuda.cuh"\n\n' + "\n\n".join(bodies) + "\n"
+    header = "te_cuda_tile.cuh" if description.transposed else "te_cuda.cuh"
+    source = f'{head}#include "{header}"\n\n' + "\n\n".join(bodies) + "\n"
     schedules = tuple(s for _, s in kernels)
     return CudaKernel(
         description.name, source, tuple(launches), partials, tuple(values), schedules, description.overwrites
     )
 
 
+_WRITERS: dict[Kind, type[ColumnText]] = {Kind.COLUMNS: ColumnText, Kind.TILE: TileText}
 # Rounds of blocks that are more than any rows need, and less than a grid may have.
 _EVERY_ROW = 1 << 18
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from te_fuser.codegen.cuda_formulas import is_boolean
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Formulas, Text, bare, number, part_role
-from te_fuser.codegen.description import KernelDescription, Sum
-from te_fuser.codegen.schedule import ROW_VALUE, Kind, Schedule, above
+from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.schedule import ROW_VALUE, Schedule, above
 from te_fuser.formula.expr import Axes, Expr
 
 
@@ -203,8 +203,7 @@ class CudaKernelText:
                 for k, p in enumerate(s.parts):
                     name = self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_out")
                     self.text(f"float {name}[kVector];")
-                    pointer = self.pointer["store", s.name]
-                    outputs.append((name, self.address(pointer, s.axes, s.width, k * self.d.width), p))
+                    outputs.append((name, self.store_line(s, k, name), p))
         sums = [(t, k, p) for t in self.d.sums if t.axes & Axes.FEATURE for k, p in enumerate(t.parts)]
         largest = [(self.largest[m.name], p) for m in self.d.maxima for p in m.parts]
 
@@ -219,8 +218,12 @@ class CudaKernelText:
         if outputs or sums or largest:
             targets = [*(p for _, _, p in outputs), *(p for _, _, p in sums), *(p for _, p in largest)]
             self.elements(targets, known, vectors, then)
-        for name, address, _ in outputs:
-            self.text(f"te::store({address}, {name});")
+        for _, line, _ in outputs:
+            self.text(line)
+
+    def store_line(self, s: Store, k: int, name: str) -> str:
+        """The statement that stores the vector `name` of part k."""
+        return f"te::store({self.address(self.pointer['store', s.name], s.axes, s.width, k * self.d.width)}, {name});"
 
     def row_stores(self, known: Mapping[int, str], condition: str) -> None:
         """Store what is one number a row, and add up what is summed over rows only."""
@@ -292,15 +295,18 @@ class CudaKernelText:
         self.text(_CONSTANTS)
         self._constants = constants
         if s.slots > 1:
-            self.text("const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;")
+            self.text(f"const int lane = {self.lane}, slot = {self.slot};")
             if self.d.sums:
                 self.text("__shared__ float shared_sums[kLanes * kSlots * kVector];")
         else:
             self.text("const int lane = threadIdx.x;")
 
+    lane, slot = "threadIdx.x % kLanes", "threadIdx.x / kLanes"  # with several slots
+    slots = " * kSlots"  # times so many rows a block does at once
+
     def declare_range(self, group: str, groups: str) -> None:
         """The rows of this block: `first`, `step` and `count` of an index that `row_at` turns into a row."""
-        slots, all_groups = " * kSlots" if self.s.slots > 1 else "", groups
+        slots, all_groups = self.slots if self.s.slots > 1 else "", groups
         if self.per_sample:
             self.text("// Blocks own samples: the index counts the rows of one sample.")
             self.text(f"const int splits = {groups} / batch_size;")
@@ -322,7 +328,7 @@ class CudaKernelText:
     @property
     def plain_rows(self) -> bool:
         """Whether a block simply takes every so many rows, one at a time."""
-        return self.s.slots == 1 and not self.per_sample and self.s.kind != Kind.COLUMNS
+        return self.s.slots == 1 and not self.per_sample and not self.s.owns_columns
 
     def row_at(self, index: str) -> str:
         """The row with this index."""

@@ -13,6 +13,8 @@ from te_fuser.formula.expr import Axes, Expr
 class ColumnText(CudaKernelText):
     """No row reductions: a thread owns `kVector` columns and walks down the rows."""
 
+    index, is_there = "base + ahead * step", "row < rows"  # of a row in flight
+
     def write(self) -> str:
         """The function."""
         with self.text.block(self.signature()):
@@ -41,9 +43,14 @@ class ColumnText(CudaKernelText):
         leaves = [n for n in self.d.nodes if n.op == "input" and n.axes & Axes.FEATURE]
         return [n for n in leaves if bool(n.axes & ~own) == travelling]
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """Numbers of the schedule that the text may use."""
+        return {"kTiles": self._tiles, "kAhead": self.s.ahead, "kThreads": self.s.threads}
+
     def _prologue(self) -> None:
         text = self.text
-        self.declare_threads({"kTiles": self._tiles, "kAhead": self.s.ahead, "kThreads": self.s.threads})
+        self.declare_threads(self.constants)
         if self._tiles > 1:
             text("const int tile = blockIdx.x % kTiles, group = blockIdx.x / kTiles, groups = gridDim.x / kTiles;")
         tile = "(tile * kLanes + lane)" if self._tiles > 1 else "lane"
@@ -57,36 +64,42 @@ class ColumnText(CudaKernelText):
         self.declare_largest()
 
     def _rows(self) -> None:
-        text = self.text
-        stays = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(False)}
-        for n in self._leaves(False):
-            text(f"const {self.vector_type(n)} {stays[id(n)]} = {self.load(n)};")
-        travels = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True)}
+        self._load_what_stays()
         slot = " + slot" if self.s.slots > 1 else ""
-        with text.block(f"for (long long base = first{slot}; base < count; base += step * kAhead)"):
-            numbers = [n for n in self.d.nodes if n.op == "input" and n.axes == Axes.ROWS]
-            self._numbers = {id(n): self.names.fresh(f"{n.attrs[0]}_ahead") for n in numbers}
-            if travels or numbers:
-                text("// All loads first, so that they are on their way together.")
-                for n in self._leaves(True):
-                    text(f"{self.vector_type(n)} {travels[id(n)]}[kAhead];")
-                for name in self._numbers.values():
-                    text(f"float {name}[kAhead];")
-                with text.loop("ahead", "kAhead"), self._row():
-                    if any(n.axes & Axes.OUTER == 0 for n in self._leaves(True)):
-                        self._sample()
-                    for n in self._leaves(True):
-                        text(f"{travels[id(n)]}[ahead] = {self.load(n)};")
-                    for n in numbers:
-                        text(f"{self._numbers[id(n)]}[ahead] = {self._scalar_leaf(n)};")
+        with self.text.block(f"for (long long base = first{slot}; base < count; base += step * kAhead)"):
+            self._rows_ahead()
+
+    def _load_what_stays(self) -> None:
+        self._stays = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(False)}
+        for n in self._leaves(False):
+            self.text(f"const {self.vector_type(n)} {self._stays[id(n)]} = {self.load(n)};")
+
+    def _rows_ahead(self) -> None:
+        """The rows from `base` on that a thread has in flight."""
+        text = self.text
+        travels = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in self._leaves(True)}
+        numbers = [n for n in self.d.nodes if n.op == "input" and n.axes == Axes.ROWS]
+        self._numbers = {id(n): self.names.fresh(f"{n.attrs[0]}_ahead") for n in numbers}
+        if travels or numbers:
+            text("// All loads first, so that they are on their way together.")
+            for n in self._leaves(True):
+                text(f"{self.vector_type(n)} {travels[id(n)]}[kAhead];")
+            for name in self._numbers.values():
+                text(f"float {name}[kAhead];")
             with text.loop("ahead", "kAhead"), self._row():
-                self._one_row({**stays, **{i: f"{name}[ahead]" for i, name in travels.items()}})
+                if any(n.axes & Axes.OUTER == 0 for n in self._leaves(True)):
+                    self._sample()
+                for n in self._leaves(True):
+                    text(f"{travels[id(n)]}[ahead] = {self.load(n)};")
+                for n in numbers:
+                    text(f"{self._numbers[id(n)]}[ahead] = {self._scalar_leaf(n)};")
+        with text.loop("ahead", "kAhead"), self._row():
+            self._one_row({**self._stays, **{i: f"{name}[ahead]" for i, name in travels.items()}})
 
     @contextlib.contextmanager
     def _row(self) -> Iterator[None]:
-        index = "base + ahead * step"
-        self.text(f"const long long row = {self.row_at(index)};")
-        with self.text.block("if (row < rows)"):
+        self.text(f"const long long row = {self.row_at(self.index)};")
+        with self.text.block(f"if ({self.is_there})"):
             yield
 
     def _sample(self) -> None:

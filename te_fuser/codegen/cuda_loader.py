@@ -20,7 +20,7 @@ from te_fuser.codegen import nvrtc, schedule_model
 from te_fuser.codegen.cuda import CudaKernel, CudaLaunch
 from te_fuser.codegen.cuda_compile import compile_kernel
 from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.description import KernelDescription, Load, Maximum, Store, Sum, item_size
+from te_fuser.codegen.description import KernelDescription, Load, Maximum, Store, Sum, is_transposed, item_size
 from te_fuser.codegen.progress import Progress
 from te_fuser.codegen.schedule import Schedule, limits_of
 from te_fuser.codegen.tuned_schedules import store_for
@@ -264,4 +264,6 @@ def _alignment(tensor: Load | Maximum | Store | Sum | None, text: CudaKernel) ->
     size = item_size(tensor.dtype)
     if isinstance(tensor, Sum) or not tensor.axes & Axes.FEATURE:
         return size
+    if is_transposed(tensor):
+        return _WIDEST_ACCESS
     return min(_WIDEST_ACCESS, size * max(s.vector for s in text.schedules))

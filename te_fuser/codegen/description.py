@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -36,15 +37,23 @@ class Load:
     dtype: str  # a name of the table of dtypes
 
 
+Layout = Literal["rows", "transposed"]
+TOKENS = 16  # a multiple of so many is a row of what is stored transposed
+
+
 @dataclass(frozen=True)
 class Store:
-    """A tensor that is written: FULL [rows, width] as one or more parts side by side, or ROWS [rows]."""
+    """A tensor that is written: FULL [rows, width] as one or more parts side by side, or ROWS [rows].
+
+    One that is "transposed" is FULL and lies as [width, rows], with zeros behind the rows up to a multiple of 16.
+    """
 
     name: str
     parts: tuple[Expr, ...]
     axes: Axes
     width: int
     dtype: str
+    layout: Layout = "rows"
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,11 @@ class KernelDescription:
         return (*self.loads, *self.outputs)
 
     @functools.cached_property
+    def transposed(self) -> tuple[Store, ...]:
+        """What is stored transposed."""
+        return tuple(s for s in self.stores if is_transposed(s))
+
+    @functools.cached_property
     def load_bytes(self) -> dict[str, int]:
         """Load -> bytes of one of its elements."""
         return {t.name: item_size(t.dtype) for t in self.loads}
@@ -142,6 +156,7 @@ class KernelDescription:
         for item in self.outputs:
             text += f"\n{type(item).__name__} {item.name} {int(item.axes)} {item.width} {item.dtype} "
             text += ",".join(p.digest for p in item.parts)
+        text += "".join(f"\n{s.name} transposed" for s in self.transposed)
         text += "".join(f"\n{store} over {load}" for store, load in self.overwrites)
         text += "".join(f"\nMaximum {m.name} {m.width} {','.join(p.digest for p in m.parts)}" for m in self.maxima)
         return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
@@ -158,8 +173,8 @@ class KernelDescription:
 
     def bytes_moved(self, rows: int, samples: int = 1) -> tuple[int, int]:
         """Bytes read and written for `rows` rows."""
-        read = sum(elements(t.axes, t.width, rows, samples) * item_size(t.dtype) for t in self.loads)
-        written = sum(elements(t.axes, t.width, rows, samples) * item_size(t.dtype) for t in self.outputs)
+        read = sum(elements_of(t, rows, samples) * item_size(t.dtype) for t in self.loads)
+        written = sum(elements_of(t, rows, samples) * item_size(t.dtype) for t in self.outputs)
         return read, written
 
     def __str__(self) -> str:
@@ -171,7 +186,8 @@ class KernelDescription:
         for item in self.outputs:
             body = ", ".join(next(rest) for _ in item.parts)
             kind = type(item).__name__.lower()
-            lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {item.dtype} = {body}")
+            dtype = f"{item.dtype} transposed" if is_transposed(item) else item.dtype
+            lines.append(f"  {kind:5} {item.name}: {axes_text(item.axes)} x {item.width} {dtype} = {body}")
         for m in self.maxima:
             body = ", ".join(next(rest) for _ in m.parts)
             lines.append(f"  max   {m.name}: full x {m.width} = {body}")
@@ -182,6 +198,21 @@ class KernelDescription:
 def item_size(dtype: str) -> int:
     """Bytes of one element, by PyTorch's name of its dtype."""
     return getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
+
+
+def is_transposed(tensor: Load | Store | Sum) -> bool:
+    """Whether it is stored as [width, rows]."""
+    return isinstance(tensor, Store) and tensor.layout == "transposed"
+
+
+def padded(rows: int) -> int:
+    """For how many rows a tensor that lies transposed has room."""
+    return -(-rows // TOKENS) * TOKENS
+
+
+def elements_of(tensor: Load | Store | Sum, rows: int, samples: int) -> int:
+    """How many elements a tensor has in a call with so many rows."""
+    return elements(tensor.axes, tensor.width, padded(rows) if is_transposed(tensor) else rows, samples)
 
 
 def elements(axes: Axes, width: int, rows: int, samples: int) -> int:
@@ -204,13 +235,14 @@ class NotOneKernel(ValueError):
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor that a kernel shall write: its expression, its extent, and the dtype it is stored in."""
+    """A tensor that a kernel shall write: its expression, its extent, the dtype it is stored in, and how it lies."""
 
     name: str
     expression: Expr
     axes: Axes
     width: int
     dtype: str
+    layout: Layout = "rows"
 
 
 def describe(
@@ -231,9 +263,15 @@ def describe(
 
     Raises:
         NotOneKernel: when the feature sizes do not divide one another.
+        ValueError: for what shall lie transposed and has no element for each row and feature.
     """
     stores, totals, largest = list(targets), list(sums), list(maxima)
     given = (*stores, *totals, *largest)
+    for t in given:
+        if t.layout != "rows" and (t.axes != Axes.FULL or t not in stores):
+            raise ValueError(
+                f"kernel {name}: {t.name} ({axes_text(t.axes)}) cannot lie {t.layout}: only full stores do"
+            )
     written = [(t, unmarked(t.expression)) for t in given]
     widths = [t.width for t in given if t.axes & Axes.FEATURE]
     unit = math.gcd(*[e.unit for _, e in written], *widths) or 1
@@ -250,7 +288,7 @@ def describe(
         name,
         unit,
         tuple([Load(n, *tensor) for n, tensor in tensors.items() if n in used]),
-        tuple([Store(t.name, next(rest), t.axes, t.width, t.dtype) for t in stores]),
+        tuple([Store(t.name, next(rest), t.axes, t.width, t.dtype, t.layout) for t in stores]),
         tuple([Sum(t.name, next(rest), t.axes, t.width, t.dtype) for t in totals]),
         streams,
         maxima=tuple([Maximum(t.name, next(rest), t.width) for t in largest]),

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.description import KernelDescription, Store, Sum, is_transposed, padded
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula.evaluate import Interpreter
 from te_fuser.formula.expr import Axes
@@ -73,5 +73,7 @@ class InterpretedKernel:
                 whole = total.index_add_(0, index, whole.contiguous())
             else:
                 whole = whole.sum(0) if item.axes & Axes.FEATURE else whole.sum()
+        elif is_transposed(item):
+            whole = torch.nn.functional.pad(whole.mT, (0, padded(rows) - rows))
         whole = whole.reshape(out.shape)
         out.copy_(rounded(whole, out.dtype) if out.dtype in FLOAT8.values() else whole)

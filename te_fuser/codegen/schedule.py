@@ -1,8 +1,9 @@
 """How a kernel description runs on a GPU: who computes what, and what stays where between two passes over a row.
 
-Four kinds of schedule, by where a row waits for the passes after the first:
+Five kinds of schedule, by where a row waits for the passes after the first:
 
     columns      no row reductions: threads own columns and walk down the rows; nothing waits
+    tile         the same by tiles of 128 rows, whose transposed stores go through shared memory
     registers    the threads of a row hold its loaded vectors
     shared       shared memory holds them, filled by asynchronous copies, the next row already on its way
     reread       nobody holds them: each pass reads the row again, from L2
@@ -34,6 +35,7 @@ class Kind(str, enum.Enum):
     """Where a row waits between two passes."""
 
     COLUMNS = "columns"
+    TILE = "tile"
     REGISTERS = "registers"
     SHARED = "shared"
     REREAD = "reread"
@@ -80,7 +82,8 @@ class Schedule:
 
     A row is cut into vectors of `vector` elements. `lanes` threads share a row, each takes `chunks` vectors of it, and
     `slots` rows are in a block at the same time. Kind `columns`: the block covers lanes * vector columns, and each
-    thread has `ahead` rows in flight. Kind `shared`: `ahead` rows are in shared memory at once, one of them at work.
+    thread has `ahead` rows in flight. Kind `tile`: so too, with `chunks` turns for the rows of a tile. Kind `shared`:
+    `ahead` rows are in shared memory at once, one of them at work.
 
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
     rows need, and none walks. With `keeps` a thread loads its share of the parameters before a row needs them, and has
@@ -104,19 +107,30 @@ class Schedule:
         return self.lanes * self.slots
 
     @property
+    def owns_columns(self) -> bool:
+        """Whether threads own columns and walk down the rows."""
+        return self.kind in (Kind.COLUMNS, Kind.TILE)
+
+    @property
     def covered(self) -> int:
         """Columns that a block works on at once."""
-        return self.lanes * self.vector * (1 if self.kind == Kind.COLUMNS else self.chunks)
+        return self.lanes * self.vector * (1 if self.owns_columns else self.chunks)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a block does in one go."""
+        return self.slots * (self.ahead * self.chunks if self.owns_columns else 1)
 
     def tiles(self, width: int) -> int:
         """How many blocks lie side by side along the features."""
-        return -(-width // self.covered) if self.kind == Kind.COLUMNS else 1
+        return -(-width // self.covered) if self.owns_columns else 1
 
     def __str__(self) -> str:
-        if self.kind == Kind.COLUMNS:
+        if self.owns_columns:
             text = (
                 f"{self.lanes} threads x {self.vector} columns, {self.slots} rows at once, {self.ahead} in flight each"
             )
+            text = f"tiles of {self.rows} rows: {text}" if self.kind == Kind.TILE else text
         else:
             row = {Kind.REGISTERS: "registers", Kind.SHARED: f"shared memory ({self.ahead} at once)", Kind.REREAD: "L2"}
             text = f"row in {row[self.kind]}: {self.lanes} threads x {self.chunks} x {self.vector} columns"
@@ -308,9 +322,15 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
 
 
 def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
-    """What lies in dynamic shared memory, in order: rows on their way, waiting values, column sums (None)."""
+    """What lies in dynamic shared memory, in order: rows on their way, waiting values, column sums (None).
+
+    Or tiles (None) of what is stored transposed.
+    """
     own = s.threads * s.chunks * s.vector
     found: list[tuple[Expr | None, int]] = []
+    if s.kind == Kind.TILE:  # one is written while another one is read
+        parts = sum(len(t.parts) for t in description.transposed)
+        return [(None, s.covered * s.rows)] * (2 * parts)
     if s.kind == Kind.SHARED:
         found += [(n, s.ahead * own * description.load_bytes[n.attrs[0]]) for n in full_loads(description)]
         values = {id(n): n for p in passes(description, s.kind) for n in p.waits if n.op != "input"}

@@ -15,12 +15,15 @@ to 16,384 features, 16 to 32,768 rows; `python -m benchmarks.gpu.kernels --varia
   partial sums cost more, and so do reads and writes that get in each other's way.
 - Threads that own columns: small blocks, as many as fit; with column sums, 8 rows of 32 threads in a block, because
   wide blocks leave few rows for each of them and make more partial sums.
+- Tiles, which are stored transposed, are not measured yet: a warp reads whole lines, and blocks are as small as their
+  128 rows allow, so that some load while others store.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -46,6 +49,13 @@ _ROWS_SUMMED = 36 * _KIB  # with them
 _ROW_THREADS = 128  # of a block whose threads do several rows
 _COLUMN_THREADS = 256  # of a block that walks down columns to sum them
 _COLUMN_BYTES = 32  # that one of its threads has on their way
+TILE_ROWS = 128  # of a tile: 128 bytes of each column, a line of what lies transposed
+_TILE_AHEAD = 4  # rows of a thread at a time: a word of each column
+_TILE_LANES, _TILE_SLOTS = 8, 4  # of a warp
+_TILE_THREADS = 256
+_TILE_SHARED = 64 * _KIB  # of a block
+_MOST_TILES = 8  # blocks on a multiprocessor
+_LINE = 128  # bytes
 # Vectors of a row per thread: with more, the compiler takes more registers than it is given.
 _MOST_CHUNKS = {Kind.REGISTERS: 5, Kind.SHARED: 8}
 
@@ -57,6 +67,8 @@ def pick(description: KernelDescription, limits: Limits) -> Schedule | None:
 
 def candidates(description: KernelDescription, limits: Limits) -> list[Schedule]:
     """Every schedule that fits, the best first."""
+    if description.transposed:
+        return list(_tiles(description, limits))
     vector = _vector(description)
     if not description.reductions:
         return list(dict.fromkeys(_columns(description, vector, limits)))
@@ -92,8 +104,31 @@ def misfit(description: KernelDescription, schedules: Sequence[Schedule], limits
     return next((why for p, s in zip(parts, schedules, strict=True) if (why := _misfit(p, s, limits))), "")
 
 
+def tile_refusal(description: KernelDescription, limits: Limits) -> str:
+    """Why a kernel cannot store what it shall store transposed; empty when it can, and where there is nothing."""
+    if not description.transposed:
+        return ""
+    names = ", ".join(s.name for s in description.transposed)
+    wide = [s for s in description.transposed if item_size(s.dtype) != 1]
+    if wide:
+        return f"{wide[0].name} is {wide[0].dtype}; only 8 bits are stored transposed: store it by rows"
+    if description.reductions:
+        return f"{names} cannot be stored transposed beside row sums: store it in a kernel that reads their results"
+    if any(t.axes & Axes.BATCH for t in description.sums):
+        return f"{names} cannot be stored transposed beside sums of samples: add these up in a kernel of their own"
+    if not candidates(description, limits):
+        return f"{names} cannot be stored transposed together: store fewer of them in one kernel"
+    return ""
+
+
 def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
-    if (s.kind == Kind.COLUMNS) == bool(description.reductions):
+    if (s.kind == Kind.TILE) != bool(description.transposed):
+        what = "" if description.transposed else "nothing "
+        return f"kind {s.kind.value} is not for a kernel that stores {what}transposed"
+    wrong = s.rows != TILE_ROWS or s.ahead != _TILE_AHEAD or s.lanes % _TILE_LANES or s.slots % _TILE_SLOTS
+    if s.kind == Kind.TILE and wrong:
+        return f"tiles have {TILE_ROWS} rows, four for a thread, and warps of 8 x 4 threads, which {s} has not"
+    if s.owns_columns == bool(description.reductions):
         return f"kind {s.kind.value} is not for a kernel {'with' if description.reductions else 'without'} row sums"
     if (s.sums == Sums.NONE) == bool(description.sums) or (s.kind == Kind.REREAD and description.sums):
         return (
@@ -102,7 +137,7 @@ def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
     counts = (s.vector, s.lanes, s.slots, s.chunks, s.ahead, s.blocks_per_multiprocessor)
     if min(counts) < 1 or s.rounds < 0 or (description.sums and s.rounds == 0):
         return f"a count is too small: {s}"
-    if s.lanes & (s.lanes - 1) or (s.kind != Kind.COLUMNS and s.lanes > _WARP and s.slots > 1):
+    if s.lanes & (s.lanes - 1) or (not s.owns_columns and s.lanes > _WARP and s.slots > 1):
         return f"{s.lanes} threads cannot share a row with {s.slots} rows at once"
     if description.width % s.vector or s.tiles(description.width) * s.covered < description.width:
         return f"{description.width} features are not covered by {s}"
@@ -145,6 +180,47 @@ def _columns(description: KernelDescription, vector: int, limits: Limits) -> Ite
             draft = Schedule(Kind.COLUMNS, vector, lanes, _ROW_THREADS // lanes, 1, ahead, 1, Sums.NONE, rounds=0)
             blocks = max(1, min(16, resident(description, draft, limits)))
             yield dataclasses.replace(draft, blocks_per_multiprocessor=blocks)
+
+
+def _tiles(description: KernelDescription, limits: Limits) -> Iterator[Schedule]:
+    """Tiles of what is stored transposed, the best first: fewer columns for a thread take fewer registers."""
+    vector = _tile_vector(description)
+    while vector:
+        found = []
+        for rounds, lanes in itertools.product((1,) if description.sums else (0, 1), _tile_lanes(description, vector)):
+            slots, sums = _TILE_THREADS // lanes, Sums.REGISTERS if description.sums else Sums.NONE
+            turns = TILE_ROWS // (slots * _TILE_AHEAD)
+            draft = Schedule(Kind.TILE, vector, lanes, slots, turns, _TILE_AHEAD, 1, sums, rounds)
+            shared = shared_bytes(description, draft) + static_bytes(description, draft)
+            blocks = min(_MOST_TILES, resident(description, draft, limits)) if shared <= _TILE_SHARED else 0
+            found += [dataclasses.replace(draft, blocks_per_multiprocessor=blocks)] if blocks else []
+        yield from sorted(found, key=lambda s: -_busy(description, s)) if description.sums else found
+        vector //= 2
+
+
+def _tile_lanes(description: KernelDescription, vector: int) -> tuple[int, ...]:
+    """Threads side by side: a line of 128 bytes of what is read, or two."""
+    vectors = 1 << (-(-description.width // vector) - 1).bit_length()
+    lanes = max(_TILE_LANES, min(_WARP, vectors, _LINE // (vector * _narrowest(description))))
+    return (lanes, 2 * lanes) if lanes < vectors else (lanes,)
+
+
+def _busy(description: KernelDescription, s: Schedule) -> float:
+    """The share of the GPU's places that blocks have, where each walks over as many rows as any other."""
+    room, tiles = s.blocks_per_multiprocessor * _MULTIPROCESSORS, s.tiles(description.width)
+    blocks = tiles * max(1, room // tiles)
+    return blocks / (-(-blocks // room) * room)
+
+
+def _tile_vector(description: KernelDescription) -> int:
+    """Elements of one read: 16 bytes of the narrowest, less where the width forbids it; 8 with random draws."""
+    draws = any(n.op == "keep" and n.axes & Axes.FEATURE for n in description.nodes)
+    return math.gcd(8 if draws else 16 // _narrowest(description), description.width)
+
+
+def _narrowest(description: KernelDescription) -> int:
+    """Bytes of an element of what is read row by row."""
+    return min((description.load_bytes[n.attrs[0]] for n in full_loads(description)), default=4)
 
 
 def _rows(description: KernelDescription, vector: int, limits: Limits) -> Iterator[Schedule]:
@@ -287,6 +363,11 @@ def registers_of(description: KernelDescription, s: Schedule) -> int:
     features = _feature_words(description)
     sums = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE) if s.sums == Sums.REGISTERS else 0
     arithmetic = sum(bool(n.axes & Axes.FEATURE) for n in description.nodes) / 16
+    if s.kind == Kind.TILE:
+        stored = sum(len(t.parts) for t in description.transposed)
+        numbers = sum(n.op == "input" and n.axes == Axes.ROWS for n in description.nodes) + 6 * (s.chunks > 1)
+        words = _travelling_bytes(description) / 4 * s.ahead + features + stored + sums
+        return math.ceil(26 + draws + numbers + s.vector * words + max(0.0, instructions(description) - 6) / 2)
     if s.kind == Kind.COLUMNS:
         words = _travelling_bytes(description) / 4 * s.ahead + features
         results = sum(len(t.parts) for t in description.stores if t.axes & Axes.FEATURE)

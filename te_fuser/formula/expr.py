@@ -11,7 +11,6 @@ import enum
 import functools
 import hashlib
 import math
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -43,7 +42,8 @@ class Axes(enum.IntFlag):
 _AND = tuple([tuple([Axes(a & b) for b in range(8)]) for a in range(8)])
 _OR = tuple([tuple([Axes(a | b) for b in range(8)]) for a in range(8)])
 
-_interned: weakref.WeakValueDictionary[str, Expr] = weakref.WeakValueDictionary()
+_WITH_FEATURES = tuple([axes for axes in map(Axes, range(8)) if Axes.FEATURE in axes])
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 
 
 class Expr:
@@ -149,22 +149,26 @@ _NOT_IN_KERNELS = (*MARKS, "quantize")
 
 def make(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...], axes: Axes, width: int) -> Expr:
     """Return the one node with these fields."""
-    key = f"{op}|{attrs!r}|{int(axes)}|{width}|{','.join([a.digest for a in args])}"
-    digest = hashlib.blake2b(key.encode(), digest_size=10).hexdigest()
-    found = _interned.get(digest)
+    told = repr(attrs) if attrs else "()"  # by their text, as 0.0 and -0.0 are equal
+    found = _interned.get(key := (op, args, told, axes, width))
     if found is not None:
         return found
+    text = f"{op}|{told}|{int(axes)}|{width}|{','.join([a.digest for a in args])}"
     node = Expr()
-    node.op, node.args, node.attrs, node.axes, node.width, node.digest = op, args, attrs, axes, width, digest
-    node.has_features = bool(axes & Axes.FEATURE)
-    own = width if node.has_features else 0
-    # Row reductions alone lose the features.
-    node.reduces = not node.has_features and any(a.has_features for a in args)
-    node.depth = max([a.depth for a in args], default=0) + node.reduces
-    node.unit = math.gcd(0 if op == "concat" else own, *[a.unit for a in args])
-    node.widest = max([own, *[a.widest for a in args]])
-    node.marked, node.unmarked = op in _NOT_IN_KERNELS or any(a.marked for a in args), None
-    _interned[digest] = node
+    node.op, node.args, node.attrs, node.axes, node.width = op, args, attrs, axes, width
+    node.digest = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+    node.has_features = axes in _WITH_FEATURES
+    node.depth, node.widest = 0, width if node.has_features else 0
+    node.unit = 0 if op == "concat" else node.widest
+    node.marked, node.unmarked = op in _NOT_IN_KERNELS, None
+    wide = False
+    for a in args:
+        node.depth, node.widest = max(node.depth, a.depth), max(node.widest, a.widest)
+        node.unit = math.gcd(node.unit, a.unit)
+        node.marked, wide = node.marked or a.marked, wide or a.has_features
+    node.reduces = wide and not node.has_features  # row reductions alone lose the features
+    node.depth += node.reduces
+    _interned[key] = node
     return node
 
 
@@ -242,20 +246,23 @@ def is_scaled(e: Expr) -> bool:
 # ------------------------------------------------------------------------------------------- pointwise
 
 
-def _join(args: Iterable[Expr]) -> tuple[Axes, int]:
-    widths = {a.width for a in args if a.has_features}
-    if len(widths) > 1:
-        few, many = sorted(widths)[:2]
-        raise ValueError(f"a formula mixes the feature widths {few} and {many}")
-    axes = functools.reduce(operator.or_, [a.axes for a in args], Axes.NONE)
-    return axes, widths.pop() if widths else 1
+def _join(args: tuple[Expr, ...]) -> tuple[Axes, int]:
+    axes, width = Axes.NONE, 0
+    for a in args:
+        axes = _OR[axes][a.axes]
+        if a.has_features and a.width != width:
+            if width:
+                few, many = sorted({a.width for a in args if a.has_features})[:2]
+                raise ValueError(f"a formula mixes the feature widths {few} and {many}")
+            width = a.width
+    return axes, width or 1
 
 
 def pointwise(op: str, *args: Expr, attrs: tuple[Any, ...] = ()) -> Expr:
     """A pointwise node; concatenated arguments are taken apart, so that concat floats up to the stores."""
     axes, width = _join(args)
-    pieces = math.lcm(*[len(a.args) for a in args if a.op == "concat"])
-    if pieces > 1:
+    counts = [len(a.args) for a in args if a.op == "concat"]
+    if counts and (pieces := math.lcm(*counts)) > 1:
         columns = [tile(a, pieces) for a in args]
         return concat([rebuild(op, tuple(c[k] for c in columns), attrs) for k in range(pieces)], width)
     return make(op, args, attrs, axes, width)
@@ -313,8 +320,13 @@ def mul(a: Expr, b: Expr) -> Expr:
     cb, rb = coefficient(b)
     if ca is cb is _ONCE:
         return pointwise("mul", *_sorted(a, b))
-    c = ca * cb
-    if not all(map(may_move, (ca, cb, c))) and not ra is rb is ONE:
+    if ca is _ONCE or cb is _ONCE:
+        c = cb if ca is _ONCE else ca
+        moves = may_move(c)
+    else:
+        c = ca * cb
+        moves = all(map(may_move, (ca, cb, c)))
+    if not moves and not ra is rb is ONE:
         return pointwise("mul", *_sorted(a, b))
     if ra is ONE:
         rest = rb

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from te_fuser.formula.expr import MARKS, ZERO, Expr, broadcast, concat, const, make, mul, rebuild, unary
+from te_fuser.formula.expr import MARKS, ZERO, Axes, Expr, broadcast, concat, const, make, mul, rebuild, unary
 from te_fuser.formula.reductions import extreme, sum_features
 from te_fuser.formula.traversal import topological
 
@@ -37,8 +37,15 @@ def unmarked(e: Expr) -> Expr:
             node.unmarked = unary(node.attrs[0], mul(*args))
             continue
         made = args[0] if node.op in MARKS else over(node, args)
-        node.unmarked = mul(const(0.0), args[0]) if made is ZERO and node is not made else made
+        node.unmarked = mul(const(0.0), _along(node, args[0])) if made is ZERO and node is not made else made
     return e if e.unmarked is None else e.unmarked
+
+
+def _along(node: Expr, argument: Expr) -> Expr:
+    """The argument as far as the node extends: of a row sum, the sum as it stands."""
+    if node.reduces and argument.has_features:
+        return make(node.op, (argument,), (), argument.axes & ~Axes.FEATURE, 1)
+    return argument
 
 
 def before_quantized(e: Expr) -> Expr:

@@ -277,7 +277,8 @@ def declare(row: ProductRow) -> Fusion:
 
 
 def _why_dtypes_differ(m: Match) -> str | None:
-    return None if m[0].weight.dtype == m[1].bias.dtype else "weight and bias differ in dtype"
+    same = m[0].own_dtype_of("weight") == m[1].own_dtype_of("bias")
+    return None if same else "weight and bias differ in dtype"
 
 
 def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -288,7 +289,7 @@ def linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 def _linear_bias_of(m: Match) -> Callable[..., torch.Tensor]:
     """That, or PyTorch's function where there is no choice to be made at each call."""
-    op, halves = cast(MatMul, m[0].op), m.device.type == "cpu" and m.dtype.itemsize == 2
+    op, halves = cast(MatMul, m[0]), m.device.type == "cpu" and m.dtype.itemsize == 2
     if halves or m[1].dtype_of("bias") != m.dtype:
         return linear_bias
     settled = is_torchs(m.x.rows, op.in_features, op.out_features, m.dtype, m.device)

@@ -230,7 +230,7 @@ def _compiles(provider: Provider, m: Match, direction: str, needed: frozenset[st
 def _costs(m: Match, provider: Provider) -> tuple[Cost, Cost]:
     """Forward, and backward: five products to forward's two, since it makes the scores again, and maybe the packing."""
     op = _op(m)
-    x, y = (spec.rows * spec.features * spec.dtype.itemsize for spec in (m.x, m.y))
+    x, y = m.x.nbytes, m.y.nbytes
     flops, settings = max(op.flops(m.x, {}), 1.0), op.settings()
     samples, positions = op.packed.lengths(m.x.shape if len(m.x.shape) == 3 else (1, *m.x.shape))
     apart = 0.0  # bytes of a bias, which is made, and read for each head

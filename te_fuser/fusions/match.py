@@ -109,8 +109,9 @@ class MatchedOp:
         parameters: Mapping[str, Callable[[], torch.Tensor]],
         dtypes: Mapping[str, torch.dtype] | None = None,
         inputs: Mapping[str, Spec] | None = None,
+        own: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        self._op, self._parameters, self._dtypes = op, parameters, dtypes or {}
+        self._op, self._parameters, self._dtypes, self._own = op, parameters, dtypes or {}, own or {}
         self.inputs = inputs or {}  # argument -> what is known of a named input that is given
         self.looked = False
 
@@ -128,6 +129,10 @@ class MatchedOp:
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which a parameter or a named input is read: under autocast a weight is cast first."""
         return self._dtypes[name]
+
+    def own_dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that a parameter has, whatever it is read in."""
+        return self._own[name]
 
     def reads(self, name: str) -> bool:
         """Whether it is bound to a parameter of that name, or is given such a named input."""

@@ -11,8 +11,8 @@ import torch
 from te_fuser.dtypes import text_of
 from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.registry import Details, fusion
-from te_fuser.kernels.attention import one_query
-from te_fuser.kernels.attention.one_query import OneQuery
+from te_fuser.kernels import one_query
+from te_fuser.kernels.one_query import OneQuery
 from te_fuser.ops.attention_heads import ApartHeads
 from te_fuser.ops.attention_mask import HIDDEN_BY
 from te_fuser.ops.dot_product_attention import APART_KEYS, DotProductAttention

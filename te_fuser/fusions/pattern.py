@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -171,20 +172,29 @@ def matches(
     Args:
         places: of each op, where it stands in fused operations; by default in none.
     """
-    if not pattern or start >= len(ops) or may_begin(pattern, ops[start].kind):
+    first = heads(pattern) if start < len(ops) else None
+    if first is None or among(first, (ops[start].kind,)):
         yield from sorted(set(_stops(tuple(pattern), _List(ops, places), start)), reverse=True)
 
 
-def may_begin(pattern: Sequence[PatternPart], kind: type[FusableOperation]) -> bool:
-    """Whether an op of this kind may be the first of a match, as far as the parts tell that it may begin with."""
+def heads(pattern: Sequence[PatternPart]) -> tuple[type[FusableOperation], ...] | None:
+    """The kinds and families of which the first op of a match is; None: of any, as far as the parts tell."""
+    found: list[type[FusableOperation]] = []
     for part in pattern:
         first = part.part if isinstance(part, (Optional, Repeat)) else part
         for one in first.kinds if isinstance(first, OneOf) else (first,):
-            if not isinstance(one, type) or issubclass(one, FusedOperation) or _fits(one, kind):
-                return True
+            if not isinstance(one, type) or issubclass(one, FusedOperation):
+                return None
+            found.append(one)
         if first is part or isinstance(part, Repeat) and part.at_least > 0:
-            return False
-    return True
+            return tuple(found)
+    return None
+
+
+def among(kinds: Sequence[type[FusableOperation]], there: Collection[Any]) -> list[Any]:
+    """Those of the kinds that are there which are one of `kinds`, or of its family."""
+    found = [[k for k in there if issubclass(k, kind)] if kind.family else [kind] for kind in kinds]
+    return [k for k in dict.fromkeys(itertools.chain.from_iterable(found)) if k in there]
 
 
 def _stops(pattern: tuple[PatternPart, ...], listed: _List, at: int) -> Iterator[int]:

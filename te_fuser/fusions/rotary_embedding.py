@@ -14,6 +14,7 @@ from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import packed_heads
+from te_fuser.kernels.lanes import reason_not
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
 
@@ -27,7 +28,7 @@ def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
 
 def why_no_kernel(m: Match) -> str | None:
     """Why the kernel over packed heads cannot run on what enters the match, or None."""
-    return m.why_no_cuda() or packed_heads.reason_not(m.dtype, m[0].bias.dtype if m[0].kind is Bias else m.dtype)
+    return m.why_no_cuda() or reason_not(m.dtype, m[0].own_dtype_of("bias") if m[0].kind is Bias else m.dtype)
 
 
 def _op(m: Match | FusionCall) -> RotaryEmbedding:
@@ -38,8 +39,8 @@ def _when(m: Match) -> bool | str:
     return why_no_kernel(m) or True
 
 
-def _size(m: Match) -> int:
-    return m.x.rows * m.x.features * m.x.dtype.itemsize
+def _cost(m: Match) -> Cost:
+    return Cost(m.x.nbytes, m.x.nbytes)
 
 
 def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[packed_heads.PackedPass]:
@@ -51,7 +52,7 @@ def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[pack
     )
 
 
-@fusion(forward=_PATTERN, when=_when, cost=lambda m: Cost(_size(m), _size(m)), details=Details(compiles=_compiles))
+@fusion(forward=_PATTERN, when=_when, cost=_cost, details=Details(compiles=_compiles))
 def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
     """One pass that adds the bias, if there is one, and turns queries and keys."""
     op, bias = _op(m), m["0.bias"] if len(m) > 1 else None
@@ -61,7 +62,7 @@ def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
 @fusion(
     backward=_PATTERN,
     when=_when,
-    cost=lambda m: Cost(_size(m), _size(m)),
+    cost=_cost,
     details=Details(compiles=_compiles, sums=("0.bias",)),
 )
 def rotary_embedding_backward(m: FusionCall, dy: torch.Tensor) -> Any:

@@ -196,13 +196,11 @@ def _when(m: Match) -> bool | str:
 
 
 def _cost(m: Match) -> Cost:
-    size = m.x.rows * m.x.features * m.x.dtype.itemsize
-    return Cost(size, size)
+    return Cost(m.x.nbytes, m.x.nbytes)
 
 
 def _cost_reading(m: Match) -> Cost:
-    size = m.x.rows * m.x.features * m.x.dtype.itemsize
-    return Cost(2 * size, size)
+    return Cost(2 * m.x.nbytes, m.x.nbytes)
 
 
 def _compiles(m: Match, direction: str, needed: frozenset[str]) -> Iterable[TurnedPass]:

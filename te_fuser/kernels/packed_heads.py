@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.cuda_text import CTYPES
-from te_fuser.codegen.written import TextKernel
-from te_fuser.kernels.lanes import partner_of, vector_of
+from te_fuser.dtypes import name_of
+from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, constants
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.rotary_embedding import rotation_table
@@ -30,12 +30,8 @@ if TYPE_CHECKING:
     from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_THREADS = range(256, 0, -32)  # of a block
-_RESIDENT = 512  # threads of a multiprocessor: fewer do not hide the latency of memory, more were slower on an H200
-_MOST_ROWS = 2**31 - 1
 _FORMS_KEPT = 256
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True)
@@ -49,29 +45,23 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class PackedPass(TextKernel["_native.CudaKernel"]):
+class PackedPass(HeadsPass):
     """What the text is written for.
 
     Attributes:
-        dtype: of what is read and stored.
         parts: whether queries, keys and values come from three tensors.
         rotary_dim, style: what turns; 0: nothing does.
         back: whether it turns back.
         bias, sums: dtypes of the bias that is added and of the sums over rows, if any.
-        blocks: blocks of a multiprocessor; 0: as many as were best.
-        rows: how many a thread loads before it uses the first; 0: as many as were best.
     """
 
     heads: PackedHeads
-    dtype: torch.dtype
     parts: bool = False
     rotary_dim: int = 0
     style: str = "half"
     back: bool = False
     bias: torch.dtype | None = None
     sums: torch.dtype | None = None
-    blocks: int = 0
-    rows: int = 0
     name: ClassVar[str] = "packed_heads"
 
     @classmethod
@@ -91,49 +81,19 @@ class PackedPass(TextKernel["_native.CudaKernel"]):
         return cls(replace(heads, layout="sequence_first"), dtype, parts, *turning, back, bias, sums)
 
     @property
-    def vector(self) -> int:
-        """Neighbours that a thread takes at once."""
-        return vector_of(self.dtype, self.heads.head_dim, self.rotary_dim, self.style)
-
-    @property
-    def partner(self) -> str:
-        """Where a thread finds the partners of its vector, as the text calls it."""
-        return partner_of(self.dtype, self.heads.head_dim, self.rotary_dim, self.style)
-
-    @property
     def lanes(self) -> int:
         """Threads of a row."""
-        heads, vectors = self.heads.heads + 2 * self.heads.kv_heads, self.heads.head_dim // self.vector
-        if self.partner != "kSecond":
-            return heads * vectors
-        pairs = self.rotary_dim // 2 // self.vector
-        return heads * (pairs + (vectors - 2 * pairs + 1) // 2)
-
-    @property
-    def threads(self) -> int:
-        """Of a block: as many as leave the fewest idle."""
-        return min(_THREADS, key=lambda t: -(-self.lanes // t) * t)
-
-    @property
-    def tiles(self) -> int:
-        """Blocks side by side in a row."""
-        return -(-self.lanes // self.threads)
-
-    @property
-    def per_multiprocessor(self) -> int:
-        """Blocks that a multiprocessor holds at once."""
-        return self.blocks or _RESIDENT // self.threads
+        return (self.heads.heads + 2 * self.heads.kv_heads) * self.units
 
     @property
     def rows_at_once(self) -> int:
         """Rows that a thread loads before it uses the first, as measured on an H200."""
-        one_that_turns = self.rotary_dim and self.partner != "kSecond"
-        return self.rows or (8 if one_that_turns else 4)
+        return 8 if self.rotary_dim and self.partner != "kSecond" else 4
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_heads.cu`."""
         dtypes = {"Element": self.dtype, "BiasElement": self.bias, "SumElement": self.sums}
-        types = {name: CTYPES[_DTYPES[dtype or self.dtype]] for name, dtype in dtypes.items()}
+        types = {name: CTYPES[name_of(dtype or self.dtype)] for name, dtype in dtypes.items()}
         heads = self.heads
         integers = {
             "kQueries": heads.heads, "kGroups": heads.kv_heads, "kHeadDim": heads.head_dim, "kRotary": self.rotary_dim,
@@ -145,10 +105,7 @@ class PackedPass(TextKernel["_native.CudaKernel"]):
             "kSums": self.sums is not None,
         }  # fmt: skip
         lines = ['#include "te_cuda.cuh"', "", "enum { kInside, kSecond, kLane };"]
-        lines += [f"constexpr int kPartner = {self.partner};"]
-        lines += [*(f"using {name} = {ctype};" for name, ctype in types.items())]
-        lines += [f"constexpr int {name} = {value};" for name, value in integers.items()]
-        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+        lines += [f"constexpr int kPartner = {self.partner};", *constants(types, integers, flags)]
         lines += [f"constexpr float kDirection = {-1.0 if self.back else 1.0};", "", _SOURCE.read_text()]
         return "\n".join(lines)
 
@@ -156,11 +113,11 @@ class PackedPass(TextKernel["_native.CudaKernel"]):
         """The kernel as the native runtime takes it."""
         from te_fuser import _native
 
-        element, wide = _DTYPES[self.dtype], self.vector * self.dtype.itemsize
+        element, wide = name_of(self.dtype), self.vector * self.dtype.itemsize
         read = [(element, wide)] * (3 if self.parts else 1)
         read += [("float32", 4)] * 2 if self.rotary_dim else []
-        read += [(_DTYPES[self.bias], self.bias.itemsize)] if self.bias else []
-        written = [(element, wide)] + ([(_DTYPES[self.sums], self.sums.itemsize)] if self.sums else [])
+        read += [(name_of(self.bias), self.bias.itemsize)] if self.bias else []
+        written = [(element, wide)] + ([(name_of(self.sums), self.sums.itemsize)] if self.sums else [])
         dtypes, alignments = zip(*read, *written, strict=True)
         return _native.CudaKernel(
             self.name,
@@ -174,12 +131,6 @@ class PackedPass(TextKernel["_native.CudaKernel"]):
             2 + (4 + 3 + 3 if self.parts else 4),
             waits=True,
         )
-
-
-def reason_not(*dtypes: torch.dtype) -> str | None:
-    """Why the kernel does not take tensors of these dtypes; None when it does."""
-    wrong = next((dtype for dtype in dtypes if dtype not in _DTYPES), None)
-    return None if wrong is None else f"its kernel takes {', '.join(_DTYPES.values())}, there is {wrong}"
 
 
 # -------------------------------------------------------------------------------------------------- calling it
@@ -302,9 +253,9 @@ class _Rows:
         Raises:
             ValueError: for more rows than the kernel counts.
         """
-        if samples * positions > _MOST_ROWS:
+        if samples * positions > MOST_ROWS:
             raise ValueError(
-                f"{samples} samples of {positions} positions are more than {_MOST_ROWS} rows: split the batch"
+                f"{samples} samples of {positions} positions are more than {MOST_ROWS} rows: split the batch"
             )
         out = (*heads.leading(samples, positions), heads.features)
         ahead = out[1] * heads.features, heads.features

@@ -4,18 +4,17 @@
 //   Element                   what the weight is stored as
 //   kByRows, kTurned, kAmax   which of them are made
 
-constexpr int kThreads = 256, kBlocks = te::kQuantizingBlocks;
-
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-    quantize_weight(const Element* elements, const float* scale, unsigned char* rows, unsigned char* turned, float* amax,
+extern "C" __global__ void __launch_bounds__(te::kTileThreads, te::kTileBlocks)
+    quantize_weight(const Element* elements, const float* scale, te::e4m3* rows, te::e4m3* turned, float* amax,
                     long long tiles, int groups, int height, int width) {
   te::wait_for_earlier();
-  __shared__ te::access::Four shared[te::kSide * 8];
+  __shared__ uint4 shared[te::kTileRows * te::kTileColumns / 16];
   __shared__ float found[32];
+  unsigned largest = 0;
   for (long long tile = blockIdx.x; tile < tiles; tile += groups) {
-    const unsigned largest = te::quantize_tile<Element, kByRows, kTurned>(
-        elements, height, width, static_cast<int>(tile), *scale, {rows, turned}, shared);
-    if constexpr (kAmax) te::raise<kThreads>(found, amax, largest);
+    te::quantize_tile<Element, kByRows, kTurned>(elements, height, width, static_cast<int>(tile), *scale, {rows, turned},
+                                                 shared, largest);
     __syncthreads();
   }
+  if constexpr (kAmax) te::raise<te::kTileThreads>(found, amax, largest);
 }

@@ -239,7 +239,7 @@ class QuantizeWeight(TextKernel["_native.CudaKernel"]):
     def text(self) -> str:
         """The CUDA text: the constants, and `quantize_weight.cu`."""
         flags = {"kByRows": self.wanted != "turned", "kTurned": self.wanted != "rows", "kAmax": self.records}
-        lines = ['#include "te_cuda_bytes.cuh"', "", f"using Element = {CTYPES[text_of(self.dtype)]};"]
+        lines = ['#include "te_cuda_quantize.cuh"', "", f"using Element = {CTYPES[text_of(self.dtype)]};"]
         lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
         return "\n".join([*lines, "", _SOURCE.with_name("quantize_weight.cu").read_text()])
 

@@ -51,12 +51,11 @@ def by_kernel(data: torch.Tensor) -> torch.Tensor:
     why = reason_not(features)
     if why is not None or max(tokens, features) > _MOST:
         raise ValueError(why or f"the kernel that turns bytes counts up to {_MOST}, got {tokens} rows of {features}")
-    room = padded(tokens)
-    turned = data.new_empty((features, room))
+    turned = data.new_empty((features, padded(tokens)))
     tiles = -(-tokens // _SIDE) * -(-features // _SIDE)
     if tiles:
         kernel = Transposed8(data.dtype).ready(data.device)
-        kernel((data.contiguous(), turned), tiles, 1, 1, (tokens, room, features))
+        kernel((data.contiguous(), turned), tiles, 1, 1, (tokens, features))
     return turned
 
 
@@ -82,7 +81,7 @@ class Transposed8(TextKernel["_native.CudaKernel"]):
         """The kernel as the native runtime takes it."""
         from te_fuser import _native
 
-        sources = [("tensor", 0), ("tensor", 1), ("rows", 0), ("groups", 0), *(("integer", k) for k in range(3))]
+        sources = [("tensor", 0), ("tensor", 1), ("rows", 0), ("groups", 0), *(("integer", k) for k in range(2))]
         launch = (self.name, _THREADS, 0, (1, 1, _ENDLESS, False, False), tuple(sources))
         dtypes = (text_of(self.dtype),) * 2
-        return _native.CudaKernel(self.name, cubin, dtypes, (STEP, STEP), 1, (launch,), (), 0, 3, waits=True)
+        return _native.CudaKernel(self.name, cubin, dtypes, (STEP, STEP), 1, (launch,), (), 0, 2, waits=True)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from te_fuser.codegen.cuda_text import CTYPES
-from te_fuser.codegen.written import TextKernel
-from te_fuser.dtypes import GENERATED, name_of, text_of
-from te_fuser.kernels.lanes import WARP, partner_of, vector_of
+from te_fuser.dtypes import name_of, text_of
+from te_fuser.kernels import lanes
+from te_fuser.kernels.lanes import MOST_ROWS, WARP, HeadsPass, constants
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS
 
@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from te_fuser import _native
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_THREADS = range(256, 0, -32)  # of a block
-_RESIDENT = 512  # threads of a multiprocessor, as over packed heads
-_RESIDENT_READING = 384  # where backward reads the input too: what a norm needs stays in registers
+_RESIDENT_READING = (
+    384  # threads of a multiprocessor where backward reads the input too: what a norm needs stays in registers
+)
 _IN_FLIGHT = 128  # bytes that a thread loads before it uses the first
 _STAGED = 24 * 1024  # bytes of angles in shared memory, at most
-_MOST_ROWS = 2**31 - 1
 _FORMS_KEPT = 256
 MOST_FEATURES = 512  # of a head: what a thread holds of it stays in registers
 WEIGHTS = ("weight", "key_weight", "bias", "key_bias")
@@ -114,18 +113,16 @@ class Norming:
 
 
 @dataclass(frozen=True)
-class TurnedPass(TextKernel["_native.CudaKernel"]):
+class TurnedPass(HeadsPass):
     """What the text is written for.
 
     Attributes:
-        dtype: of what is read and stored.
         back: whether it is the backward.
         columns: the dtype of the sums over rows that backward gives, if any.
         gradients: of which of `WEIGHTS` backward gives the gradients.
     """
 
     heads: Groups
-    dtype: torch.dtype
     turning: Turning | None = None
     norming: Norming | None = None
     back: bool = False
@@ -141,25 +138,9 @@ class TurnedPass(TextKernel["_native.CudaKernel"]):
         return self.turning.rotary_dim if self.turning else 0
 
     @property
-    def _style(self) -> str:
+    def style(self) -> str:
+        """Which features are partners."""
         return self.turning.style if self.turning else "half"
-
-    @functools.cached_property
-    def vector(self) -> int:
-        """Neighbours that a thread takes at once."""
-        return vector_of(self.dtype, self.heads.head_dim, self.rotary_dim, self._style)
-
-    @functools.cached_property
-    def partner(self) -> str:
-        """Where a thread finds the partners of its vector, as the text calls it."""
-        return partner_of(self.dtype, self.heads.head_dim, self.rotary_dim, self._style)
-
-    @property
-    def units(self) -> int:
-        """Parts of a head, of one vector or of two."""
-        vectors = self.heads.head_dim // self.vector
-        pairs = self.rotary_dim // 2 // self.vector
-        return pairs + (vectors - 2 * pairs + 1) // 2 if self.partner == "kSecond" else vectors
 
     @property
     def width(self) -> int:
@@ -172,25 +153,14 @@ class TurnedPass(TextKernel["_native.CudaKernel"]):
         return -(-self.units // self.width)
 
     @property
-    def threads(self) -> int:
-        """Of a block: as many as leave the fewest idle."""
-        lanes = self.heads.heads * self.width
-        counts = [t for t in _THREADS if 2 * t <= self._resident]
-        return min(counts, key=lambda t: -(-lanes // t) * t)
+    def lanes(self) -> int:
+        """Threads of a row."""
+        return self.heads.heads * self.width
 
     @property
-    def tiles(self) -> int:
-        """Blocks side by side in a row."""
-        return -(-self.heads.heads * self.width // self.threads)
-
-    @property
-    def per_multiprocessor(self) -> int:
-        """Blocks that a multiprocessor holds at once."""
-        return self._resident // self.threads
-
-    @property
-    def _resident(self) -> int:
-        return _RESIDENT_READING if self.reads else _RESIDENT
+    def resident(self) -> int:
+        """Threads of a multiprocessor."""
+        return _RESIDENT_READING if self.reads else super().resident
 
     @property
     def rows_at_once(self) -> int:
@@ -226,9 +196,7 @@ class TurnedPass(TextKernel["_native.CudaKernel"]):
             "enum { kAngles, kPair, kCosSin };",
             "enum { kNone, kRms, kLayer, kL2 };",
         ]
-        lines += [f"using {name} = {ctype};" for name, ctype in self._types().items()]
-        lines += [f"constexpr int {name} = {value};" for name, value in self._integers().items()]
-        lines += [f"constexpr bool {name} = {str(bool(value)).lower()};" for name, value in self._flags().items()]
+        lines += constants(self._types(), self._integers(), self._flags())
         return "\n".join([*lines, *self._sums_text(), "", _SOURCE.read_text()])
 
     def _types(self) -> dict[str, str]:
@@ -257,7 +225,7 @@ class TurnedPass(TextKernel["_native.CudaKernel"]):
     def _flags(self) -> dict[str, object]:
         turning, norming = self.turning, self.norming
         return {
-            "kHalves": self._style == "half", "kTurnsQueries": turning and turning.queries,
+            "kHalves": self.style == "half", "kTurnsQueries": turning and turning.queries,
             "kTurnsKeys": turning and turning.keys, "kStarts": turning and turning.starts,
             "kOffsets": turning and turning.offsets, "kPadded": turning and turning.padded,
             "kNormLast": norming and norming.last, "kWeights": norming and norming.dtype,
@@ -332,10 +300,8 @@ class TurnedPass(TextKernel["_native.CudaKernel"]):
 
 def reason_not(head_dim: int, *dtypes: torch.dtype) -> str | None:
     """Why the kernel does not take such heads, or tensors of these dtypes; None when it does."""
-    wrong = next((dtype for dtype in dtypes if dtype not in GENERATED), None)
-    if wrong is not None:
-        return f"its kernel takes {', '.join(map(text_of, GENERATED))}, there is {text_of(wrong)}"
-    return f"its kernel takes heads of at most {MOST_FEATURES} features" if head_dim > MOST_FEATURES else None
+    wide = f"its kernel takes heads of at most {MOST_FEATURES} features" if head_dim > MOST_FEATURES else None
+    return lanes.reason_not(*dtypes) or wide
 
 
 # -------------------------------------------------------------------------------------------------- calling it
@@ -416,8 +382,8 @@ class Turned:
     def _form(self, sources: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], given: Given) -> Form:
         """What a call with three-dimensional heads and with tables that lie so is told."""
         shape, vector, (sequence, batch) = sources[0].shape, self._pass.vector, self._order
-        if shape[0] * shape[1] > _MOST_ROWS:
-            raise ValueError(f"{shape[0]} x {shape[1]} rows are more than {_MOST_ROWS}: split the batch")
+        if shape[0] * shape[1] > MOST_ROWS:
+            raise ValueError(f"{shape[0]} x {shape[1]} rows are more than {MOST_ROWS}: split the batch")
         ahead = shape[1] * shape[2], shape[2]  # of the result
         steps = [step // vector for step in (ahead[sequence], ahead[batch])]
         steps += [t.stride(d) // vector for t in sources for d in (sequence, batch)]

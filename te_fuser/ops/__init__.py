@@ -2,6 +2,10 @@
 
 from te_fuser.ops.adaptive_layer_norm import AdaptiveLayerNorm
 from te_fuser.ops.add import Add
+from te_fuser.ops.all_gather import AllGather
+from te_fuser.ops.all_reduce import AllReduce
+from te_fuser.ops.all_reduce_gradient import AllReduceGradient
+from te_fuser.ops.all_to_all import AllToAll
 from te_fuser.ops.attention_heads import Apart
 from te_fuser.ops.attention_mask import AttentionMask
 from te_fuser.ops.attention_scores import AttentionScores
@@ -9,6 +13,7 @@ from te_fuser.ops.base import FusableOperation, NamedInput
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.cast import Cast
+from te_fuser.ops.collective import Collective
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
@@ -18,6 +23,7 @@ from te_fuser.ops.fused_operation import FusedOperation
 from te_fuser.ops.gelu import GELU
 from te_fuser.ops.given import Given
 from te_fuser.ops.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, GatedUnit, ReGLU, SReGLU, SwiGLU
+from te_fuser.ops.group import Group
 from te_fuser.ops.head_norm import HeadNorm
 from te_fuser.ops.identity import Identity
 from te_fuser.ops.joined import Together
@@ -33,6 +39,7 @@ from te_fuser.ops.qgelu import QGELU
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.quantized_matmul import QuantizedMatMul
+from te_fuser.ops.reduce_scatter import ReduceScatter
 from te_fuser.ops.relu import ReLU
 from te_fuser.ops.reshape import Flatten, Reshape, Unflatten
 from te_fuser.ops.rms_norm import RMSNorm
@@ -57,6 +64,10 @@ __all__ = [
     "QGELU",
     "AdaptiveLayerNorm",
     "Add",
+    "AllGather",
+    "AllReduce",
+    "AllReduceGradient",
+    "AllToAll",
     "Apart",
     "AttentionMask",
     "AttentionScores",
@@ -64,6 +75,7 @@ __all__ = [
     "Bound",
     "Cast",
     "ClampedSwiGLU",
+    "Collective",
     "DotProductAttention",
     "DropPath",
     "Dropout",
@@ -74,6 +86,7 @@ __all__ = [
     "FusedOperation",
     "GatedUnit",
     "Given",
+    "Group",
     "HeadNorm",
     "Identity",
     "KeyValueCache",
@@ -92,6 +105,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "RotaryByAngles",
     "RotaryEmbedding",

@@ -66,6 +66,11 @@ class Spec:
         """The product of the other dimensions."""
         return math.prod(self.shape[:-1])
 
+    @property
+    def nbytes(self) -> int:
+        """What all elements take."""
+        return self.rows * self.features * self.dtype.itemsize
+
     def with_features(self, features: int) -> Spec:
         """The same rows with another feature size."""
         return Spec((*self.shape[:-1], features), self.dtype, self.device)
@@ -195,6 +200,7 @@ class FusableOperation(torch.nn.Module):
     wide_parameters: ClassVar[tuple[str, ...]] = ()  # that an opaque op takes in float32 whatever its input is
     writes: ClassVar[tuple[str, ...]] = ()  # named inputs that an opaque op's forward writes into
     views: ClassVar[bool] = False  # whether it moves nothing: its output is its input's memory
+    ranks: ClassVar[int] = 1  # how many processes run it together
     hands_through: ClassVar[bool] = False  # whether its output is its input, whatever it does with the gradient
     idles_without: ClassVar[tuple[str, ...]] = ()  # named inputs: where none of them is there, it gives x as it is
     values: ClassVar[tuple[str, ...]] = ()  # named outputs that are values of their own: it gives all by name

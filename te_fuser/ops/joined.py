@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,20 +16,35 @@ from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.scales import before_loading
 
 _JOINED = "_te_fuser_joined"  # attribute of a joined tensor: what it was joined from
+_FIRST = 2**63  # of nodes that could run, backward takes the one of the largest number, gradients of leaves apart
 
 
 class Joined(NamedTuple):
-    """What a tensor was joined from: parts, the rows of each, and that these are the parts and lie where they lay."""
+    """What a tensor was joined from: parts, and that these are the parts and lie where they lay."""
 
     parts: tuple[torch.Tensor, ...]
-    rows: tuple[int, ...]
     facts: Facts
+
+
+class InOneBuffer(torch.autograd.Function):
+    """Tensors that `lie_together` as one, without a copy; each gets the rows of the gradient that are its own."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        ctx.rows = [p.shape[0] for p in parts]
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return (None, *([None] * len(ctx.rows) if dy is None else dy.split_with_sizes(ctx.rows)))
 
 
 class JoinedBinding(WeakBinding):
     """Parameters of one module and its parts, by their names, as one: [a; b; ..] along dimension 0.
 
-    A call gets a tensor that knows its parts, and each of these the gradient that is its share.
+    A call gets a tensor that knows its parts, and each of these by autograd the gradient that is its share. Without a
+    copy it is made once for many calls, and so is its node, of which backward has to know nothing else.
     """
 
     tells: ClassVar[bool] = True
@@ -87,24 +103,23 @@ class JoinedBinding(WeakBinding):
         kept = wholes.get(self.name)
         if kept is not None and still_hold(kept.__dict__[_JOINED].facts):
             return kept
-        parts = self.parts()
-        joined = Joined(tuple(parts), tuple([p.shape[0] for p in parts]), self._placed(parts))
-        together = lie_together(parts)
-        with torch.inference_mode(False), torch.no_grad():  # later calls may be recorded
-            whole = (in_one_buffer if together else _copied)(parts)
-        whole.requires_grad_(any(p.requires_grad for p in parts))
-        whole.__dict__[_JOINED] = joined
         wholes.pop(self.name, None)
+        del kept  # its node, and those that take the parts' gradients, know the stream that they were made on
+        parts = self.parts()
+        together = lie_together(parts)
+        with torch.inference_mode(False), torch.enable_grad():  # later calls may be recorded
+            whole = _viewed(parts) if together else torch.cat(parts)
+        whole.__dict__[_JOINED] = Joined(tuple(parts), self._placed(parts))
         if together:
             wholes[self.name] = whole
         return whole
 
     def _placed(self, parts: Sequence[torch.Tensor]) -> Facts:
-        """These are the parts, and lie where they lie now."""
+        """These are the parts, and lie where they lie now; on a GPU the stream is the same."""
         dicts = [(part()._parameters, last) for part, last in self.__dict__["_places"]]
         placed = [(*at, t, _native.tensor_place(t)) for at, t in zip(dicts, parts, strict=True)]
         of_others = owned(self.owner, [name for name in self.names if "." in name])
-        return of_others._replace(placed=tuple(placed))
+        return of_others._replace(placed=tuple(placed), calls=_on_this_stream(parts[0].device))
 
     def look(self, made: Callable[..., torch.Tensor]) -> torch.Tensor:
         parts = self.parts()
@@ -146,8 +161,22 @@ def in_one_buffer(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum([p.shape[0] for p in parts]), *first.shape[1:]), first.stride())
 
 
-def _copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([p.detach() for p in parts])
+def _viewed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same, with its node where a part needs a gradient."""
+    whole = in_one_buffer(parts)
+    if not any(p.requires_grad for p in parts):
+        return whole
+    whole = InOneBuffer.apply(whole, *parts)  # type: ignore[no-untyped-call]
+    whole.grad_fn._set_sequence_nr(_FIRST)
+    return whole
+
+
+def _on_this_stream(device: torch.device) -> tuple[tuple[Callable[[], Any], Any], ...]:
+    """Whether the current stream is the one that is current now, as `Facts.calls`."""
+    if device.type != "cuda":
+        return ()
+    stream = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+    return ((stream, stream()),)
 
 
 class _Wholes(dict[str, torch.Tensor]):

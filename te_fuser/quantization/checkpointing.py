@@ -10,7 +10,7 @@ import torch
 
 from te_fuser.ops.binding import Binding
 from te_fuser.quantization.folding import Snapshot, snapshot
-from te_fuser.quantization.state import ROLES, known_state_of, lock
+from te_fuser.quantization.state import ROLES, apart, known_state_of, lock
 from te_fuser.recipe import region
 
 
@@ -56,7 +56,7 @@ def _by(scales: Snapshot | None) -> Iterator[None]:
         before = [(s, {**s.scales}, {**s.inverses}, {**s.amaxes}) for s, _ in states]
         for state, scale in states:
             nowhere = torch.zeros(2, dtype=torch.float32, device=scale.device)
-            state.show(scale.unbind(), scale.reciprocal().unbind())
+            state.show(scale.unbind(), apart(scale.reciprocal()))
             state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
     try:
         yield

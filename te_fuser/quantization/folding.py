@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from te_fuser.quantization.agreement import Agreement, agreement_of
-from te_fuser.quantization.state import ROLES, Block, State, before_saving, blocks, lock
+from te_fuser.quantization.state import ROLES, Block, State, apart, before_saving, blocks, lock
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format
 from te_fuser.recipe.region import Region, on_entry
@@ -125,7 +125,7 @@ def _update(states: Sequence[State], seen: torch.Tensor) -> None:
 
 def _put(states: Sequence[State], scales: torch.Tensor) -> None:
     """Put scales, [states, 3], in place of those of states: in tensors of their own, as some files take no others."""
-    each = torch.stack([scales, scales.reciprocal()], 1).flatten().unbind()  # all views by one call
+    each = apart(torch.stack([scales, scales.reciprocal()], 1).flatten())  # all views by one call
     rows = [torch.empty_like(state.scale) for state in states]
     torch._foreach_copy_(rows, list(scales.unbind()))
     for k, (state, row) in enumerate(zip(states, rows, strict=True)):

@@ -73,6 +73,11 @@ class Block:
         return mine
 
 
+def apart(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Numbers [n] as tensors [], each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
+    return torch.nn.functional.pad(numbers[:, None], (0, 3))[:, 0].unbind()
+
+
 class State:
     """The state of one product: made when it is first asked for, with tensors from its first call in a region on.
 
@@ -117,7 +122,7 @@ class State:
 
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
-        self.put_scale(scale, history, scale.unbind(), scale.reciprocal().unbind())
+        self.put_scale(scale, history, scale.unbind(), apart(scale.reciprocal()))
         self._buffers[self.prefix + HISTORY] = history
 
     def put_scale(self, scale: torch.Tensor, history: torch.Tensor, *views: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from te_fuser.codegen.description import KernelDescription, Target, describe, elements
+from te_fuser.codegen.description import (
+    KernelDescription,
+    Store,
+    Sum,
+    Target,
+    describe,
+    elements,
+    is_transposed,
+    padded,
+)
 from te_fuser.formula import expr
 from te_fuser.formula import functions as f
 from te_fuser.formula.adjoint import differentiate
@@ -379,6 +388,13 @@ def shape(axes: Axes, width: int, rows: int, samples: int) -> tuple[int, ...]:
     return (*lead, width) if axes & Axes.FEATURE else lead or (1,)
 
 
+def shape_of(target: Store | Sum, rows: int, samples: int) -> tuple[int, ...]:
+    """The shape of what is written."""
+    if is_transposed(target):
+        return target.width, padded(rows)
+    return shape(target.axes, target.width, rows, samples)
+
+
 def inputs(description: KernelDescription, rows: int, samples: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
     """A random tensor for each load, on the CPU; statistics are consistent with nothing, but positive for `rstd`."""
     generator = torch.Generator().manual_seed(seed)
@@ -392,7 +408,7 @@ def inputs(description: KernelDescription, rows: int, samples: int = 1, seed: in
 def outputs(description: KernelDescription, rows: int, samples: int = 1, device: str = "cpu") -> list[torch.Tensor]:
     """An unwritten tensor (NaN) for each store and each sum."""
     return [
-        torch.full(shape(t.axes, t.width, rows, samples), math.nan, dtype=getattr(torch, t.dtype), device=device)
+        torch.full(shape_of(t, rows, samples), math.nan, dtype=getattr(torch, t.dtype), device=device)
         for t in (*description.stores, *description.sums)
     ]
 
@@ -418,7 +434,9 @@ def reference(
         whole = torch.cat([piece.expand(rows, width) for piece in run.run(target.parts)], -1)
         if not target.axes & Axes.OUTER:
             whole = _sum_rows(whole, target.axes, rows, batch)
-        found.append(whole.reshape(shape(target.axes, target.width, rows, batch[1])))
+        if is_transposed(target):
+            whole = torch.nn.functional.pad(whole.mT, (0, padded(rows) - rows))
+        found.append(whole.reshape(shape_of(target, rows, batch[1])))
     return found
 
 

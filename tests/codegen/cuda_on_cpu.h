@@ -165,6 +165,14 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 
+// Byte i of the result is that of low and high, counted through, whose number is digit i of the selector.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) found |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return found;
+}
+
 inline unsigned short emulated_float_to_bf16(float value) {
   unsigned bits;
   memcpy(&bits, &value, 4);

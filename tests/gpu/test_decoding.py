@@ -9,9 +9,8 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from te_fuser.kernels import key_value_cache
-from tests.kernels.attention.one_query_cases import CASES, Case
-from tests.kernels.test_key_value_cache import KERNELS, ROOM, call, plain
+from tests.kernels.one_query_cases import CASES, Case
+from tests.kernels.test_key_value_cache import KERNELS, ROOM, by_kernel, call, plain
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +40,7 @@ def test_caches(name: str, sequence_first: bool) -> None:
         ours = [*(torch.stack([t, t])[0] for t in ours[:2]), *ours[2:]]
         theirs = [t.clone() for t in ours]
         want = plain(made, sequence_first, x, *theirs)
-        found = key_value_cache.put(made, x, *ours, sequence_first=sequence_first)
+        found = by_kernel(made, sequence_first, x, *ours)
         torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(ours[:2], theirs[:2], strict=True):
             torch.testing.assert_close(*(t.narrow(1 - int(sequence_first), 0, ROOM) for t in (a, b)), rtol=0, atol=0)

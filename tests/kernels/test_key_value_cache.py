@@ -65,6 +65,12 @@ def plain(made: CacheWrite, sequence_first: bool, x: torch.Tensor, *given: torch
     return op.op_forward(OpCall(dict(zip(names, given, strict=True))), x)
 
 
+def by_kernel(made: CacheWrite, sequence_first: bool, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    """By the kernel."""
+    key_cache, value_cache, starts, counts = given
+    return kernel.put(made, x, key_cache, value_cache, starts, counts, sequence_first)
+
+
 @needs_compiler
 @pytest.mark.parametrize("sequence_first", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
@@ -81,7 +87,7 @@ def test_values(name: str, sequence_first: bool, emulated: FakeDriver) -> None:
         theirs = [t.clone() for t in ours]
         want = plain(made, sequence_first, x, *theirs)
         versions = [t._version for t in ours[:2]]
-        found = kernel.put(made, x, *ours, sequence_first=sequence_first)
+        found = by_kernel(made, sequence_first, x, *ours)
         torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(ours[:2], theirs[:2], strict=True):
             rows = [t.narrow(1 - int(sequence_first), 0, ROOM) for t in (a, b)]

@@ -128,7 +128,7 @@ def test_widths_and_lanes() -> None:
 
 @needs_compiler
 def test_too_many_rows(monkeypatch: pytest.MonkeyPatch, emulated: FakeDriver) -> None:
-    monkeypatch.setattr(packed_heads, "_MOST_ROWS", 5)
+    monkeypatch.setattr(packed_heads, "MOST_ROWS", 5)
     for name in ("forward", "packed"):
         with pytest.raises(ValueError, match="3 samples of 2 positions are more than 5 rows: split the batch"):
             BY_NAME[name].run(*BY_NAME[name].inputs(3, 2))

@@ -105,6 +105,14 @@ def test_each_run_reads_its_scales(library: FakeCublasLt) -> None:
     assert torch.equal(out, 2 * first) and library.heuristics == 1
 
 
+def test_scales_that_lie_anywhere(library: FakeCublasLt) -> None:
+    """The library reads them at multiples of 16 bytes alone."""
+    a, b = numbers(M, K, dtype=E4M3, seed=0), numbers(N, K, dtype=E4M3, seed=1)
+    native = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False)
+    scales = torch.stack([a.scale_inverse, a.scale_inverse, b.scale_inverse])[1:].unbind()
+    close(native.make(a.data, b.data, *scales), exactly(a, b))
+
+
 def test_operands_that_lie_otherwise_are_copied(library: FakeCublasLt) -> None:
     a, b = numbers(32, 32, dtype=E4M3, seed=0), numbers(N, 32, dtype=E4M3, seed=1)
     product = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False)

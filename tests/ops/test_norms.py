@@ -182,3 +182,24 @@ def test_adaptive_layer_norm_of_one_feature() -> None:
     x, scale, shift = (torch.randn(7, 1) for _ in range(3))
     assert te_fuser.verify(ops.AdaptiveLayerNorm(1, per="row"), x, scale=scale, shift=shift).passed
     assert torch.equal(ops.AdaptiveLayerNorm(1, per="row")(x, scale=scale, shift=shift), shift)
+
+
+@pytest.mark.parametrize("second", [ops.LayerNorm(N), ops.RMSNorm(N), ops.LayerNorm(N, elementwise_affine=False)])
+@pytest.mark.parametrize("special", [None, float("nan"), float("inf")])
+def test_a_norm_behind_one_without_parameters(second: ops.RowOp, special: float | None) -> None:
+    """The mean of what is centered is nothing, and no number where x has none."""
+    model = te_fuser.Sequential(ops.LayerNorm(N, elementwise_affine=False), second)
+    x = normal(3, N).float().requires_grad_()
+    if special is not None:
+        with torch.no_grad():
+            x[1, 5] = special
+    y, exact = model(x), copy.deepcopy(model).double().reference(x.double())
+    torch.testing.assert_close(y, exact.float(), equal_nan=True)
+    dy = normal(3, N, seed=1)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, dy.float()),
+        torch.autograd.grad(exact, x, dy),
+        equal_nan=True,
+        rtol=1e-4,
+        atol=1e-5,
+    )

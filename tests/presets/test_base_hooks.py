@@ -10,7 +10,7 @@ import torch
 
 import te_fuser
 from te_fuser import ops
-from tests.presets.layers import F, layer
+from tests.presets.layers import HEADS, F, layer
 from tests.twins import tensor
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,6 +41,25 @@ def test_hooks_on_all_modules(kind: str, leaves: bool) -> None:
         for hook in hooks:
             hook.remove()
     assert Counter(type(m) for m in seen)[ops.Bound] >= 6
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("part", ["core_attention", "proj", "layernorm_qkv"])
+def test_a_hook_between_sequences_one_behind_the_other(part: str, turned: bool) -> None:
+    """The parts on both sides of it read where sequences begin, also where the rotation does nothing."""
+    made, x = layer(attn_input_format="thd"), tensor(8, F)
+    call = {"cu_seqlens_q": torch.tensor([0, 3, 8])}
+    if turned:
+        call["rotary_pos_emb"] = tensor(5, 1, 1, F // HEADS, grad=False)
+    parameters = [x, *made.parameters()]
+    y = made(x, **call)
+    want = torch.autograd.grad(y.sum(), parameters)
+    seen: list[Any] = []
+    made.self_attention.get_submodule(part).register_forward_hook(lambda *args: seen.append(1))
+    again = made(x, **call)
+    torch.testing.assert_close(again, y)
+    torch.testing.assert_close(torch.autograd.grad(again.sum(), parameters), want)
+    assert seen
 
 
 def test_a_hook_on_a_bound_op_sees_what_it_gives() -> None:

@@ -149,6 +149,28 @@ TE_INLINE void raise(float* number, words largest) {
   }
 }
 
+// ---- stores that lie transposed ----------------------------------------------------------------------------------
+
+// [features, tokens]: tokens are the rows of the call and zeros up to a multiple of 16.
+TE_INLINE int64_t tokens_of(const te_launch* launch) { return (launch->rows + 15) / 16 * 16; }
+
+// Stores features of a row, from `first` + at.index on.
+template <class Element, class Value>
+TE_INLINE void store_transposed(Element* to, const te_launch* launch, int64_t row, int64_t first, place at,
+                                Value value) {
+  Element found[lanes];
+  store(found, place{0, at.count, 0}, value);
+  for (int i = 0; i < at.count; ++i) to[(first + at.index + i) * tokens_of(launch) + row] = found[i];
+}
+
+template <class Element>
+TE_INLINE void clear_padding(Element* to, int64_t width, const te_launch* launch) {
+  const int64_t tokens = tokens_of(launch);
+  for (int64_t feature = 0; feature < width; ++feature) {
+    for (int64_t token = launch->rows; token < tokens; ++token) to[feature * tokens + token] = Element{};
+  }
+}
+
 // ---- random bits -------------------------------------------------------------------------------------------------
 
 // Philox4x32 with 7 rounds (Salmon et al., 2011); one call gives 16 bits for each of 8 elements.

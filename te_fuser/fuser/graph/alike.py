@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from te_fuser.formula.expr import Axes, leaf
 from te_fuser.fuser.graph.checks import check_kind
 from te_fuser.ops.base import Aside
 from te_fuser.ops.row_op import RowOp
@@ -15,7 +16,7 @@ from te_fuser.ops.unfused_operation import UnfusedOperation
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from te_fuser.ops.base import FusableOperation, Gradient, NamedInput
+    from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
     from te_fuser.ops.binding import Binding
 
 _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
@@ -35,10 +36,15 @@ def likeness(op: FusableOperation) -> Hashable:
     return type(op), op.training, *found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
-    """What ops say of themselves that are alike and have parameters of the same names."""
+    """What ops say of themselves that are alike and have parameters of the same names.
 
+    Attributes:
+        number: its own in the list.
+    """
+
+    number: int
     role: str
     draws: bool
     is_row: bool
@@ -58,14 +64,41 @@ class Kinds:
     def __init__(self) -> None:
         self._known: dict[Hashable, Kind] = {}
 
-    def of(self, label: str, op: FusableOperation, like: Hashable, bindings: Mapping[str, Binding]) -> Kind:
+    def of(self, label: str, op: FusableOperation, bindings: Mapping[str, Binding]) -> Kind:
         """That of an op.
 
         Raises:
             TypeError, ValueError: when it says of itself what cannot be.
         """
-        key = like, tuple(op._parameters), tuple(bindings)
-        if key not in self._known:
+        key = likeness(op), tuple(op._parameters), tuple(bindings)
+        found = self._known.get(key)
+        if found is None:
             check_kind(label, op, bindings)
-            self._known[key] = Kind(op.kind.role, op.draws(), isinstance(op, RowOp), op.named_inputs())
-        return self._known[key]
+            row, number = isinstance(op, RowOp), len(self._known)
+            found = self._known[key] = Kind(number, op.kind.role, op.draws(), row, op.named_inputs())
+        return found
+
+
+class Told(NamedTuple):
+    """What is known of the outputs of ops that are alike: the specs, and which can have gradients.
+
+    Attributes:
+        same: whether the output is the input.
+    """
+
+    specs: Mapping[str, Spec]
+    differentiable: frozenset[str]
+    same: bool
+
+
+def is_identity(op: RowOp, given: Spec) -> bool:
+    """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
+    if op.hands_through:
+        return True
+    if op.arguments():
+        return False
+    x = leaf("x", Axes.FULL, given.features)
+    try:
+        return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype
+    except (ValueError, TypeError, AttributeError):
+        return False

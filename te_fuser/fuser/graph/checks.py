@@ -49,7 +49,8 @@ def check_parameters(
         if kind is not torch.Tensor and torch.nn.Parameter not in kind.__mro__:
             raise TypeError(
                 f"{label}: parameter {name} is a {kind.__name__}; te_fuser runs plain tensors, "
-                "call .to_local() or .full_tensor() outside"
+                "call .to_local() or .full_tensor() outside; what fully_shard cut is whole in a call of the module "
+                "that it was given, and after its unshard()"
             )
         shape = shapes.get(name, spec.shape)
         if spec.shape != shape:

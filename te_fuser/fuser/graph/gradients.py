@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,13 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     A gradient that nobody gives is none. It arrives in the dtype in which its reader gives it, of several the widest,
     where the op that makes the value takes it so; what the caller gets has its gradient in its own dtype.
     """
-    given = {node.index: list(_given(node)) for node in nodes}
+    able: dict[Hashable, tuple[str, ...]] = {}
+    given = {}
+    for node in nodes:
+        like = node.likeness, tuple(node.named_in)
+        if like not in able:
+            able[like] = _able(node)
+        given[node.index] = _values(node, able[like])
     readers: dict[int, list[Node]] = {}
     for node in nodes:
         for value in given[node.index]:
@@ -38,10 +44,14 @@ def with_gradients(nodes: Sequence[Node], values: Sequence[Value], leaving: set[
     reached = _reached(nodes, values, given, leaving)
     found = [v if v.index in reached else replace(v, needs_grad=False) for v in values]
     makers = {v: node for node in nodes for v in (node.output, *node.named_out) if v not in leaving}
+    known: dict[Hashable, torch.dtype] = {}
     for value in readers.keys() & makers.keys():
-        taken = _taken(makers[value])
-        dtype = _arriving(values[value].spec.dtype, readers[value], taken or ())
-        if dtype != values[value].spec.dtype and (taken is None or dtype in taken):
+        own, taken = values[value].spec.dtype, _taken(makers[value])
+        what = own, taken, *[node.likeness for node in readers[value]]
+        if what not in known:
+            known[what] = _arriving(own, readers[value], taken or ())
+        dtype = known[what]
+        if dtype != own and (taken is None or dtype in taken):
             found[value] = replace(found[value], gradient=dtype)
     return found
 
@@ -61,14 +71,22 @@ def check_gives_gradients(nodes: Sequence[Node], asked: Mapping[str, int]) -> No
             )
 
 
-def _given(node: Node) -> Iterable[int]:
+def _given(node: Node) -> list[int]:
     """The values of which an op gives the gradient, each once."""
-    names: Mapping[str, int] = {"input": node.input, **node.named_in}
-    able = {n: v for n, v in names.items() if n == "input" or node.reads[n].gradient}
-    if not node.is_row:
-        produced = [name for gradient in node.gradients for name in gradient.produces]
-        able = {n: v for n, v in able.items() if n in produced}
-    return dict.fromkeys(able.values())
+    return _values(node, _able(node))
+
+
+def _able(node: Node) -> tuple[str, ...]:
+    """What an op calls those; the same for all that are alike and read inputs of the same names."""
+    names = ("input", *[n for n in node.named_in if node.reads[n].gradient])
+    if node.is_row:
+        return names
+    produced = [name for gradient in node.gradients for name in gradient.produces]
+    return tuple([n for n in names if n in produced])
+
+
+def _values(node: Node, names: Iterable[str]) -> list[int]:
+    return list(dict.fromkeys([node.input if n == "input" else node.named_in[n] for n in names]))
 
 
 def stops_gradients(node: Node) -> bool:

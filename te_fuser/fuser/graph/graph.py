@@ -11,7 +11,7 @@ import torch
 
 from te_fuser.dtypes import FLOATING
 from te_fuser.formula.expr import Axes
-from te_fuser.fuser.graph.alike import Kinds, likeness
+from te_fuser.fuser.graph.alike import Kinds, Told, is_identity
 from te_fuser.fuser.graph.checks import (
     check_input,
     check_named,
@@ -21,7 +21,7 @@ from te_fuser.fuser.graph.checks import (
     plain,
 )
 from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentiable, with_gradients
-from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, ParameterSpecs, outputs_of
+from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spec
@@ -75,7 +75,7 @@ class Node:
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     path: str = ""  # in the module tree
     places: tuple[Place, ...] = ()  # in fused operations
-    likeness: Hashable = None  # equal for ops that are alike, whatever their parameters are
+    likeness: int = -1  # equal for ops of this list that are alike, whatever their parameters are
     is_row: bool = False  # whether a formula gives it
     reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
     gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
@@ -162,6 +162,12 @@ class Graph:
         """The same as prices see it: with plain sizes, those of the call rounded up to the grid."""
         return self._seen(Spec.rounded)
 
+    @property
+    def is_on_grid(self) -> bool:
+        """Whether the sizes of the call are as prices see them."""
+        specs = {id(v.spec): v.spec for v in self.values}
+        return all(spec.exact() == spec.rounded() for spec in specs.values())
+
     def _seen(self, view: Callable[[Spec], Spec]) -> Graph:
         specs = {id(v.spec): v.spec for v in self.values}
         seen = {key: view(spec) for key, spec in specs.items()}
@@ -242,10 +248,10 @@ class GraphBuilder:
     """Builds the graph of a flattened list, lowered for one call signature."""
 
     def __init__(self, ops: Sequence[ListedOp], call: CallSpecs) -> None:
-        self.ops, self.call = lower(ops, call), call
+        self.listed, self.ops, self.call = ops, lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
-        self.bindings = call.bindings
+        self.bindings = tuple([b.weak() for b in call.bindings])
         self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
         self.bound: dict[str, int] = {}
         self.read: set[str] = set()  # of the names that are open
@@ -253,7 +259,8 @@ class GraphBuilder:
         self.named_inputs: dict[str, int] = {}
         self.exported: dict[str, list[tuple[str, int]]] = {}
         self.kinds = Kinds()
-        self.told: dict[Hashable, tuple[Mapping[str, Spec], bool]] = {}
+        self.checked: dict[Hashable, int] = {}
+        self.told: dict[Hashable, Told] = {}
 
     def build(self) -> Graph:
         """Run through the list once; every error in the list or in the inputs is raised here."""
@@ -291,30 +298,34 @@ class GraphBuilder:
 
     def _append(self, listed: ListedOp, current: int) -> int:
         op, bindings = listed.lowered.op, listed.lowered.bindings
-        label, like = self._label(listed), likeness(op)
-        kind = self.kinds.of(label, op, like, bindings)
-        check_input(label, op, self.values[current].spec)
-        check_some_features(label, op, self.values[current].spec)
+        label = self._label(listed)
+        kind = self.kinds.of(label, op, bindings)
         parameters, known = {}, {}
         for name, b in bindings.items():
             parameters[name] = self.parameters[key := b.key]
             known[name] = self.call.parameters[key]
+        # What is alike is checked once.
+        x, checked = self.values[current].spec, len(self.checked)
+        given = [(name, p.spec.key, p.kind) for name, p in known.items()]
+        like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), checked)
+        if like == checked:
+            check_input(label, op, x)
+            check_some_features(label, op, x)
         if kind.is_row:
             self._tie_features(current)
-        named_in = self._named(label, listed, kind.reads, self.values[current].spec)
+        named_in = self._named(label, listed, kind.reads, self.values[current].spec) if listed.names_in else {}
         x = self.values[current].spec
-        check_parameters(label, x, listed, known, self.call.autocast is None)
-        specs, same = self._told(label, op, like, known, x, {arg: self.values[v].spec for arg, v in named_in.items()})
-        out = specs["output"]
+        if like == checked:
+            check_parameters(label, x, listed, known, self.call.autocast is None)
+        told = self._told(label, op, like, x, {arg: self.values[v].spec for arg, v in named_in.items()})
         needs = self.call.grad and (
             self.values[current].needs_grad
             or True in [p.requires_grad for p in known.values()]
             or True in [self.values[v].needs_grad and kind.reads[arg].gradient for arg, v in named_in.items()]
         )
-        alias = current if same else None
-        needed = needs and is_differentiable(op, "output", out)
-        output = self._value(f"{kind.role}.output", out, Axes.FULL, needed, alias)
-        named_out = self._named_out(label, listed, specs, output, needs)
+        alias, needed = current if told.same else None, needs and "output" in told.differentiable
+        output = self._value(f"{kind.role}.output", told.specs["output"], Axes.FULL, needed, alias)
+        named_out = self._named_out(label, listed, told, output, needs) if listed.names_out else ()
         self.nodes.append(
             Node(
                 len(self.nodes),
@@ -331,7 +342,7 @@ class GraphBuilder:
                 listed.casts,
                 listed.path,
                 listed.lowered.places,
-                like,
+                kind.number,
                 kind.is_row,
                 kind.reads,
                 kind.gradients(op, (*parameters, *named_in)),
@@ -339,16 +350,14 @@ class GraphBuilder:
         )
         return output
 
-    def _named_out(
-        self, label: str, listed: ListedOp, specs: Mapping[str, Spec], output: int, needs: bool
-    ) -> tuple[int, ...]:
+    def _named_out(self, label: str, listed: ListedOp, told: Told, output: int, needs: bool) -> tuple[int, ...]:
         """The values that an op names, each bound to its name in the list."""
         op, found = listed.lowered.op, []
         axes = Axes.FULL if isinstance(op, RowOp) else None  # else who reads it says what its sizes are
         for name, own in zip(listed.names_out, op.named_outputs(), strict=True):
             called, same = (f"{op.kind.role}.{own}", None) if own in op.values else (name, output)
-            needed = needs and is_differentiable(op, own, specs[own])
-            found.append(self._value(called, specs[own], axes, needed, same))
+            needed = needs and own in told.differentiable
+            found.append(self._value(called, told.specs[own], axes, needed, same))
             self._bind(label, name, op, found[-1])
         return tuple(found)
 
@@ -401,20 +410,19 @@ class GraphBuilder:
         self,
         label: str,
         op: FusableOperation,
-        like: Hashable,
-        known: Mapping[str, ParameterSpecs],
+        like: int,
         x: Spec,
         named: Mapping[str, Spec],
-    ) -> tuple[Mapping[str, Spec], bool]:
-        """What an op says of its outputs, and whether it hands its input through; once for all that are alike."""
-        read = [(name, spec.key) for name, spec in named.items()]
-        key = like, x.key, *read, *[(name, p.spec.key) for name, p in known.items()]
+    ) -> Told:
+        """What an op says of its outputs; once for all that are alike."""
+        key = like, x.key, *[(name, spec.key) for name, spec in named.items()]
         if key not in self.told:
             specs = self._infer(label, op, x, named)
             check_outputs(label, op, specs)
             if isinstance(op, RowOp):
                 specs = {name: _with_tied_features(spec) for name, spec in specs.items()}
-            self.told[key] = specs, isinstance(op, RowOp) and _is_identity(op, x)
+            able = frozenset([name for name, spec in specs.items() if is_differentiable(op, name, spec)])
+            self.told[key] = Told(specs, able, isinstance(op, RowOp) and is_identity(op, x))
         return self.told[key]
 
     def _infer(self, label: str, op: FusableOperation, x: Spec, named: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -467,26 +475,12 @@ class GraphBuilder:
             raise TypeError(f"unknown input {unknown[0]!r}: no op of this list reads it (named inputs: {takes})")
 
     def _readable(self) -> set[str]:
-        return {name for o in self.ops for name in o.names_in.values() if "/" not in name}
+        # Also by an op that does nothing in this call, as another list may give it for what stands behind this one.
+        return {name for o in self.listed for name in o.names_in.values() if "/" not in name}
 
 
 def _with_tied_features(spec: Spec) -> Spec:
     return dataclasses.replace(spec, shape=(*spec.shape[:-1], *map(int, spec.shape[-1:])))
-
-
-def _is_identity(op: RowOp, given: Spec) -> bool:
-    """Whether the formula hands its input through (Identity, Dropout in eval, Cast to the same dtype)."""
-    from te_fuser.formula.expr import leaf
-
-    if op.hands_through:
-        return True
-    if op.arguments():
-        return False
-    x = leaf("x", Axes.FULL, given.features)
-    try:
-        return op.compute(x) is x and op.output_dtype(given.dtype) == given.dtype
-    except (ValueError, TypeError, AttributeError):
-        return False
 
 
 def _where(listed: ListedOp) -> str:

@@ -59,21 +59,28 @@ def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:
     return made
 
 
-def emptied(module: torch.nn.Module) -> None:
-    """Leave of the parameters of an op's copy, and of the modules in it, only what they are like."""
+def emptied(module: torch.nn.Module, blanks: dict[Any, torch.nn.Parameter]) -> None:
+    """Leave of the parameters of an op's copy, and of the modules in it, only what they are like.
+
+    Args:
+        blanks: what stands for parameters that are alike, in all ops of a list.
+    """
     held = module.__dict__
-    held["_parameters"] = {name: None if p is None else _like(p) for name, p in held["_parameters"].items()}
+    held["_parameters"] = {name: None if p is None else _like(p, blanks) for name, p in held["_parameters"].items()}
     if not held["_modules"]:
         held["_modules"] = {}
         return
     inner = {name: m for name, m in held["_modules"].items() if not isinstance(m, torch.jit.ScriptModule)}
     held["_modules"] = {name: None if m is None else with_attributes(m, {**m.__dict__}) for name, m in inner.items()}
     for made in filter(None, held["_modules"].values()):
-        emptied(made)
+        emptied(made, blanks)
 
 
-def _like(p: torch.Tensor) -> torch.Tensor:
-    return torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+def _like(p: torch.Tensor, blanks: dict[Any, torch.nn.Parameter]) -> torch.nn.Parameter:
+    key = p.shape, p.dtype, p.requires_grad
+    if key not in blanks:
+        blanks[key] = torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+    return blanks[key]
 
 
 @dataclass(frozen=True)
@@ -150,9 +157,8 @@ class CallSpecs:
             specs = {name: replace(s, shape=questions.sizes(s.shape)) for name, s in sorted(specs.items())}
         named = {name: (s, inputs[name].requires_grad) for name, s in specs.items()}
         autocast = autocast_of(spec.device.type)
-        bindings = tuple([b.weak() for b in parameters])
         grad = torch.is_grad_enabled()
-        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, absent, bindings, around)
+        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, absent, tuple(parameters), around)
 
     def stand_ins(self) -> StandIns:
         """What stands for the parameters that are computed."""

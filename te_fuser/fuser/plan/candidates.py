@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
@@ -45,6 +45,11 @@ class Edge:
     fusion: Fusion | None = None
     whole: tuple[int, int] | None = None
     recomputes: tuple[Ref, ...] = ()
+
+    @functools.cached_property
+    def takes(self) -> tuple[float, float]:
+        """Seconds of its steps, and those of the host."""
+        return sum([s.seconds for s in self.steps]), sum([s.host for s in self.steps])
 
     @property
     def match(self) -> MatchOf | None:
@@ -146,25 +151,47 @@ def _kernel_step(
     return prices.step(name, (start, stop), inputs, outputs, kernel, price)
 
 
-def moved(problem: Problem, prices: Prices, edge: Edge, here: Section, there: Section) -> Edge:
-    """A candidate of one section in another one that is like it: what its steps take is not asked again."""
+class Placed(NamedTuple):
+    """Candidates of one section in another one that is like it, or in its own."""
+
+    edges: tuple[Edge, ...]
+    here: Section
+    there: Section
+
+    @property
+    def by(self) -> int:
+        """How many ops later it is there."""
+        return self.there.start - self.here.start
+
+    @property
+    def refs(self) -> Mapping[Ref, Ref]:
+        """What the refs that it knows are there."""
+        return self.here.refs_in(self.there)
+
+    def moved(self, problem: Problem, prices: Prices) -> Sequence[Edge]:
+        """The candidates that they are there: what their steps take is not asked again."""
+        here, there = self.here, self.there
+        if here is there:
+            return self.edges
+        move = functools.partial(_moved, problem, prices, here, there)
+        return [prices.once((e, there), functools.partial(move, e)) for e in self.edges]
+
+
+def _moved(problem: Problem, prices: Prices, here: Section, there: Section, edge: Edge) -> Edge:
     by, whole, there_is = there.start - here.start, edge.whole, here.refs_in(there)
     if edge.fusion is not None and whole is not None:
+        for _, saved in _saved(edge.fusion, whole):
+            prices.learn_like(there_is[saved], saved)
         whole = whole[0] + by, whole[1] + by
-        if edge.is_joint:
-            saved_by(edge.fusion, problem.match(*whole), whole, prices)
-
     again = tuple(map(there_is.__getitem__, edge.recomputes))
-    # The edge holds its steps, so that their ids are not given to others.
-    made = functools.partial(_moved_step, problem, prices, whole, here, there)
-    steps = tuple([prices.once((id(step), there), functools.partial(made, step)) for step in edge.steps])
+    steps = tuple([_moved_step(problem, prices, whole, here, there, step) for step in edge.steps])
     return Edge(edge.start + by, edge.stop + by, edge.name, steps, edge.kept, edge.fusion, whole, again)
 
 
 def _moved_step(
     problem: Problem, prices: Prices, whole: tuple[int, int] | None, here: Section, there: Section, step: Step
 ) -> Step:
-    """A step of one section in another; what runs in the match `whole` of a fusion is chosen there."""
+    """A step of one section in another, where a fusion matches the ops `whole` if it is one's."""
     task, by, there_is = step.task, there.start - here.start, here.refs_in(there)
     start, stop = step.start + by, step.stop + by
     if isinstance(task, KernelTask):
@@ -174,8 +201,7 @@ def _moved_step(
             return _kernel_step(problem, prices, task, start, stop, step.price)
     elif isinstance(task, FusionTask):
         assert whole is not None
-        nodes, match = problem.nodes[start:stop], problem.match(*whole)
-        task = fusion_task(problem, task.fusion, task.direction, nodes, match, task.needed, task.gradient)
+        task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
     else:
         assert isinstance(task, OpTask)
         task = OpTask(problem.nodes[start], task.gradient, task.needed, task.casts, task.phase)
@@ -183,6 +209,17 @@ def _moved_step(
     outputs = tuple([(name, there_is[r]) for name, r in step.outputs])
     taken = step.cost, step.seconds, step.host
     return Step(step.name, start, stop, inputs, outputs, task, *taken, step.chain, step.price)
+
+
+def _moved_fusion(
+    problem: Problem, whole: tuple[int, int], by: int, task: FusionTask, nodes: tuple[Node, ...]
+) -> FusionTask:
+    """A fusion that matches the ops `whole`; what runs there is chosen anew if the choice may have seen a parameter."""
+    if any(op.looked for op in problem.match(whole[0] - by, whole[1] - by).ops):
+        return fusion_task(
+            problem, task.fusion, task.direction, nodes, problem.match(*whole), task.needed, task.gradient
+        )
+    return replace(task, nodes=nodes)
 
 
 def fusion_task(
@@ -208,8 +245,14 @@ def fusion_task(
 
 def saved_by(fusion: Fusion, match: Match, whole: tuple[int, int], prices: Prices) -> list[tuple[str, Ref]]:
     """What a joint fusion that matches the ops `whole` hands to its own backward; its size is known from here on."""
-    start, _ = fusion.covers("forward", *whole)
-    found = [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]
+    found = _saved(fusion, whole)
     if found:
         prices.learn(fusion, match, found)
     return found
+
+
+def _saved(fusion: Fusion, whole: tuple[int, int]) -> list[tuple[str, Ref]]:
+    if not fusion.saves:
+        return []
+    start, _ = fusion.covers("forward", *whole)
+    return [(name, saved_ref(start, fusion.name, name)) for name in fusion.saves]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.both_ways import Passing
-from te_fuser.fuser.plan.candidates import Withheld, moved
+from te_fuser.fuser.plan.candidates import Placed, Withheld
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.paths import Aim, Way, way_through, why_not_taken
 from te_fuser.fuser.plan.plan import Choice, Refusal
@@ -45,8 +45,8 @@ class Covers:
         refusals: says what was not taken.
     """
 
-    forward: list[Edge]
-    backward: list[Edge]
+    forward: list[Placed]
+    backward: list[Placed]
     choices: list[Choice]
     refusals: Callable[[], list[Refusal]]
 
@@ -119,7 +119,7 @@ class Covering:
         """A backward cover's joint fusions, the candidates for forward, and the first of those that cannot run."""
         joint = [match for match in self._matches(backward) if match[0].direction == "joint"]
         giving = ForwardCandidates(self.problem, self.prices, self._demands(backward), joint)
-        found = [self._found(giving, s) for s in self.sections]
+        found = self._each_found(giving)
         return joint, found, self._cannot_run(joint, found)
 
     def _second_round(self, aim: Aim, held: frozenset[int]) -> _Round | None:
@@ -166,12 +166,16 @@ class Covering:
     def _found(self, candidates: Candidates, section: Section) -> Found:
         """The candidates of a section, or of the first one that is like it."""
         key = type(candidates), section.form, *candidates.seen_from(section)
-        return self._once(key, lambda: candidates.edges(section))  # type: ignore[no-any-return]
+        if key not in self._known:
+            self._known[key] = candidates.edges(section)
+        return self._known[key]  # type: ignore[no-any-return]
+
+    def _each_found(self, candidates: Candidates) -> list[Found]:
+        return [self._found(candidates, section) for section in self.sections]
 
     def _all_found(self, key: Hashable, candidates: Candidates) -> list[Found]:
-        """Those of each section; the key says which candidates they are."""
-        made = type(candidates), key
-        return self._once(made, lambda: [self._found(candidates, s) for s in self.sections])  # type: ignore[no-any-return]
+        """Those of each section; the key says which candidates these are."""
+        return self._once((type(candidates), key), lambda: self._each_found(candidates))  # type: ignore[no-any-return]
 
     def _forward(self, aim: Aim, found: list[Found]) -> list[Way] | None:
         ways = {f: self._once((f, aim), functools.partial(way_through, aim, f)) for f in dict.fromkeys(found)}
@@ -180,8 +184,13 @@ class Covering:
     def _backward(
         self, aim: Aim, held: frozenset[int], dropped: Collection[MatchOf], found: list[Found]
     ) -> list[Way] | None:
-        limits = [(s.of_values(held), s.of_matches(dropped)) for s in self.sections]
-        asked = list(zip(found, limits, strict=True))
+        # The list of candidates is kept for this problem, so that its id is not given to another one.
+        asked = self._once(
+            ("asked", id(found), held, *dropped),
+            lambda: [
+                (f, (s.of_values(held), s.of_matches(dropped))) for f, s in zip(found, self.sections, strict=True)
+            ],
+        )
 
         def way(f: Found, kept: frozenset[int], none: frozenset[MatchOf]) -> Way | None:
             make = functools.partial(way_through, aim, f, kept, none, self._ahead(aim, f))
@@ -199,34 +208,26 @@ class Covering:
 
         def ahead(edge: Edge) -> int:
             found = passing.past(edge.start - here, edge.stop - here)
-            forward = self._free.forward_of(edge) if edge.is_joint else None
+            if not edge.is_joint:
+                return found
+            forward = self._once((edge, "forward"), lambda: self._free.forward_of(edge))
             if forward is not None:
                 found += passing.more(forward.start - here, forward.stop - here, aim.length(forward))
             return found
 
         return ahead
 
-    def _laid_out(self, ways: Sequence[Way]) -> list[Edge]:
+    def _laid_out(self, ways: Sequence[Way]) -> list[Placed]:
         """The edges of some ways in the sections that they are for."""
-
-        def make() -> list[Edge]:
-            found = []
-            for section, way in zip(self.sections, ways, strict=True):
-                here = way.found.section
-                found += way.edges if here is section else [self._moved(e, here, section) for e in way.edges]
-            return found
-
-        return self._once(("laid out", *_edges(ways)), make)  # type: ignore[no-any-return]
-
-    def _moved(self, edge: Edge, here: Section, there: Section) -> Edge:
-        make = functools.partial(moved, self.problem, self.prices, edge, here, there)
-        return self._once((edge, there), make)  # type: ignore[no-any-return]
+        placed = zip(self.sections, ways, strict=True)
+        return [Placed(way.edges, way.found.section, section) for section, way in placed]
 
     # ---------------------------------------------------------------------------------- what is said of it
 
     def _choices(self, backward: list[Way]) -> Iterator[Choice]:
         for section, way in zip(self.sections, backward, strict=True):
-            yield from self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
+            if way.choices:
+                yield from self._once((Choice, way, section), functools.partial(self._choices_in, way, section))
 
     def _choices_in(self, way: Way, there: Section) -> list[Choice]:
         here, values = way.found.section, self.problem.graph.values

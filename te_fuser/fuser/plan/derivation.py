@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from te_fuser.fuser.graph.refs import Ref
     from te_fuser.fuser.steps.kernel_task import KernelTask
 
-_KEPT = 4096
-_derived: dict[Any, KernelTask | NotOneKernel | None] = {}
+_KEPT = 1024
+# The form of a stretch -> what was asked of it -> its kernel, or why there is none.
+_derived: dict[Any, dict[Any, KernelTask | NotOneKernel | None]] = {}
 _MISSING = object()
 
 
@@ -46,7 +47,9 @@ class DerivedStretch:
         described = self._describe(nodes)
         key = tuple(n.likeness for n in nodes), described
         self._like = alike.get(key)
-        self._form: Any = self._like._form if self._like is not None else (self._digests(nodes), described)
+        self._known: dict[Any, KernelTask | NotOneKernel | None] = (
+            self._like._known if self._like is not None else _known_of((self._digests(nodes), described))
+        )
         alike.setdefault(key, self)
         self._made: dict[Any, KernelTask | None | NotOneKernel] = {}  # what was asked of this one before
         self._leaving: dict[tuple[int, int], list[int]] = {}
@@ -176,17 +179,14 @@ class DerivedStretch:
 
     def _derived(self, key: Any, derive: Callable[[], KernelTask | None]) -> KernelTask | None | NotOneKernel:
         """A kernel of this stretch, or why there is none."""
-        whole = (self._form, key)
-        found: Any = _derived.get(whole, _MISSING)
+        found: Any = self._known.get(key, _MISSING)
         if found is _MISSING:
             try:
                 made = derive()
                 found = made and made.moved(self._numbered, -self._first_stream)
             except NotOneKernel as why:
                 found = why
-            if len(_derived) >= _KEPT:
-                _derived.clear()
-            _derived[whole] = found
+            self._known[key] = found
         return found if isinstance(found, NotOneKernel) else found and found.moved(self._placed, self._first_stream)
 
     def _numbered(self, ref: Ref) -> Ref:
@@ -194,6 +194,13 @@ class DerivedStretch:
 
     def _placed(self, ref: Ref) -> Ref:
         return ref._replace(index=self._outward[ref.kind.counts][ref.index])
+
+
+def _known_of(form: Any) -> dict[Any, KernelTask | NotOneKernel | None]:
+    """What is known of the kernels of all stretches of a form."""
+    if form not in _derived and len(_derived) >= _KEPT:
+        _derived.clear()
+    return _derived.setdefault(form, {})
 
 
 def forget() -> None:

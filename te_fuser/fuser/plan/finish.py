@@ -26,7 +26,7 @@ from te_fuser.fuser.plan.plan import Plan, SegmentPlan
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
-    from te_fuser.fuser.plan.candidates import Edge
+    from te_fuser.fuser.plan.candidates import Edge, Placed
     from te_fuser.fuser.plan.covers import Covers
     from te_fuser.fuser.plan.plan import Kept, Refusal
     from te_fuser.fuser.plan.prices import Prices
@@ -61,8 +61,8 @@ def _refused(problem: Problem, found: Iterable[SegmentPlan], covers: Covers) -> 
 
 def _segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[SegmentPlan, ...]:
     """The segments of these covers."""
-    forward = [s for e in covers.forward for s in e.steps]
-    backward = in_running_order(covers.backward)
+    forward = [s for p in covers.forward for e in p.moved(problem, prices) for s in e.steps]
+    backward = in_running_order([e for p in covers.backward for e in p.moved(problem, prices)])
     return tuple(
         _segment(problem, prices, part, [_within(steps, part) for steps in (forward, backward)])
         for part in segments(problem, prices, covers)
@@ -147,6 +147,12 @@ def _crossing(graph: Graph, start: int, stop: int) -> tuple[tuple[int, ...], tup
 
 
 def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
+    """Where the segments of these covers begin and end."""
+    what = segments, *covers.forward, *covers.backward
+    return prices.once(what, lambda: _cut(problem, prices, covers))
+
+
+def _cut(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[int, int], ...]:
     """Cut beside a product, where both covers end a step, when a segment's parameter gradients pass SEGMENT_BYTES.
 
     An end of the list with next to none, as the bias behind the last product, is part of the segment before it. So is
@@ -154,11 +160,12 @@ def segments(problem: Problem, prices: Prices, covers: Covers) -> tuple[tuple[in
     """
     graph, least = problem.graph, WORTH_A_NODE * sum(problem.options.device.host.node)
     seconds = [0.0] * (len(problem.nodes) + 1)
-    for edge in (*covers.forward, *covers.backward):
-        for step in edge.steps:
-            seconds[step.start] += step.seconds
+    for placed in (*covers.forward, *covers.backward):
+        by = placed.by
+        for step in [s for e in placed.edges for s in e.steps]:
+            seconds[step.start + by] += step.seconds
     taken = [0.0, *itertools.accumulate(seconds)]
-    ends = {e.stop for e in covers.forward} & {e.stop for e in covers.backward} - _bound(problem, prices, covers)
+    ends = _ends(covers.forward) & _ends(covers.backward) - _bound(problem, prices, covers)
     cuts, size, counted = [0], 0, set()
     for node, following in itertools.zip_longest(problem.nodes, problem.nodes[1:]):
         for p in node.parameters.values():
@@ -187,21 +194,33 @@ def _bound(problem: Problem, prices: Prices, covers: Covers) -> set[int]:
     apart = [v.index for v in graph.values if v.gradient is not None]
     for value in apart:
         found |= set(range((graph.producer(value) or 0) + 1, max(graph.consumers(value)) + 1))
-    for edge in [e for e in (*covers.forward, *covers.backward) if e.fusion is not None]:
-        found |= prices.once((_reaching_back, edge), lambda e=edge: _reaching_back(problem, e))  # type: ignore[misc]
-    for edge in covers.backward:
-        if edge.whole is not None:
-            found |= set(range(edge.whole[0] + 1, edge.whole[1]))
-        for ref in edge.recomputes:
-            found |= set(range(edge.stop, problem.last_readers[ref] + 1))
+    for placed in (*covers.forward, *covers.backward):
+        by, there_is = placed.by, placed.refs
+        # A fusion that reads a value in another form than its ops do cannot be cut off from what makes that.
+        for edge, refs in prices.once((_read_apart, placed.edges), functools.partial(_read_apart, problem, placed)):
+            for ref in refs:
+                found.update(range((graph.producer(there_is[ref].index) or 0) + 1, edge.stop + by))
+    for placed in covers.backward:
+        by, there_is = placed.by, placed.refs
+        for edge in placed.edges:
+            if edge.whole is not None:
+                found.update(range(edge.whole[0] + by + 1, edge.whole[1] + by))
+            for ref in edge.recomputes:
+                found.update(range(edge.stop + by, problem.last_readers[there_is[ref]] + 1))
     return found
 
 
-def _reaching_back(problem: Problem, edge: Edge) -> set[int]:
-    """Where a fusion that reads a value in another form than its ops do cannot be cut off from what makes that."""
-    graph = problem.graph
-    read = {r for s in edge.steps for _, r in s.inputs if r.kind is VALUE}
-    nodes = problem.nodes[edge.start : edge.stop] if read else ()
-    own = [graph.ref(v) for n in nodes for v in (n.input, n.output, *n.named_in.values(), *n.named_out)]
-    others = read.difference(own)
-    return {k for r in others for k in range((graph.producer(r.index) or 0) + 1, edge.stop)}
+def _ends(ways: Iterable[Placed]) -> set[int]:
+    return {e.stop + by for by, edges in [(p.by, p.edges) for p in ways] for e in edges}
+
+
+def _read_apart(problem: Problem, placed: Placed) -> list[tuple[Edge, set[Ref]]]:
+    """The fusions that read values in forms that their ops do not read or make them in."""
+    graph, found = problem.graph, []
+    for edge in [e for e in placed.edges if e.fusion is not None]:
+        read = {r for s in edge.steps for _, r in s.inputs if r.kind is VALUE}
+        nodes = problem.nodes[edge.start : edge.stop] if read else ()
+        own = [graph.ref(v) for n in nodes for v in (n.input, n.output, *n.named_in.values(), *n.named_out)]
+        if others := read.difference(own):
+            found.append((edge, others))
+    return found

@@ -91,7 +91,7 @@ def kept_by(problem: Problem, prices: Prices, backward: list[Step]) -> tuple[Kep
     made = {r for s in backward for _, r in s.outputs}
     for step in backward:
         for name, ref in step.inputs:
-            if ref not in found and ref.owner and ref not in made:
+            if ref.kind.owner and ref not in found and ref not in made:
                 text = f"{step.name}: {name}" if ref.name else ref.label(graph)
                 found[ref] = Kept(ref, text, prices.size(ref), graph.owner(ref))
     return tuple(found.values())

@@ -34,9 +34,14 @@ class Aim:
     def _bandwidth(self) -> float:
         return self.prices.problem.options.device.bandwidth
 
+    def takes(self, edge: Edge) -> float:
+        """Seconds of an edge's steps, with the host's by its share."""
+        device, host = edge.takes
+        return device + self.prices.share * host
+
     def seconds(self, edge: Edge) -> float:
         """What an edge takes, with what it makes kept."""
-        return self.prices.weighed(edge.steps) + edge.kept * self.weight / self._bandwidth
+        return self.takes(edge) + edge.kept * self.weight / self._bandwidth
 
     def length(self, edge: Edge) -> int:
         """That in ticks; a tie goes to the registered fusion, then to the earlier candidate."""
@@ -60,7 +65,7 @@ class Way:
     """
 
     found: Found
-    edges: list[Edge]
+    edges: tuple[Edge, ...]
     length: int
     compared: Mapping[Edge, int]
     choices: list[Choice]
@@ -68,8 +73,11 @@ class Way:
     def matches_in(self, there: Section) -> list[MatchOf]:
         """The fusions that it takes, where they match in a section that is like its own."""
         by = there.start - self.found.section.start
-        found = [match for e in self.edges if (match := e.match) is not None]
-        return [(fusion, (start + by, stop + by)) for fusion, (start, stop) in found]
+        return [(fusion, (start + by, stop + by)) for fusion, (start, stop) in self._matches]
+
+    @functools.cached_property
+    def _matches(self) -> list[MatchOf]:
+        return [match for e in self.edges if (match := e.match) is not None]
 
     @functools.cached_property
     def recomputed(self) -> frozenset[Ref]:
@@ -107,16 +115,16 @@ def way_through(
     """
     variants = {picked: edges for edges, picked in _picked(aim, found, held)}
     others = [e for e in found.others if not (dropped and e.match and found.section.of_matches([e.match]) <= dropped)]
-    lengths = {edge: 0 if aim.is_preferred(edge) else aim.length(edge) for edge in (*variants, *others)}
+    free = {edge: aim.length(edge) for edge in (*variants, *others) if not aim.is_preferred(edge)}
+    lengths = free if len(free) == len(variants) + len(others) else dict.fromkeys((*variants, *others), 0) | free
     compared = lengths
     if ahead is not None:
-        free = [(edge, length) for edge, length in lengths.items() if not aim.is_preferred(edge)]
-        compared = lengths | {edge: max(length + ahead(edge), 0) for edge, length in free}
+        compared = lengths | {edge: max(length + ahead(edge), 0) for edge, length in free.items()}
     path = _shortest(found.section.start, found.section.stop, compared)
     if path is None:
         return None
     choices = [c for edge in path if edge in variants for c in _choices(aim, edge, variants[edge])]
-    return Way(found, path, sum(lengths[e] for e in path), compared, choices)
+    return Way(found, tuple(path), sum(lengths[e] for e in path), compared, choices)
 
 
 def _picked(aim: Aim, found: Found, held: Set[int]) -> Iterator[tuple[list[Edge], Edge]]:
@@ -144,7 +152,7 @@ def _choices(aim: Aim, best: Edge, variants: list[Edge]) -> Iterator[Choice]:
         other = made.get(chosen ^ {ref})
         if other is not None:
             again, name = ref in chosen, graph.values[value].name
-            more = prices.weighed(best.steps) - prices.weighed(other.steps)
+            more = aim.takes(best) - aim.takes(other)
             yield Choice(name, again, prices.size(ref), more if again else -more, value)
 
 

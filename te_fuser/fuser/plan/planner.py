@@ -54,7 +54,8 @@ def _covered(problem: Problem, prices: Prices, covering: Covering) -> tuple[Plan
 
     def choices(keeping: Keeping) -> Sequence[Choice]:
         covers = covering.cover(prices, keeping)
-        recordable = any(is_recordable(problem, *part) for part in segments(problem, prices, covers))
+        parts = segments(problem, prices, covers)
+        recordable = prices.once((is_recordable, parts), lambda: any(is_recordable(problem, *p) for p in parts))
         return weighed(keeping).choices if recordable else covers.choices
 
     return plan_for_memory(problem.options.memory, weighed, choices), prices
@@ -119,7 +120,7 @@ def _warn_of_large(label: str, why: str) -> None:
 def make_exact_plan(graph: Graph, options: Options) -> Plan:
     """The same plan, and what it shows is of the sizes of the call."""
     plan, prices = _made(graph, options)
-    if plan.graph.values == graph.exact().values:
+    if graph.is_on_grid:
         return plan
     with standing_in(graph.stand_ins):
         return plan.seen_by(prices.at_exact_sizes())

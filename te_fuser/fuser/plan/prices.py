@@ -53,6 +53,7 @@ class Prices:
         self._seen = Match.exact if exact else Match.rounded
         self._saving: dict[Ref, tuple[Fusion, Match, list[tuple[str, Ref]]]] = {}
         self._by_rows: dict[Ref, tuple[int, int]] = {}
+        self._like: dict[Ref, Ref] = {}
         self._sizes: dict[Ref, int] = {}  # of what joint fusions save
         self._kernels: dict[tuple[int, int, int], tuple[Cost, KernelDescription]] = {}
         self._made: dict[Hashable, Any] = {}
@@ -79,6 +80,11 @@ class Prices:
         sizes = fusion.asked("saved_bytes", self._seen(match)) if fusion.saved_bytes else {}
         self._sizes |= {ref: sizes.get(name, 0) for name, ref in saved}
 
+    def learn_like(self, ref: Ref, like: Ref) -> None:
+        """Note that what a fusion saves is as large as what it saves elsewhere."""
+        self._like[ref] = like
+        self._sizes[ref] = self._sizes[like]
+
     def learn_rows(self, ref: Ref, value: int, each: int) -> None:
         """Note a tensor of `each` bytes for each row of a value."""
         self._by_rows[ref] = value, each
@@ -89,6 +95,8 @@ class Prices:
         found = Prices(self.problem, self.share, exact=True)
         for saving in self._saving.values():
             found.learn(*saving)
+        for ref, like in self._like.items():
+            found.learn_like(ref, like)
         for ref, (value, each) in self._by_rows.items():
             found.learn_rows(ref, value, each)
         return found
@@ -153,11 +161,6 @@ class Prices:
             return calls["torch"] * cost.launches
         several = cost.launches - 1 if task.call in ("method", "recorded backward") else 0
         return calls[task.call] + calls["torch"] * several
-
-    def weighed(self, steps: Iterable[Step]) -> float:
-        """Seconds of some steps, with the host's by its share."""
-        share = self.share
-        return sum([s.seconds + share * s.host for s in steps])
 
     # ----------------------------------------------------------------------------------------- costs
 

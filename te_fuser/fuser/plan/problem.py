@@ -6,6 +6,7 @@ import bisect
 import functools
 import itertools
 import operator
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from te_fuser.fuser.plan.sections import sections_of
 from te_fuser.fuser.plan.tuned import OFF, ON, Choices, place_of
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Match, MatchedOp
-from te_fuser.fusions.pattern import may_begin, most_ops
+from te_fuser.fusions.pattern import among, heads, most_ops
 from te_fuser.ops.binding import standing_in
 
 if TYPE_CHECKING:
@@ -62,24 +63,19 @@ class Options:
 def match_at(graph: Graph, options: Options, start: int, stop: int) -> Match:
     """What a fusion's condition and cost see of the ops start..stop-1."""
     nodes = graph.nodes[start:stop]
-    ops = tuple(
-        MatchedOp(
-            n.op,
-            {k: graph.parameter_tensors[p] for k, p in n.parameters.items()},
-            _dtypes(graph, n),
-            {k: graph.values[v].spec for k, v in n.named_in.items()},
-        )
-        for n in nodes
-    )
+    ops = tuple([_matched(graph, n) for n in nodes])
     x, y = graph.values[nodes[0].input], graph.values[nodes[-1].output]
     dy = y.gradient_spec if y.needs_grad else None
     return Match(ops, x.spec, y.spec, options.target, y.needs_grad, options.capability, dy)
 
 
-def _dtypes(graph: Graph, node: Node) -> dict[str, torch.dtype]:
-    """Parameter or named input of an op -> the dtype in which it is read."""
-    found = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
-    return found | dict(node.casts) | {name: graph.values[v].spec.dtype for name, v in node.named_in.items()}
+def _matched(graph: Graph, node: Node) -> MatchedOp:
+    """What a fusion sees of an op; parameters and named inputs by the dtypes in which they are read."""
+    parameters = {name: graph.parameter_tensors[p] for name, p in node.parameters.items()}
+    inputs = {name: graph.values[v].spec for name, v in node.named_in.items()}
+    own = {name: graph.parameter_specs[p].dtype for name, p in node.parameters.items()}
+    read = {**own, **node.casts, **{name: spec.dtype for name, spec in inputs.items()}}
+    return MatchedOp(node.op, parameters, read, inputs, own)
 
 
 def find_matches(graph: Graph, options: Options) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
@@ -92,7 +88,8 @@ def _find_matches(
 ) -> tuple[list[tuple[Fusion, int, int]], list[Refusal]]:
     found, refusals = [], []
     ops, places = [n.op for n in graph.nodes], [n.places for n in graph.nodes]
-    runs, alike = _Runs(ops), [_likeness(graph, n) for n in graph.nodes]
+    forms: dict[Hashable, int] = {}
+    runs, alike = _Runs(ops), [forms.setdefault(_likeness(graph, n), len(forms)) for n in graph.nodes]
     known: dict[Hashable, str | None] = {}
     with standing_in(graph.stand_ins):
         for fusion in registry.active():
@@ -128,17 +125,23 @@ class _Runs:
 
     def __init__(self, ops: Sequence[FusableOperation]) -> None:
         self._kinds: list[Any] = [op.kind for op in ops]
-        self._known: dict[int, list[list[int]]] = {}
+        self._known: dict[int, dict[Any, list[list[int]]]] = {}
 
-    def of(self, most: int) -> list[list[int]]:
-        """The places at which runs of so many kinds begin, those of equal ones together."""
+    def of(self, most: int) -> dict[Any, list[list[int]]]:
+        """By their first kind the places at which runs of so many kinds begin, those of equal ones together."""
         if most not in self._known:
             kinds = [*self._kinds, *[None] * (most - 1)]  # behind the end there is nothing
-            found: defaultdict[Hashable, list[int]] = defaultdict(list)
+            found: defaultdict[Any, list[int]] = defaultdict(list)
             for start, run in enumerate(zip(*[kinds[k:] for k in range(most)], strict=False)):
                 found[run].append(start)
-            self._known[most] = list(found.values())
+            known = self._known[most] = dict[Any, list[list[int]]]()
+            for run, starts in found.items():
+                known.setdefault(run[0], []).append(starts)
         return self._known[most]
+
+
+# With which ops matches of a fusion begin, and how many they have at most.
+_reaches: weakref.WeakKeyDictionary[Fusion, tuple[Any, int | None]] = weakref.WeakKeyDictionary()
 
 
 def _fits(
@@ -146,9 +149,14 @@ def _fits(
 ) -> list[tuple[int, int]]:
     """Where a pattern fits; a run of so many kinds as it has at most is looked at once."""
     found: list[tuple[int, int, int]] = []
-    groups = runs.of(most_ops(fusion.pattern) or 1)
-    if most_ops(fusion.pattern) is None:
-        groups = [[start] for g in groups if may_begin(fusion.pattern, ops[g[0]].kind) for start in g]
+    if fusion not in _reaches:
+        _reaches[fusion] = heads(fusion.pattern), most_ops(fusion.pattern)
+    first, most = _reaches[fusion]
+    by_kind = runs.of(most or 1)
+    kinds = by_kind if first is None else among(first, by_kind)
+    groups = [starts for kind in kinds for starts in by_kind[kind]]
+    if most is None:
+        groups = [[start] for starts in groups for start in starts]
     for starts in groups:
         counts = [stop - starts[0] for stop in fusion.stops(ops, starts[0], places)]
         found += [(start, k, start + count) for start in starts for k, count in enumerate(counts)]

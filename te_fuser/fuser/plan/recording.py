@@ -15,7 +15,6 @@ from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import RecordedBackwardTask, RecordedTask
 from te_fuser.fusions import registry
 from te_fuser.fusions.match import Cost
-from te_fuser.ops.joined import JoinedBinding
 
 if TYPE_CHECKING:
     from te_fuser.fuser.graph.graph import Graph, Node
@@ -104,11 +103,10 @@ def is_recordable(problem: Problem, start: int, stop: int) -> bool:
 
 
 def _needs_own_node(problem: Problem, node: Node) -> bool:
-    """Whether an op writes to main_grad, reads several parameters as one, or gives values in several forms."""
+    """Whether an op writes to main_grad, or gives values in several forms."""
     graph = problem.graph
     values = [graph.values[v] for v in (node.input, node.output, *node.named_in.values(), *node.named_out)]
     several = any(graph.ref(v.index).form != AS_MADE or v.gradient is not None for v in values)
-    several = several or any(isinstance(graph.parameters[p], JoinedBinding) for p in node.parameters.values())
     roots = {graph.root(v) for v in node.named_out} - {graph.root(node.output)}
     marked = any(gradient.by_attributes for gradient in node.gradients)
     return bool(marked or several or roots)

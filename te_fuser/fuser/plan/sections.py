@@ -1,7 +1,8 @@
 """Sections: runs of ops that no candidate leaves. Covers are found in each by itself, and once for all that are alike.
 
 Two sections are alike where everything that a candidate, its price and its reasons depend on is equal, counted from
-the section's beginning. Conditions of fusions may ask more than that, so they are asked in every place.
+the section's beginning. Conditions of fusions may ask more than that: those that may have seen a parameter are asked in
+every place.
 """
 
 from __future__ import annotations
@@ -99,12 +100,13 @@ class _Moved(dict[Ref, Ref]):
 def sections_of(problem: Problem) -> list[Section]:
     """The sections of a problem, in their order."""
     forms: dict[Hashable, int] = {}
+    values = _values(problem)
     parts = _between_cuts(problem)
     starts = [start for start, _ in parts]
     matches: list[list[tuple[Fusion, int, int]]] = [[] for _ in parts]
     for match in problem.matches:
         matches[bisect.bisect_right(starts, match[1]) - 1].append(match)
-    return [_section(problem, *part, tuple(inside), forms) for part, inside in zip(parts, matches, strict=True)]
+    return [_section(problem, values, *part, tuple(inside), forms) for part, inside in zip(parts, matches, strict=True)]
 
 
 def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
@@ -121,8 +123,32 @@ def _between_cuts(problem: Problem) -> list[tuple[int, int]]:
     return found
 
 
+def _values(problem: Problem) -> list[int]:
+    """By value a number: equal where everything is equal that does not depend on the section."""
+    graph, known = problem.graph, dict[Hashable, int]()
+    return [
+        known.setdefault(
+            (
+                plain(v.name),
+                asked.spec.key,
+                (v.axes, v.gradient, v.needs_grad),
+                graph.leaves(v.index),
+                problem.hanging_reads.get(v.index),
+                problem.forms_read[graph.root(v.index)],
+            ),
+            len(known),
+        )
+        for v, asked in zip(graph.values, problem.asked.values, strict=True)
+    ]
+
+
 def _section(
-    problem: Problem, start: int, stop: int, matches: tuple[tuple[Fusion, int, int], ...], forms: dict[Hashable, int]
+    problem: Problem,
+    known: list[int],
+    start: int,
+    stop: int,
+    matches: tuple[tuple[Fusion, int, int], ...],
+    forms: dict[Hashable, int],
 ) -> Section:
     graph, nodes = problem.graph, problem.nodes[start:stop]
     values = dict.fromkeys([v for n in nodes for v in (n.input, *n.named_in.values(), n.output, *n.named_out)])
@@ -131,7 +157,7 @@ def _section(
     numbers, places = ({x: k for k, x in enumerate(found)} for found in (values, parameters))
     preferred = [(name, a - start, b - start) for name, a, b in problem.preferred if start <= a < stop]
     fusions = [(fusion, a - start, b - start) for fusion, a, b in matches]
-    whole = *_Form(problem, start, stop, numbers, places).parts(), tuple(fusions), tuple(sorted(preferred))
+    whole = *_Form(problem, known, start, stop, numbers, places).parts(), tuple(fusions), tuple(sorted(preferred))
     form = forms.setdefault(whole, len(forms))
     first, last = (bisect.bisect_left(problem.stretches, (place,)) for place in (start, stop))
     return Section(start, stop, form, tuple(values), tuple(parameters), numbers, matches, tuple(range(first, last)))
@@ -145,6 +171,7 @@ class _Form:
     """Everything that the candidates of a section depend on beside fusions, by numbers within it."""
 
     problem: Problem
+    known: list[int]
     start: int
     stop: int
     numbers: Mapping[int, int]
@@ -155,7 +182,7 @@ class _Form:
         graph = self.problem.graph
         return (
             tuple(map(self._node, graph.nodes[self.start : self.stop])),
-            tuple([(graph.parameter_specs[p], graph.parameter_needs[p]) for p in self.parameters]),
+            tuple([(graph.parameter_specs[p].key, graph.parameter_needs[p]) for p in self.parameters]),
             tuple(map(self._value, self.numbers)),
         )
 
@@ -174,17 +201,11 @@ class _Form:
 
     def _value(self, value: int) -> Hashable:
         graph, start, stop = self.problem.graph, self.start, self.stop
-        v = graph.values[value]
         producer, readers = graph.producer(value), graph.consumers(value)
         made = producer is not None and (start <= producer < stop, graph.nodes[producer].is_row)
         return (
-            plain(v.name),
-            self.problem.asked.values[value].spec.key,
-            (v.axes, v.gradient, v.needs_grad),
-            tuple(map(self.numbers.get, graph.related[value])),
+            self.known[value],
             made,
+            tuple(map(self.numbers.get, graph.related[value])),
             tuple([k - start if start <= k < stop else None for k in readers]),
-            graph.leaves(value),
-            self.problem.hanging_reads.get(value),
-            self.problem.forms_read[graph.root(value)],
         )

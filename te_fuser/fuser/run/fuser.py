@@ -248,8 +248,9 @@ class Fuser:
         with looking():
             call = Call(x, named_tensors(inputs or {}), outputs, listing, listing.bound.looked_at())
             plan, _ = self._planned(make_exact_plan, Questions(), call, listing.training(), device)
+        blanks: dict[Any, torch.nn.Parameter] = {}
         for node in plan.graph.nodes:  # nobody runs it, and who keeps it shall not keep a model
-            emptied(node.op)
+            emptied(node.op, blanks)
         return plan
 
     def asked(

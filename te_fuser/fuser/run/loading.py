@@ -13,7 +13,7 @@ import torch
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.config import config
 from te_fuser.fuser.run.program import Loaded, Wrapper
-from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments, taken_apart
+from te_fuser.fuser.run.segment import Segment, SegmentFunction, build_segments
 from te_fuser.kernels.column_sums import ColumnSumsKernel
 from te_fuser.ops.main_grad import has_main_grad
 
@@ -218,8 +218,7 @@ def _run(segment: Segment, tensors: list[torch.Tensor], seed: torch.Tensor | Non
     if segment.uses_seed:
         tensors.append(seed)  # type: ignore[arg-type]
     if segment.backward is not None:
-        wholes = taken_apart(segment, tensors) if segment.joined else ()
-        return _apply(segment, wholes, *tensors)  # type: ignore[no-any-return]
+        return _apply(segment, *tensors)  # type: ignore[no-any-return]
     if segment.unrecorded:
         with torch.no_grad():
             return segment.results(segment.run_forward(tensors))

@@ -14,7 +14,6 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
-from te_fuser.ops.joined import JoinedBinding, joined_of
 from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 Picker = Callable[[list[Any]], tuple[Any, ...]]
 Gradient = Optional[torch.Tensor]  # noqa: UP045 - a type alias at run time
-Whole = tuple[int, torch.Tensor, tuple[int, ...]]  # a joined parameter's place, itself, and the rows of its parts
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Segment:
         recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
-        joined: the places of parameters that may be joined from several.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
@@ -71,7 +68,6 @@ class Segment:
     overwrites: bool
     take_kept: Picker
     take_gradients: Picker
-    joined: tuple[int, ...] = ()
     promised: Graph | None = None
     unrecorded: bool = False
 
@@ -96,10 +92,7 @@ class SegmentFunction(torch.autograd.Function):
     """Runs one segment's forward program, and its backward program when gradients arrive."""
 
     @staticmethod
-    def forward(ctx: Any, segment: Segment, wholes: Sequence[Whole], *tensors: torch.Tensor) -> Any:  # type: ignore[override]
-        if segment.joined:
-            ctx.rows = [(k, rows) for k, _, rows in wholes]
-            tensors = _with_wholes(tensors[: len(segment.gradients_out)], wholes)
+    def forward(ctx: Any, segment: Segment, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
         slots = segment.run_forward(tensors)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
@@ -127,8 +120,7 @@ class SegmentFunction(torch.autograd.Function):
         program = segment.backward
         assert program is not None
         if grads[0] is None and all(g is None for g in grads):
-            parts = sum([len(rows) for _, rows in ctx.rows]) if segment.joined else 0
-            return (None,) * (2 + len(segment.gradients_out) + parts)
+            return (None,) * (1 + len(segment.gradients_out))
         saved: Sequence[Any] = ctx.saved_tensors
         if segment.marked:  # hooks, as checkpointing's, give tensors without attributes
             saved = _exchanged(saved, segment.marked, ctx.marked)
@@ -152,9 +144,7 @@ class SegmentFunction(torch.autograd.Function):
         given = segment.take_gradients(slots)
         if segment.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
-        if segment.joined:
-            given = _parted(given, ctx.rows)
-        return (None, None, *given)
+        return (None, *given)
 
 
 def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tensor]:
@@ -164,36 +154,6 @@ def _unlinked(outs: list[torch.Tensor], held: Sequence[Any]) -> list[torch.Tenso
     bases = [t if t._base is None else t._base for t in (*outs, *held) if isinstance(t, torch.Tensor)]
     alone = [sum(t._base is base for base in bases) == 1 for t in outs]
     return [t.data if only else t for t, only in zip(outs, alone, strict=True)]
-
-
-def taken_apart(segment: Segment, tensors: list[Any]) -> list[Whole]:
-    """The joined parameters among the tensors of a call, which get None in their places and their parts at the end.
-
-    So autograd knows the parts alone.
-    """
-    wholes = []
-    for k in segment.joined:
-        if (joined := joined_of(tensors[k])) is not None:
-            wholes.append((k, tensors[k], joined.rows))
-            tensors[k] = None
-            tensors += joined.parts
-    return wholes
-
-
-def _with_wholes(tensors: tuple[torch.Tensor, ...], wholes: Sequence[Whole]) -> tuple[torch.Tensor, ...]:
-    found = list(tensors)
-    for k, whole, _ in wholes:
-        found[k] = whole
-    return tuple(found)
-
-
-def _parted(given: Sequence[Gradient], rows_of: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[Gradient, ...]:
-    """The gradients with those of joined parameters cut, by rows, and behind all others."""
-    found = list(given)
-    for k, rows in rows_of:
-        gradient, found[k] = found[k], None
-        found += [None] * len(rows) if gradient is None else gradient.split_with_sizes(rows)
-    return tuple(found)
 
 
 def _exchanged(
@@ -220,11 +180,9 @@ def _zeros(meta: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
 
 def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
-    bindings = plan.graph.parameters
-    joined = frozenset(parameter_ref(k) for k, b in enumerate(bindings) if isinstance(b, JoinedBinding))
     stops = any(map(stops_gradients, plan.graph.nodes))
-    written = frozenset(parameter_ref(k) for k, b in enumerate(bindings) if b.written)
-    return tuple(_build(segment, plan.x.device.type, loaded, joined, written, stops) for segment in plan.segments)
+    written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
+    return tuple(_build(segment, plan.x.device.type, loaded, written, stops) for segment in plan.segments)
 
 
 @dataclass(frozen=True)
@@ -253,9 +211,7 @@ def _build_backward(segment: SegmentPlan, notes: Sequence[Ref], forward_slots: S
     )
 
 
-def _build(
-    segment: SegmentPlan, device: str, loaded: Loaded, joined: frozenset[Ref], written: frozenset[Ref], stops: bool
-) -> Segment:
+def _build(segment: SegmentPlan, device: str, loaded: Loaded, written: frozenset[Ref], stops: bool) -> Segment:
     steps = segment.forward
     notes = list(dict.fromkeys(s.task.notes for s in steps if s.task.notes is not None))
     held = [*segment.gives, *(k.ref for k in segment.kept), *notes]
@@ -281,7 +237,6 @@ def _build(
         any(d.overwrites for s in segment.backward if (d := s.task.description) is not None),
         _picker(back.kept),
         _picker(back.gradients_out),
-        tuple(k for k, ref in enumerate(segment.takes) if ref in joined),
         unrecorded=stops and not segment.backward and not segment.recorded,
     )
 

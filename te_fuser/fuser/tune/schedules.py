@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fuser.codegen.description import KernelDescription, elements
+from te_fuser.codegen.description import KernelDescription, Load, Store, Sum, elements_of
 from te_fuser.codegen.tuned_schedules import store_for
 from te_fuser.config import config
 from te_fuser.fuser.steps.step import KernelFunction
@@ -124,12 +124,12 @@ def _tensors(d: KernelDescription, sizes: tuple[int, int, int], device: torch.de
     """Memory for a call of a kernel alone; kernels do not look at shapes."""
     rows, _, samples = sizes
 
-    def made(tensor: object) -> torch.Tensor:
-        count = elements(tensor.axes, tensor.width, rows, samples)  # type: ignore[attr-defined]
-        return torch.randn(count, device=device).to(getattr(torch, tensor.dtype))  # type: ignore[attr-defined]
+    def made(tensor: Load | Store | Sum) -> torch.Tensor:
+        return torch.randn(elements_of(tensor, rows, samples), device=device).to(getattr(torch, tensor.dtype))
 
-    seed = (torch.tensor([1, 0], device=device),) if d.streams else ()
-    return (*map(made, d.loads), *seed, *map(made, (*d.stores, *d.sums)))
+    raised = [torch.zeros(1, device=device) for _ in d.maxima]
+    seed = [torch.tensor([1, 0], device=device)] if d.streams else []
+    return (*map(made, d.loads), *raised, *seed, *map(made, d.outputs))
 
 
 def _seconds(kernel: GpuKernel, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, int, int]) -> float:

@@ -122,6 +122,20 @@ class _Rounds:
         return self.ratio(self.call(self.prepared(first)), self.call(self.prepared(second)))
 
 
+def _check_alone(graph: Graph) -> None:
+    """Refuse a list that ranks run together: they would try other things, and wait for one another for ever.
+
+    Raises:
+        NotImplementedError: naming the op.
+    """
+    together = next((n for n in graph.nodes if n.op.ranks > 1), None)
+    if together is not None:
+        raise NotImplementedError(
+            f"tune: {together.label} runs on {together.op.ranks} ranks together, and each would choose by its own "
+            "clock; tune the lists before and behind it by themselves"
+        )
+
+
 def tune(
     fuser: Fuser,
     x: torch.Tensor,
@@ -134,6 +148,7 @@ def tune(
     store_for(device_name(x.device)).check()  # now, not after minutes of measuring
     call = fuser.call(x, inputs, outputs)
     graph, options = fuser.asked(call)
+    _check_alone(graph)
     parameters = [unhooked(p) for p in call.parameters]
     rounds = _Rounds(x, inputs, parameters, outputs, effort, contest or _contest_on(x.device))
     # What an earlier tuning left out is a candidate again.

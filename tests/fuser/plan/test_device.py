@@ -11,7 +11,7 @@ from te_fuser import Sequential, fusions, ops
 from te_fuser.fuser.plan.device import DEVICES, Device, _estimated, cpu_device, device_named, device_of
 from te_fuser.fuser.run import fuser
 from te_fuser.fusions import Cost
-from tests.conftest import CPUS
+from tests.settings import CPUS
 
 GPU = torch.device("cuda", 0)
 

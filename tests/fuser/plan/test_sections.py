@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import te_fuser
-from te_fuser import ops
-from te_fuser.fuser.graph import graph
+from te_fuser import fusions, ops
+from te_fuser.fuser.graph import alike
 from te_fuser.fuser.plan import covers, derivation
 from te_fuser.fuser.plan.backward_candidates import BackwardCandidates
 from te_fuser.fuser.plan.forward_candidates import ForwardCandidates
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.op_tasks import OpTask
+from te_fuser.fusions import registry
 from tests.plans.models import (
     BF16,
     FP32,
@@ -84,7 +85,7 @@ def _lines(case: Case, memory: Any) -> list[str]:
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No section is like another one."""
     numbers = itertools.count()
-    monkeypatch.setattr(graph, "likeness", lambda op: next(numbers))
+    monkeypatch.setattr(alike, "likeness", lambda op: next(numbers))
 
 
 @pytest.mark.parametrize("memory", MEMORY)
@@ -120,7 +121,7 @@ def _asked(layers: int, monkeypatch: pytest.MonkeyPatch) -> collections.Counter[
         return count
 
     watched = [(where, "edges") for where in (BackwardCandidates, ForwardCandidates)]
-    watched += [(covers, "way_through"), (ops.MatMul, "infer"), (ops.Bias, "infer")]
+    watched += [(covers, "way_through"), (ops.MatMul, "infer"), (ops.Bias, "infer"), (registry.Fusion, "refusal")]
     watched += [(where, "compute") for where in (ops.LayerNorm, ops.Bias, ops.GELU, ops.Add)]
     with monkeypatch.context() as patch:
         for where, name in watched:
@@ -140,10 +141,28 @@ def _model(layers: int) -> te_fuser.Sequential:
 
 def test_twelve_layers_ask_at_most_twice_as_much_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one, twelve = _asked(1, monkeypatch), _asked(12, monkeypatch)
-    assert len(one) == 9
+    assert len(one) == 10
     assert not {what: (one[what], twelve[what]) for what in one if twelve[what] > 2 * one[what]}
     _apart(monkeypatch)
     assert all(count > 5 * one[what] for what, count in _asked(12, monkeypatch).items())  # the counts see it
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_fusion_chooses_once_for_all_that_are_alike_unless_it_sees_a_parameter(looks: bool) -> None:
+    chosen: list[fusions.Match] = []
+
+    def choose(m: fusions.Match, method: str) -> Any:
+        chosen.append(m)
+        return torch.nn.functional.linear if m[0].dtype_of("weight") == (m[0].weight.dtype if looks else m.dtype) else 0
+
+    details = fusions.Details(choose=choose, takes=("input", "0.weight"), registered=False)
+    mine = fusions.fusion(forward=[ops.MatMul], cost=lambda m: fusions.Cost(seconds=1e-9), details=details)
+    model = te_fuser.Sequential(*(part for _ in range(12) for part in (ops.MatMul(64, 64), ops.Tanh())))
+    with fusions.only(mine(torch.nn.functional.linear)):
+        plan = model.plan(torch.empty(64, 64, requires_grad=True))
+    tasks = [step.task for step in plan.forward if isinstance(step.task, FusionTask)]
+    assert len(tasks) == 12 and len({task.nodes[0].index for task in tasks}) == 12
+    assert len(chosen) >= 12 if looks else len(chosen) < 6
 
 
 def _calls(layers: int, device: str) -> int:

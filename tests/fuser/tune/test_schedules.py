@@ -26,6 +26,8 @@ from te_fuser.fuser.run import loading
 from te_fuser.fuser.steps.step import KernelFunction
 from te_fuser.fuser.tune import schedules
 from te_fuser.fuser.tune import tune as tuning
+from tests.codegen import tile_cases
+from tests.codegen.corpus import Kit
 from tests.fake_cuda import FakeDriver, as_new_process, forget_written, in_place
 
 GPU_NAME = "NVIDIA H200"
@@ -59,6 +61,15 @@ def kernels_of(plan: Plan) -> dict[str, KernelDescription]:
 
 def variants(d: KernelDescription) -> list[tuple[Schedule, ...]]:
     return cuda_loader.variants(d, GPU)
+
+
+def test_memory_for_a_call_fits_every_kind_of_tensor() -> None:
+    """Numbers that are raised, a seed, and what is stored transposed."""
+    d = tile_cases.dropout(Kit(), 24, "float8_e4m3fn")
+    tensors = schedules._tensors(d, (21, 1, 1), torch.device("cpu"))
+    InterpretedKernel(d)(tensors, 21, 1, 1, (0,))
+    assert [t.numel() for t in tensors] == [21 * 24, 1, 1, 2, 21 * 24, 32 * 24, 24]
+    assert tensors[2].item() > 0.0
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------

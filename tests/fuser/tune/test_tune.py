@@ -325,3 +325,11 @@ def test_what_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest
     clock(monkeypatch, measured)
     with pytest.raises(OSError, match=r"cannot be kept in .*file/tuned: .*; set te_fuser.config.cache_dir"):
         model.tune(x)
+
+
+def test_what_ranks_run_together_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would try other things, by its own clock, and wait for the others for ever."""
+    monkeypatch.setattr(te_fuser.config, "cache_dir", tmp_path)
+    model = Sequential(ops.GELU(), ops.AllReduce(ops.Group("tp", 2)))
+    with pytest.raises(NotImplementedError, match=r"tune: op 1 \(AllReduce '1'\) runs on 2 ranks together"):
+        model.tune(torch.randn(4, 8))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from te_fuser.codegen import nvrtc
-from te_fuser.kernels.attention import one_query
+from te_fuser.kernels import one_query
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
-from tests.kernels.attention.one_query_cases import CASES
+from tests.kernels.one_query_cases import CASES
 from tests.needs import needs_compiler, needs_nvrtc
 
 CPU = torch.device("cpu")

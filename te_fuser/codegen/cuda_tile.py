@@ -1,0 +1,111 @@
+"""The function of a kernel that stores transposed: threads own columns and walk down tiles of 128 rows.
+
+A thread has 8 bits of four rows at a time, which it turns in its registers and puts into shared memory; when the whole
+tile is there, each thread stores 16 rows of a column at once. The rows of the tile are stored from registers, as other
+kernels store them, and column sums and maxima are theirs, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from te_fuser.codegen.cuda_columns import ColumnText
+from te_fuser.codegen.cuda_text import CTYPES, part_role
+from te_fuser.codegen.description import KernelDescription, Store, is_transposed
+from te_fuser.codegen.schedule import Schedule
+
+
+class TileText(ColumnText):
+    """Threads own `kVector` columns; two tiles lie in shared memory, of which one is written while one is read."""
+
+    # Neighbours of a warp: 8 lanes, four times four rows. So words of 16 rows lie side by side, each in its own bank.
+    lane = "threadIdx.x % 8 + threadIdx.x / 32 * 8 % kLanes"
+    slot = "threadIdx.x / 8 % 4 + threadIdx.x / (4 * kLanes) * 4"
+    slots = " * kRows"
+    index, is_there = "base + ahead", "four * kAhead + ahead < left"
+
+    def __init__(self, symbol: str, description: KernelDescription, schedule: Schedule, space: str) -> None:
+        super().__init__(symbol, description, schedule, space)
+        self.turned = {
+            (s.name, k): self.names.fresh(f"{s.name}{f'_{k}' if len(s.parts) > 1 else ''}_rows")
+            for s in description.transposed
+            for k in range(len(s.parts))
+        }
+        self.shelf = {key: self.names.fresh(name.replace("_rows", "_tile")) for key, name in self.turned.items()}
+
+    def write(self) -> str:
+        """The function."""
+        text = self.text
+        with text.block(self.signature()):
+            self.begin()
+            self._prologue()
+            text("extern __shared__ uint4 shelves[];")
+            text("int phase = 0;")
+            self._load_what_stays()
+            with text.block("for (long long start = first; start < count; start += step)"):
+                text("const int left = static_cast<int>(rows - start < kRows ? rows - start : kRows);")
+                self._declare_tiles()
+                with self._inside(), self._turns():
+                    self._four_rows()
+                text("__syncthreads();")
+                self._store_columns()
+                text("phase ^= 1;")
+            self._epilogue()
+        return self.finished()
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return super().constants | {"kRows": self.s.rows, "kTurns": self.s.chunks, "kColumns": self.s.covered}
+
+    def _inside(self) -> contextlib.AbstractContextManager[None]:
+        """Only threads whose columns there are."""
+        return self.text.block("if (column < kWidth)") if self._ragged else contextlib.nullcontext()
+
+    def _load_what_stays(self) -> None:
+        if not self._ragged:
+            return super()._load_what_stays()
+        leaves = self._leaves(False)
+        self._stays = {id(n): self.names.fresh(f"{part_role(n)}_vector") for n in leaves}
+        for n in leaves:
+            self.text(f"{self.vector_type(n)} {self._stays[id(n)]} = {{}};")
+        if leaves:
+            with self._inside():
+                for n in leaves:
+                    self.text(f"{self._stays[id(n)]} = {self.load(n)};")
+
+    def _declare_tiles(self) -> None:
+        for number, name in enumerate(self.shelf.values()):
+            at = f"({number} + phase * {len(self.shelf)}) * (kColumns * kRows / 4)"
+            self.text(f"unsigned* const {name} = reinterpret_cast<unsigned*>(shelves) + {at};")
+
+    @contextlib.contextmanager
+    def _turns(self) -> Iterator[None]:
+        """The four rows of each turn, by their number `four` within the tile."""
+        several = self.s.chunks > 1
+        with (
+            self.text.loop("turn", "kTurns", "#pragma unroll 1") if several else contextlib.nullcontext(),
+            self.names.scope(),
+        ):
+            self.text(f"const int four = {'turn * kSlots + slot' if several else 'slot'};")
+            self.text("const long long base = start + four * kAhead;")
+            yield
+
+    def _four_rows(self) -> None:
+        for name in self.turned.values():
+            self.text(f"te::FourRows<kVector> {name};")
+        self._rows_ahead()
+        for key, name in self.turned.items():
+            self.text(f"te::put_columns({self.shelf[key]}, lane, four, {name});")
+
+    def store_line(self, s: Store, k: int, name: str) -> str:
+        if not is_transposed(s):
+            return super().store_line(s, k, name)
+        return f"te::put_row<{CTYPES[s.dtype]}>({self.turned[s.name, k]}, ahead, {name});"
+
+    def _store_columns(self) -> None:
+        for s in self.d.transposed:
+            for k in range(len(s.parts)):
+                to = self.pointer["store", s.name] + (f" + {k * self.d.width} * te::padded(rows)" if k else "")
+                begin = "column - lane * kVector, kWidth, start, rows"
+                self.text(f"te::store_columns<kThreads, kColumns, kVector>({to}, {self.shelf[s.name, k]}, {begin});")

@@ -1,0 +1,227 @@
+"""Collective: an op that the ranks of a group run together, and what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fuser.ops.base import Gradient, OpCall, Spec
+from te_fuser.ops.checks import check_floating
+from te_fuser.ops.group import Group
+from te_fuser.ops.unfused_operation import UnfusedOperation
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What ranks do with a tensor of each, all of one shape.
+
+    Attributes:
+        cut: the dimension along which each rank cuts its own into a block for every rank; None: all get the whole.
+        join: the dimension along which what arrives is joined, in the order of ranks; None: it is added up.
+    """
+
+    cut: int | None = None
+    join: int | None = None
+
+    @property
+    def back(self) -> Exchange:
+        """That of the gradient, of the sum of all ranks' losses: where it cuts, what comes back is joined."""
+        return Exchange(self.join, self.cut)
+
+    def shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """The shape of what a rank has in the end.
+
+        Raises:
+            ValueError: when its own cannot be cut or joined so.
+        """
+        sizes = list(shape)
+        for dim, what in ((self.cut, "to cut"), (self.join, "to join along")):
+            if dim is not None and not -len(sizes) <= dim < len(sizes):
+                raise ValueError(f"an input of shape {list(shape)} has no dimension {dim} {what}: give another one")
+        if self.cut is not None:
+            if sizes[self.cut] % ranks != 0:
+                raise ValueError(
+                    f"dimension {self.cut} of an input of shape {list(shape)} cannot be cut into {ranks} equal parts: "
+                    f"pad it to a multiple of {ranks}, or cut another one"
+                )
+            sizes[self.cut] //= ranks
+        if self.join is not None:
+            sizes[self.join] *= ranks
+        return tuple(sizes)
+
+    def start(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """Send x; what comes back is there when `arrived` has waited for it."""
+        ops, n = torch.ops._c10d_functional, group.size
+        sent = (x if self.cut is None else _blocks(x, self.cut, n)).contiguous()
+        if self.cut is None and self.join is None:
+            return ops.all_reduce(sent, "sum", group.name)  # type: ignore[no-any-return]
+        if self.cut is None:
+            return ops.all_gather_into_tensor(sent, n, group.name)  # type: ignore[no-any-return]
+        if self.join is None:
+            return ops.reduce_scatter_tensor(sent, "sum", n, group.name)  # type: ignore[no-any-return]
+        sizes = [sent.shape[0] // n] * n
+        return ops.all_to_all_single(sent, sizes, sizes, group.name)  # type: ignore[no-any-return]
+
+    def arrived(self, started: torch.Tensor, group: Group) -> torch.Tensor:
+        """Wait for what `start` gave, and join it."""
+        y = torch.ops._c10d_functional.wait_tensor(started)
+        return y if self.join is None else _joined(y, self.join, group.size)
+
+    def run(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        """Both at once."""
+        return self.arrived(self.start(x, group), group)
+
+
+def _blocks(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """[.., n s, ..] -> [n .., s, ..]: the n blocks along a dimension, one behind the other along the first."""
+    if dim % x.dim() == 0:
+        return x
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim % x.dim(), 0).flatten(0, 1)
+
+
+def _joined(blocks: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    """[n .., s, ..] -> [.., n s, ..]: the same the other way round."""
+    at = dim % blocks.dim()
+    if at == 0:
+        return blocks
+    return blocks.unflatten(0, (n, blocks.shape[0] // n)).movedim(0, at).flatten(at, at + 1)
+
+
+class Collective(UnfusedOperation):
+    """An op that the ranks of a group run together, each on an x of the same shape and dtype.
+
+    Every rank has to run it, in the same place among the collectives that they run. It starts and waits in steps of its
+    own, so that what does not need it runs in between. In a group of one rank, y = x.
+
+    Args:
+        group: a dimension of a DeviceMesh (`mesh["tp"]`), a ProcessGroup, or a `Group`; it may be set later, too.
+
+    Attributes:
+        group: the same as a `Group`.
+
+    Raises:
+        TypeError: for anything else as a group.
+        ValueError: for a mesh of several dimensions, a group that this process is not in, and, when a call is planned,
+            an x that cannot be cut so.
+        RuntimeError: in a call, when torch.distributed does not know the group.
+    """
+
+    family = True
+    reads = ()
+    prototype_arguments = {"group": Group()}
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    @group.setter
+    def group(self, group: Any) -> None:
+        self._group = Group.of(type(self).__name__, group)
+
+    @property
+    def forth(self) -> Exchange | None:
+        """What is exchanged of x; None: y = x."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it exchanges")
+
+    @property
+    def back(self) -> Exchange | None:
+        """The same of dy; None: dx = dy."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it exchanges in backward")
+
+    @property
+    def ranks(self) -> int:  # type: ignore[override]
+        return self.group.size
+
+    @property
+    def views(self) -> bool:  # type: ignore[override]
+        return self._way(self.forth) is None
+
+    def _way(self, exchange: Exchange | None) -> Exchange | None:
+        return None if self.group.size == 1 else exchange
+
+    @property
+    def op_wait(self) -> Callable[..., Any] | None:  # type: ignore[override]
+        return None if self._way(self.forth) is None else self.arrived
+
+    def infer(self, x: Spec) -> Spec:
+        check_floating(x)
+        if self.forth is None:
+            return x
+        try:
+            return Spec(self.forth.shape(x.shape, self.group.size), x.dtype, x.device)
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__} on {self.group}: {error}") from error
+
+    def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
+        if self._way(self.back) is None:
+            return (Gradient(("input",), (), "pass_gradient"),)
+        return (Gradient(("input",), (), "start_gradient", wait="gradient_arrived"),)
+
+    def op_forward(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        forth = self._way(self.forth)
+        return x.view_as(x) if forth is None else forth.start(x, self._known())
+
+    def arrived(self, call: OpCall, started: torch.Tensor) -> torch.Tensor:
+        """y of what came back."""
+        assert self.forth is not None
+        return self.forth.arrived(started, self.group)
+
+    def pass_gradient(self, call: OpCall, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+        """dx = dy."""
+        return {"input": dy}
+
+    def start_gradient(self, call: OpCall, dy: torch.Tensor) -> torch.Tensor:
+        """Send dy."""
+        assert self.back is not None
+        return self.back.start(dy, self._known())
+
+    def gradient_arrived(self, call: OpCall, started: torch.Tensor) -> dict[str, torch.Tensor]:
+        """dx of what came back."""
+        assert self.back is not None
+        return {"input": self.back.arrived(started, self.group)}
+
+    def reference(self, call: OpCall, x: torch.Tensor) -> torch.Tensor:
+        return _Exchanged.apply(x, self._way(self.forth), self._way(self.back), self._known())  # type: ignore[no-any-return]
+
+    def reading(self, x: Spec) -> str:
+        forth, at = self.forth, f"each of {self.group.size} ranks ({self.group.title})"
+        if forth is None or self.group.size == 1:
+            return ""
+        given = f"{list(x.shape)} of {at}"
+        cut = "" if forth.cut is None else f", cut along dimension {forth.cut}"
+        return f"{given}{cut}, {'added up' if forth.join is None else f'joined along dimension {forth.join}'}"
+
+    def _known(self) -> Group:
+        """The group, of which torch.distributed knows."""
+        if self.group.size > 1:
+            try:
+                self.group.process_group()
+            except RuntimeError as error:
+                raise RuntimeError(f"{type(self).__name__}: {error}") from error
+        return self.group
+
+    def extra_repr(self) -> str:
+        return f"group={self.group.title!r}, ranks={self.group.size}"
+
+
+class _Exchanged(torch.autograd.Function):
+    """An exchange that autograd records, with that of its gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, forth: Exchange | None, back: Exchange | None, group: Group
+    ) -> torch.Tensor:
+        ctx.way = back, group
+        return x.view_as(x) if forth is None else forth.run(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        back, group = ctx.way
+        return dy if back is None else back.run(dy, group), None, None, None

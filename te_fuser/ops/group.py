@@ -1,0 +1,97 @@
+"""Group: the ranks that an op exchanges tensors with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of torch.distributed, as an op knows them; without arguments, this process alone.
+
+    It holds a name and no ProcessGroup, which can neither be copied nor pickled: a copy stands for the same ranks, and
+    what was pickled for the group of that name where it is loaded.
+
+    Attributes:
+        name: under which torch.distributed knows the group; empty for this process alone.
+        size: how many ranks there are.
+        label: the name of the mesh's dimension that it is, where it is one.
+    """
+
+    name: str = ""
+    size: int = 1
+    label: str = ""
+
+    @classmethod
+    def of(cls, op: str, given: Any) -> Group:
+        """What an op was given as its group: one, a ProcessGroup, or a DeviceMesh of one dimension.
+
+        Raises:
+            TypeError: for anything else.
+            ValueError: for a mesh of several dimensions, and for ranks that this process is not among.
+        """
+        if isinstance(given, Group):
+            return given
+        mesh = given if isinstance(given, DeviceMesh) else None
+        if mesh is not None and mesh.ndim != 1:
+            name = (mesh.mesh_dim_names or ("name",))[-1]
+            raise ValueError(
+                f"{op} takes one dimension of a mesh, got a mesh of {mesh.ndim}: give mesh[{name!r}], one of its "
+                "mesh_dim_names"
+            )
+        if given is torch.distributed.GroupMember.NON_GROUP_MEMBER or (mesh and mesh.get_coordinate() is None):
+            raise ValueError(f"{op}: this process is not in the group: make the op in the ranks of the group alone")
+        if mesh is not None:
+            given = mesh.get_group()
+        if not isinstance(given, torch.distributed.ProcessGroup):
+            raise TypeError(
+                f"{op} takes a group of ranks, got {given!r}: give mesh['tp'] of a DeviceMesh, or a group that "
+                "torch.distributed.new_group(ranks) made"
+            )
+        label = mesh.mesh_dim_names[0] if mesh and mesh.mesh_dim_names else ""
+        return cls(given.group_name, given.size(), label)
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks.
+
+        Raises:
+            RuntimeError: when torch.distributed does not know the group.
+        """
+        return 0 if self.size == 1 else torch.distributed.get_rank(self.process_group())
+
+    def process_group(self) -> torch.distributed.ProcessGroup:
+        """What torch.distributed knows under its name.
+
+        Raises:
+            RuntimeError: when it knows nothing.
+        """
+        found = self._known()
+        if found is None:
+            raise RuntimeError(
+                f"torch.distributed knows no group {self.name!r} of {self.size} ranks in this process: call "
+                "init_process_group() and make the group first, or give the op another group"
+            )
+        return found
+
+    def _known(self) -> torch.distributed.ProcessGroup | None:
+        try:
+            return _resolve_process_group(self.name)  # type: ignore[arg-type]
+        except RuntimeError:
+            return None
+
+    def __str__(self) -> str:
+        """As messages say it: which rank of how many, in which group."""
+        known = self.size == 1 or self._known() is not None
+        at = f"rank {self.rank} of {self.size}" if known else f"one of {self.size} ranks"
+        return f"{at} ({self.title})"
+
+    @property
+    def title(self) -> str:
+        """What messages and plans call it."""
+        return self.label or self.name or "this process"

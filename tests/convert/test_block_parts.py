@@ -1,0 +1,260 @@
+"""Converted layers whose parts are others than a family has, or are hooked."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import te_fuser
+from tests.convert.models import (
+    assert_alike,
+    both,
+    model_of,
+    results,
+    tokens,
+    ways,
+)
+
+IDS = tokens()
+
+
+class Adapted(nn.Module):
+    """A Linear with a product of low rank beside it, as adapters have it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        rows, columns = base.weight.shape if isinstance(base, nn.Linear) else base.weight.t().shape
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(columns, 2, bias=False)
+        self.up = nn.Linear(2, rows, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+ADAPTED = {
+    "llama": ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"],
+    "gpt2": ["attn.c_attn", "mlp.c_proj"],
+}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters(family: str) -> None:
+    original = model_of(family)
+    for layer in original.base_model.get_submodule("h" if family == "gpt2" else "layers"):
+        for path in ADAPTED[family]:
+            parent, _, name = path.rpartition(".")
+            setattr(layer.get_submodule(parent), name, Adapted(layer.get_submodule(path)).double())
+    model = copy.deepcopy(original)
+    made = te_fuser.convert(model)
+    assert {path.split(".", 3)[3] for path in made.left} == set(ADAPTED[family]) if family == "llama" else made.left
+    assert all("it is a Adapted, no " in why for why in made.left.values())
+    assert_alike(results(model, IDS), results(original, IDS))
+    call: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(IDS, **call), original.generate(IDS, **call))
+
+
+def test_an_adapter_may_come_later_and_go() -> None:
+    model, original = both("llama")
+    model(IDS)
+    plain = model.model.layers[0].self_attn.q_proj
+    adapter = Adapted(plain).double()
+    for each in (model, original):
+        each.model.layers[0].self_attn.q_proj = adapter
+    assert_alike(results(model, IDS), results(original, IDS))
+    assert model.model.layers[0].left() == {"self_attn.q_proj": "it is a Adapted, no Linear"}
+    for each in (model, original):
+        each.model.layers[0].self_attn.q_proj = plain.requires_grad_()
+    assert_alike(results(model, IDS), results(original, IDS))
+    assert model.model.layers[0].left() == {}
+
+
+ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str) -> None:
+    for family, config in (("llama", {"hidden_act": name}), ("gpt2", {"activation_function": name})):
+        original = model_of(family, **config)
+        model = copy.deepcopy(original)
+        made = te_fuser.convert(model)
+        assert made.left == {}
+        assert_alike(results(model, IDS), results(original, IDS))
+    gemma = model_of("gemma3", hidden_activation=name)
+    assert te_fuser.convert(gemma).left == {}
+
+
+def test_computed_parameters() -> None:
+    model, original = both("llama")
+    for each in (model, original):
+        layer = each.model.layers[0]
+        nn.utils.parametrizations.weight_norm(layer.self_attn.k_proj)
+        nn.utils.parametrizations.weight_norm(layer.mlp.down_proj)
+    assert_alike(results(model, IDS), results(original, IDS))
+    assert model.model.layers[0].left() == {}
+
+
+HOOKED = [
+    "self_attn",
+    "self_attn.k_proj",
+    "self_attn.q_norm",
+    "mlp",
+    "mlp.act_fn",
+    "mlp.down_proj",
+    "input_layernorm",
+    "",
+]
+
+
+@pytest.mark.parametrize("path", HOOKED)
+def test_hooks_run(path: str) -> None:
+    model, original = both("qwen3")
+    model(IDS)
+    seen = []
+    for each in (model, original):
+        hooked = each.model.layers[1].get_submodule(path)
+        hooked.register_forward_hook(lambda m, args, y: seen.append(type(m).__name__))
+    assert_alike(results(model, IDS), results(original, IDS))
+    assert len(seen) == 2 and seen[0] == seen[1]
+    call: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(IDS, **call), original.generate(IDS, **call))
+    assert len(seen) == 8
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(m))
+    model(IDS)
+    handle.remove()
+    assert sum(m is model.model.layers[0].mlp.down_proj for m in seen) == 1
+
+
+def test_recorded_attention_and_hidden_states() -> None:
+    model, original = both("gpt2")
+    for each in (model, original):
+        each.set_attn_implementation("eager")
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    ours, theirs = model(IDS, **asked), original(IDS, **asked)
+    for name in ("attentions", "hidden_states"):
+        pairs = list(zip(getattr(ours, name), getattr(theirs, name), strict=True))
+        assert len(pairs) >= 2
+        for mine, want in pairs:
+            torch.testing.assert_close(mine, want, rtol=0, atol=1e-5)
+    with ways(model) as found:
+        model(IDS, output_hidden_states=True)
+        model(IDS)
+    assert set(found) == {"added"}
+
+
+def test_a_hook_that_comes_after_those_that_record() -> None:
+    """transformers' own hooks stay where a call once asked for attentions."""
+    model, original = both("llama")
+    seen = []
+    for each in (model, original):
+        each.set_attn_implementation("eager")
+        each(IDS, output_attentions=True)
+        each.model.layers[0].self_attn.register_forward_hook(lambda m, args, y: seen.append(m))
+        each(IDS)
+    assert seen == [model.model.layers[0].self_attn, original.model.layers[0].self_attn]
+
+
+def test_an_eager_attention_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    model, original = both("llama")
+    for each in (model, original):
+        each.set_attn_implementation("eager")
+    model(IDS)
+    real, calls = modeling_llama.eager_attention_forward, []
+
+    def another(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        y, shares = real(*args, **options)
+        return 2 * y, shares
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", another)
+    assert_alike(results(model, IDS), results(original, IDS))
+    assert len(calls) == 4
+    assert model.model.layers[0].left() == {"self_attn": "attention is computed by its function, 'eager'"}
+
+
+class Mean(nn.Module):
+    """In place of attention or of an MLP: nothing of what these have."""
+
+    def forward(self, *args: Any, hidden_states: torch.Tensor | None = None, **others: Any) -> Any:
+        x = args[0] if hidden_states is None else hidden_states
+        y = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+        return y if self.alone else (y, None)
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_attention_and_mlp_of_other_classes(family: str) -> None:
+    original = model_of(family)
+    layers = original.transformer.h if family == "gpt2" else original.model.layers
+    attention = "attn" if family == "gpt2" else "self_attn"
+    setattr(layers[0], attention, Mean(alone=False))
+    layers[1].mlp = Mean(alone=True)
+    model = copy.deepcopy(original)
+    made = te_fuser.convert(model)
+    assert {path.partition(".")[2].split(".", 1)[1]: why.split(",")[0] for path, why in made.left.items()} == {
+        f"0.{attention}": "it is a Mean",
+        "1.mlp": "it is a Mean",
+    }
+    for training in (True, False):
+        model.train(training), original.train(training)
+        assert_alike(results(model, IDS), results(original, IDS))
+
+
+class Keeping:
+    """What runs in place of a module's forward, as accelerate's hooks do: it calls the one that it has kept."""
+
+    def __init__(self, module: Any, seen: list[Any]) -> None:
+        self.seen = seen
+        module._hf_hook, module._old_forward, module.forward = self, module.forward, lambda *a, **k: self(module, a, k)
+
+    def __call__(self, module: Any, args: Any, options: Any) -> Any:
+        self.seen.append(module)
+        return module._old_forward(*args, **options)
+
+    @staticmethod
+    def remove(module: Any) -> None:
+        module.forward = module._old_forward
+        del module._hf_hook, module._old_forward
+
+
+@pytest.mark.parametrize("first", ["hook", "convert"])
+@pytest.mark.parametrize("removed", ["before revert", "after revert", "never"])
+def test_hooks_that_keep_the_forward(first: str, removed: str) -> None:
+    original, seen = model_of("llama"), list[Any]()
+    model = copy.deepcopy(original)
+    if first == "convert":
+        te_fuser.convert(model)
+    for layer in model.model.layers:
+        Keeping(layer, seen)
+    inner = model.model.layers[1].mlp.down_proj
+    Keeping(inner, seen)
+    made = te_fuser.convert(model, check=False)
+    assert made.converted == ("model.layers.0", "model.layers.1")
+    assert made.left == {"model.layers.1.mlp.down_proj": "it has a forward of its own"}
+    with ways(model) as found:
+        assert_alike(results(model, IDS), results(original, IDS))
+    assert len(found) == 2 and seen == [*model.model.layers, inner]
+    if removed == "before revert":
+        for module in (*model.model.layers, inner):
+            Keeping.remove(module)
+        assert made.left == {}
+        with ways(model) as found:
+            assert_alike(results(model, IDS), results(original, IDS))
+        assert len(found) == 2 and len(seen) == 3
+    te_fuser.revert(model)
+    assert type(model.model.layers[0]).__module__.startswith("transformers.")
+    assert_alike(results(model, IDS), results(original, IDS))
+    if removed == "after revert":
+        for module in (*model.model.layers, inner):
+            Keeping.remove(module)
+    te_fuser.convert(model)
+    assert_alike(results(model, IDS), results(original, IDS))

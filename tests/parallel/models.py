@@ -1,0 +1,117 @@
+"""The models that tests on several ranks wrap, each a list of layers, with the batch that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import te_fuser
+from te_fuser import ops
+from tests.parallel.ranks import WORLD
+from tests.twins import assert_same_gradients, randomize, sequential, tensor
+
+FEATURES, POSITIONS, BATCH = 8, 3, 4
+Model = Callable[[], nn.Module]
+
+
+def plain_list() -> te_fuser.Sequential:
+    """Ops, one by one."""
+    return sequential(
+        ops.LayerNorm(FEATURES), ops.Linear(FEATURES, 16), ops.GELU(), ops.Linear(16, FEATURES), ops.RMSNorm(FEATURES)
+    )
+
+
+def residual_layers() -> te_fuser.Sequential:
+    """Lists in a list."""
+    return sequential(*(te_fuser.Residual(*plain_list()) for _ in range(3)))
+
+
+def mlps() -> te_fuser.Sequential:
+    made = (te_fuser.LayerNormMLP(FEATURES, 16, activation="swiglu", params_dtype=torch.float64) for _ in range(2))
+    return sequential(*made)
+
+
+class Layers(nn.Module):
+    """Layers that a loop of the user's calls."""
+
+    def __init__(self, layers: Iterable[nn.Module], call: Callable[..., torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.call is None else self.call(layer, x)
+        return x
+
+    def __iter__(self) -> Any:
+        return iter(self.layers)
+
+
+def looped() -> Layers:
+    """Lists, each run by itself."""
+    return Layers(residual_layers())
+
+
+def transformer_layers(call: Callable[..., torch.Tensor] | None = None, **keywords: Any) -> Layers:
+    """Queries, keys and values have weights of their own, which products read joined."""
+    given = {"num_gqa_groups": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+    given |= {"params_dtype": torch.float64, "kernels": "reference"}
+    layers = [te_fuser.TransformerLayer(FEATURES, 16, 2, **given, **keywords) for _ in range(2)]
+    return randomize(Layers(layers, call))
+
+
+def checkpointed() -> Layers:
+    """What layers keep, made again in backward."""
+    return transformer_layers(te_fuser.checkpoint)
+
+
+def checkpointed_by_torch() -> Layers:
+    return transformer_layers(_by_torch)
+
+
+def _by_torch(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Model] = {
+    "list": plain_list,
+    "residual": residual_layers,
+    "looped": looped,
+    "LayerNormMLP": mlps,
+    "TransformerLayer": transformer_layers,
+    "checkpoint": checkpointed,
+    "checkpoint of torch": checkpointed_by_torch,
+}
+
+
+def whole_batch(step: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """[positions, batch, features], the same on all ranks."""
+    return tensor(POSITIONS, BATCH, FEATURES, dtype=dtype, grad=False, seed=step)
+
+
+def own(x: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+    """The samples of this rank."""
+    return x.chunk(WORLD, 1)[dist.get_rank() if rank is None else rank]
+
+
+def backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The gradients of the mean over a batch, into the parameters; gives the loss."""
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """By the names that the model has without a wrapper; what is cut, as a whole."""
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+
+
+def assert_as_one_process(model: nn.Module, twin: nn.Module, tolerance: float = 1e-11) -> None:
+    """Gradients are those that one process has of the whole batch."""
+    assert_same_gradients(gradients(model), gradients(twin), tolerance)

@@ -1,0 +1,170 @@
+"""Tests whose body runs in two processes at once, which gloo connects."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import inspect
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+WORLD = 2
+DEADLINE = 120.0  # seconds: for one body, and for the processes to start
+GRACE = 3.0  # seconds that a rank has left when another failed, for it may wait for that one
+LOG = 8000  # the characters at the end of a log that a failure shows
+
+Body = Callable[..., None]
+
+
+def on_ranks(body: Body) -> Callable[..., None]:
+    """A test whose body each rank runs, with what the test is parametrized with; it fails where one of them does.
+
+    The body is looked up by its name, so it stands at the head of a module, and nothing of the test's process is in it.
+    """
+
+    def test(ranks: Ranks, **given: Any) -> None:
+        ranks.run(body, given)
+
+    takes = inspect.signature(body)
+    first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    vars(test)["__signature__"] = takes.replace(parameters=[first, *takes.parameters.values()])
+    vars(test)["body"] = body
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
+
+
+class RanksFailedError(AssertionError):
+    """What went wrong in a test on several ranks, with what each of them wrote."""
+
+
+class Ranks:
+    """The processes, which run one body after the other: started when they are asked for, anew after a failure."""
+
+    def __init__(self, folder: Path, cpu: str, deadline: float = DEADLINE) -> None:
+        self._folder, self._cpu, self._deadline = folder, cpu, deadline
+        self._starts = 0
+        self._processes: list[BaseProcess] = []
+        self._ends: list[Connection] = []
+
+    def run(self, body: Body, given: Mapping[str, Any]) -> None:
+        """Run a body on all ranks.
+
+        Raises:
+            RanksFailedError: where it raises on one, hangs, or ends the process.
+        """
+        if not self._processes:
+            self._start()
+        for log in self._logs():
+            os.truncate(log, 0)
+        for end in self._ends:
+            end.send((body.__module__, body.__name__, dict(given)))
+        self._finished(body.__name__)
+
+    def stop(self) -> None:
+        """End the processes, whatever they do."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for end in self._ends:
+            end.close()
+        self._processes, self._ends = [], []
+
+    def _start(self) -> None:
+        self._starts += 1
+        (self._folder / f"{self._starts}").mkdir()
+        context = multiprocessing.get_context("spawn")
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, str(self._log(rank)), self._cpu, self._deadline, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._ends.append(ours)
+        self._finished("the start", DEADLINE)
+
+    def _finished(self, what: str, deadline: float | None = None) -> None:
+        """Wait until all ranks have answered."""
+        said = dict.fromkeys(range(WORLD), "did not answer in time")
+        until = time.monotonic() + (deadline or self._deadline)
+        waiting = dict(zip(self._ends, range(WORLD), strict=True))
+        while waiting and (ready := wait(list(waiting), max(until - time.monotonic(), 0))):
+            for end in ready:
+                assert isinstance(end, Connection)
+                rank = waiting.pop(end)
+                said[rank] = _answer(end)
+                if said[rank] != "passed":
+                    until = min(until, time.monotonic() + GRACE)
+        if set(said.values()) == {"passed"}:
+            return
+        self.stop()
+        ends = [f"---- rank {rank} {how}, and wrote:\n{self._written(rank)}" for rank, how in said.items()]
+        raise RanksFailedError(f"{what} failed on {WORLD} ranks\n" + "\n".join(ends))
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"{self._starts}" / f"rank{rank}.log"
+
+    def _logs(self) -> list[Path]:
+        return [self._log(rank) for rank in range(WORLD)]
+
+    def _written(self, rank: int) -> str:
+        return self._log(rank).read_text(errors="replace")[-LOG:] if self._log(rank).exists() else "nothing"
+
+
+def _answer(end: Connection) -> str:
+    try:
+        return str(end.recv())
+    except (EOFError, OSError):
+        return "ended"
+
+
+def _serve(rank: int, log: str, cpu: str, deadline: float, orders: Connection) -> None:
+    """What a rank does: run the bodies that it is told to, until nobody is there to tell."""
+    from tests.settings import settle
+
+    with open(log, "a", buffering=1) as out:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(out.fileno(), stream.fileno())
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(log).parent}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=deadline),
+    )
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(EOFError):
+        settle(patch, cpu, Path(log).parent)
+        orders.send("passed")
+        while True:
+            module, name, given = orders.recv()
+            orders.send(_outcome(module, name, given, deadline))
+
+
+def _outcome(module: str, name: str, given: Mapping[str, Any], deadline: float) -> str:
+    faulthandler.dump_traceback_later(0.9 * deadline)
+    torch.default_generator.manual_seed(0)
+    try:
+        vars(getattr(importlib.import_module(module), name))["body"](**given)
+    except BaseException:
+        traceback.print_exc()
+        return "raised"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+    return "passed"

@@ -1,0 +1,216 @@
+"""Ops that ranks run together, against what one process computes of all that the ranks have, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import gelu, silu
+
+import te_fuser
+from te_fuser import ops
+from te_fuser.ops.collective import Collective
+from tests.parallel.models import own
+from tests.parallel.ranks import WORLD, on_ranks
+from tests.twins import assert_same_gradients, sequential, tensor
+
+SHAPE = (4, 6, 8)
+Tensors = Sequence[torch.Tensor]
+
+
+def tp() -> ops.Group:
+    return ops.AllReduce(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"]).group
+
+
+def cat(xs: Tensors, dim: int) -> list[torch.Tensor]:
+    return [torch.cat(list(xs), dim)] * WORLD
+
+
+def sums(xs: Tensors) -> list[torch.Tensor]:
+    return [sum(xs[1:], xs[0])] * WORLD
+
+
+def exchanged(xs: Tensors, cut: int, join: int) -> list[torch.Tensor]:
+    return [torch.cat([x.chunk(WORLD, cut)[rank] for x in xs], join) for rank in range(WORLD)]
+
+
+# Arguments, and what each rank gets of what all of them have.
+OPS: dict[str, tuple[Callable[..., Collective], tuple[int, ...], Callable[[Tensors], list[torch.Tensor]]]] = {
+    **{f"all_gather {d}": (ops.AllGather, (d,), lambda xs, d=d: cat(xs, d)) for d in (0, 1, -1)},
+    **{
+        f"reduce_scatter {d}": (ops.ReduceScatter, (d,), lambda xs, d=d: list(sums(xs)[0].chunk(WORLD, d)))
+        for d in (0, 1, -1)
+    },
+    **{
+        f"all_to_all {c}, {j}": (ops.AllToAll, (c, j), lambda xs, c=c, j=j: exchanged(xs, c, j))
+        for c, j in [(0, 1), (1, 0), (-1, 0), (1, -1), (0, 0)]
+    },
+    "all_reduce": (ops.AllReduce, (), sums),
+    "all_reduce_gradient": (ops.AllReduceGradient, (), lambda xs: [xs[0]] * WORLD),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@on_ranks
+def test_values_and_gradients(name: str) -> None:
+    """Of the sum of all ranks' losses, or of one where all have the same."""
+    kind, arguments, meaning = OPS[name]
+    rank, same = dist.get_rank(), kind is ops.AllReduceGradient
+    xs = [tensor(*SHAPE, seed=0 if same else r) for r in range(WORLD)]
+    wanted = [silu(y) for y in meaning([gelu(x, approximate="tanh") for x in xs])]
+    dys = [tensor(*y.shape, grad=False, seed=9 if kind is ops.AllReduce else 9 + r) for r, y in enumerate(wanted)]
+    losses = [(y * dy).sum() for y, dy in zip(wanted, dys, strict=True)]
+    sum(losses[: 1 if kind is ops.AllReduce else WORLD]).backward()
+    want = xs[0 if same else rank].grad
+
+    op = kind(tp(), *arguments)
+    model = sequential(ops.GELU(), op, ops.SiLU(), verify=True)
+    for run in (model, model.reference, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        x = tensor(*SHAPE, seed=0 if same else rank)
+        y = run(x)
+        torch.testing.assert_close(y, wanted[rank].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(y, x, dys[rank])[0], want, rtol=1e-12, atol=1e-12)
+    plain = tensor(*SHAPE, grad=False, seed=0 if same else rank)
+    alone = meaning([x.detach() for x in xs])[rank]
+    torch.testing.assert_close(op(plain), alone)
+    turned = plain.transpose(0, 2).contiguous().transpose(0, 2)
+    with torch.inference_mode():
+        torch.testing.assert_close(op(turned), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@on_ranks
+def test_dtypes(dtype: torch.dtype) -> None:
+    """Whole numbers, which each dtype adds up as they are; one tensor without elements."""
+    rank, group = dist.get_rank(), tp()
+    for shape in (SHAPE, (0, 6, 8)):
+        xs = [tensor(*shape, grad=False, seed=r).mul(4).round().to(dtype) for r in range(WORLD)]
+        for kind, arguments, meaning in OPS.values():
+            if kind is not ops.AllReduceGradient:
+                made = kind(group, *arguments)(xs[rank])
+                assert torch.equal(made, meaning(xs)[rank]) and made.dtype == dtype
+
+
+def mlp(bias: bool = True) -> list[torch.nn.Module]:
+    return list(
+        sequential(ops.LayerNorm(8), ops.MatMul(8, 12), ops.Bias(12), ops.GELU(), ops.MatMul(12, 8), ops.Bias(8))
+    )
+
+
+def share(whole: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Of the whole layers this rank's: the first product cut by its outputs, the second by its inputs."""
+    norm, first, bias, activation, second, last = copy.deepcopy(list(whole))
+    made = [norm, ops.MatMul(8, 6), ops.Bias(6), activation, ops.MatMul(6, 8), last]
+    with torch.no_grad():
+        for mine, other, dim in ((made[1], first, 0), (made[2], bias, 0), (made[4], second, 1)):
+            for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+                p.data = q.chunk(WORLD, dim)[dist.get_rank()].contiguous()
+    return made
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks
+def test_layers_whose_weights_are_cut(sequence_parallel: bool) -> None:
+    """Written by hand, against the whole layers in one process: output, dx and all gradients."""
+    whole, group = mlp(), tp()
+    norm, first, bias, activation, second, last = share(whole)
+    if sequence_parallel:
+        before, behind = ops.AllGather(group, 0), ops.ReduceScatter(group, 0)
+    else:
+        before, behind = ops.AllReduceGradient(group), ops.AllReduce(group)
+    model = as_it_is(norm, before, first, bias, activation, second, behind, last)
+    twin = as_it_is(*whole)
+    rank = dist.get_rank()
+
+    def rows(t: torch.Tensor) -> torch.Tensor:
+        return t.chunk(WORLD)[rank] if sequence_parallel else t
+
+    for step in range(2):
+        x, dy = tensor(*SHAPE, seed=step), tensor(*SHAPE, seed=step + 5, grad=False)
+        mine = rows(x.detach()).clone().requires_grad_()
+        y, want = model(mine), twin(x)
+        torch.testing.assert_close(y, rows(want), rtol=1e-12, atol=1e-12)
+        y.backward(rows(dy))
+        want.backward(dy)
+        torch.testing.assert_close(mine.grad, rows(x.grad), rtol=1e-11, atol=1e-11)
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    if sequence_parallel:  # who saw its own rows alone has its share of the sum
+        for name in ("0.weight", "0.bias", "7.bias"):
+            dist.all_reduce(got[name])
+    others = {f"{k}.{name}": p.grad for k, op in enumerate(whole) for name, p in op.named_parameters()}
+    want_of = {
+        "0.weight": others["0.weight"],
+        "0.bias": others["0.bias"],
+        "2.weight": others["1.weight"].chunk(WORLD)[rank],
+        "3.bias": others["2.bias"].chunk(WORLD)[rank],
+        "5.weight": others["4.weight"].chunk(WORLD, 1)[rank],
+        "7.bias": others["5.bias"],
+    }
+    assert_same_gradients(got, want_of)
+
+
+def as_it_is(*parts: torch.nn.Module) -> te_fuser.Sequential:
+    return te_fuser.Sequential(*parts, kernels="reference").double()
+
+
+@on_ranks
+def test_wrong_sizes_raise_before_anything_is_sent() -> None:
+    group, rank = tp(), dist.get_rank()
+    where = rf"on rank {rank} of {WORLD} \(tp\): "
+    with pytest.raises(ValueError, match=where + r"dimension 0 of an input of shape \[3, 8\] cannot be cut into 2"):
+        sequential(ops.GELU(), ops.ReduceScatter(group))(tensor(3, 8))
+    with pytest.raises(ValueError, match=where + r".*no dimension 2 to join along"):
+        ops.AllGather(group, 2)(tensor(4, 8))
+    with pytest.raises(
+        ValueError, match=where + r"dimension -1 of an input of shape \[4, 7\].*pad it to a multiple of 2"
+    ):
+        ops.AllToAll(group, -1, 0).reference, ops.AllToAll(group, -1, 0)(tensor(4, 7))
+    dist.barrier()
+    assert torch.equal(ops.AllReduce(group)(torch.ones(2)), torch.full((2,), float(WORLD)))
+
+
+@on_ranks
+def test_groups() -> None:
+    """What one may be given as, what a copy knows, and that calls follow another group."""
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    by_mesh, by_group = ops.AllReduce(mesh["tp"]).group, ops.AllReduce(mesh["tp"].get_group()).group
+    assert (by_mesh.name, by_mesh.size, by_mesh.rank, by_mesh.title) == (by_group.name, WORLD, rank, "tp")
+    assert copy.deepcopy(by_mesh) == pickle.loads(pickle.dumps(by_mesh)) == by_mesh
+    with pytest.raises(
+        ValueError, match=r"AllReduce takes one dimension of a mesh, got a mesh of 2: give mesh\['tp'\]"
+    ):
+        ops.AllReduce(mesh)
+    alone = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="AllReduce: this process is not in the group"):
+            ops.AllReduce(alone)
+    model = sequential(ops.GELU(), ops.AllReduce(mesh["dp"]))
+    x = tensor(4, 8, grad=False)
+    once = model(x)
+    revision = model[1].revision
+    model[1].group = mesh["tp"]
+    assert model[1].revision > revision
+    torch.testing.assert_close(model(x), WORLD * once)
+    model[1].group = dist.group.WORLD
+    torch.testing.assert_close(model(x), WORLD * once)
+
+
+@on_ranks
+def test_plans_show_them() -> None:
+    """Start and wait are steps; what is exchanged is said, with the sizes."""
+    group = tp()
+    model = sequential(ops.LayerNorm(8), ops.AllGather(group), ops.MatMul(8, 6), ops.ReduceScatter(group), ops.Bias(6))
+    x = own(tensor(*SHAPE))
+    shown = str(model.explain(x))
+    for words in ("all_gather.start", "reduce_scatter.wait", "reduce_scatter.input_gradient.start"):
+        assert words in shown, shown
+    assert "[4, 3, 8] of each of 2 ranks (tp), joined along dimension 0" in shown
+    assert "[8, 3, 6] of each of 2 ranks (tp), cut along dimension 0, added up" in shown
+    alone = sequential(ops.LayerNorm(8), ops.AllGather(ops.Group()), ops.MatMul(8, 6))
+    assert "ranks" not in str(alone.explain(x))
