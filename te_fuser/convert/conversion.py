@@ -13,6 +13,7 @@ from torch import nn
 
 from te_fuser.compare import distance, in_eval_mode
 from te_fuser.convert.parts import become, has_own_forward, keeps_forward
+from te_fuser.ops.scales import drop_scales
 from te_fuser.sequential import Sequential
 
 # Where transformers has a family -> where this package does.
@@ -96,7 +97,7 @@ def convert(model: nn.Module, *, check: bool = True, **options: Any) -> Conversi
 def revert(model: nn.Module) -> nn.Module:
     """Let the layers of a converted model run by their own classes again; gives the model.
 
-    Parameters stay, with the values that they have.
+    Parameters stay, with the values that they have; scales of 8 bits go.
 
     Raises:
         TypeError: for a layer that was given another class since, as FSDP does; nothing is reverted then.
@@ -110,6 +111,7 @@ def revert(model: nn.Module) -> nn.Module:
             )
     for block in _blocks(model):
         block.restore()
+        drop_scales(block)
     return model
 
 

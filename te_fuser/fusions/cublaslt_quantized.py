@@ -59,7 +59,7 @@ def why_no_bias(m: Match, at: int = 1) -> str | None:
     """Why the bias behind a product of 8 bits is none for its epilogue; None when it is."""
     dtype = m[at].dtype_of("bias")
     if m.y.dtype == torch.float32:
-        return "cuBLASLt adds no bias in float32 to products of 8 bits"
+        return "not every cuBLASLt adds a bias in float32 to products of 8 bits"
     return None if dtype == m.y.dtype else f"the bias is in {text_of(dtype)}, the product in {text_of(m.y.dtype)}"
 
 

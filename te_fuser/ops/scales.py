@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
+STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
 
 
 def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Make a module ready for the scales in a checkpoint: it gets buffers for them, and those it has else stay.
 
-    A hook for `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each module of a load gets.
+    So do modules in it that load as torch.nn's, whose weights lists may read. A hook for
+    `register_load_state_dict_pre_hook`; `state_dict` is a copy, which each module of a load gets.
     """
-    for key, found in [*state_dict.items()]:
-        name = key[len(prefix) :]
-        if key.startswith(prefix) and "." not in name and _fits(module, name, found):
-            # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
-            module._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(module, found))
+    for owner, name, found in _scales_in(module, state_dict, prefix):
+        # Another tensor, even where there is one of that shape: who has saved the scales of now keeps them.
+        owner._buffers[name] = torch.zeros(found.shape, dtype=torch.float32, device=_device(owner, found))
+        if owner is not module:
+            take_scales(owner)
     for name, have in module._buffers.items():
         if have is not None and name.endswith((SCALE, HISTORY)):
             state_dict.setdefault(prefix + name, have)
 
 
+def take_scales(module: torch.nn.Module) -> None:
+    """Have a module that loads as torch.nn's take scales, and do without them."""
+    if loads_plainly(module) and before_loading not in _hooks_of(module):
+        module.register_load_state_dict_pre_hook(before_loading)
+
+
+def drop_scales(module: torch.nn.Module) -> None:
+    """Take scales and all that is kept with them from a module and those in it."""
+    for m in module.modules():
+        m.__dict__.pop(STATES, None)
+        for name in [name for name in m._buffers if name.endswith((SCALE, HISTORY))]:
+            del m._buffers[name]
+
+
+def loads_plainly(module: torch.nn.Module) -> bool:
+    """Whether a module loads as those of torch.nn do; ops, presets and the like know scales by themselves."""
+    return type(module)._load_from_state_dict is torch.nn.Module._load_from_state_dict
+
+
+def _hooks_of(module: torch.nn.Module) -> list[Any]:
+    return [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+
+
+def _scales_in(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
+) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """Owner, name and tensor of the scales that a checkpoint has of a module, and of those in it that load plainly."""
+    for key, found in [*state_dict.items()]:
+        path, _, name = key.removeprefix(prefix).rpartition(".")
+        if not (key.startswith(prefix) and name.endswith((SCALE, HISTORY))):
+            continue
+        try:
+            owner = module.get_submodule(path)
+        except AttributeError:
+            continue  # which the load calls unexpected
+        if (owner is module or loads_plainly(owner)) and _fits(owner, name, found):
+            yield owner, name, found
+
+
 def _fits(module: torch.nn.Module, name: str, found: Any) -> bool:
     """Whether a tensor of a checkpoint is one of those that a module with products has."""
-    if not isinstance(found, torch.Tensor) or not any(p is not None and p.dim() > 1 for p in module.parameters()):
+    if not isinstance(found, torch.Tensor) or not any(p.dim() > 1 for p in module.parameters()):
         return False
-    return (name.endswith(SCALE) and found.shape == (3,)) or (name.endswith(HISTORY) and found.shape[1:] == (3,))
+    return found.shape == (3,) if name.endswith(SCALE) else found.dim() == 2 and found.shape[1] == 3
 
 
 def _device(module: torch.nn.Module, found: torch.Tensor) -> torch.device:

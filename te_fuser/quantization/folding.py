@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from te_fuser.quantization.agreement import Agreement, agreement_of
 from te_fuser.quantization.state import ROLES, Block, State, apart, before_saving, blocks, lock
@@ -17,7 +18,22 @@ from te_fuser.recipe.recipes import DelayedScaling, Format
 from te_fuser.recipe.region import Region, on_entry
 
 LARGEST = torch.finfo(torch.float32).max
-_last: list[Region | None] = [None]  # the last one from outside of all, in which gradients were on
+
+
+@dataclass
+class _Recorded:
+    """What may have been recorded.
+
+    Attributes:
+        region: the last one from outside of all in which gradients were on.
+        is_new: whether there was one since the last fold, of which a backward may come later yet.
+    """
+
+    region: Region | None = None
+    is_new: bool = False
+
+
+_recorded = _Recorded()
 
 
 class Snapshot:
@@ -56,13 +72,14 @@ def fold() -> None:
         RuntimeError: on all ranks of a group where they have different numbers of products.
     """
     with lock, torch.inference_mode(False), torch.no_grad():
-        last = _last[0]
+        last = _recorded.region
         agreement = _agreement(last)
         if last is not None and agreement is not None:
             agreement.make(last.recipe)
         seen = {block: block.amaxes.clone() for block in blocks()}
         if last is not None and agreement is not None:
             agreement.reduce(seen, last.recipe)
+        _recorded.is_new = False
         _keep_snapshot()
         for block, amaxes in seen.items():
             block.amaxes.zero_()
@@ -72,7 +89,7 @@ def fold() -> None:
 
 def fold_alone() -> None:
     """The same where no other rank has to be asked, and something was recorded."""
-    if _agreement(_last[0]) is None and any(bool(block.amaxes.any()) for block in blocks()):
+    if _agreement(_recorded.region) is None and any(bool(block.amaxes.any()) for block in blocks()):
         fold()
 
 
@@ -145,7 +162,7 @@ def _keep_snapshot() -> None:
 
 
 def _at_entry(region: Region) -> None:
-    if is_compiling():
+    if "torch._dynamo" in sys.modules:  # it may look at each function that a compiled one calls
         from te_fuser.fuser.run.outside_tracing import outside_tracing
 
         outside_tracing(_begin, region)
@@ -157,14 +174,15 @@ def _begin(region: Region) -> None:
     """Fold what earlier regions left. Ranks are asked where gradients are on: who evaluates alone waits for nobody."""
     try_recipe(region.recipe)
     if not torch.is_grad_enabled():
-        fold_alone()
+        if _recorded.is_new and _agreement(_recorded.region) is None:
+            fold()
         return
-    if _last[0] is not None:
+    if _recorded.region is not None:
         fold()
     agreement = _agreement(region)
     if agreement is not None:
         agreement.begin(region.recipe)
-    _last[0] = region
+    _recorded.region, _recorded.is_new = region, True
 
 
 on_entry(_at_entry)

@@ -58,7 +58,7 @@ class Regions(surroundings.Surrounding):
 
     def left(self, listed: Sequence[ListedOp]) -> None:
         if blocks():
-            ran_outside([item.lowered.bindings["weight"] for item in listed if item.lowered.op.kind is MatMul])
+            ran_outside([item.lowered.bindings["weight"] for item in listed if _is_product(item)])
 
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(weight) for weight in _weights(listed)]
@@ -98,7 +98,7 @@ class _AsPut:
 
 def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     """Why an op is no product of 8 bits in a region of that recipe, in words where it is a product; None: it is one."""
-    if item.lowered.op.kind is not MatMul:
+    if not _is_product(item):
         return ""
     product = cast(MatMul, item.lowered.op)
     for name in ("in_features", "out_features"):
@@ -106,6 +106,10 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
         if size % STEP:
             return f"its {name}, {size}, are no multiple of {STEP}"
     return "te.precision says so" if recipe_for(item.lowered.bindings["weight"], recipe) is None else None
+
+
+def _is_product(item: ListedOp) -> bool:
+    return item.lowered.op.kind is MatMul and "weight" in item.lowered.bindings
 
 
 def _quantized(listed: Iterable[ListedOp]) -> list[ListedOp]:

@@ -9,9 +9,8 @@ from te_fuser.ops.binding import Binding
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.construction import in_order
 from te_fuser.ops.matmul import MatMul
+from te_fuser.ops.quantized_matmul import STEP
 from te_fuser.quantization.state import prefix_of
-
-STEP = 16  # of which the feature sizes of a product in 8 bits are multiples
 
 
 def products() -> list[Binding]:

@@ -17,8 +17,7 @@ import torch
 
 from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
-from te_fuser.ops.joined import Together
-from te_fuser.ops.scales import HISTORY, SCALE, before_loading
+from te_fuser.ops.scales import HISTORY, SCALE, STATES, take_scales
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
@@ -201,7 +200,6 @@ class States(dict[str, State], Aside):
         return States, ()
 
 
-_KEY = "_fp8_states"  # of a module's attributes
 _NO_STATES = States()
 
 
@@ -213,14 +211,14 @@ def state_of(weight: FusableOperation | Binding) -> State:
     owner, name = _named(weight)
     with lock:
         _hook(owner)
-        made: State = owner.__dict__.setdefault(_KEY, States()).setdefault(name, State(owner, name))
+        made: State = owner.__dict__.setdefault(STATES, States()).setdefault(name, State(owner, name))
     return made
 
 
 def known_state_of(weight: FusableOperation | Binding) -> State | None:
     """The same, where it was asked for before."""
     owner, name = _named(weight)
-    states: States = owner.__dict__.get(_KEY, _NO_STATES)
+    states: States = owner.__dict__.get(STATES, _NO_STATES)
     return states.get(name)
 
 
@@ -241,8 +239,7 @@ def _hook(owner: torch.nn.Module) -> None:
     """Have a module's state folded before it is saved, and taken where it is loaded."""
     if _before_saving not in owner._state_dict_pre_hooks.values():  # a copy has the hooks of what it is made of
         owner.register_state_dict_pre_hook(_before_saving)
-        if not isinstance(owner, (FusableOperation, Together)):
-            owner.register_load_state_dict_pre_hook(before_loading)
+        take_scales(owner)
 
 
 def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.device | None = None) -> State:

@@ -56,7 +56,7 @@ REFUSED = [
     ({"device": None}, PLAIN, "cuBLASLt runs on cuda, the input is on cpu; it is emulated"),
     ({"kernels": "reference"}, PLAIN, "this plan is one of PyTorch's operations alone"),
     ({"device": "a100"}, PLAIN, "products of 8 bits take compute capability 8.9, this GPU has 8.0; it is emulated"),
-    ({"dtype": torch.float32}, BIAS, "cuBLASLt adds no bias in float32 to products of 8 bits"),
+    ({"dtype": torch.float32}, BIAS, "not every cuBLASLt adds a bias in float32 to products of 8 bits"),
     ({"bias": torch.float32}, BIAS, "the bias is in float32, the product in bfloat16"),
 ]
 
@@ -95,13 +95,14 @@ def test_what_runs_is_right(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_rates() -> None:
-    """8 bits by data sheets at twice the rate of 16, on GPUs that have them; a cost says that its products are such."""
+    """8 bits at about twice the rate of 16, on GPUs that have them; a cost says that its products are such."""
     for device in DEVICES.values():
         has = device.capability is not None and device.capability >= (8, 9)
         assert ("float8_e4m3fn" in device.matrix_rate) == ("float8_e5m2" in device.matrix_rate) == has, device.name
     h200 = DEVICES["h200"]
     narrow, wide = Cost(flops=1e15, dtype="float8_e5m2"), Cost(flops=1e15)
-    assert 2 * h200.limits(narrow, "bfloat16")["products"] == pytest.approx(h200.limits(wide, "bfloat16")["products"])
+    faster = h200.limits(wide, "bfloat16")["products"] / h200.limits(narrow, "bfloat16")["products"]
+    assert faster == pytest.approx(1.85)
     assert (wide + narrow).dtype == "float8_e5m2"
     with pytest.raises(ValueError, match="a100: the rate of matrix products in float8_e5m2 is not known"):
         DEVICES["a100"].limits(narrow, "bfloat16")

@@ -11,7 +11,7 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
-from te_fuser.quantization import not_finite, states
+from te_fuser.quantization import folding, not_finite, states
 from te_fuser.quantization.folding import fold, scales_of
 from te_fuser.quantization.state import ROLES, State, amax_of, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling, Format
@@ -181,6 +181,16 @@ def test_nothing_is_recorded_without_gradients(mode: str) -> None:
     assert all(torch.equal(a, b) for n in before for a, b in zip(before[n], after[n], strict=True))
 
 
+def test_evaluation_folds_once_what_training_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, folds = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16), list[int]()
+    step(model, x)
+    monkeypatch.setattr(folding, "fold", lambda: (folds.append(1), fold()))
+    with torch.no_grad():
+        for _ in range(3):
+            step(model, x)
+    assert folds == [1] and float(model[0].fp8_amax_history[0, 0]) == float(x.abs().max())
+
+
 def test_backward_inside_and_outside_record_alike() -> None:
     x, found = torch.randn(4, 16), []
     for inside in (False, True):
@@ -240,6 +250,7 @@ def test_an_empty_batch_records_nothing() -> None:
         assert torch.equal(before[f"0.{role}"][0], after[f"0.{role}"][0])
 
 
+@pytest.mark.filterwarnings("error:Dynamo")
 def test_regions_inside_of_what_is_compiled() -> None:
     found = []
     for compiled in (False, True):

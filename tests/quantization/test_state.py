@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Iterator
@@ -199,6 +200,7 @@ def test_a_model_that_moved_keeps_its_state(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_there_are_as_many_slots_as_products() -> None:
+    gc.collect()
     made = [product() for _ in range(260)]
     for n, op in enumerate(made):
         record(op, n + 1.0, 0.0, 0.0)
@@ -260,3 +262,30 @@ def test_safetensors_take_it(tmp_path: Path) -> None:
     twin = te.LayerNormMLP(16, 32)
     assert twin.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True) == ([], [])
     assert same(twin, model)
+
+
+def test_converted_models_load_strictly_and_revert() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, twin = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    plain = [*model.state_dict()]
+    for m in (model, twin):
+        te.convert(m, check=False)
+    tokens = torch.randint(0, 32, (2, 16))
+    for _ in range(2):
+        with te.autocast(recipe=RECIPE):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+    assert len(states(model)) == 12
+    missing, unexpected = twin.load_state_dict(model.state_dict(), strict=True)
+    assert missing == unexpected == []
+    with torch.no_grad(), te.autocast(recipe=RECIPE):
+        assert torch.equal(twin(tokens).logits, model(tokens).logits)
+    assert same(twin, model)
+    te.revert(twin)
+    fold()
+    assert [*twin.state_dict()] == plain
+    missing, unexpected = model.load_state_dict(twin.state_dict(), strict=True)
+    assert missing == unexpected == []

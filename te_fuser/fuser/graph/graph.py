@@ -252,7 +252,7 @@ class GraphBuilder:
         self.listed, self.ops, self.call = ops, lower(ops, call), call
         self.values: list[Value] = []
         self.nodes: list[Node] = []
-        self.bindings = call.bindings
+        self.bindings = tuple([b.weak() for b in call.bindings])
         self.parameters: dict[Key, int] = {b.key: k for k, b in enumerate(call.bindings)}
         self.bound: dict[str, int] = {}
         self.read: set[str] = set()  # of the names that are open

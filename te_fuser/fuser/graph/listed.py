@@ -157,9 +157,8 @@ class CallSpecs:
             specs = {name: replace(s, shape=questions.sizes(s.shape)) for name, s in sorted(specs.items())}
         named = {name: (s, inputs[name].requires_grad) for name, s in specs.items()}
         autocast = autocast_of(spec.device.type)
-        bindings = tuple([b.weak() for b in parameters])
         grad = torch.is_grad_enabled()
-        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, bindings, around)
+        return cls(spec, x.requires_grad, named, known, outputs, grad, autocast, tuple(parameters), around)
 
     def stand_ins(self) -> StandIns:
         """What stands for the parameters that are computed."""

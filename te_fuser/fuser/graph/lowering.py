@@ -37,7 +37,7 @@ def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     found: Sequence[ListedOp] = numbered(listed)
     for run in PASSES:
         found = run(found, call)
-    for surrounding, key in surroundings.of(call.around):
+    for surrounding, key in surroundings.of(call.around) if call.around else ():
         found = surrounding.lowered(found, call, key)
     return found
 

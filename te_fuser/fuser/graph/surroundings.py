@@ -62,8 +62,11 @@ def register(surrounding: Surrounding) -> None:
 def around(dtype: torch.dtype) -> tuple[Hashable, ...]:
     """What surrounds a call of an x of that dtype now, a key for each kind; empty where nothing does.
 
-    Calls in float64 are surrounded by nothing, but references that are to be exact are (`unrounded`).
+    Calls in float64 are surrounded by nothing, but references that are to be exact are (`unrounded`); and nothing
+    surrounds references that a compiler traces, which cannot follow contexts.
     """
+    if torch.compiler.is_compiling():
+        return ()
     if dtype == torch.float64 and rounds():
         return ()
     found = tuple([s.key() for s in _known])
@@ -77,6 +80,8 @@ def of(keys: tuple[Hashable, ...]) -> Iterator[tuple[Surrounding, Hashable]]:
 
 def listed_within(listed: Sequence[ListedOp], keys: tuple[Hashable, ...]) -> Sequence[ListedOp]:
     """A list with what its passes may bind, made ready."""
+    if not keys:
+        return listed
     for surrounding, key in of(keys):
         listed = surrounding.listed(listed, key)
         surrounding.entered(listed, key)

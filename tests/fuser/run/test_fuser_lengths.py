@@ -14,7 +14,6 @@ from te_fuser.fuser.plan.device import device_named
 from te_fuser.fuser.plan.planner import make_exact_plan
 from te_fuser.fuser.plan.tuned import signature
 from te_fuser.fuser.run import fuser as fuser_module
-from te_fuser.fuser.run.known import Call
 from te_fuser.ops.base import Spec
 from te_fuser.ops.unfused_operation import UnfusedOperation
 from tests.fuser.models import mlp
@@ -199,7 +198,7 @@ def test_few_plans_do_for_all_rows(name, memory):
     for rows in sorted({min(r, 65536) for k in range(17) for r in (1 << k, (1 << k) + 1, 45 << k >> 5)}):
         x = torch.empty(*shape(rows), dtype=torch.bfloat16, device="meta", requires_grad=True)
         plan = fuser.plan(x, {}, (), device)
-        graph, options = fuser.asked(Call(x, {}, (), fuser.parameters()), device)
+        graph, options = fuser.asked(fuser.call(x, {}, ()), device)
         assert plan.seconds() <= 1.05 * make_exact_plan(graph.exact(), options).seconds()
         found.add(signature(plan))
     assert len(found) <= 6
