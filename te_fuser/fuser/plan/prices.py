@@ -81,7 +81,9 @@ class Prices:
         self._sizes |= {ref: sizes.get(name, 0) for name, ref in saved}
 
     def learn_like(self, ref: Ref, like: Ref) -> None:
-        """Note that what a fusion saves is as large as what it saves elsewhere."""
+        """Note that what a fusion saves is as large as what it saves elsewhere, if it saves that there."""
+        if like not in self._sizes:  # nobody needs a gradient
+            return
         self._like[ref] = like
         self._sizes[ref] = self._sizes[like]
 
