@@ -56,6 +56,7 @@ def verify(
 
     Raises:
         VerificationError: when a result differs, naming case, tensor and error; or when a fusion is never taken.
+        NotImplementedError: for a model that several ranks run together.
     """
     _check_given(x, dtypes)
     if isinstance(subject, (str, Fusion)):
@@ -119,6 +120,12 @@ def _model_rows(
     dtypes: Sequence[torch.dtype] | None,
     device: torch.device | str | None,
 ) -> tuple[list[Row], list[tuple[str, str]]]:
+    together = next((op for op in walk(model) if op.ranks > 1), None)
+    if together is not None:
+        raise NotImplementedError(
+            f"verify: {type(together).__name__} runs on {together.ranks} ranks together, and how often the reference "
+            "runs depends on what each of them finds; Sequential(verify=True) checks the other steps of a call"
+        )
     whole = with_owners(model)
     parameters = [name for name, p in whole.named_parameters() if p.requires_grad]
     draws = any(op.draws() for op in walk(model))

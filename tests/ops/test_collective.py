@@ -127,6 +127,11 @@ def test_verify_takes_patterns_with_them() -> None:
     assert verify(gathered_relu).passed
 
 
+def test_verify_refuses_what_ranks_run_together() -> None:
+    with pytest.raises(NotImplementedError, match=r"verify: AllReduce runs on 2 ranks.*Sequential\(verify=True"):
+        verify(sequential(ops.GELU(), ops.AllReduce(ops.Group("tp", 2))), tensor(4, 8))
+
+
 def test_every_one_is_told_by_its_family() -> None:
     kinds = {kind.__name__ for kind in Collective.__subclasses__() if kind.__module__.startswith("te_fuser.")}
     assert kinds == set(ALL) and issubclass(Collective, FusableOperation) and Collective.family

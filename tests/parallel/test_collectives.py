@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn.functional import gelu, silu
 import te_fuser
 from te_fuser import ops
 from te_fuser.ops.collective import Collective
+from te_fuser.verify import steps
 from tests.parallel.models import own
 from tests.parallel.ranks import WORLD, on_ranks
 from tests.twins import assert_same_gradients, sequential, tensor
@@ -199,6 +202,23 @@ def test_groups() -> None:
     torch.testing.assert_close(model(x), WORLD * once)
     model[1].group = dist.group.WORLD
     torch.testing.assert_close(model(x), WORLD * once)
+
+
+@on_ranks
+def test_verified_steps() -> None:
+    """What each rank runs by itself; how often the reference of a step runs depends on what a rank finds."""
+    labels: list[str] = []
+
+    def noted(label: str, *given: Any, **how: Any) -> Any:
+        labels.append(label)
+        return judge(label, *given, **how)
+
+    group, judge = tp(), steps.judge
+    parts = ops.LayerNorm(8), ops.AllGather(group), ops.MatMul(8, 6), ops.ReduceScatter(group), ops.Bias(6)
+    model = sequential(*parts, dtype=torch.float32, verify=True)
+    with mock.patch.object(steps, "judge", noted):
+        model(own(tensor(*SHAPE, dtype=torch.float32))).sum().backward()
+    assert len(labels) >= 6 and not [label for label in labels if "all_gather" in label or "reduce_scatter" in label]
 
 
 @on_ranks
