@@ -100,7 +100,8 @@ class TextKernel(ABC, Generic[Made]):
             CompilerMissing, CompileError: from NVRTC.
             RuntimeError: when the driver refuses it.
         """
-        return cast(Made, _loaded(self, index_of(device)))
+        index = device.index
+        return _loaded(self, index_of(device) if index is None else index)  # type: ignore[no-any-return]
 
 
 @MadeOnce
@@ -109,10 +110,10 @@ def _compiled(kernel: TextKernel[Any], arch: str, cache: Path | None) -> Loadabl
 
 
 @functools.cache
-def _loaded(kernel: TextKernel[Any], index: int) -> Loadable:
+def _loaded(kernel: TextKernel[Any], index: int) -> Any:
     made = kernel.compile(arch_on(index), config.cache_dir)
     made.load(index)  # now, since the threads of a backward pass have no context of their own
-    return cast(Loadable, made)
+    return made
 
 
 def over_rows(

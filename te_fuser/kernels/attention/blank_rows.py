@@ -124,7 +124,7 @@ def by_kernel(x: torch.Tensor, blanks: Blanks) -> None:
     vectors = x.shape[-1] * x.element_size() // _ACCESS
     numbers = (said, len(like), own.positions, other.positions, longest, vectors)
     tensors = (*(like if t is None else t for t in blanks.given), x)
-    BlankRows(x.dtype).ready(x.device)(tensors, x.numel() // x.shape[-1], 1, 1, numbers)
+    _KERNELS[x.dtype].ready(x.device)(tensors, x.numel() // x.shape[-1], 1, 1, numbers)
 
 
 def reason_not(dtype: torch.dtype) -> str | None:
@@ -150,3 +150,6 @@ class BlankRows(TextKernel["_native.CudaKernel"]):
         """The kernel as the native runtime takes it."""
         tensors = [("int32", 4)] * 4 + [(_DTYPES[self.dtype][0], _ACCESS)]
         return over_rows(self.name, cubin, tensors, 4, 6, _THREADS, _ROWS, blocks=_BLOCKS)
+
+
+_KERNELS = {dtype: BlankRows(dtype) for dtype in _DTYPES}

@@ -109,7 +109,7 @@ class ByKernel:
         counts = places.new_empty(4, samples)
         given = (hidden is not None) | (keys is not None) << 1 | (key_hidden is not None) << 2
         masks = (some if mask is None else mask.contiguous() for mask in (hidden, key_hidden))
-        kernel = FindTokens().ready(some.device)
+        kernel = _FIND.ready(some.device)
         kernel(
             (*masks, places, key_places, counts), samples, 1, 1, (given, positions, positions if keys is None else keys)
         )
@@ -149,7 +149,7 @@ def _move(
     vector = _ACCESS // rows.element_size()
     sample, position, piece, _ = (step // vector for step in apart.stride())
     sizes = (rows.shape[1] // vector, apart.shape[3] // vector)
-    kernel = MoveRows(rows.dtype).ready(rows.device)
+    kernel = _MOVE[rows.dtype].ready(rows.device)
     numbers = (*tokens.places.shape, sample, position, piece, *sizes, int(back))
     kernel((tokens.offsets, tokens.places, source, target), rows.shape[0], 1, 1, numbers)
 
@@ -195,3 +195,6 @@ class MoveRows(_RowKernel):
         """The kernel as the native runtime takes it."""
         tensors = [("int32", 4)] * 2 + [(_DTYPES[self.dtype], _ACCESS)] * 2
         return over_rows(self.name, cubin, tensors, 3, 8, _THREADS, blocks=_BLOCKS)
+
+
+_FIND, _MOVE = FindTokens(), {dtype: MoveRows(dtype) for dtype in _DTYPES}
