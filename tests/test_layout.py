@@ -361,7 +361,7 @@ def test_one_file_for_each_provider_of_attention(provider: Provider):
 # Room of kernels/ -> what it may know of the others.
 ATTENTION = "te_fuser.kernels.attention"
 ROOMS = {
-    "attention": {f"{ATTENTION}.providers"},  # its list of all
+    "attention": {f"{ATTENTION}.providers", "te_fuser.kernels.strided"},  # its list of all
     "attention/providers": {ATTENTION, "te_fuser.kernels.packages"},
     "packages": {f"{ATTENTION}.views"},
     "cublaslt": {"te_fuser.kernels.trials"},

@@ -17,6 +17,7 @@
 constexpr int kPieces = kWidth / 8, kKeys = 32 / kLanes, kWarps = kThreads / 32, kTeams = kWarps * kKeys;
 constexpr int kStep = kKeys * kDeep;   // keys that a warp reads at once
 constexpr int kPart = kWidth + 2;      // a head's part: what it mixes, the largest score, the sum of weights
+constexpr int kColumns = (kWidth + 31) / 32;  // of a lane that merges parts
 
 using Eight = te::Vector<Element, 8>;
 
@@ -166,14 +167,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       all += top == -te::infinity() ? 0.0f : exp2f(from[0] - top) * from[1];
     }
     te::reduce_lanes<32, te::Sum>(all);
-    for (int column = lane; column < kWidth; column += 32) {
-      float sum[1] = {0.0f};
-      for (int split = 0; split < splits && top != -te::infinity(); ++split) {
-        const float* from = part + static_cast<long long>(split) * kHeads * kPart;
-        sum[0] += exp2f(from[kWidth] - top) * from[column];
+    float sums[kColumns] = {};
+#pragma unroll 4
+    for (int split = 0; split < splits; ++split) {
+      const float* from = part + static_cast<long long>(split) * kHeads * kPart;
+      const float share = top == -te::infinity() ? 0.0f : exp2f(from[kWidth] - top);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        if (lane + 32 * i < kWidth) sums[i] += share * from[lane + 32 * i];
       }
-      if (top != -te::infinity()) sum[0] /= all;
-      te::store(output + (group * kPerGroup + which) * kWidth + column, sum);
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const float value[1] = {top == -te::infinity() ? 0.0f : sums[i] / all};
+      if (lane + 32 * i < kWidth) te::store(output + (group * kPerGroup + which) * kWidth + lane + 32 * i, value);
     }
   }
 }

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SOURCE = Path(__file__).with_suffix(".cu")
 _THREADS, _BLOCKS = 128, 8
 _VECTOR, _MOST_WIDTH, _MOST_HEADS = 8, 256, 8
-_LEAST_KEYS = 32  # of a part: a block reads about as many at once
+_LEAST_KEYS, _MOST_PARTS = 32, 128  # of a part: a block reads about as many at once; of a sample's keys
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -141,7 +141,7 @@ def attend(
     steps = [step // _VECTOR for step in key.stride()]
     position_step, sample_step = steps[:2] if sequence_first else (steps[1], steps[0])
     items = samples * kernel.kv_heads * kernel.turns
-    splits = max(1, min(-(-_room(query.device) // items), -(-positions // _LEAST_KEYS)))
+    splits = max(1, min(-(-_room(query.device) // items), -(-positions // _LEAST_KEYS), _MOST_PARTS))
     parts = torch.empty(items * splits * kernel.heads * (kernel.head_dim + 2), dtype=torch.float32, device=query.device)
     counts = [None if t is None else t.to(torch.int32).contiguous() for t in (lengths, key_lengths)]
     given = sum(1 << k for k, t in enumerate(counts) if t is not None)

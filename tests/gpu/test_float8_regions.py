@@ -85,7 +85,7 @@ def compare(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> 
     for name, exact in wanted.items():
         assert found[name].dtype == exact.dtype and found[name].shape == exact.shape, name
         if not name.endswith("key_bias"):  # which softmax takes away: nothing but rounding
-            assert apart(found[name], exact) < 0.03, (name, apart(found[name], exact))
+            assert apart(found[name], exact) < 0.05, (name, apart(found[name], exact))
 
 
 @pytest.mark.parametrize("name", MODELS)
