@@ -180,8 +180,6 @@ def const(value: float | int | Fraction) -> Expr:
 
     An exact zero is nothing, and nothing times x is nothing; 0.0 is a number that a formula writes, and 0.0 * NaN NaN.
     """
-    if isinstance(value, bool):
-        value = int(value)
     if isinstance(value, float) and value.is_integer() and 0 < abs(value) < 2**53:
         value = int(value)
     if isinstance(value, int):
@@ -320,13 +318,9 @@ def mul(a: Expr, b: Expr) -> Expr:
     cb, rb = coefficient(b)
     if ca is cb is _ONCE:
         return pointwise("mul", *_sorted(a, b))
-    if ca is _ONCE or cb is _ONCE:
-        c = cb if ca is _ONCE else ca
-        moves = may_move(c)
-    else:
-        c = ca * cb
-        moves = all(map(may_move, (ca, cb, c)))
-    if not moves and not ra is rb is ONE:
+    alone = ca is _ONCE or cb is _ONCE
+    c = (cb if ca is _ONCE else ca) if alone else ca * cb
+    if not all(map(may_move, (c,) if alone else (ca, cb, c))) and not ra is rb is ONE:
         return pointwise("mul", *_sorted(a, b))
     if ra is ONE:
         rest = rb
@@ -494,13 +488,7 @@ def _cut(e: Expr, index: int, pieces: int, done: dict[tuple[int, int, int], Expr
     return rebuild(e.op, tuple(args), e.attrs)
 
 
-_BUILDERS: dict[str, Callable[..., Expr]] = {
-    "add": add,
-    "sub": sub,
-    "mul": mul,
-    "div": div,
-    "where": where,
-}
+_BUILDERS: dict[str, Callable[..., Expr]] = {"add": add, "sub": sub, "mul": mul, "div": div, "where": where}
 
 
 def rebuild(op: str, args: tuple[Expr, ...], attrs: tuple[Any, ...]) -> Expr:

@@ -14,7 +14,7 @@ from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
     from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Spec
     from te_fuser.ops.binding import Binding
@@ -24,16 +24,20 @@ _OF_EVERY_MODULE = {*vars(torch.nn.Module()), "revision"}
 
 def likeness(op: FusableOperation) -> Hashable:
     """Equal for ops of one class with equal attributes, whatever their parameters are; else it is the op's own."""
-    own = {name: value for name, value in vars(op).items() if name not in _OF_EVERY_MODULE}
-    asides = [value for value in own.values() if isinstance(value, Aside)]
-    found = [(name, type(value), value) for name, value in own.items() if not isinstance(value, Aside)]
-    if op._modules or op._buffers and op._buffers.keys() - {name for aside in asides for name in aside.buffers()}:
+    own = [(name, type(value), value) for name, value in vars(op).items() if name not in _OF_EVERY_MODULE]
+    found = [what for what in own if Aside not in what[1].__mro__]
+    if op._modules or op._buffers and op._buffers.keys() - _beside(value for _, _, value in own):
         return id(op)
     try:
         hash(tuple(found))
     except TypeError:
         return id(op)
     return type(op), op.training, *found
+
+
+def _beside(values: Iterable[object]) -> set[str]:
+    """The buffers that are no part of what an op is."""
+    return {name for value in values if isinstance(value, Aside) for name in value.buffers()}
 
 
 @dataclass(frozen=True, eq=False)
