@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.base import Spec
-from te_fuser.ops.checks import check_name, whole_number, yes_or_no
+from te_fuser.ops.checks import check_name, may_look, whole_number, yes_or_no
 
 # Name of a mask -> (hides later positions, is given a boolean tensor).
 MASKS = {
@@ -313,9 +313,9 @@ class Band:
         """Of `sizes` (queries, keys); `apart` says whether keys have lengths of their own.
 
         Raises:
-            ValueError: on a CPU, where a sequence lies outside of what there is.
+            ValueError: on a CPU, where a sequence lies outside of what there is, and nobody traces.
         """
-        if device.type == "cpu" and mask.counts:
+        if mask.counts and may_look(device):
             mask.check_counts(tensors, sizes[0], sizes[1] if apart else None)
         lengths, offsets, padding = (tensors.get(name) for name in ("lengths", "offsets", "padding"))
         queries = Places.of(sizes[0], lengths, offsets, device)

@@ -36,6 +36,11 @@ def feature_size(features: int | Sequence[int], name: str = "features") -> int:
     return sizes[0]
 
 
+def may_look(device: torch.device) -> bool:
+    """Whether an op may look at values to refuse them: on a CPU, where no compiler or exporter traces it."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_floating(x: Spec) -> None:
     """Refuse integers and booleans.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_name
+from te_fuser.ops.checks import check_name, may_look
 from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -129,7 +129,7 @@ class KeyValueCache(UnfusedOperation):
         Raises:
             ValueError: saying which sample's.
         """
-        if lost.device.type != "cpu" or not len(found := lost.nonzero()):
+        if not may_look(lost.device) or not len(found := lost.nonzero()):
             return
         sample = int(found[0, 1])
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_features, check_floating, check_name, count, yes_or_no
+from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
 from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
@@ -265,7 +265,7 @@ class RotaryByAngles(UnfusedOperation):
         if self.padded:
             return rows
         outside = within != places
-        if given.device.type == "cpu" and len(found := outside.nonzero()):
+        if may_look(given.device) and len(found := outside.nonzero()):
             at = found[0].tolist()
             of = f" of sample {at[1]}" if samples is not None else ""
             raise ValueError(

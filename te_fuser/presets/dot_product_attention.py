@@ -10,6 +10,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
+from te_fuser.ops.checks import real_number
 from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Asked, Preset, cut, understands
@@ -89,15 +90,16 @@ class DotProductAttention(Preset):
     ) -> None:
         super().__init__(num_gqa_groups=num_gqa_groups, **keywords)
         said = self.common
-        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        channels = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
         if len(channels) != 2:
             raise ValueError(f"kv_channels is a size, or (of keys, of values), got {kv_channels!r}")
         self.channels = tuple(check_size("kv_channels", size) for size in channels)
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
         self.num_gqa_groups = groups_of(num_attention_heads, num_gqa_groups)
         self.attention_dropout, self.layer_number = attention_dropout, said.layer_number
-        if not (said.softmax_scale is None or isinstance(said.softmax_scale, (int, float))):
-            raise TypeError(f"softmax_scale is a number, got {said.softmax_scale!r}")
+        real_number(type(self).__name__, "softcap", said.softcap)
+        if said.softmax_scale is not None:
+            real_number(type(self).__name__, "softmax_scale", said.softmax_scale)
         self.softmax_scale = self.channels[0] ** -0.5 if said.softmax_scale is None else said.softmax_scale
         cross = said.attention_type == "cross"
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)

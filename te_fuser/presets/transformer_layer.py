@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -182,8 +181,8 @@ class TransformerLayer(Preset):
             self.inter_attention.share_norm("inter_attention_residual")
         share_norm(self.layernorm_mlp, "mlp_residual")
 
-    @functools.cached_property
-    def is_list(self) -> bool:  # type: ignore[override]
+    @property
+    def is_list(self) -> bool:
         part = self.self_attention
         return not (self.decodes or isinstance(part, MultiheadAttention) and part.asking.reads)
 

@@ -208,8 +208,14 @@ def test_lengths_that_a_type_does_not_read_change_nothing_and_say_so() -> None:
 
 
 def test_numbers_that_are_none() -> None:
-    with pytest.raises(TypeError, match="softmax_scale is a number, got 'a'"):
-        te_fuser.DotProductAttention(2, 4, softmax_scale="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a number as softmax_scale, got 'a'"):
+        te_fuser.DotProductAttention(2, 4, softmax_scale="a")
+    for given in (None, True, (1.0,)):
+        with pytest.raises(TypeError, match="takes a number as softcap, got"):
+            te_fuser.DotProductAttention(2, 4, softcap=given)
+    for channels in (None, 4.0, torch.tensor(4)):
+        with pytest.raises(TypeError, match="kv_channels is a whole number"):
+            te_fuser.DotProductAttention(2, channels)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="dim is a whole number, got '8'"):
         te_fuser.RotaryPositionEmbedding("8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rotary_percent is a share of the features"):

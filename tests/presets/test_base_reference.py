@@ -166,3 +166,58 @@ def test_measuring_takes_what_calls_take(tmp_path: Path, monkeypatch: pytest.Mon
     made.tune(x, rounds=1, seconds=0.001, **how)
     torch.testing.assert_close(made(x, **how), want)
     assert made.plan(x, device="h200", **how).device.name == "h200"
+
+
+SEQUENCES = torch.tensor([0, 4, 15, S * B])
+COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lengths": ({}, {"cu_seqlens_q": LENGTHS, "self_attn_mask_type": "padding"}),
+    "offsets": ({"attn_input_format": "thd"}, {"cu_seqlens_q": SEQUENCES, "max_seqlen_q": 11}),
+    "padded, angles": (
+        {"attn_input_format": "thd"},
+        {
+            "cu_seqlens_q": torch.tensor([0, 3, 10, 15]),
+            "cu_seqlens_q_padded": SEQUENCES,
+            "rotary_pos_emb": torch.ones(11, 1, 1, 6),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strict"), [("lengths", False), ("offsets", False), ("padded, angles", False), ("padded, angles", True)]
+)
+def test_export_of_what_a_cpu_looks_at(name: str, strict: bool) -> None:
+    """Lengths and offsets are values of the exported program: nobody looks at them while it is traced."""
+    how, call = COUNTED[name]
+    made = layer(params_dtype=torch.float32, **how)
+    x = torch.randn(*((S * B, F) if how else (S, B, F)))
+
+    class Exported(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made = made
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> Any:
+            return self.made.reference(x, **{**call, "cu_seqlens_q": lengths})
+
+    want = made(x, **call)
+    program = torch.export.export(Exported(), (x, call["cu_seqlens_q"]), strict=strict).module()
+    torch.testing.assert_close(program(x, call["cu_seqlens_q"]), want, rtol=1e-4, atol=1e-5)
+    other = call["cu_seqlens_q"].clone()
+    other[1] -= 2
+    torch.testing.assert_close(program(x, other), made(x, **{**call, "cu_seqlens_q": other}), rtol=1e-4, atol=1e-5)
+
+
+def test_strict_export_of_a_layer_that_has_not_run() -> None:
+    made, x = layer(params_dtype=torch.float32), torch.randn(S, B, F)
+
+    class Exported(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made = made
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.made.reference(x)
+
+    program = torch.export.export(Exported(), (x,), strict=True).module()
+    torch.testing.assert_close(program(x), made(x), rtol=1e-4, atol=1e-5)
