@@ -64,6 +64,8 @@ class Sequential(OpList):
         self._given, self._around = Options(), Options()
         self.memory, self.kernels, self.fallback, self.verify = memory, kernels, fallback, verify
         check_options(self.memory, self.kernels, self.fallback)
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"verify is True or False, got {verify!r}")
         self._structure: _Structure | None = None
 
     def __getstate__(self) -> dict[str, Any]:

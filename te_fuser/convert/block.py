@@ -185,7 +185,7 @@ class Block(ops.Together):
 
     def _how(self, x: torch.Tensor, call: Call, now: _Now) -> str:
         """Who runs attention: the op, by what it hides, or the model."""
-        if now.left or (now.attention._forward_hooks and _recording()):
+        if now.left or (now.attention._forward_hooks and _is_recorded(x)):
             return _MODULE
         if not now.knows or not _sees_itself(x, call, now):
             return _FUNCTION
@@ -387,10 +387,20 @@ def _is_anothers(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").partition(".")[0] != "transformers"
 
 
-def _recording() -> bool:
-    """Whether the call asks for attention's probabilities, which hooks of its module record."""
-    asked = output_capturing._active_collector.get() or {}
-    return any("attentions" in name for name in asked)
+def _is_recorded(x: torch.Tensor) -> bool:
+    """Whether the call asks for attention's probabilities, which hooks of its module record.
+
+    Nobody collects where checkpointing runs the layer again, in backward: there the same x says what its forward did.
+    """
+    collected = output_capturing._active_collector.get() or {}
+    asked = any("attentions" in name for name in collected)
+    if torch._C._current_graph_task_id() != -1:
+        return asked or "_te_fuser_recorded" in x.__dict__
+    if asked:
+        x.__dict__["_te_fuser_recorded"] = True
+    else:
+        x.__dict__.pop("_te_fuser_recorded", None)
+    return asked
 
 
 def _hidden(seen: torch.Tensor) -> torch.Tensor:

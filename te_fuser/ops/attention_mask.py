@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from te_fuser.ops.attention_heads import one_of
 from te_fuser.ops.base import Spec
@@ -36,7 +37,8 @@ PADDINGS = ("padding", "key_padding")
 class AttentionMask:
     """What a query sees; everything by default.
 
-    With d = key position - query position, where "bottom_right" counts both from the end of their sequence:
+    With d = key position - query position, where "bottom_right" counts both from the end of their sequence (its length,
+    or else the last position that is no padding):
 
         seen: d <= 0 if causal, -left <= d <= right in a window, both positions below their lengths, in one sequence
 
@@ -290,6 +292,13 @@ class Places:
             return cls(at[None], positions, positions)
         return cls(at[None], lengths.long()[:, None], lengths.long())
 
+    def end(self, padding: torch.Tensor | None) -> torch.Tensor | int:
+        """Where it ends: at its length, else behind the last position that `padding`, [B, 1, 1, S], shows; [B]."""
+        if padding is None or isinstance(self.table, torch.Tensor):
+            return self.table
+        shown = (self.place + 1) * padding[:, 0, 0].logical_not()
+        return F.pad(shown, (1, 0)).amax(1)
+
 
 @dataclass(frozen=True)
 class Band:
@@ -331,7 +340,10 @@ class Band:
         found = self.keys.place[:, None, :] - self.queries.place[:, :, None]
         if self.mask.corner == "top_left":
             return found
-        behind = self.keys.table - self.queries.table
+        if self.padding is self.key_padding:
+            behind = self.keys.table - self.queries.table
+        else:
+            behind = self.keys.end(self.key_padding) - self.queries.end(self.padding)
         if self.queries.sequence is not None:
             assert isinstance(behind, torch.Tensor)
             behind = behind[self.queries.sequence]  # [1, S]

@@ -9,6 +9,7 @@ Off By One", 2023, with 0 for a sink; learned ones as in gpt-oss, 2025.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class AttentionScores:
     sink: str = "none"
 
     def __post_init__(self) -> None:
-        if self.soft_cap < 0.0:
+        if not 0.0 <= self.soft_cap < math.inf:
             raise ValueError(f"soft_cap is a positive bound of the scores, or 0 for none; got {self.soft_cap}")
         one_of("sink", self.sink, SINKS)
         for name in self.names.values():

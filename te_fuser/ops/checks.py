@@ -67,17 +67,18 @@ def check_features(op: FusableOperation, x: Spec, features: int) -> None:
         )
 
 
-def check_probability(p: float) -> float:
-    """A drop probability as a float.
+def check_probability(p: float, name: str | None = None) -> float:
+    """A drop probability as a float; `name` is what the caller calls it.
 
     Raises:
         ValueError: when it is not in [0, 1].
         TypeError: when it is no number.
     """
+    what = "a drop probability" if name is None else f"{name}, a drop probability,"
     if not isinstance(p, (int, float)):
-        raise TypeError(f"a drop probability is a number in [0, 1], got {p!r}")
+        raise TypeError(f"{what} is a number in [0, 1], got {p!r}")
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"a drop probability lies in [0, 1], got {p}")
+        raise ValueError(f"{what} lies in [0, 1], got {p}")
     return float(p)
 
 
@@ -103,6 +104,19 @@ def real_number(op: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op} takes a number as {name}, got {value!r}")
     return float(value)
+
+
+def finite_number(op: str, name: str, value: Any) -> float:
+    """An argument of an op that is a number, neither infinite nor NaN.
+
+    Raises:
+        TypeError: when it is no number.
+        ValueError: when it is one of those.
+    """
+    found = real_number(op, name, value)
+    if not math.isfinite(found):
+        raise ValueError(f"{op} takes a finite number as {name}, got {value}")
+    return found
 
 
 def whole_number(op: str, name: str, value: int) -> int:

@@ -34,7 +34,7 @@ from te_fuser.ops.attention_mask import COUNTS, HIDDEN_BY, PADDINGS, AttentionMa
 from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
-from te_fuser.ops.checks import check_name, check_probability
+from te_fuser.ops.checks import check_name, check_probability, finite_number
 from te_fuser.ops.parameters import alike, empty, fill
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -180,7 +180,7 @@ class DotProductAttention(UnfusedOperation):
         self.mask = mask
         self.mask_name = check_name(mask_name)
         self.dropout = check_probability(dropout)
-        self.scale = head_dim**-0.5 if scale is None else scale
+        self.scale = head_dim**-0.5 if scale is None else finite_number(type(self).__name__, "scale", scale)
         self.layout = one_of("layout", layout, (*LAYOUTS, TOKENS))
         self.packing = packing if isinstance(packing, Apart) else one_of("packing", packing, (*PACKINGS, APART))
         self.scores = scores or AttentionScores()

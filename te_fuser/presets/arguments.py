@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -193,6 +194,17 @@ def check_size(name: str, value: Any) -> int:
         raise TypeError(f"{name} is a whole number, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} is a whole number from 1 on, got {value}")
+    return value
+
+
+def check_epsilon(name: str, value: Any) -> float:
+    """What is added to a variance.
+
+    Raises:
+        ValueError: for what is no finite number from 0 on.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} is a number from 0 on, added to the variance, got {value!r}: 1e-5, say")
     return value
 
 

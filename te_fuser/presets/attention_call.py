@@ -26,6 +26,7 @@ MASK_TYPES = (
     "arbitrary",
 )
 LAYOUTS = {"sbhd": "sequence_first", "bshd": "batch_first", "thd": "tokens"}
+SELF, CROSS = "self_", "enc_dec_"  # before the arguments of an attention in the calls of a layer
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 # What calls of a layer say of both its attentions.
@@ -67,7 +68,7 @@ class AttentionCall:
         keys_alike: whether the keys' mask of padding, in "thd" their sequences, are the queries'.
         longest: in "thd", no sequence is longer.
         bias: "none", "given", "alibi" or "slopes".
-        mask: the name of its mask in the call.
+        prefix: what stands before its arguments in the calls of a layer, see `argument`.
     """
 
     mask_type: str = "causal"
@@ -78,17 +79,20 @@ class AttentionCall:
     keys_alike: bool = False
     longest: int | None = None
     bias: str = "none"
-    mask: str = "attention_mask"
+    prefix: str = ""
 
     @classmethod
-    def of(cls, mask_type: Any, window_size: Any, bottom_right_diagonal: Any, qkv_format: Any) -> AttentionCall:
+    def of(
+        cls, mask_type: Any, window_size: Any, bottom_right_diagonal: Any, qkv_format: Any, prefix: str = ""
+    ) -> AttentionCall:
         """That of a preset that was made with these arguments.
 
         Raises:
             TypeError, ValueError: naming the argument, and what it takes.
         """
         qkv_format = check_choice("qkv_format", qkv_format, LAYOUTS)
-        made = cls("no_mask", qkv_format=qkv_format, padded_by="offsets" if qkv_format == "thd" else "mask")
+        padded_by = "offsets" if qkv_format == "thd" else "mask"
+        made = cls("no_mask", qkv_format=qkv_format, padded_by=padded_by, prefix=prefix)
         return made.changed(mask_type, window_size, bottom_right_diagonal)
 
     def changed(
@@ -101,17 +105,23 @@ class AttentionCall:
         """
         found = self
         if mask_type is not None:
-            kind = check_choice("attn_mask_type", _in_one_word(mask_type), MASK_TYPES)
+            kind = check_choice(self.argument("attn_mask_type"), _in_one_word(mask_type), MASK_TYPES)
             found = replace(found, mask_type=kind, bottom_right=kind not in ("causal", "padding_causal"))
         if window_size is not None:
-            found = replace(found, window=_window(window_size))
+            found = replace(found, window=_window(self.argument("window_size"), window_size))
         if bottom_right_diagonal is not None:
-            found = replace(found, bottom_right=check_flag("bottom_right_diagonal", bottom_right_diagonal))
+            name = self.argument("bottom_right_diagonal")
+            found = replace(found, bottom_right=check_flag(name, bottom_right_diagonal))
         return found
 
-    def named(self, mask: str) -> AttentionCall:
-        """The same, whose mask is called so."""
-        return replace(self, mask=mask)
+    def argument(self, name: str) -> str:
+        """What calls name an argument of it; those of a layer say of self attention `self_attn_mask_type` alone."""
+        return f"{self.prefix}{name}" if self.prefix == CROSS or name == "attn_mask_type" else name
+
+    @property
+    def mask(self) -> str:
+        """The name of its mask in the call."""
+        return f"{CROSS}attn_mask" if self.prefix == CROSS else "attention_mask"
 
     @property
     def causal(self) -> bool:
@@ -330,7 +340,8 @@ class Asking:
             )
 
     def _bias(self, call: AttentionCall, given: Mapping[str, Any]) -> tuple[AttentionCall, dict[str, torch.Tensor]]:
-        kind = check_choice("core_attention_bias_type", given.get("core_attention_bias_type") or "no_bias", BIAS_TYPES)
+        kind = given.get("core_attention_bias_type")
+        kind = "no_bias" if kind is None else check_choice("core_attention_bias_type", kind, BIAS_TYPES)
         bias, slopes = given.get("core_attention_bias"), given.get("alibi_slopes")
         if (bias is not None) != kind.endswith("scale_bias"):
             what = "a core_attention_bias" if bias is not None else "no core_attention_bias"
@@ -364,8 +375,7 @@ def check_arguments(who: str, given: Mapping[str, Any], others: tuple[str, ...] 
 
 
 def _type(call: AttentionCall) -> str:
-    name = "enc_dec_attn_mask_type" if call.mask.startswith("enc_dec") else "attn_mask_type"
-    return f"{name}={call.mask_type!r}"
+    return f"{call.argument('attn_mask_type')}={call.mask_type!r}"
 
 
 def _between_padding(
@@ -388,10 +398,10 @@ def _in_one_word(mask_type: Any) -> Any:
     return "_".join(sorted((word.strip() for word in mask_type.split(",")), reverse=True))
 
 
-def _window(given: Any) -> Window:
+def _window(name: str, given: Any) -> Window:
     sides = tuple(given) if isinstance(given, (tuple, list)) else ()
     if len(sides) != 2 or any(not isinstance(side, int) or side < -1 for side in sides):
-        raise ValueError(f"window_size is (left, right), how many positions on each side, -1 for all; got {given!r}")
+        raise ValueError(f"{name} is (left, right), how many positions on each side, -1 for all; got {given!r}")
     left, right = (None if side == -1 else side for side in sides)
     return None if left is None and right is None else (left, right)
 

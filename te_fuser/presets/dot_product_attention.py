@@ -10,7 +10,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
-from te_fuser.ops.checks import real_number
+from te_fuser.ops.checks import check_probability, finite_number
 from te_fuser.presets.arguments import Placed, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Asked, Preset, cut, understands
@@ -37,7 +37,7 @@ class DotProductAttentionArguments(Placed):
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
     packing: str = "apart"
-    mask: str = "attention_mask"
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,11 +45,15 @@ class DotProductAttentionArguments(Placed):
         self.choose("softmax_type", SINKS)
         if self.layer_number is not None:
             check_size("layer_number", self.layer_number)
+        if self.softmax_scale is not None:
+            finite_number("DotProductAttention", "softmax_scale", self.softmax_scale)
+        if finite_number("DotProductAttention", "softcap", self.softcap) < 0.0:
+            raise ValueError(f"softcap is a bound of the scores, or 0 for none, got {self.softcap}")
 
     def call(self) -> AttentionCall:
         """The call that changes nothing."""
         masked = (self.attn_mask_type, self.window_size, self.bottom_right_diagonal)
-        return AttentionCall.of(*masked, self.qkv_format).named(self.mask)
+        return AttentionCall.of(*masked, self.qkv_format, self.prefix)
 
 
 class DotProductAttention(Preset):
@@ -96,10 +100,8 @@ class DotProductAttention(Preset):
         self.channels = tuple(check_size("kv_channels", size) for size in channels)
         self.num_attention_heads = check_size("num_attention_heads", num_attention_heads)
         self.num_gqa_groups = groups_of(num_attention_heads, num_gqa_groups)
-        self.attention_dropout, self.layer_number = attention_dropout, said.layer_number
-        real_number(type(self).__name__, "softcap", said.softcap)
-        if said.softmax_scale is not None:
-            real_number(type(self).__name__, "softmax_scale", said.softmax_scale)
+        self.attention_dropout = check_probability(attention_dropout, "attention_dropout")
+        self.layer_number = said.layer_number
         self.softmax_scale = self.channels[0] ** -0.5 if said.softmax_scale is None else said.softmax_scale
         cross = said.attention_type == "cross"
         self.asking = Asking(type(self).__name__, said.call(), True, self.softmax_scale, cross)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.head_norm import NORMS
-from te_fuser.presets.arguments import check_size
+from te_fuser.presets.arguments import check_epsilon, check_size
 from te_fuser.presets.attention_call import AttentionCall
 from te_fuser.presets.norm import Normed
 
@@ -42,6 +42,8 @@ class HeadsArguments(Normed):
         for name in ("seq_length", "micro_batch_size", "kv_channels"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+        for name in ("layernorm_epsilon", "qk_norm_eps"):
+            check_epsilon(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class MultiheadAttentionArguments(HeadsArguments):
     input_layernorm: bool = False
     attention_type: str = "self"
     qkv_format: str = "sbhd"
-    mask: str = "attention_mask"
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

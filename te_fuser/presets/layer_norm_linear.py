@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from te_fuser.presets.affine import Affine, AffineArguments
+from te_fuser.presets.arguments import check_epsilon
 from te_fuser.presets.norm import Normed
 
 
@@ -38,7 +39,7 @@ class LayerNormLinear(Affine):
     def __init__(
         self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = True, **keywords: Any
     ) -> None:
-        super().__init__(in_features, out_features, bias, eps, **keywords)
+        super().__init__(in_features, out_features, bias, check_epsilon("eps", eps), **keywords)
         self.eps = eps
 
     def to_torch(self) -> torch.nn.Module:

@@ -164,7 +164,7 @@ class MultiheadAttention(Preset):
             self.num_gqa_groups,
             attention_dropout,
             packing=self._packing,
-            mask=said.mask,
+            prefix=said.prefix,
             attention_type=said.attention_type,
             **{name: getattr(said, name) for name in names},
             **{name: self.keywords()[name] for name in ("params_dtype", "device", "tp_group", "tp_size")},

@@ -11,7 +11,7 @@ import torch
 
 from te_fuser import ops
 from te_fuser.ops.norm import as_row
-from te_fuser.presets.arguments import Common, Placed, check_size
+from te_fuser.presets.arguments import Common, Placed, check_epsilon, check_size
 from te_fuser.presets.base import Asked, Preset, understands
 
 _OPS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
@@ -75,8 +75,7 @@ class Norm:
     fork: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or not self.eps >= 0:
-            raise ValueError(f"eps is a number from 0 on, added to the variance, got {self.eps!r}: 1e-5, say")
+        check_epsilon("eps", self.eps)
 
     def declare(self, preset: Preset, prefix: str = "layer_norm_", shape: Iterable[int] | None = None) -> None:
         """Make the parameters: prefix + "weight", and prefix + "bias" where there is one."""
@@ -182,8 +181,11 @@ class NormPreset(Preset):
 def _sizes(normalized_shape: int | Iterable[int] | None, hidden_size: int | None) -> tuple[int, ...]:
     if (normalized_shape is None) == (hidden_size is None):
         raise TypeError("a norm takes its size once, as normalized_shape or as hidden_size")
+    name = "hidden_size" if normalized_shape is None else "normalized_shape"
     given = hidden_size if normalized_shape is None else normalized_shape
-    sizes = tuple(given) if isinstance(given, Iterable) else (given,)
+    if isinstance(given, (str, bytes, bytearray, torch.Tensor)) or not isinstance(given, Iterable):
+        return (check_size(name, given),)
+    sizes = tuple(given)
     if not sizes:
-        raise ValueError("normalized_shape has at least one size, got none")
-    return tuple(check_size("normalized_shape", size) for size in sizes)
+        raise ValueError(f"{name} has at least one size, got none")
+    return tuple(check_size(name, size) for size in sizes)

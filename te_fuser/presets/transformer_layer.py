@@ -11,7 +11,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.checks import check_probability
 from te_fuser.presets.arguments import check_flag, check_size
-from te_fuser.presets.attention_call import LAYOUTS, OF_BOTH, check_arguments
+from te_fuser.presets.attention_call import CROSS, LAYOUTS, OF_BOTH, SELF, AttentionCall, check_arguments
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.heads import HeadsArguments, example, example_masks, plans_ahead
 from te_fuser.presets.layer_norm import LayerNorm
@@ -31,6 +31,7 @@ _CROSS = {  # what calls say of cross attention -> what that calls it
     "enc_dec_bottom_right_diagonal": "bottom_right_diagonal",
 }
 
+_NO_CROSSING = AttentionCall(prefix=CROSS)
 _OWN = ("self_attn_mask_type", *_CROSS, "encoder_output", "is_first_microbatch", "inference_params", "rotary_pos_emb")
 
 
@@ -59,8 +60,9 @@ class TransformerLayerArguments(HeadsArguments):
         super().__post_init__()
         self.choose("layer_type", ("encoder", "decoder"))
         self.choose("attn_input_format", LAYOUTS)
-        check_probability(self.hidden_dropout)
-        check_probability(self.drop_path_rate)
+        for name in ("hidden_dropout", "attention_dropout", "drop_path_rate"):
+            check_probability(getattr(self, name), name)
+        self._check_crossing()
         if self.drop_path_rate and self.attn_input_format == "thd":
             raise ValueError("drop_path_rate drops samples, and attn_input_format='thd' has none: leave one out")
         others = ("apply_residual_connection_post_layernorm", "output_layernorm")
@@ -74,6 +76,11 @@ class TransformerLayerArguments(HeadsArguments):
             )
         if self.return_layernorm_output:
             raise ValueError("return_layernorm_output is for the parts of a layer: ask its layernorm_mlp")
+
+    def _check_crossing(self) -> None:
+        """Refuse what cross attention would, where there is none, too."""
+        given = self.enc_dec_attn_mask_type, self.enc_dec_window_size, self.enc_dec_bottom_right_diagonal
+        AttentionCall.of(*given, self.attn_input_format, CROSS)
 
 
 class TransformerLayer(Preset):
@@ -145,7 +152,7 @@ class TransformerLayer(Preset):
 
     def _attention(self, heads: int, attention_type: str) -> MultiheadAttention:
         said, cross = self.common, attention_type == "cross"
-        prefix = "enc_dec_" if cross else ""
+        prefix = CROSS if cross else ""
         return MultiheadAttention(
             self.hidden_size,
             heads,
@@ -153,7 +160,7 @@ class TransformerLayer(Preset):
             attention_dropout=said.attention_dropout,
             input_layernorm=cross or not said.output_layernorm,
             attn_mask_type=(said.enc_dec_attn_mask_type or "no_mask") if cross else said.self_attn_mask_type,
-            mask="enc_dec_attn_mask" if cross else "attention_mask",
+            prefix=CROSS if cross else SELF,
             qkv_format=said.attn_input_format,
             **self.keywords(
                 HeadsArguments,
@@ -278,7 +285,8 @@ class TransformerLayer(Preset):
         self.check_group()
         of_masks = attention_mask is encoder_output is enc_dec_attn_mask is None
         of_others = is_first_microbatch is inference_params is rotary_pos_emb is None
-        if of_masks and of_others and not (call or checkpoint_core_attention) and self.is_list:
+        usual = checkpoint_core_attention is False or checkpoint_core_attention is None
+        if of_masks and of_others and usual and not call and self.is_list:
             return Asked(self, hidden_states)
         outputs = call.pop("outputs", ())
         self._check_call(encoder_output, enc_dec_attn_mask, checkpoint_core_attention, call)
@@ -333,6 +341,8 @@ class TransformerLayer(Preset):
         check_flag("checkpoint_core_attention", checkpoint_core_attention)
         if call:
             check_arguments(who, call, _OWN)
+        if call and not self.decodes:
+            _NO_CROSSING.changed(*[call.get(name) for name in _CROSS if name != "enc_dec_attn_mask"])
 
 
 def _attending(part: torch.nn.Module) -> MultiheadAttention:

@@ -34,6 +34,25 @@ def test_checkpointing(reentrant: bool) -> None:
     assert_alike(results(model, IDS), want)
 
 
+@FAMILY
+@pytest.mark.parametrize("by_config", [False, True])
+def test_checkpointing_of_a_call_that_records_attention(family: str, by_config: bool) -> None:
+    """What runs again in backward is what ran, though nobody records then."""
+    model, original = both(family)
+    found = []
+    for each in (model, original):
+        each.gradient_checkpointing_enable({"use_reentrant": False})
+        each.set_attn_implementation("eager")
+        each.config.output_attentions = by_config
+        y = each.train()(IDS, use_cache=False, **({} if by_config else {"output_attentions": True}))
+        (y.logits.square().sum() + y.attentions[0].square().sum()).backward()
+        each.config.output_attentions = False
+        each(IDS, use_cache=False).logits.sum().backward()
+        grads = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        found.append({"logits": y.logits.detach(), **grads})
+    assert_alike(*found)
+
+
 def test_dropout() -> None:
     settings = {"attn_pdrop": 0.2, "resid_pdrop": 0.3}
     model, original = both("gpt2", **settings)

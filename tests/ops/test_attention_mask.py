@@ -92,6 +92,30 @@ def test_padding_may_lie_anywhere(packing, causal):
     check(op, *parts(*sizes, samples=3), named, seen, "batch_first")
 
 
+@pytest.mark.parametrize("sides", ["both", "keys"])
+@pytest.mark.parametrize("window", [None, (2, 0), (1, 1)])
+def test_the_last_that_is_no_padding_is_the_corner(window, sides):
+    """Padding that a boolean tensor says, in front, behind or in between; where all is, nothing is seen."""
+    sizes = (5, 7)
+    pads = [tensor(4, 1, 1, size, seed=k) > 0.2 for k, size in enumerate(sizes)]
+    pads[0][1], pads[1][2], pads[1][3] = True, True, torch.arange(7) >= 3
+    if sides == "keys":
+        pads[0].fill_(False)
+    names = {"padding": "ours", "key_padding": "theirs"} if sides == "both" else {"key_padding": "theirs"}
+    mask = AttentionMask(causal=window is None, corner="bottom_right", window=window, **names)
+    op = DotProductAttention(2, 3, mask=mask, packing="apart", layout="batch_first")
+
+    def seen(b, i):
+        ours, theirs = ([n for n in range(size) if not pad[b, 0, 0, n]] for size, pad in zip(sizes, pads, strict=True))
+        if i not in ours or not theirs:
+            return ()
+        near = keys_seen(mask, ours[-1] + 1, theirs[-1] + 1)(i)
+        return [k for k in near if k in theirs]
+
+    named = {"padding": pads[0], "key_padding": pads[1]} if sides == "both" else {"key_padding": pads[1]}
+    check(op, *parts(*sizes, samples=4), named, seen, "batch_first")
+
+
 def test_padding_that_does_not_fit():
     op = DotProductAttention(2, 3, mask=AttentionMask(padding="ours"), layout="batch_first")
     x = Spec((2, 5, 18), torch.float32, torch.device("cpu"))

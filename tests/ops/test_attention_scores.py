@@ -132,6 +132,11 @@ def test_gradients_have_their_dtypes():
 
 
 def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="scale, got nan"):
+        DotProductAttention(2, 3, scale=float("nan"))
+    for bound in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="soft_cap is a positive bound"):
+            AttentionScores(soft_cap=bound)
     with pytest.raises(ValueError, match="soft_cap is a positive bound"):
         AttentionScores(-1.0)
     with pytest.raises(ValueError, match="sink='one' is unknown; use one of 'none', 'zero', 'learned'"):

@@ -43,6 +43,17 @@ def causal(queries: int, keys: int | None = None, corner: str = "top_left", wind
     return hidden[None, None]
 
 
+def causal_from_last_shown(queries: torch.Tensor, keys: torch.Tensor, window: Any = (None, 0)) -> torch.Tensor:
+    """True = hidden, [B, 1, S, K]: the last query that is no padding, [B, 1, 1, S], stands at the last such key."""
+    found = []
+    for pads in zip(queries, keys, strict=True):
+        shown = [max((n + 1 for n, pad in enumerate(side.flatten().tolist()) if not pad), default=0) for side in pads]
+        whole = torch.ones(1, 1, queries.shape[-1], keys.shape[-1], dtype=torch.bool)
+        whole[..., : shown[0], : shown[1]] = causal(*shown, "bottom_right", window)
+        found.append(whole)
+    return torch.cat(found)
+
+
 def attend(q: Any, k: Any, v: Any, call: Call, scale: float | None = None) -> torch.Tensor:
     """[B, H, S, E] of q [B, H, S, D], k [B, G, K, D], v [B, G, K, E]; zeros for a row that sees nothing."""
     repeats = q.shape[1] // k.shape[1]

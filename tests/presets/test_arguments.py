@@ -191,7 +191,7 @@ def layer(**call: Any) -> Any:
     [
         (
             {"attention_mask": "causal"},
-            r"attention_mask takes a tensor, got 'causal': give its type by attn_mask",
+            r"attention_mask takes a tensor, got 'causal': give its type by self_attn_mask_type=",
         ),
         ({"cu_seqlens_q": [0, 3, 6], "self_attn_mask_type": "padding"}, r"cu_seqlens_q is a tensor .* got list"),
         ({"rotary_pos_emb": (torch.zeros(3, 1, 1, 4),)}, r"rotary_pos_emb is angles, or a pair, .* got 1 of them"),

@@ -10,7 +10,7 @@ import torch
 import te_fuser
 from te_fuser import ops
 from tests.presets.layers import around
-from tests.presets.plain import Call, attend, causal
+from tests.presets.plain import Call, attend, causal, causal_from_last_shown
 from tests.twins import tensor
 
 S, K, B, H, G, D, E = 7, 5, 3, 4, 2, 6, 3
@@ -65,7 +65,7 @@ def test_masks() -> None:
     assert_as_meant(made, Call(around(*pads)), parts(), attention_mask=tuple(pads), attn_mask_type="padding")
     mask = tensor(B, H, S, K) > 0.5
     assert_as_meant(made, Call(mask), parts(), attention_mask=mask, attn_mask_type="arbitrary")
-    hidden = causal(S, K, "bottom_right") | around(*pads)
+    hidden = causal_from_last_shown(*pads) | around(*pads)
     given = {"attention_mask": tuple(pads), "attn_mask_type": "padding_causal_bottom_right"}
     assert_as_meant(made, Call(hidden), parts(), **given)
     for kind in ("padding,causal", "causal,padding"):

@@ -9,7 +9,7 @@ import torch
 
 from te_fuser.presets.attention_call import MASK_TYPES
 from tests.presets.layers import around
-from tests.presets.plain import Call, causal
+from tests.presets.plain import Call, causal, causal_from_last_shown
 from tests.presets.test_dot_product_attention import B, D, E, G, H, S, assert_as_meant, attention, parts
 from tests.twins import tensor
 
@@ -23,6 +23,7 @@ def given_for(kind: str, keys: int) -> tuple[torch.Tensor | None, Any]:
         return mask, mask
     if "padding" in kind:
         pads = tuple(torch.rand(B, 1, 1, n, generator=torch.Generator().manual_seed(n)) > 0.7 for n in (S, keys))
+        hidden = causal_from_last_shown(*pads) if corner == "bottom_right" else hidden
         return hidden | around(*pads), pads
     return hidden, None
 
@@ -50,6 +51,29 @@ def test_corners_of_windows(kind: str, corner: bool | None, by_call: bool) -> No
     said = {"attn_mask_type": kind, "window_size": (2, 1), "bottom_right_diagonal": corner}
     made, given = attention(**({} if by_call else said)), (said if by_call else {})
     assert_as_meant(made, Call(hidden), parts(), **given)
+
+
+@pytest.mark.parametrize("window", [None, (-1, 1), (2, 0)])
+@pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_masks_of_padding_hide_what_lengths_hide(kind: str, window: Any) -> None:
+    """The last query that is shown stands at the last key that is shown, however the padding is said."""
+    keys, lengths = 9, (torch.tensor([3, 0, S][:B]), torch.tensor([5, 4, 9][:B]))
+    pads = tuple(torch.arange(n) >= found[:, None, None, None] for n, found in zip((S, keys), lengths, strict=True))
+    counts = [torch.nn.functional.pad(found.cumsum(0), (1, 0)) for found in lengths]
+    made, said = attention(attention_type="cross"), {"attn_mask_type": kind, "window_size": window}
+    sides = tuple(None if side == -1 else side for side in window or (-1, -1))
+    sides = (sides[0], 0) if "causal" in kind else sides
+    hidden = around(*pads)
+    if kind == "padding_causal":
+        hidden = hidden | causal(S, keys, window=sides)
+    elif sides != (None, None):
+        hidden = hidden | causal_from_last_shown(*pads, sides)
+    assert_as_meant(made, Call(hidden), parts(keys=keys), attention_mask=pads, **said)
+    assert_as_meant(made, Call(hidden), parts(keys=keys), cu_seqlens_q=counts[0], cu_seqlens_kv=counts[1], **said)
+    alone = (torch.zeros_like(pads[0]), pads[1])
+    if kind == "padding_causal_bottom_right":
+        hidden = causal_from_last_shown(*alone, sides) | around(*alone)
+        assert_as_meant(made, Call(hidden), parts(keys=keys), attention_mask=(None, pads[1]), **said)
 
 
 @pytest.mark.parametrize("kind", ["no_mask", "causal", "causal_bottom_right"])

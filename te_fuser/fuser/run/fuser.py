@@ -341,7 +341,8 @@ def check_options(memory: str | int, kernels: str, fallback: str) -> None:
         raise ValueError(f"kernels is one of {', '.join(_MODES)}, got {kernels!r}")
     if fallback not in _FALLBACKS:
         raise ValueError(f"fallback is one of {', '.join(_FALLBACKS)}, got {fallback!r}")
-    if isinstance(memory, bool) or not (isinstance(memory, int) and memory >= 0 or memory in LAMBDA):
+    known = isinstance(memory, str) and memory in LAMBDA
+    if not known and (isinstance(memory, bool) or not isinstance(memory, int) or memory < 0):
         raise ValueError(f"memory is one of {', '.join(LAMBDA)} or a budget in bytes, got {memory!r}")
 
 
