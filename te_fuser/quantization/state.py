@@ -87,6 +87,7 @@ class State:
             of the amax.
         recipe: by which its last call ran.
         is_in_region: whether that was in a region.
+        entry: the number of the outermost one.
         block, row: where its slots are; None before it has tensors.
     """
 
@@ -97,11 +98,11 @@ class State:
         self.amaxes: dict[str, torch.Tensor] = {}
         self.recipe: Recipe | None = None
         self.is_in_region = False
+        self.entry = -1
         self.block: Block | None = None
         self.row = -1
         self._buffers = owner._buffers
         self._put: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._entry = -1  # the outermost region of the last call
 
     @property
     def scale(self) -> torch.Tensor:
@@ -184,9 +185,9 @@ class State:
         if region.recomputing():  # which was noted when it ran first
             return True
         is_another = self.recipe is not None and self.recipe != recipe
-        if is_another and self._entry == region.entries():
+        if is_another and self.entry == region.entries():
             return False
-        self.recipe, self._entry, self.is_in_region = recipe, region.entries(), True
+        self.recipe, self.entry, self.is_in_region = recipe, region.entries(), True
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
@@ -129,6 +130,20 @@ class Entered(contextlib.ContextDecorator):
     def __exit__(self, *error: object) -> None:
         _stack.set(_stack.get()[:-1])
 
+    def __call__(self, func: Any) -> Any:
+        """The function in this region.
+
+        Raises:
+            TypeError: for a class, and for functions whose calls run nothing yet: generators and coroutines.
+        """
+        later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if isinstance(func, type) or any(runs_later(func) for runs_later in later):
+            raise TypeError(
+                f"a region decorates a function that runs when it is called, got {func!r}, which would run outside of "
+                "it: write `with autocast(..):` inside"
+            )
+        return super().__call__(func)
+
 
 def _enter_from_outside(region: Region) -> None:
     if in_backward():
@@ -196,9 +211,11 @@ def _entered(name: str, enabled: Any, calibrating: Any, recipe: Any, group: Any)
         if not (value is None or isinstance(value, bool)):
             raise TypeError(f"{name}: {argument} is True or False, got {value!r}")
     if not (recipe is None or isinstance(recipe, Recipe)):
-        raise TypeError(f"{name} takes a recipe of te_fuser.recipe, DelayedScaling() say, got {recipe!r}")
+        said = "recipe" if name == "autocast" else "fp8_recipe"
+        raise TypeError(f"{name} takes a recipe of te_fuser.recipe as {said}, DelayedScaling() say, got {recipe!r}")
     if not (group is None or isinstance(group, ProcessGroup)):
-        raise TypeError(f"{name} takes a group of torch.distributed's, got {group!r}: use new_group(ranks)")
+        said = "amax_reduction_group" if name == "autocast" else "fp8_group"
+        raise TypeError(f"{name} takes a group of torch.distributed's as {said}, got {group!r}: use new_group(ranks)")
     if not (enabled or calibrating):
         return Entered(None)
     recipe = DelayedScaling() if recipe is None else recipe

@@ -224,6 +224,19 @@ def test_two_recipes_for_one_state_in_one_region() -> None:
     assert len(op.fp8_amax_history) == 8
 
 
+def test_two_recipes_are_refused_of_calls_that_are_known_too() -> None:
+    op, other = ops.MatMul(16, 16), DelayedScaling(amax_history_len=8)
+    x = torch.randn(4, 16)
+    for recipe in (other, RECIPE):  # both have plans
+        with te.autocast(recipe=recipe):
+            op(x)
+    for _ in range(3):
+        with te.autocast(recipe=RECIPE):
+            op(x)
+            with te.autocast(recipe=other), pytest.raises(ValueError, match=r"MatMul\.weight runs by a second recipe"):
+                op(x)
+
+
 def test_what_runs_again_changes_no_recipe() -> None:
     op, other = product(), DelayedScaling(amax_history_len=8)
     with recomputed(()):
