@@ -103,7 +103,7 @@ def _agreement(region: Region | None) -> Agreement | None:
 def _fold_block(block: Block, amaxes: torch.Tensor) -> None:
     by_recipe: dict[int, list[State]] = {}
     for state in block.states():
-        if isinstance(state.recipe, DelayedScaling):
+        if isinstance(state.recipe, DelayedScaling) and not state.is_meta:
             by_recipe.setdefault(id(state.recipe), []).append(state)
     for states in by_recipe.values():
         _update(states, amaxes[block.index(tuple([state.row for state in states]))])

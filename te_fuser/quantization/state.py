@@ -121,6 +121,11 @@ class State:
             self._buffers.get(self.prefix + SCALE) is not None and self._buffers.get(self.prefix + HISTORY) is not None
         )
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether its module was taken to the meta device: what was recorded has nowhere to go."""
+        return self.has_buffers and (self.scale.is_meta or self.history.is_meta)
+
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
         self.put_scale(scale, history, scale.unbind(), apart(scale.reciprocal()))
@@ -196,6 +201,11 @@ class States(dict[str, State], Aside):
 
     def buffers(self) -> list[str]:
         return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
+
+    def before_copying(self) -> None:
+        """Have buffers that say what was recorded."""
+        for function in before_saving:
+            function()
 
     def __reduce__(self) -> Any:
         return States, ()
