@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Region:
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
 _recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
+_here = threading.local()  # `regions`: as _stack; what torch.compile can read, which cannot follow contexts
 _count = itertools.count(1)
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
@@ -54,6 +56,20 @@ def current_key() -> Hashable:
     """Its key; None outside."""
     found = current()
     return None if found is None else found.key
+
+
+def refuse_tracing() -> None:
+    """Refuse what torch.compile traces in a region, where it would run in the model's own precision.
+
+    Raises:
+        RuntimeError: in a region that is on.
+    """
+    regions = getattr(_here, "regions", ())
+    if regions and regions[-1] is not None:
+        raise RuntimeError(
+            "torch.compile cannot follow regions of FP8 in model.reference(x): compile or call the model itself there, "
+            "export with strict=False, or leave the region"
+        )
 
 
 def entries() -> int:
@@ -97,8 +113,13 @@ def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
         _be_in(*before)
 
 
-def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> None:
+def _be_within(stack: tuple[Region | None, ...]) -> None:
     _stack.set(stack)
+    _here.regions = stack
+
+
+def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> None:
+    _be_within(stack)
     _recomputing.set(recomputing)
     _entry.set(entry)
 
@@ -125,10 +146,10 @@ class Entered(contextlib.ContextDecorator):
             _check_group(self.region, outer)
             if outer is None and not _recomputing.get():
                 _enter_from_outside(self.region)
-        _stack.set((*stack, self.region))
+        _be_within((*stack, self.region))
 
     def __exit__(self, *error: object) -> None:
-        _stack.set(_stack.get()[:-1])
+        _be_within(_stack.get()[:-1])
 
     def __call__(self, func: Any) -> Any:
         """The function in this region.
