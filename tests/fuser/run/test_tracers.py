@@ -166,26 +166,15 @@ def test_the_reference_is_exported_in_8_bits(in_8_bits: Sequential) -> None:
 
 
 def test_the_reference_is_not_compiled_in_a_region(in_8_bits: Sequential) -> None:
-    torch._dynamo.reset()
     x = torch.randn(3, 16)
     compiled = torch.compile(Reference(in_8_bits), fullgraph=True, backend="eager")
     with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(compiled(x), in_8_bits(x))
-            with autocast(recipe=REGION):
-                for refused in (compiled, lambda x: torch.export.export(Reference(in_8_bits), (x,), strict=True)):
-                    with pytest.raises(Exception, match="torch.compile cannot follow regions of FP8"):
-                        refused(x)
-                with autocast(enabled=False):
-                    torch.testing.assert_close(compiled(x), in_8_bits(x))
-
-
-def test_a_reference_that_is_compiled_in_parts_runs_in_8_bits(in_8_bits: Sequential) -> None:
-    torch._dynamo.reset()
-    x = torch.randn(3, 16)
-    with torch.no_grad(), autocast(recipe=REGION):
-        torch.testing.assert_close(torch.compile(Reference(in_8_bits), backend="eager")(x), in_8_bits(x))
-    torch._dynamo.reset()
+        torch.testing.assert_close(compiled(x), in_8_bits(x))
+        with autocast(recipe=REGION):
+            for refused in (compiled, lambda x: torch.export.export(Reference(in_8_bits), (x,), strict=True)):
+                with pytest.raises(Exception, match="torch.compile cannot follow regions of FP8"):
+                    refused(x)
+        torch.testing.assert_close(compiled(x), in_8_bits(x))
 
 
 @pytest.mark.parametrize("strict", [False, True])
