@@ -21,7 +21,7 @@ from te_fuser.formula.expr import Axes
 from te_fuser.ops.binding import Binding, PlannedParametrizations
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.parameters import alike, of_kind, randomized
-from te_fuser.ops.scales import before_loading
+from te_fuser.ops.scales import HoldsScales
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.record import record
 
@@ -178,7 +178,7 @@ class Place:
     count: int
 
 
-class FusableOperation(torch.nn.Module):
+class FusableOperation(HoldsScales):
     """One step of a model that the fuser can plan; see `RowOp` and `UnfusedOperation` for how to write one.
 
     `kind` is what patterns match. A subclass is a kind of its own unless it sets `kind` to another's, since its formula
@@ -262,10 +262,6 @@ class FusableOperation(torch.nn.Module):
     def forward(self, x: torch.Tensor, *, outputs: Sequence[str] = (), **inputs: torch.Tensor) -> Any:
         """Run this op alone, by a cached plan; with `outputs`, names among its own, (y, *outputs)."""
         return type(self).run_alone(self, x, inputs, outputs)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        before_loading(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""

@@ -13,7 +13,7 @@ import torch
 from te_fuser import _native
 from te_fuser.ops.binding import WeakBinding, owned, place_of
 from te_fuser.ops.facts import Facts, still_hold
-from te_fuser.ops.scales import before_loading
+from te_fuser.ops.scales import HoldsScales
 
 _JOINED = "_te_fuser_joined"  # attribute of a joined tensor: what it was joined from
 _FIRST = 2**63  # of nodes that could run, backward takes the one of the largest number, gradients of leaves apart
@@ -221,7 +221,7 @@ class _Wholes(dict[str, torch.Tensor]):
         return _Wholes, ()
 
 
-class Together(torch.nn.Module):
+class Together(HoldsScales):
     """A module that keeps groups of its parameters in one buffer each, so that joining them takes no copy.
 
     `keep_together("query_weight", "key_weight", "value_weight")` says so, once they are there; names of parts'
@@ -279,6 +279,5 @@ class Together(torch.nn.Module):
         self._settle()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        before_loading(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._settle()

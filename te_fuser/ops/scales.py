@@ -1,14 +1,37 @@
-"""Scales of 8 bits among a module's buffers: strict loads take them, and do without them."""
+"""Scales of 8 bits among a module's buffers: strict loads take them and do without, and they stay in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
 STATES = "_fp8_states"  # what is kept beside them, an attribute of the module
+
+
+class HoldsScales(torch.nn.Module):
+    """A module that knows scales among its buffers: when it is loaded, converted, copied and pickled."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        before_loading(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        before = {name: t for name, t in self._buffers.items() if t is not None and name.endswith((SCALE, HISTORY))}
+        made = super()._apply(fn, recurse)
+        for name, kept in before.items():
+            now = self._buffers[name]
+            if now is not None and now.dtype != kept.dtype:
+                self._buffers[name] = kept.to(now.device)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        states = self.__dict__.get(STATES)
+        if states is not None:
+            states.before_copying()
+        return super().__reduce_ex__(protocol)
 
 
 def before_loading(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -103,7 +103,7 @@ def _agreement(region: Region | None) -> Agreement | None:
 def _fold_block(block: Block, amaxes: torch.Tensor) -> None:
     by_recipe: dict[int, list[State]] = {}
     for state in block.states():
-        if isinstance(state.recipe, DelayedScaling):
+        if isinstance(state.recipe, DelayedScaling) and not state.is_meta:
             by_recipe.setdefault(id(state.recipe), []).append(state)
     for states in by_recipe.values():
         _update(states, amaxes[block.index(tuple([state.row for state in states]))])
@@ -136,14 +136,15 @@ def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor
     """New scales by a recipe, float32 [tensors]: of a history [length, tensors] newest first, and the scales of before.
 
     The tensors are those of products one behind the other, each as `ROLES`. Where the amax is not finite and above 0,
-    or a function gives NaN or no number above 0, the scale stays.
+    or a function gives NaN or no number above 0, the scale stays. What functions give in another dtype is converted.
     """
     most = _most(recipe.fp8_format, history.shape[1] // len(ROLES), history.device)
     algo = recipe.amax_compute_algo
     amax = algo(history) if callable(algo) else history[0] if algo == "most_recent" else history.amax(0)
     made = recipe.scaling_factor_compute_algo
+    amax = amax.float()
     found: torch.Tensor = most / amax / 2.0**recipe.margin if made is None else made(amax, scale, most, recipe)
-    return torch.where((amax > 0) & (amax <= LARGEST) & (found > 0), found, scale).clamp(max=LARGEST)
+    return torch.where((amax > 0) & (amax <= LARGEST) & (found > 0), found.float(), scale).clamp(max=LARGEST)
 
 
 @functools.lru_cache(maxsize=64)

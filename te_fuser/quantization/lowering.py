@@ -28,7 +28,7 @@ from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
-from te_fuser.recipe.region import current_key
+from te_fuser.recipe.region import current_key, entries, recomputing, refuse_tracing
 
 _NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -39,6 +39,7 @@ class Regions(surroundings.Surrounding):
     """Regions of recipes as what surrounds calls."""
 
     key = staticmethod(current_key)
+    refuse_tracing = staticmethod(refuse_tracing)
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
         recipe = _said(key)[0]
@@ -87,13 +88,19 @@ class Regions(surroundings.Surrounding):
 
 
 class _AsPut:
-    """Whether nobody has put other tensors in place of the scales of some states."""
+    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region."""
 
     def __init__(self, states: Sequence[State]) -> None:
         self._states = states
 
     def __call__(self) -> bool:
-        return all(state.is_as_put() for state in self._states)
+        if not all(state.is_as_put() for state in self._states):
+            return False
+        if not recomputing():
+            entry = entries()
+            for state in self._states:
+                state.entry = entry
+        return True
 
 
 def why_not(item: ListedOp, recipe: Recipe) -> str | None:

@@ -87,6 +87,7 @@ class State:
             of the amax.
         recipe: by which its last call ran.
         is_in_region: whether that was in a region.
+        entry: the number of the outermost one.
         block, row: where its slots are; None before it has tensors.
     """
 
@@ -97,11 +98,11 @@ class State:
         self.amaxes: dict[str, torch.Tensor] = {}
         self.recipe: Recipe | None = None
         self.is_in_region = False
+        self.entry = -1
         self.block: Block | None = None
         self.row = -1
         self._buffers = owner._buffers
         self._put: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._entry = -1  # the outermost region of the last call
 
     @property
     def scale(self) -> torch.Tensor:
@@ -119,6 +120,11 @@ class State:
         return (
             self._buffers.get(self.prefix + SCALE) is not None and self._buffers.get(self.prefix + HISTORY) is not None
         )
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether its module was taken to the meta device: what was recorded has nowhere to go."""
+        return self.has_buffers and (self.scale.is_meta or self.history.is_meta)
 
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
@@ -184,9 +190,9 @@ class State:
         if region.recomputing():  # which was noted when it ran first
             return True
         is_another = self.recipe is not None and self.recipe != recipe
-        if is_another and self._entry == region.entries():
+        if is_another and self.entry == region.entries():
             return False
-        self.recipe, self._entry, self.is_in_region = recipe, region.entries(), True
+        self.recipe, self.entry, self.is_in_region = recipe, region.entries(), True
         return True
 
 
@@ -195,6 +201,11 @@ class States(dict[str, State], Aside):
 
     def buffers(self) -> list[str]:
         return [state.prefix + name for state in self.values() for name in (SCALE, HISTORY)]
+
+    def before_copying(self) -> None:
+        """Have buffers that say what was recorded."""
+        for function in before_saving:
+            function()
 
     def __reduce__(self) -> Any:
         return States, ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ class Region:
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
 _recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
+_here = threading.local()  # `regions`: as _stack; what torch.compile can read, which cannot follow contexts
 _count = itertools.count(1)
 _callbacks: list[Callable[[Region], None]] = []
 _settings = [0]
@@ -53,6 +56,20 @@ def current_key() -> Hashable:
     """Its key; None outside."""
     found = current()
     return None if found is None else found.key
+
+
+def refuse_tracing() -> None:
+    """Refuse what torch.compile traces in a region, where it would run in the model's own precision.
+
+    Raises:
+        RuntimeError: in a region that is on.
+    """
+    regions = getattr(_here, "regions", ())
+    if regions and regions[-1] is not None:
+        raise RuntimeError(
+            "torch.compile cannot follow regions of FP8 in model.reference(x): compile or call the model itself there, "
+            "export with strict=False, or leave the region"
+        )
 
 
 def entries() -> int:
@@ -96,8 +113,13 @@ def recomputed(stack: tuple[Region | None, ...]) -> Iterator[None]:
         _be_in(*before)
 
 
-def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> None:
+def _be_within(stack: tuple[Region | None, ...]) -> None:
     _stack.set(stack)
+    _here.regions = stack
+
+
+def _be_in(stack: tuple[Region | None, ...], recomputing: bool, entry: int) -> None:
+    _be_within(stack)
     _recomputing.set(recomputing)
     _entry.set(entry)
 
@@ -124,10 +146,24 @@ class Entered(contextlib.ContextDecorator):
             _check_group(self.region, outer)
             if outer is None and not _recomputing.get():
                 _enter_from_outside(self.region)
-        _stack.set((*stack, self.region))
+        _be_within((*stack, self.region))
 
     def __exit__(self, *error: object) -> None:
-        _stack.set(_stack.get()[:-1])
+        _be_within(_stack.get()[:-1])
+
+    def __call__(self, func: Any) -> Any:
+        """The function in this region.
+
+        Raises:
+            TypeError: for a class, and for functions whose calls run nothing yet: generators and coroutines.
+        """
+        later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if isinstance(func, type) or any(runs_later(func) for runs_later in later):
+            raise TypeError(
+                f"a region decorates a function that runs when it is called, got {func!r}, which would run outside of "
+                "it: write `with autocast(..):` inside"
+            )
+        return super().__call__(func)
 
 
 def _enter_from_outside(region: Region) -> None:
@@ -196,9 +232,11 @@ def _entered(name: str, enabled: Any, calibrating: Any, recipe: Any, group: Any)
         if not (value is None or isinstance(value, bool)):
             raise TypeError(f"{name}: {argument} is True or False, got {value!r}")
     if not (recipe is None or isinstance(recipe, Recipe)):
-        raise TypeError(f"{name} takes a recipe of te_fuser.recipe, DelayedScaling() say, got {recipe!r}")
+        said = "recipe" if name == "autocast" else "fp8_recipe"
+        raise TypeError(f"{name} takes a recipe of te_fuser.recipe as {said}, DelayedScaling() say, got {recipe!r}")
     if not (group is None or isinstance(group, ProcessGroup)):
-        raise TypeError(f"{name} takes a group of torch.distributed's, got {group!r}: use new_group(ranks)")
+        said = "amax_reduction_group" if name == "autocast" else "fp8_group"
+        raise TypeError(f"{name} takes a group of torch.distributed's as {said}, got {group!r}: use new_group(ranks)")
     if not (enabled or calibrating):
         return Entered(None)
     recipe = DelayedScaling() if recipe is None else recipe

@@ -136,6 +136,22 @@ def test_functions_that_give_infinity() -> None:
     assert scales_of(recipe, torch.ones(2, 3), torch.ones(3)).tolist() == [LARGEST] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_functions_give_becomes_float32(dtype: torch.dtype) -> None:
+    def double(history: torch.Tensor) -> torch.Tensor:
+        return history.amax(0).to(dtype)
+
+    def scaled(amax: torch.Tensor, scale: torch.Tensor, most: torch.Tensor, recipe: DelayedScaling) -> torch.Tensor:
+        return (most / amax).to(dtype)
+
+    for how in ({"amax_compute_algo": double}, {"scaling_factor_compute_algo": scaled}):
+        recipe = DelayedScaling(amax_history_len=2, **how)  # type: ignore[arg-type]
+        model = te.Sequential(ops.Linear(16, 16))
+        for _ in range(2):
+            step(model, torch.randn(4, 16), recipe)
+        assert all(t.dtype == torch.float32 for tensors in states(model).values() for t in tensors)
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "one for all": (lambda: DelayedScaling(amax_compute_algo=lambda h: h.max()), r"amax_compute_algo.*\[\]"),
     "history": (lambda: DelayedScaling(amax_compute_algo=lambda h: h), r"it gave torch.float32 \[1024, 6\]"),
@@ -144,6 +160,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "scale": (
         lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: scale[:1]),
         r"scaling_factor_compute_algo\(amax, scale, fp8_max, recipe\).*\[1\]",
+    ),
+    "no argument": (
+        lambda: DelayedScaling(amax_compute_algo=lambda: 3),
+        r"amax_compute_algo\(history\) raised TypeError: .*takes 0 positional",
+    ),
+    "error": (
+        lambda: DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, most, recipe: 1 / 0),
+        r"scaling_factor_compute_algo\(.*\) raised ZeroDivisionError: division by zero",
     ),
 }
 

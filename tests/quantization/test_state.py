@@ -103,6 +103,42 @@ def test_copies_have_the_state_and_go_on_by_themselves(how: str) -> None:
     assert all(torch.equal(a, b) for n, s in states(model).items() for a, b in zip(s, before[n], strict=True))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("preset", [False, True])
+def test_copies_have_what_was_recorded_last(copied: Any, preset: bool) -> None:
+    made = te.LayerNormMLP(16, 32, device="cpu") if preset else ops.MatMul(16, 16, device="cpu")
+    model = trained(model=te.Sequential(made))
+    twin = copied(model)
+    assert same(twin, model) and float(next(iter(states(twin).values()))[1][1]) > 0  # two calls
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "to"])
+@pytest.mark.parametrize("preset", [False, True])
+def test_the_state_stays_in_float32_whatever_the_model_is_converted_to(convert: str, preset: bool) -> None:
+    made = te.LayerNormMLP(16, 32, device="cpu") if preset else ops.MatMul(16, 16, device="cpu")
+    model = trained(model=te.Sequential(made))
+    before = {name: t.clone() for name, t in model.state_dict().items() if "fp8" in name}
+    assert before
+    model = model.to(torch.float16) if convert == "to" else getattr(model, convert)()
+    for again in (model, copy.deepcopy(model), model.float()):
+        found = {name: t for name, t in again.state_dict().items() if "fp8" in name}
+        assert all(torch.equal(found[name], t) and found[name].dtype == torch.float32 for name, t in before.items())
+
+
+def test_a_model_that_is_taken_to_the_meta_device_stops_no_region() -> None:
+    model, other = trained(), trained()
+    saved = model.state_dict()
+    model.to("meta")
+    trained(model=other, steps=1)
+    assert all(t.is_meta for tensors in states(model).values() for t in tensors)
+    assert not any(t.is_meta for tensors in states(other).values() for t in tensors)
+    model.to_empty(device="cpu").load_state_dict(saved)
+    x = torch.randn(8, 16)
+    with torch.no_grad(), te.autocast(recipe=RECIPE):
+        assert model(x).isfinite().all()
+    assert same(model, trained())
+
+
 def test_what_was_recorded_is_folded_before_it_is_saved() -> None:
     model = trained()
     saved = model.state_dict()
@@ -222,6 +258,19 @@ def test_two_recipes_for_one_state_in_one_region() -> None:
     with te.autocast(recipe=other):
         op(x)
     assert len(op.fp8_amax_history) == 8
+
+
+def test_two_recipes_are_refused_of_calls_that_are_known_too() -> None:
+    op, other = ops.MatMul(16, 16), DelayedScaling(amax_history_len=8)
+    x = torch.randn(4, 16)
+    for recipe in (other, RECIPE):  # both have plans
+        with te.autocast(recipe=recipe):
+            op(x)
+    for _ in range(3):
+        with te.autocast(recipe=RECIPE):
+            op(x)
+            with te.autocast(recipe=other), pytest.raises(ValueError, match=r"MatMul\.weight runs by a second recipe"):
+                op(x)
 
 
 def test_what_runs_again_changes_no_recipe() -> None:

@@ -139,12 +139,19 @@ def test_what_is_missing(recipe: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: te.fp8_autocast(False, False, "delayed"), "takes a recipe of te_fuser.recipe.* got 'delayed'"),
+        (
+            lambda: te.fp8_autocast(False, False, "delayed"),
+            "te_fuser.recipe as fp8_recipe.* got 'delayed'",
+        ),
         (lambda: te.fp8_autocast("on"), "enabled is True or False, got 'on'"),
-        (lambda: te.autocast(False, recipe=DelayedScaling), "takes a recipe"),
+        (lambda: te.autocast(False, recipe=DelayedScaling), "as recipe"),
         (lambda: te.autocast(True, calibrating=1), "calibrating is True or False, got 1"),
-        (lambda: te.fp8_autocast(True, fp8_group="world"), "takes a group of torch.distributed's, got 'world'"),
+        (
+            lambda: te.fp8_autocast(True, fp8_group="world"),
+            "takes a group .* as fp8_group, got 'world'",
+        ),
         (lambda: te.fp8_autocast(False, DelayedScaling(), 3), "takes a group"),
+        (lambda: te.autocast(amax_reduction_group=3), "as amax_reduction_group, got 3"),
     ],
 )
 def test_bad_arguments(call: Any, words: str) -> None:
@@ -188,3 +195,23 @@ def test_what_runs_again_has_its_regions(calls: list[region.Region]) -> None:
 def test_regions_can_be_pickled() -> None:
     twin = pickle.loads(pickle.dumps(te.autocast(recipe=RECIPE)))
     assert twin.region == region.Region(RECIPE)
+
+
+def _generator() -> Iterator[int]:
+    yield 1
+
+
+async def _coroutine() -> None: ...
+
+
+async def _async_generator() -> Any:
+    yield 1
+
+
+class _Class: ...
+
+
+@pytest.mark.parametrize("what", [_generator, _coroutine, _async_generator, _Class])
+def test_what_would_run_outside_of_its_region_is_not_decorated(what: Any) -> None:
+    with pytest.raises(TypeError, match=r"which would run outside of it: write `with autocast\(\.\.\):` inside"):
+        te.autocast(recipe=RECIPE)(what)

@@ -20,6 +20,10 @@ class Surrounding:
 
     key: Callable[[], Hashable]
 
+    @staticmethod
+    def refuse_tracing() -> None:
+        """Raise where there is one."""
+
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
         """The list with what `lowered` may bind, as `aside` of its ops."""
         raise NotImplementedError
@@ -62,10 +66,12 @@ def register(surrounding: Surrounding) -> None:
 def around(dtype: torch.dtype) -> tuple[Hashable, ...]:
     """What surrounds a call of an x of that dtype now, a key for each kind; empty where nothing does.
 
-    Calls in float64 are surrounded by nothing, but references that are to be exact are (`unrounded`); and nothing
-    surrounds references that a compiler traces, which cannot follow contexts.
+    Calls in float64 are surrounded by nothing, but references that are to be exact are (`unrounded`). A compiler cannot
+    follow contexts: where something surrounds a reference that it traces, that is refused.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        for s in _known:
+            s.refuse_tracing()
         return ()
     if dtype == torch.float64 and rounds():
         return ()

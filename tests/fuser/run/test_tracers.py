@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from te_fuser import Residual, Sequential, ops
+from te_fuser import Residual, Sequential, autocast, ops
 from te_fuser.fuser.run import fuser
+from te_fuser.recipe import DelayedScaling
 
 
 class Reference(torch.nn.Module):
@@ -141,6 +142,39 @@ def test_the_reference_can_be_traced(name: str) -> None:
     traced = TRACED[name](Reference(model))
     torch.testing.assert_close(traced(X), model(X))
     torch.testing.assert_close(traced(2 * X), model(2 * X))
+
+
+REGION = DelayedScaling(amax_history_len=2)
+
+
+@pytest.fixture
+def in_8_bits() -> Sequential:
+    """A model that has scales."""
+    model, x = Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16)), torch.randn(3, 16)
+    for _ in range(2):
+        with autocast(recipe=REGION):
+            model(x).sum().backward()
+    return model.eval()
+
+
+def test_the_reference_is_exported_in_8_bits(in_8_bits: Sequential) -> None:
+    x = torch.randn(3, 16)
+    with torch.no_grad(), autocast(recipe=REGION):
+        exported = torch.export.export(Reference(in_8_bits), (x,), strict=False).module()
+        for given in (x, 3 * x):
+            torch.testing.assert_close(exported(given), in_8_bits(given))
+
+
+def test_the_reference_is_not_compiled_in_a_region(in_8_bits: Sequential) -> None:
+    x = torch.randn(3, 16)
+    compiled = torch.compile(Reference(in_8_bits), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), in_8_bits(x))
+        with autocast(recipe=REGION):
+            for refused in (compiled, lambda x: torch.export.export(Reference(in_8_bits), (x,), strict=True)):
+                with pytest.raises(Exception, match="torch.compile cannot follow regions of FP8"):
+                    refused(x)
+        torch.testing.assert_close(compiled(x), in_8_bits(x))
 
 
 @pytest.mark.parametrize("strict", [False, True])
