@@ -126,6 +126,11 @@ def looking() -> Iterator[Look]:
         _current.reset(token)
 
 
+def is_looking() -> bool:
+    """Whether a look is under way."""
+    return _current.get() is not None
+
+
 def stands_in(t: torch.Tensor) -> bool:
     """Whether it is a stand-in, of the look that is under way."""
     return isinstance(t, FakeTensor) and _current.get() is not None

@@ -66,9 +66,9 @@ KNOWS = {
         "_native",
     },
     "recipe": set(),
-    "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe"},
+    "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
-    "presets": {"ops", "checkpointing", "flatten", "sequential", "variants"},
+    "presets": {"ops", "checkpointing", "flatten", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
 # Modules that import a part above them when it is asked for, not when they are loaded: (module, imported).

@@ -1,6 +1,7 @@
 """Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
 
 Forward quantizes W by rows; backward quantizes it again, turned, for dx = dy W, and turns dy and x for dW = dy^T x.
+Where W is kept in 8 bits both read what is kept.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
 
 _OF_INPUT = ("0.weight", "0.weight_scale", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_KEPT_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
 _OF_WEIGHT = ("input", "0.input_inverse", "0.output_gradient_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
@@ -61,10 +63,13 @@ class _Product:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-def _output(m: FusionCall, x: torch.Tensor, product: _Product, bias: bool, records: bool) -> torch.Tensor:
+def _output(m: FusionCall, x: torch.Tensor, product: _Product, bias: bool, records: bool, kept: bool) -> torch.Tensor:
     """y = x W^T + b; raises the weight's amax."""
     op = m[0]
-    weight, _ = quantize_weight_by_kernel(op.weight, op.weight_scale, op.weight_amax if records else None, "rows")
+    if kept:
+        weight = op.weight_data
+    else:
+        weight, _ = quantize_weight_by_kernel(op.weight, op.weight_scale, op.weight_amax if records else None, "rows")
     given = x, weight, op.input_inverse, op.weight_inverse
     made = product.configured("bias").make(*given, m[len(m) - 1].bias) if bias else product.configured().make(*given)
     return cast(torch.Tensor, made)
@@ -80,6 +85,17 @@ def _input_gradient(
 ) -> torch.Tensor:
     """dx = dy W."""
     _, turned = quantize_weight_by_kernel(weight, scale, None, "turned")
+    return _kept_input_gradient(dy, turned, inverse, gradient_inverse, product)
+
+
+def _kept_input_gradient(
+    dy: torch.Tensor,
+    turned: torch.Tensor,
+    inverse: torch.Tensor,
+    gradient_inverse: torch.Tensor,
+    product: _Product,
+) -> torch.Tensor:
+    """The same, of W^T in 8 bits."""
     return cast(torch.Tensor, product.configured().make(dy, turned, gradient_inverse, inverse))
 
 
@@ -112,15 +128,24 @@ def _main_gradient(
     return put_gradient(next(by_rows), next(by_rows), weight, over, put)
 
 
+def _is_kept(m: Match) -> bool:
+    return m[0].reads("weight_data")
+
+
 def _choose(m: Match, method: str) -> Body:
     if method == "forward":
         records = m[0].reads("weight_amax")
         run: Callable[..., Any] = functools.partial(
-            _output, product=_Product.of(m, "y"), bias=m[len(m) - 1].kind is Bias, records=records
+            _output,
+            product=_Product.of(m, "y"),
+            bias=m[len(m) - 1].kind is Bias,
+            records=records,
+            kept=_is_kept(m),
         )
         return Body(run, plain=True)
     if method == "input_gradient":
-        return Body(functools.partial(_input_gradient, product=_Product.of(m, "dx")), plain=True)
+        dx = _kept_input_gradient if _is_kept(m) else _input_gradient
+        return Body(functools.partial(dx, product=_Product.of(m, "dx")), plain=True)
     product = _Product.of(m, "dW")
     if m[0].accumulate_into_main_grad:
         return Body(functools.partial(_main_gradient, product=product, over=m[0].overwrite_main_grad))
@@ -129,10 +154,10 @@ def _choose(m: Match, method: str) -> Body:
 
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
     """Those that its bodies launch beside the products."""
-    weight = m[0].dtype_of("weight")
-    if direction == "forward":
+    weight, kept = m[0].dtype_of("weight"), _is_kept(m)
+    if direction == "forward" and not kept:
         yield QuantizeWeight(weight, "rows", m[0].reads("weight_amax"))
-    if "input" in needed:
+    if "input" in needed and not kept:
         yield QuantizeWeight(weight, "turned")
     if "0.weight" in needed:
         x, _, gradient = m[0].form.formats
@@ -168,7 +193,9 @@ def _refusal(m: Match, product: _Product, which: str, rows: int, kind: str) -> s
     return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast)
 
 
-def _why_not_backward(m: Match, main_grad: bool) -> str | bool:
+def _why_not_backward(m: Match, main_grad: bool, kept: bool = False) -> str | bool:
+    if _is_kept(m) != kept:
+        return "no weight in 8 bits is kept" if kept else "the weight is kept in 8 bits"
     if m[0].accumulate_into_main_grad != main_grad:
         return "accumulate_into_main_grad is off" if main_grad else "the weight's gradient goes to its main_grad"
     onto = _why_not(m, ("dW",), "onto") if main_grad else True
@@ -189,6 +216,8 @@ def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
     product = _Product.of(m, which)
     if which == "dW":
         before, launches, written = 2 * summed * (rows + columns), 3, rows * columns * m[0].dtype_of("weight").itemsize
+    elif _is_kept(m):
+        before, launches, written = 0, 1, rows * columns * product.out.itemsize
     else:
         before, launches = (1 + m[0].dtype_of("weight").itemsize) * columns * summed, 2
         written = rows * columns * product.out.itemsize
@@ -206,6 +235,7 @@ def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
 # ---------------------------------------------------------------------------------------------- the fusions
 
 _INPUT = Gradient(("input",), _OF_INPUT, "input_gradient")
+_KEPT_INPUT = Gradient(("input",), _OF_KEPT_INPUT, "input_gradient")
 _WEIGHT = Gradient(("0.weight",), _OF_WEIGHT, "weight_gradient")
 _MAIN = Gradient(("0.weight",), (*_OF_WEIGHT, "0.weight"), "weight_gradient")
 
@@ -261,5 +291,19 @@ FUSIONS = (
         (Float8MatMul,),
         lambda m: _why_not_backward(m, main_grad=True),
         (_INPUT, _MAIN),
+    ),
+    _declare(
+        "float8_matmul_kept_backward",
+        "dx and dW where the weight is kept in 8 bits, turned too.",
+        (Float8MatMul,),
+        lambda m: _why_not_backward(m, main_grad=False, kept=True),
+        (_KEPT_INPUT, _WEIGHT),
+    ),
+    _declare(
+        "float8_matmul_kept_main_grad",
+        "The same, where the product adds dW to main_grad.",
+        (Float8MatMul,),
+        lambda m: _why_not_backward(m, main_grad=True, kept=True),
+        (_KEPT_INPUT, _MAIN),
     ),
 )

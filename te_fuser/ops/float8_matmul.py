@@ -27,7 +27,8 @@ class Float8MatMul(UnfusedOperation):
     here, forward and again in backward. What 8 bits stand for is multiplied in float32, where no library multiplies
     them. Whoever lists it binds `weight` and, in float32 []: `input_inverse` and `output_gradient_inverse`, what x8 and
     dy8 are multiplied by to be themselves again; `weight_scale` and `weight_inverse`, by which W is quantized, and the
-    same of it; maybe `weight_amax`, which forward raises to the largest magnitude of W.
+    same of it; maybe `weight_amax`, which forward raises to the largest magnitude of W. Where W is kept in 8 bits, this
+    op quantizes nothing, and takes `weight_data` [out, in] and `weight_turned` [in, out] instead of `weight_scale`.
 
     Args:
         matmul: the MatMul that it stands for.
@@ -35,6 +36,7 @@ class Float8MatMul(UnfusedOperation):
         weight_dtype: dW's.
         formats: the 8 bits of x, W and dy: float8_e4m3fn or float8_e5m2.
         fast: which of y, dx and dW are summed in fewer bits than float32 has, where a library has them faster.
+        weight_is_kept: whether W comes in 8 bits.
 
     Raises:
         ValueError: for sizes that are no multiples of 16.
@@ -54,6 +56,7 @@ class Float8MatMul(UnfusedOperation):
         weight_dtype: torch.dtype,
         formats: tuple[torch.dtype, torch.dtype, torch.dtype],
         fast: tuple[bool, bool, bool] = (True, False, False),
+        weight_is_kept: bool = False,
     ) -> None:
         super().__init__()
         self.in_features = multiple(matmul.in_features, "in_features", type(self))
@@ -65,7 +68,7 @@ class Float8MatMul(UnfusedOperation):
                 raise TypeError(f"{type(self).__name__} gives {', '.join(map(text_of, OUT_DTYPES))}, got {given!r}")
         for given in formats:
             check_float8(given)
-        self.form = Form(dtype, weight_dtype, formats, fast=fast)
+        self.form = Form(dtype, weight_dtype, formats, fast=fast, weight_is_kept=weight_is_kept)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +91,8 @@ class Float8MatMul(UnfusedOperation):
         return self.dtype
 
     def gradients(self, names: tuple[str, ...]) -> tuple[Gradient, ...]:
-        of_input = ("weight", "weight_scale", "weight_inverse", "output_gradient_inverse")
+        read = ("weight_data",) if self.form.weight_is_kept else ("weight", "weight_scale")
+        of_input = (*read, "weight_inverse", "output_gradient_inverse")
         of_weight = ("input", "input_inverse", "output_gradient_inverse")
         return Gradient(("input",), of_input, "input_gradient"), self.gradient_of_weight(of_weight)
 

@@ -26,6 +26,7 @@ class Form:
         kept: which of y, dx and dW are products of factors as they are.
         comes_quantized: whether x and dy come in 8 bits.
         fast: which of the three are summed in fewer bits than float32 has, where a library has them faster.
+        weight_is_kept: whether W comes in 8 bits too, as `weight_data`.
     """
 
     dtype: torch.dtype
@@ -34,6 +35,14 @@ class Form:
     kept: tuple[bool, bool, bool] = (False, False, False)
     comes_quantized: bool = True
     fast: tuple[bool, bool, bool] = (True, False, False)
+    weight_is_kept: bool = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of what is read beside x, W and dy."""
+        if not self.comes_quantized:
+            return NUMBERS
+        return READ_KEPT if self.weight_is_kept else READ
 
     def exact(self) -> Form:
         """The same with results in float64."""
@@ -67,12 +76,13 @@ def recorded(form: Form, given: Given, x: torch.Tensor) -> torch.Tensor:
     to x as it is.
     """
     exact = given("weight").dtype == torch.float64
-    numbers = {name: given(name) for name in NUMBERS if not form.comes_quantized or name in READ}
+    numbers = {name: given(name) for name in form.reads}
     names, tensors = tuple(numbers), tuple(numbers.values())
     return _Products.apply(x, given("weight"), form.exact() if exact else form, names, *tensors)  # type: ignore[no-any-return]
 
 
 READ = ("input_inverse", "weight_scale", "weight_inverse", "output_gradient_inverse")  # where x and dy come in 8 bits
+READ_KEPT = ("input_inverse", "weight_data", "weight_inverse", "output_gradient_inverse")  # where W does, too
 
 
 class _Products(torch.autograd.Function):
@@ -113,7 +123,8 @@ def _input(form: Form, given: Given, x: torch.Tensor, product: int) -> torch.Ten
 
 
 def _weight(form: Form, given: Given, product: int) -> torch.Tensor:
-    return _factor(form, given, given("weight"), "weight", product, 1, False)
+    t = given("weight_data" if form.weight_is_kept else "weight")
+    return _factor(form, given, t, "weight", product, 1, form.weight_is_kept)
 
 
 def _gradient(form: Form, given: Given, dy: torch.Tensor, product: int) -> torch.Tensor:

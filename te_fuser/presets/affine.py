@@ -174,7 +174,8 @@ class Affine(Preset):
         listed = self.variant(over=over, given=instead) if instead or over else self
         held = self._call[0].holding(**given) if given else None
         finished = functools.partial(with_bias, bias=self._bias(given)) if self.return_bias else None
-        return Asked(listed, inp, self.with_outputs(call), held, finished)
+        call = self.with_outputs(call)
+        return Asked(listed, inp, call, held, finished, is_first_microbatch=is_first_microbatch)
 
     @property
     def is_list(self) -> bool:

@@ -17,6 +17,7 @@ from te_fuser.checkpointing import checkpoint
 from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, signature_of, taken
+from te_fuser.recipe.region import microbatch
 from te_fuser.sequential import Sequential
 from te_fuser.variants import Variants
 
@@ -42,6 +43,7 @@ class Asked(NamedTuple):
         held: what it runs in.
         finished: makes of the list's result that of the call.
         again: whether backward keeps the input alone and computes the rest again.
+        is_first_microbatch: what the call says of itself: see `recipe.region.microbatch`.
     """
 
     listed: Sequential
@@ -50,12 +52,13 @@ class Asked(NamedTuple):
     held: contextlib.AbstractContextManager[None] | None = None
     finished: Callable[[Any], Any] | None = None
     again: bool = False
+    is_first_microbatch: bool | None = None
 
     def of_list(self, way: Callable[..., Any]) -> Any:
         """What way(list, x, **call) gives."""
-        if self.held is None:
+        if self.held is None and self.is_first_microbatch is None:
             return way(self.listed, self.x, **self.call)
-        with self.held:
+        with microbatch(self.is_first_microbatch), self.held or contextlib.nullcontext():
             return way(self.listed, self.x, **self.call)
 
     def by(self, way: Callable[..., Any]) -> Any:

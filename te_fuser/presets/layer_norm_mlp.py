@@ -138,7 +138,7 @@ class LayerNormMLP(Preset):
         listed = self.variant(over=True) if self.writes_over(is_first_microbatch) else self
         bias = self._parameters.get("fc2_bias")
         finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
-        return Asked(listed, inp, self.with_outputs(call), finished=finished, again=self.checkpoint)
+        return Asked(listed, inp, self.with_outputs(call), None, finished, self.checkpoint, is_first_microbatch)
 
     @property
     def is_list(self) -> bool:

@@ -398,7 +398,8 @@ class MultiheadAttention(Preset):
         bias = self.proj._parameters.get("bias")
         finished = functools.partial(with_bias, bias=bias) if self.return_bias else None
         listed = self.variant(**how) if how else self
-        return Asked(listed, hidden_states, {"outputs": outputs, **tensors}, finished=finished)
+        call = {"outputs": outputs, **tensors}
+        return Asked(listed, hidden_states, call, None, finished, is_first_microbatch=is_first_microbatch)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of the projections and attention with the same function, over copies of the parameters.

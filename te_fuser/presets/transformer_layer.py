@@ -306,7 +306,8 @@ class TransformerLayer(Preset):
             tensors |= {**others, "encoder_output": encoder_output}
         if self.writes_over(is_first_microbatch):
             how["over"] = True
-        return Asked(self.variant(**how) if how else self, hidden_states, {"outputs": outputs, **tensors})
+        listed, call = self.variant(**how) if how else self, {"outputs": outputs, **tensors}
+        return Asked(listed, hidden_states, call, is_first_microbatch=is_first_microbatch)
 
     def to_torch(self) -> torch.nn.Module:
         """torch.nn.Sequential of two branches with the same function, over copies of the parameters.

@@ -10,6 +10,7 @@ import torch
 
 from te_fuser.ops.binding import Binding
 from te_fuser.quantization.folding import Snapshot, snapshot
+from te_fuser.quantization.kept import reading
 from te_fuser.quantization.state import ROLES, apart, known_state_of, lock
 from te_fuser.recipe import region
 
@@ -32,16 +33,20 @@ class _Kept:
 
     def __init__(self) -> None:
         self._regions = region.entered()
+        self._is_first = region.is_first_microbatch()
         self._scales: Snapshot | None = None
+        self._used: list[Any] = []
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        yield
+        with region.noting_used() as self._used:
+            yield
         self._scales = snapshot()  # of now: a region that was entered in here has folded
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        with region.recomputed(self._regions), _by(self._scales):
+        micro_batch = region.microbatch(self._is_first)
+        with region.recomputed(self._regions), _by(self._scales), micro_batch, reading(self._used):
             yield
 
 

@@ -16,7 +16,8 @@ from te_fuser.ops.base import FusableOperation, LoweredOp
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts
 from te_fuser.ops.float8_matmul import Float8MatMul, PartlyFloat8MatMul
-from te_fuser.ops.float8_products import READ
+from te_fuser.ops.float8_products import READ, READ_KEPT
+from te_fuser.ops.given import GivenBinding
 from te_fuser.ops.matmul import MatMul
 from te_fuser.ops.quantize import Quantize
 from te_fuser.ops.quantize_gradient import QuantizeGradient
@@ -24,6 +25,7 @@ from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside
+from te_fuser.quantization.kept import KEPT, KeptBinding, keep, kept_facts, kept_undisturbed
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
@@ -43,7 +45,7 @@ class Regions(surroundings.Surrounding):
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
         recipe = _said(key)[0]
-        return [_with_state(item) if why_not(item, recipe) is None else item for item in listed]
+        return [_with_state(item, key) if why_not(item, recipe) is None else item for item in listed]
 
     def lasts(self, listed: Sequence[ListedOp]) -> bool:
         return not any(map(_is_meta, _weights(listed)))
@@ -56,6 +58,7 @@ class Regions(surroundings.Surrounding):
             check_machine(device)
         for weight, device in zip(weights, devices, strict=True):
             ensure(weight, cast(Recipe, recipe_for(weight, recipe)), device)
+        keep([weight for weight in _kept(listed) if not _is_meta(weight)])
 
     def left(self, listed: Sequence[ListedOp]) -> None:
         if blocks():
@@ -64,7 +67,8 @@ class Regions(surroundings.Surrounding):
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(weight) for weight in _weights(listed)]
         recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
-        return Facts(items=recipes, calls=((_AsPut(states), True),))
+        made = Facts(items=recipes, calls=((_AsPut(states), True),))
+        return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
 
     def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
         return [new for item in listed for new in _lowered(item, call, key)]
@@ -77,7 +81,8 @@ class Regions(surroundings.Surrounding):
         before = [(block, block.amaxes.clone()) for block in blocks()]
         known = {id(block) for block, _ in before}
         try:
-            yield
+            with kept_undisturbed():
+                yield
         finally:
             with torch.no_grad():
                 for block, amaxes in before:
@@ -127,6 +132,10 @@ def _weights(listed: Iterable[ListedOp]) -> list[Binding]:
     return [item.lowered.bindings["weight"] for item in _quantized(listed)]
 
 
+def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
+    return [item.lowered.bindings["weight"] for item in listed if KEPT[0] in item.lowered.aside]
+
+
 def _is_meta(weight: Binding) -> bool:
     """Whether it is on the meta device, so that a call can only be planned."""
     owned = weight.owner._parameters
@@ -134,26 +143,44 @@ def _is_meta(weight: Binding) -> bool:
     return found is not None and found.is_meta
 
 
-def _without_values(name: str) -> State:
+def _without_values(name: str, product: MatMul) -> State:
     """The state of a product that is only planned: it belongs to nobody."""
     state, number = State(torch.nn.Module(), name), torch.empty((), dtype=torch.float32, device="meta")
+    data = torch.empty(product.out_features, product.in_features, dtype=E4M3, device="meta")
+    state.kept.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
         numbers.update(dict.fromkeys(ROLES, number))
     return state
 
 
-def _with_state(item: ListedOp) -> ListedOp:
+def _keeps(item: ListedOp, key: Hashable) -> bool:
+    """Whether a product's weight is kept in 8 bits from micro-batch to micro-batch."""
+    (around, calibrating), weight = _said(key), item.lowered.bindings["weight"]
+    recipe = cast(DelayedScaling, recipe_for(weight, around))
+    wide = calibrating or any(recipe.override_linear_precision)
+    return _is_in_microbatch(key) and not wide and not isinstance(weight, GivenBinding)
+
+
+def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
     """A product with the numbers of its state that it may read."""
     weight = item.lowered.bindings["weight"]
-    state = _without_values(weight.name) if _is_meta(weight) else state_of(weight)
+    product = cast(MatMul, item.lowered.op)
+    state = _without_values(weight.name, product) if _is_meta(weight) else state_of(weight)
     aside = {f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()}
+    if _keeps(item, key):
+        aside |= {name: KeptBinding(state, name) for name in KEPT}
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
 def _said(key: Hashable) -> tuple[Recipe, bool]:
     """What a region says of itself: its recipe, and whether it is calibrating."""
-    recipe, calibrating, *_ = cast(tuple[Any, ...], key)
+    (recipe, calibrating, *_), _ = cast(tuple[Any, ...], key)
     return recipe, calibrating
+
+
+def _is_in_microbatch(key: Hashable) -> bool:
+    """Whether calls say which micro-batch they are."""
+    return bool(cast(tuple[Any, ...], key)[1])
 
 
 def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
@@ -184,21 +211,26 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
         partly = PartlyFloat8MatMul(product, kept=kept, **form)  # type: ignore[arg-type]
         numbers = [name for name in low.aside if not name.endswith("_amax")]
         return (_in_place(item, partly, "", [*numbers, *[f"{role}_amax" for role in amaxes]]),)
-    read = [*READ, *[f"{role}_amax" for role in amaxes if role == "weight"]]
-    found = [
-        _quantizing(item, Quantize(E4M3, scale=None, takes=dtype), ".quantize", "input", call.grad),
-        _in_place(item, Float8MatMul(product, **form), "", read),  # type: ignore[arg-type]
-    ]
+    found = [_quantizing(item, Quantize(E4M3, scale=None, takes=dtype), ".quantize", "input", call.grad)]
+    if KEPT[0] in low.aside:
+        read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": low.aside["kept_inverse"]}
+        op = Float8MatMul(product, weight_is_kept=True, **form)  # type: ignore[arg-type]
+        found.append(_in_place(item, op, "", read, inverse))
+    else:
+        read = [*READ, *[f"{role}_amax" for role in amaxes if role == "weight"]]
+        found.append(_in_place(item, Float8MatMul(product, **form), "", read))  # type: ignore[arg-type]
     if call.grad:
         back = QuantizeGradient(gradients, scale=None)
         found.append(_quantizing(item, back, ".quantize_gradient", "output_gradient", True))
     return found
 
 
-def _in_place(item: ListedOp, op: FusableOperation, suffix: str, names: Iterable[str]) -> ListedOp:
+def _in_place(
+    item: ListedOp, op: FusableOperation, suffix: str, names: Iterable[str], others: Mapping[str, Binding] = {}
+) -> ListedOp:
     """An op in the place of a product, with its weight and these numbers of its state."""
     low = item.lowered
-    return _listed(item, op, suffix, {**low.bindings, **{name: low.aside[name] for name in names}})
+    return _listed(item, op, suffix, {**low.bindings, **{name: low.aside[name] for name in names}, **others})
 
 
 def _quantizing(item: ListedOp, op: FusableOperation, suffix: str, role: str, records: bool) -> ListedOp:
@@ -231,6 +263,8 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
         but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
         emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
         yield f"products in 8 bits ({how}){emulated}: {_names(paths)}{but}"
+    if once := [item.path for item in listed if KEPT[0] in item.lowered.aside]:
+        yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
     for item in listed:
         if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"

@@ -96,6 +96,8 @@ class State:
         self.scales: dict[str, torch.Tensor] = {}
         self.inverses: dict[str, torch.Tensor] = {}
         self.amaxes: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, torch.Tensor] = {}
+        self.is_kept = False
         self.recipe: Recipe | None = None
         self.is_in_region = False
         self.entry = -1

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,8 @@ class Region:
 
 _stack: ContextVar[tuple[Region | None, ...]] = ContextVar("te_fuser_regions", default=())
 _entry: ContextVar[int] = ContextVar("te_fuser_entry", default=0)
+_is_first: ContextVar[bool | None] = ContextVar("te_fuser_is_first_microbatch", default=None)
+_used: ContextVar[list[Any] | None] = ContextVar("te_fuser_used", default=None)
 _recomputing: ContextVar[bool] = ContextVar("te_fuser_recomputing", default=False)
 _here = threading.local()  # `regions`: as _stack; what torch.compile can read, which cannot follow contexts
 _count = itertools.count(1)
@@ -53,9 +55,50 @@ def current() -> Region | None:
 
 
 def current_key() -> Hashable:
-    """Its key; None outside."""
+    """Its key, and whether weights are kept from micro-batch to micro-batch; None outside."""
     found = current()
-    return None if found is None else found.key
+    return None if found is None else (found.key, _is_first.get() is not None)
+
+
+def is_first_microbatch() -> bool | None:
+    """What calls here say: True keeps weights in 8 bits, False reads what was kept, None does neither."""
+    return _is_first.get()
+
+
+@contextlib.contextmanager
+def microbatch(is_first: bool | None) -> Iterator[None]:
+    """In here calls are of the first micro-batch of a step or of another one; None: as around."""
+    if is_first is None:
+        yield
+        return
+    token = _is_first.set(is_first)
+    try:
+        yield
+    finally:
+        _is_first.reset(token)
+
+
+@contextlib.contextmanager
+def noting_used() -> Iterator[list[Any]]:
+    """In here calls that read kept weights note what they read."""
+    noted: list[Any] = []
+    token = _used.set(noted)
+    try:
+        yield noted
+    finally:
+        _used.reset(token)
+
+
+def note_used(items: Iterable[Any]) -> None:
+    """Note what a call reads, where somebody asked."""
+    noted = _used.get()
+    if noted is not None:
+        noted.extend(items)
+
+
+def keeps_or_notes() -> bool:
+    """Whether a call here does more to kept weights than to read them."""
+    return _is_first.get() is True or _used.get() is not None
 
 
 def refuse_tracing() -> None:

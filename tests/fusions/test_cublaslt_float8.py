@@ -15,10 +15,11 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import FusionCall
 from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.quantize_weights import QuantizeWeight
+from te_fuser.kernels.quantize_weights import QuantizeWeight, quantize_weight_by_kernel
 from te_fuser.kernels.transposed8 import Transposed8
 from te_fuser.quantization import quantize
 from te_fuser.recipe import DelayedScaling, Format, MMParams
+from te_fuser.recipe.region import microbatch
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
 from tests.fake_cuda import compile_driver, emulate, in_place, in_place_of_written
@@ -33,6 +34,7 @@ Y, BIASED, BACK, MAIN = (
     "float8_matmul_backward",
     "float8_matmul_main_grad",
 )
+KEPT_BACK, KEPT_MAIN = "float8_matmul_kept_backward", "float8_matmul_kept_main_grad"
 HYBRID = DelayedScaling()
 
 
@@ -44,6 +46,7 @@ def planned(
     grad: bool = True,
     main_grad: bool = False,
     kernels: str = "auto",
+    first: bool | None = None,
 ) -> Plan:
     """A norm, a product with its bias, an activation; without a name, for the CPU."""
     where = "meta" if device else "cpu"
@@ -56,7 +59,7 @@ def planned(
         p.requires_grad_(grad)
     autocast = autocast_on_cuda() if weight else contextlib.nullcontext()
     region = te_fuser.fp8_autocast(enabled=True, fp8_recipe=recipe)
-    with region, autocast, torch.set_grad_enabled(grad):
+    with region, microbatch(first), autocast, torch.set_grad_enabled(grad):
         return model.plan(x, device=device)
 
 
@@ -93,6 +96,22 @@ def test_main_grad() -> None:
     p = planned(main_grad=True)
     assert {s.name for s in p.backward} >= {MAIN} and BACK not in {s.name for s in p.backward}
     assert reasons(p, BACK) == {"the weight's gradient goes to its main_grad"}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_are_kept(first: bool) -> None:
+    """Nothing quantizes them in a plan, which counts no bytes for that."""
+    p = planned(first=first)
+    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
+    assert [s.name for s in p.backward] == ["bias_gelu_bwd", KEPT_BACK, "layer_norm_quantize_bwd", KEPT_BACK]
+    forward, dx, dw = step(p, BIASED), step(p, KEPT_BACK, "input"), step(p, KEPT_BACK, "0.weight")
+    assert forward.task.written == dx.task.written == ()
+    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2))
+    assert forward.cost.apart == dx.cost.apart == 0 and forward.cost.launches == dx.cost.launches == 1
+    assert forward.cost.read == IN * (ROWS + OUT) and dx.cost.read == OUT * (ROWS + IN)
+    assert reasons(p, BACK) == {"the weight is kept in 8 bits"}
+    assert KEPT_MAIN in {s.name for s in planned(first=first, main_grad=True).backward}
+    assert reasons(planned(), KEPT_BACK) == {"no weight in 8 bits is kept"}
 
 
 def test_sums_are_as_the_recipe_says() -> None:
@@ -142,6 +161,7 @@ KERNELS = [
         for dtype in (torch.bfloat16, torch.float32)
         for wanted in ("rows", "turned")
     ),
+    QuantizeWeight(torch.bfloat16, "both"),
 ]
 
 
@@ -203,6 +223,40 @@ def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype
         found = task.body.function(dy8.data, *given)  # type: ignore[union-attr]
         assert found.dtype == made and not library.last_fast
         close(found, exact)
+
+
+@needs_compiler
+def test_products_of_a_kept_weight(library: FakeCublasLt) -> None:
+    """Bit for bit those of one that is quantized in each of them."""
+    p, q = planned(), planned(first=False)
+    rng = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(*shape, generator=rng) for shape in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
+    w, bias = w.bfloat16(), torch.randn(OUT, generator=rng).bfloat16()
+    x8, w8, dy8 = quantize(x, E4M3, 70.0), quantize(w, E4M3, 60.0), quantize(dy, E5M2, 50.0)
+    data, turned = quantize_weight_by_kernel(w, torch.tensor(60.0), None, "both")
+    assert torch.equal(data.view(torch.uint8), w8.data.view(torch.uint8))
+    both = {
+        "0.weight": w,
+        "0.weight_inverse": w8.scale_inverse,
+        "0.input_inverse": x8.scale_inverse,
+        "0.output_gradient_inverse": dy8.scale_inverse,
+        "input": x8.data,
+    }
+    anew = both | {"0.weight_scale": torch.tensor(60.0), "0.weight_amax": torch.tensor(0.0)}
+    kept = both | {"0.weight_data": data, "0.weight_turned": turned}
+    found = []
+    for made, numbers, back in ((p, anew, BACK), (q, kept, KEPT_BACK)):
+        forward = step(made, BIASED)
+        last = forward.stop - forward.start - 1
+        nodes = [n.op for n in made.graph.nodes[forward.start : forward.stop]]
+        call = FusionCall(nodes, numbers | {f"{last}.bias": bias}, frozenset(), {})
+        results = [forward.task.body.function(call, x8.data)]  # type: ignore[union-attr]
+        for name in ("input", "0.weight"):
+            task = step(made, back, name).task
+            results.append(task.body.function(dy8.data, *[numbers[read] for read in task.gradient.reads]))  # type: ignore[union-attr]
+        found.append(results)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @needs_compiler

@@ -341,7 +341,7 @@ def test_calibrating_records_and_does_not_quantize() -> None:
 
 def test_micro_batches_of_a_preset() -> None:
     torch.manual_seed(0)
-    model = te.LayerNormMLP(F, FFN)
+    model = trained(te.LayerNormMLP(F, FFN))
     twin = copy.deepcopy(model)
     for step in range(2):
         for number in range(2):

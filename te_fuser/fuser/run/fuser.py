@@ -244,8 +244,8 @@ class Fuser:
             device: the roofline to plan for; by default the one of x's device. Another one's plan cannot run: x and
                 the parameters count as if they were there, so they may be on the meta device.
         """
-        listing = self._listing(x)
         with looking():
+            listing = self._listing(x)
             call = Call(x, named_tensors(inputs or {}), outputs, listing, listing.bound.looked_at())
             plan, _ = self._planned(make_exact_plan, Questions(), call, listing.training(), device)
         blanks: dict[Any, torch.nn.Parameter] = {}

@@ -1,0 +1,362 @@
+"""Weights kept in 8 bits from micro-batch to micro-batch, by is_first_microbatch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_fuser as te
+from te_fuser.quantization import checkpoint_contexts, kept, states
+from te_fuser.quantization.kept import KEPT
+from te_fuser.quantization.products import products_of
+from te_fuser.quantization.state import state_of
+from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe.region import microbatch
+from tests.quantization.test_lowering import FFN, F, data
+
+RECIPE = DelayedScaling(amax_history_len=4)
+HEADS = 4
+
+
+def on(recipe: DelayedScaling = RECIPE, **how: Any) -> Any:
+    return te.fp8_autocast(**{"enabled": True, "fp8_recipe": recipe, **how})
+
+
+def layer(**how: Any) -> te.TransformerLayer:
+    return te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, **how)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "Linear": lambda: te.Linear(F, FFN),
+    "joined": lambda: te.Linear(F, 3 * FFN, parameters_split=("query", "key", "value")),
+    "LayerNormLinear": lambda: te.LayerNormLinear(F, FFN),
+    "LayerNormMLP": lambda: te.LayerNormMLP(F, FFN),
+    "checkpointed": lambda: te.LayerNormMLP(F, FFN, checkpoint=True),
+    "MultiheadAttention": lambda: te.MultiheadAttention(F, HEADS, attention_dropout=0.0),
+    "TransformerLayer": layer,
+    "apart": lambda: layer(fuse_qkv_params=False),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    return warmed(MODELS[name]())
+
+
+def warmed(model: Any) -> Any:
+    """The model, whose scales are those of some calls."""
+    for k in range(2):
+        with on():
+            y = model(data(k))
+        y.square().sum().backward()
+    model.zero_grad()
+    with on(), torch.no_grad():
+        pass
+    return model
+
+
+def kept_of(model: Any) -> list[dict[str, torch.Tensor]]:
+    return [dict(state_of(weight).kept) for weight in products_of(model).values()]
+
+
+def step(model: Any, x: torch.Tensor, first: bool | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """y, and the gradients of x and all parameters, of one call."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with on():
+        y = model(x, is_first_microbatch=first)
+    y.square().sum().backward()
+    return y.detach(), {"x": x.grad.clone(), **{n: p.grad.clone() for n, p in model.named_parameters()}}  # type: ignore[union-attr]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Bit for bit."""
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        assert torch.equal(gradient, other[1][name]), name
+
+
+def change(model: torch.nn.Module, by: float = 0.5) -> None:
+    """By `.data`, which raises no version."""
+    for name, p in model.named_parameters():
+        if "weight" in name and p.dim() == 2:
+            p.data.mul_(by)
+
+
+@pytest.fixture(autouse=True)
+def _loud() -> Any:
+    """A warning is an error, but where a test asks for it."""
+    kept._say_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients_are_those_of_weights_quantized_anew(name: str) -> None:
+    """Bit for bit, with gradients of x and all parameters, whose scales move in between."""
+    model = made(name)
+    twin = copy.deepcopy(model)
+    for number, first in enumerate((True, False, False, True)):
+        assert_equal(step(model, data(number), first), step(twin, data(number), None))
+    assert all(set(k) == set(KEPT) for k in kept_of(model))
+    assert all(set(k) == set() for k in kept_of(twin))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_later_micro_batches_go_on_with_the_old_weights(name: str) -> None:
+    """False is a call with the weights of the last True; None and True take the weights of now."""
+    model = made(name)
+    old = copy.deepcopy(model)
+    assert_equal(step(model, data(3), True), step(old, data(3), None))
+    before = kept_of(model)
+    change(model)
+    for _ in range(2):  # of which the second is known to be like the first
+        y, gradients = step(model, data(4), False)
+        z, wanted = step(old, data(4), None)
+        assert torch.equal(y, z) and torch.equal(gradients["x"], wanted["x"])
+    assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
+    now = copy.deepcopy(model)
+    assert kept_of(now) == [{}] * len(before)
+    assert_equal(step(model, data(5), None), step(now, data(5), None))
+    assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
+    assert_equal(step(model, data(6), True), step(now, data(6), None))
+    assert not any(one[KEPT[0]] is other[KEPT[0]] for one, other in zip(kept_of(model), before, strict=True))
+
+
+def test_data_and_scale_stay_together() -> None:
+    """Folds in between move the scale of the weight; what is kept is divided by that of then."""
+    model, x = te.Linear(F, FFN, bias=False), data(0)
+    with on():
+        y = model(x, is_first_microbatch=True)
+    y.sum().backward()
+    scale = states(model)[".weight"][0].item()  # this folds
+    with on(), torch.no_grad():
+        y = model(x, is_first_microbatch=False)
+    assert scale != 1.0
+    ((data8, turned, inverse),) = [k.values() for k in kept_of(model)]
+    assert inverse == 1.0 and torch.equal(data8.float(), model.weight.to(torch.float8_e4m3fn).float())
+    assert torch.equal(turned.float(), data8.float().mT)
+    x8 = te.quantization.quantize(x, torch.float8_e4m3fn, states(model)[".input"][0].item())
+    torch.testing.assert_close(y.double(), x8.dequantize().double() @ data8.double().mT, rtol=1e-6, atol=1e-5)
+
+
+def test_only_calls_that_quantize_a_weight_record_it() -> None:
+    model = te.Linear(F, FFN)
+    for first, wanted in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 3)):
+        step(model, data(0), first)
+        assert int((states(model)[".weight"][1] > 0).sum()) == wanted, first
+    assert int((states(model)[".input"][1] > 0).sum()) == 4  # all that it remembers
+
+
+def test_backwards_that_come_late() -> None:
+    """Each forward's node has what it read, whatever is kept by then."""
+    model = made("LayerNormMLP")
+    twin = copy.deepcopy(model)
+    with on():
+        ys = [model(data(0), is_first_microbatch=True), model(data(1), is_first_microbatch=False)]
+    with on():
+        zs = [twin(data(0)), twin(data(1))]
+    change(model)
+    with on():
+        model(data(2), is_first_microbatch=True)
+    for y, z in zip(reversed(ys), reversed(zs), strict=True):
+        assert torch.equal(y, z)
+    for t, z in zip(reversed(ys), reversed(zs), strict=True):
+        for g, w in zip(to_input(model, t), to_input(twin, z), strict=True):
+            assert torch.equal(g, w)
+
+
+def to_input(model: Any, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of the norm's parameters, which have come through both products."""
+    return torch.autograd.grad(y.square().sum(), [model.layer_norm_weight, model.layer_norm_bias])
+
+
+@pytest.mark.parametrize("how", ["te", "torch", "inner"])
+def test_what_runs_again_reads_what_it_read(how: str) -> None:
+    """Also where another first micro-batch has come in between."""
+    model = made("checkpointed" if how == "inner" else "LayerNormMLP")
+    plain = made("LayerNormMLP")
+    plain.load_state_dict(model.state_dict())
+
+    def call(x: torch.Tensor, first: bool) -> torch.Tensor:
+        if how == "te":
+            return te.checkpoint(model, x, is_first_microbatch=first)
+        if how == "torch":
+            contexts = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+            return checkpoint(model, x, is_first_microbatch=first, **contexts)
+        return model(x, is_first_microbatch=first)
+
+    with on():
+        ys = [call(data(0), True), call(data(1), False), call(data(1), False)]
+    with on():
+        zs = [plain(data(0)), plain(data(1)), plain(data(1))]
+    change(model, -1.0)
+    with on():
+        model(data(2), is_first_microbatch=True)
+    newest, change_back = kept_of(model), functools.partial(change, model, -1.0)
+    change_back()  # weights themselves are what they are when it runs again; what is kept is of then
+    for y, z in zip(ys, zs, strict=True):
+        assert torch.equal(y, z)
+        for g, w in zip(to_input(model, y), to_input(plain, z), strict=True):
+            assert torch.equal(g, w)
+    assert all(one[k] is other[k] for one, other in zip(kept_of(model), newest, strict=True) for k in KEPT)
+
+
+def test_no_gradients() -> None:
+    """Inference keeps weights, too, and later training reads them."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = made("LayerNormMLP")
+        twin = copy.deepcopy(model)
+        with on(), mode():
+            assert torch.equal(model(data(0), is_first_microbatch=True), twin(data(0)))
+            assert torch.equal(model(data(1), is_first_microbatch=False), twin(data(1)))
+        assert_equal(step(model, data(2), False), step(twin, data(2), None))
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "fused"])
+def test_main_grad(name: str) -> None:
+    """True writes over it, False adds to it, both bit for bit as weights that are quantized anew give."""
+    torch.manual_seed(0)
+    sizes = {"fuse_wgrad_accumulation": True}
+    make = {
+        "Linear": lambda: te.Linear(F, FFN, **sizes),
+        "LayerNormMLP": lambda: te.LayerNormMLP(F, FFN, **sizes),
+        "fused": lambda: layer(fuse_qkv_params=True, **sizes),
+    }[name]
+    model = make()
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    twin = copy.deepcopy(warmed(model))
+    for p in twin.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    for number, first in enumerate((True, False, False, True, False)):
+        with on():
+            y = model(data(number), is_first_microbatch=first)
+        with on():
+            z = twin(data(number))
+        if first:
+            for p in twin.parameters():
+                p.main_grad.zero_()
+        for t in (y, z):
+            t.square().sum().backward()
+        assert torch.equal(y, z)
+        for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.main_grad, q.main_grad), n
+
+
+def test_false_before_any_true_is_said_once() -> None:
+    model, other = made("LayerNormMLP"), made("Linear")
+    twin = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="begin each step with True"):
+        found = step(model, data(0), False)
+    assert_equal(found, step(twin, data(0), None))
+    step(other, data(0), False)  # said before
+    before = kept_of(model)
+    step(model, data(0), False)
+    assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
+
+
+def test_plans_keep_nothing() -> None:
+    """Who plans or explains changes nothing that calls read, and says which weights are kept."""
+    model = made("LayerNormMLP")
+    for first in (True, False):
+        with on():
+            said = " ".join(str(model.explain(data(0), is_first_microbatch=first)).split())
+        assert "weights are quantized in the first micro-batch alone" in said
+        assert not any(state_of(w).is_kept for w in products_of(model).values())
+    with on():
+        assert "micro-batch" not in " ".join(str(model.explain(data(0))).split())
+        model(data(0), is_first_microbatch=True)
+    before = kept_of(model)
+    change(model)
+    with on():
+        model.explain(data(0), is_first_microbatch=True)
+        model.reference(data(0), is_first_microbatch=False)
+    assert all(one[k] is other[k] for one, other in zip(kept_of(model), before, strict=True) for k in KEPT)
+
+
+def test_reference_reads_what_is_kept() -> None:
+    model = made("LayerNormMLP")
+    with on():
+        model(data(0), is_first_microbatch=True)
+    change(model)
+    with on(), torch.no_grad():
+        y, z = (f(data(1), is_first_microbatch=False) for f in (model, model.reference))
+    torch.testing.assert_close(y, z, rtol=1e-3, atol=0.02)
+
+
+def test_checked_calls() -> None:
+    """Sequential(verify=True) holds each step against float64, with what is kept."""
+    model = te.LayerNormMLP(F, FFN, verify=True)
+    for number, first in enumerate((True, False)):
+        step(model, data(number), first)
+
+
+def test_outside_of_regions_nothing_is_kept() -> None:
+    model = te.LayerNormMLP(F, FFN)
+    for first in (True, False):
+        assert torch.equal(model(data(0), is_first_microbatch=first), model(data(0)))
+    assert kept_of(model) == [{}, {}]
+
+
+def test_products_that_are_not_all_in_8_bits_keep_nothing() -> None:
+    """Nor do weights that come with each call."""
+    recipe = DelayedScaling(amax_history_len=4, override_linear_precision=(False, False, True))
+    model = te.LayerNormMLP(F, FFN)
+    with on(recipe):
+        assert torch.equal(model(data(0), is_first_microbatch=True), model(data(0)))
+    linear, w = te.Linear(F, FFN), torch.randn(FFN, F)
+    with on():
+        y = linear(data(0), weight=w, is_first_microbatch=True)
+        assert torch.equal(linear(data(0), weight=w + 1, is_first_microbatch=False), linear(data(0), weight=w + 1))
+        assert not torch.equal(y, linear(data(0), weight=w + 1))
+    assert kept_of(model) == [{}, {}]
+
+
+def test_is_saved_nowhere_and_freed_with_the_model() -> None:
+    model = made("LayerNormMLP")
+    names = set(model.state_dict())
+    step(model, data(0), True)
+    assert set(model.state_dict()) == names
+    tensors = [weakref.ref(t) for k in kept_of(model) for t in k.values()][:2]
+    step(model, data(0), True)
+    gc.collect()
+    assert [t() for t in tensors] == [None, None]  # freed by the next one
+    tensors = [weakref.ref(t) for k in kept_of(model) for t in k.values()][:2]
+    del model
+    gc.collect()
+    assert [t() for t in tensors] == [None, None]
+
+
+def test_a_model_that_is_converted_is_quantized_anew() -> None:
+    """Weights of another dtype; what was kept is of the same 8 bits, and holds."""
+    model = made("Linear")
+    step(model, data(0), True)
+    model.bfloat16()
+    with on():
+        y = model(data(0).bfloat16(), is_first_microbatch=False)
+    assert y.dtype == torch.bfloat16 and y.isfinite().all()
+
+
+def test_a_list_says_it_by_a_context() -> None:
+    torch.manual_seed(0)
+    model = warmed(te.Sequential(te.LayerNorm(F), te.Linear(F, FFN), te.Linear(FFN, F)))
+    twin = copy.deepcopy(model)
+    for number, first in enumerate((True, False)):
+        with on(), microbatch(first):
+            y = model(data(number))
+        with on():
+            z = twin(data(number))
+        assert torch.equal(y, z)
+    assert all(set(k) == set(KEPT) for k in kept_of(model))
