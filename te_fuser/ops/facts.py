@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 still_hold = _native.still_hold
+tensor_place = _native.tensor_place
 _Weak = ReferenceType["torch.nn.Module"]
 
 

@@ -11,7 +11,7 @@ import torch
 from te_fuser.ops.binding import Binding
 from te_fuser.quantization.folding import Snapshot, snapshot
 from te_fuser.quantization.kept import reading
-from te_fuser.quantization.state import ROLES, apart, known_state_of, lock
+from te_fuser.quantization.state import ROLES, known_state_of, lock
 from te_fuser.recipe import region
 
 
@@ -57,11 +57,12 @@ def _by(scales: Snapshot | None) -> Iterator[None]:
         yield
         return
     with lock:
-        states = [(state, scale) for ref, scale in scales.scales if (state := ref()) is not None]
-        before = [(s, {**s.scales}, {**s.inverses}, {**s.amaxes}) for s, _ in states]
-        for state, scale in states:
-            nowhere = torch.zeros(2, dtype=torch.float32, device=scale.device)
-            state.show(scale.unbind(), apart(scale.reciprocal()))
+        states = [(state, then, below) for ref, then, below in scales.scales if (state := ref()) is not None]
+        before = [(s, {**s.scales}, {**s.inverses}, {**s.amaxes}) for s, _, _ in states]
+        for state, then, below in states:
+            nowhere = torch.zeros(2, dtype=torch.float32, device=then["input"].device)
+            state.scales.update(then)
+            state.inverses.update(below)
             state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
     try:
         yield

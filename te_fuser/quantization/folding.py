@@ -7,10 +7,14 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from te_fuser.fuser.run.targets import obstacle
+from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
+from te_fuser.ops.facts import Facts, still_hold, tensor_place
+from te_fuser.ops.scales import HISTORY, SCALE
 from te_fuser.quantization.agreement import Agreement, agreement_of
 from te_fuser.quantization.state import ROLES, Block, State, apart, before_saving, blocks, lock
 from te_fuser.quantization.trial import try_recipe
@@ -18,6 +22,7 @@ from te_fuser.recipe.recipes import DelayedScaling, Format
 from te_fuser.recipe.region import Region, on_entry
 
 LARGEST = torch.finfo(torch.float32).max
+Numbers = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -40,10 +45,10 @@ class Snapshot:
     """The scales between two folds, for what computes a forward again.
 
     Attributes:
-        scales: of each product what it had; None while that is what it has.
+        scales: of each product what it had, scales and reciprocals by role; None while that is what it has.
     """
 
-    scales: list[tuple[weakref.ref[State], torch.Tensor]] | None = None
+    scales: list[tuple[weakref.ref[State], Numbers, Numbers]] | None = None
 
 
 _snapshot: list[Any] = [lambda: None]  # a weak reference to that of now, where somebody keeps one
@@ -76,15 +81,14 @@ def fold() -> None:
         agreement = _agreement(last)
         if last is not None and agreement is not None:
             agreement.make(last.recipe)
-        seen = {block: block.amaxes.clone() for block in blocks()}
+        _keep_snapshot()
+        parts = {block: _parts_of(block) for block in blocks()}
+        seen = {b: b.amaxes.clone() if p.others or p.kernel is None else b.amaxes for b, p in parts.items()}
         if last is not None and agreement is not None:
             agreement.reduce(seen, last.recipe)
         _recorded.is_new = False
-        _keep_snapshot()
         for block, amaxes in seen.items():
-            block.amaxes.zero_()
-            block.not_finite += ~amaxes.isfinite()
-            _fold_block(block, amaxes)
+            _fold_block(block, parts[block], amaxes)
 
 
 def fold_alone() -> None:
@@ -100,13 +104,87 @@ def _agreement(region: Region | None) -> Agreement | None:
     return agreement_of(region.group)
 
 
-def _fold_block(block: Block, amaxes: torch.Tensor) -> None:
+def _fold_block(block: Block, parts: _Parts, amaxes: torch.Tensor) -> None:
+    if parts.kernel is None:
+        block.amaxes.zero_()
+        block.not_finite += ~amaxes.isfinite()
+    else:
+        parts.kernel.fold(block, parts.by_kernel, amaxes)
     by_recipe: dict[int, list[State]] = {}
-    for state in block.states():
-        if isinstance(state.recipe, DelayedScaling) and not state.is_meta:
-            by_recipe.setdefault(id(state.recipe), []).append(state)
-    for states in by_recipe.values():
-        _update(states, amaxes[block.index(tuple([state.row for state in states]))])
+    for state in parts.others:
+        by_recipe.setdefault(id(state.recipe), []).append(state)
+    for alike in by_recipe.values():
+        _update(alike, amaxes[block.index(tuple([state.row for state in alike]))])
+
+
+class _Parts(NamedTuple):
+    """The products of a block with delayed scaling: those that a kernel folds, and those that PyTorch does."""
+
+    kernel: _ByKernel | None
+    by_kernel: list[State]
+    others: list[State]
+
+
+class _ByKernel:
+    """Folds products of a block in one launch, where these and their buffers stay what they are.
+
+    It keeps their buffers alive, but none of their modules.
+    """
+
+    def __init__(self, block: Block, states: Sequence[State]) -> None:
+        self._states = [weakref.ref(state) for state in states]
+        self._recipes = [state.recipe for state in states]
+        for state in states:
+            state.make(state.recipe.amax_history_len, block.device)  # type: ignore[union-attr]
+        products = {state.row: _folded(state) for state in states}
+        self._folder = AmaxFolder(products, len(block.amaxes), block.device)
+        self._written = [t for product in products.values() for t in product[:2]]
+        at = [(state._buffers, state.prefix + name) for state in states for name in (HISTORY, SCALE)]
+        placed = [(*where, t, tensor_place(t)) for where, t in zip(at, self._written, strict=True)]
+        self._facts = Facts(placed=tuple(placed))
+
+    def holds_for(self, states: Sequence[State]) -> bool:
+        """Whether these are the products, by the same recipes, and their buffers lie where they lay."""
+        return (
+            [ref() for ref in self._states] == states
+            and [state.recipe for state in states] == self._recipes
+            and still_hold(self._facts)
+        )
+
+    def fold(self, block: Block, states: Sequence[State], seen: torch.Tensor) -> None:
+        """Fold what was seen, [products, 3], and clear the block's slots."""
+        numbers = self._folder.by_kernel(seen, block.amaxes, block.not_finite, block.rows)
+        torch.autograd.graph.increment_version(self._written)
+        _show(states, numbers)
+
+
+_kernels: weakref.WeakKeyDictionary[Block, _ByKernel] = weakref.WeakKeyDictionary()
+
+
+def _parts_of(block: Block) -> _Parts:
+    found = [s for s in block.states() if isinstance(s.recipe, DelayedScaling) and not s.is_meta]
+    plain = [state for state in found if _is_plain(state.recipe)] if _has_kernel(block.device) else []
+    if not plain:
+        return _Parts(None, [], found)
+    kept = _kernels.get(block)
+    if kept is None or not kept.holds_for(plain):
+        kept = _kernels[block] = _ByKernel(block, plain)
+    return _Parts(kept, plain, [state for state in found if not _is_plain(state.recipe)])
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and obstacle(device, torch.float32) is None
+
+
+def _is_plain(recipe: Any) -> bool:
+    """Whether scales follow from the formula, without a function of somebody's own."""
+    return isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None
+
+
+def _folded(state: State) -> Folded:
+    recipe: DelayedScaling = state.recipe  # type: ignore[assignment]
+    newest = recipe.amax_compute_algo == "most_recent"
+    return Folded(state.history, state.scale, newest, recipe.margin, *recipe.fp8_format.value)
 
 
 def _update(states: Sequence[State], seen: torch.Tensor) -> None:
@@ -124,12 +202,15 @@ def _update(states: Sequence[State], seen: torch.Tensor) -> None:
 
 
 def _put(states: Sequence[State], scales: torch.Tensor) -> None:
-    """Put scales, [states, 3], in place of those of states: in tensors of their own, as some files take no others."""
-    each = apart(torch.stack([scales, scales.reciprocal()], 1).flatten())  # all views by one call
-    rows = [torch.empty_like(state.scale) for state in states]
-    torch._foreach_copy_(rows, list(scales.unbind()))
-    for k, (state, row) in enumerate(zip(states, rows, strict=True)):
-        state.put_scale(row, state.history, each[6 * k : 6 * k + 3], each[6 * k + 3 : 6 * k + 6])
+    """Put scales, [states, 3], in place of those of states."""
+    torch._foreach_copy_([state.scale for state in states], list(scales.unbind()))
+    _show(states, apart(torch.stack([scales, scales.reciprocal()], 1).flatten()))  # all views by one call
+
+
+def _show(states: Sequence[State], numbers: Sequence[torch.Tensor]) -> None:
+    """Have calls find these: three scales and three reciprocals of each state, one behind the other."""
+    for k, state in enumerate(states):
+        state.show(numbers[6 * k : 6 * k + 3], numbers[6 * k + 3 : 6 * k + 6])
 
 
 def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -158,7 +239,7 @@ def _keep_snapshot() -> None:
     """Leave the scales, which are about to change, to who asked for those of now."""
     kept: Snapshot | None = _snapshot[0]()
     if kept is not None:
-        kept.scales = [(weakref.ref(s), s.scale) for block in blocks() for s in block.states() if s.has_buffers]
+        kept.scales = [(weakref.ref(s), {**s.scales}, {**s.inverses}) for block in blocks() for s in block.states()]
     _snapshot[0] = lambda: None
 
 

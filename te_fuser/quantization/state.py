@@ -2,8 +2,8 @@
 
 It belongs to the weight, by its owner and name, whichever lists read that. It is two buffers of the owner, both float32
 with the columns `ROLES`: `fp8_scale` [3] and `fp8_amax_history` [length, 3], newest first; where the weight's name is
-more than "weight", it stands before theirs (`fc1_fp8_scale`). Scales are never written in place: a fold puts another
-buffer in place of the old one, so that what has saved that keeps it.
+more than "weight", it stands before theirs (`fc1_fp8_scale`). A fold writes both in place. Calls read a snapshot of the
+scales and their reciprocals: a fold puts another one in its place, so that what has saved numbers of it keeps them.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class Block:
                 self._indices.clear()
             found = self._indices[rows] = torch.tensor(rows, device=self.device)
         return found
+
+    @property
+    def rows(self) -> int:
+        """How many slots were given away."""
+        return len(self._states)
 
     def add(self, state: State, before: Block | None, row: int) -> int:
         """Give a product a row, with what it had in a row of another block."""
@@ -130,14 +135,8 @@ class State:
 
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
-        self.put_scale(scale, history, scale.unbind(), apart(scale.reciprocal()))
-        self._buffers[self.prefix + HISTORY] = history
-
-    def put_scale(self, scale: torch.Tensor, history: torch.Tensor, *views: Sequence[torch.Tensor]) -> None:
-        """Put this in place of the buffer of scales, beside a history; `views`: its numbers, and their reciprocals."""
-        self._buffers[self.prefix + SCALE] = scale
-        self._put = scale, history
-        self.show(*views)
+        self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = self._put = scale, history
+        self.show(scale.clone().unbind(), apart(scale.reciprocal()))
 
     def show(self, scales: Sequence[torch.Tensor], inverses: Sequence[torch.Tensor]) -> None:
         """Have calls find these scales and their reciprocals, by role."""
@@ -157,7 +156,7 @@ class State:
             if self.block is None or self.block.device != device:
                 self._take_slots(device)
             scale, history = self._kept(device)
-            scale, history = (t.to(device=device, dtype=torch.float32) for t in (scale, history))
+            scale, history = (_writable(t.to(device=device, dtype=torch.float32)) for t in (scale, history))
             self.put(scale, history if length in (None, len(history)) else newest(history, length or 1))
 
     def _is_made(self, length: int | None, device: torch.device) -> bool:
@@ -287,6 +286,11 @@ def scale_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
 def amax_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:
     """The slot of the largest magnitude since the last fold, float32 []: kernels put the larger one there."""
     return state_of(weight).amaxes[role]
+
+
+def _writable(t: torch.Tensor) -> torch.Tensor:
+    """t, or a copy that folds can write: side by side, and outside of inference mode."""
+    return t.clone(memory_format=torch.contiguous_format) if t.is_inference() else t.contiguous()
 
 
 def newest(history: torch.Tensor, length: int) -> torch.Tensor:

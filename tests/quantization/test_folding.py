@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +12,13 @@ import torch
 
 import te_fuser as te
 from te_fuser import ops
+from te_fuser.kernels.fold_amaxes import FoldAmaxes
 from te_fuser.quantization import folding, not_finite, states
 from te_fuser.quantization.folding import fold, scales_of
 from te_fuser.quantization.state import ROLES, State, amax_of, blocks, ensure, state_of
 from te_fuser.recipe import DelayedScaling, Format
+from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
+from tests.needs import needs_compiler
 
 LARGEST = torch.finfo(torch.float32).max
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -318,3 +322,152 @@ def test_late_backwards_and_retained_graphs_have_their_own_scales() -> None:
         step(model, 50 * x)
     again = torch.autograd.grad(y, [x, model[0].weight])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
+    """The kernel run by a driver that executes it on the CPU."""
+    folder = tmp_path_factory.mktemp("fold")
+    native = emulate([FoldAmaxes()], folder)
+    with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
+        yield driver
+
+
+@pytest.fixture
+def by_kernel(emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """What is folded on the CPU is folded by the kernel, as on a GPU."""
+    monkeypatch.setattr(folding, "_has_kernel", lambda device: device.type == "cpu")
+    return emulated
+
+
+def all_of(model: Any) -> list[torch.Tensor]:
+    """Scales and histories, and the numbers that calls read."""
+    products = [state_of(op) for op in model if isinstance(op, ops.MatMul)]
+    read = [t for s in products for held in (s.scales, s.inverses) for t in held.values()]
+    return [t for pair in states(model).values() for t in pair] + [torch.stack(read)]
+
+
+OWN = DelayedScaling(amax_history_len=2, amax_compute_algo=mean_of)
+MIXED = {
+    "0": DelayedScaling(margin=1, amax_history_len=70),
+    "2": OWN,
+    "4": DelayedScaling(amax_compute_algo="most_recent"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("by_path", [{}, {"0": None}, MIXED], ids=["one", "some", "mixed"])
+def test_the_kernel_folds_as_pytorch(by_path: Any, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with functions of somebody's own beside it, and amaxes that are not finite."""
+    found = []
+    for device_type in ("cpu", "none"):
+        monkeypatch.setattr(folding, "_has_kernel", lambda device, which=device_type: device.type == which)
+        torch.manual_seed(0)
+        model = te.Sequential(*(ops.MatMul(16, 16) if k % 2 == 0 else ops.GELU() for k in range(5)))
+        if by_path:
+            te.precision(model, by_path)
+        emulated.launches = 0
+        for k in range(4):
+            step(model, torch.randn(8, 16) * (math.inf if k == 2 else 3.0**k))
+        found.append([*all_of(model), torch.tensor([*not_finite(model).values()])])
+        assert (emulated.launches > 0) == (device_type == "cpu")
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*found, strict=True))
+
+
+@needs_compiler
+def test_one_launch_a_fold_and_where_things_lie_is_told_once(by_kernel: FakeDriver) -> None:
+    model, x = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16)), torch.randn(4, 16)
+    step(model, x)
+    fold()
+    block = state_of(model[0]).block
+    assert block is not None
+    told, by_kernel.launches = folding._kernels[block], 0
+    for _ in range(3):
+        step(model, x)
+    assert by_kernel.launches == 3 and folding._kernels[block] is told
+    assert torch.equal(state_of(model[0]).scales["input"], 448.0 / x.abs().max())
+
+
+def another_product(model: Any) -> None:
+    model.append(ops.MatMul(16, 16))
+
+
+def a_copy(model: Any) -> None:
+    copied = copy.deepcopy(model)
+    step(copied, torch.randn(4, 16))
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()})
+
+
+def loaded_in_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        model[0].load_state_dict(
+            {name: t.clone() for name, t in model[0].state_dict().items() if "weight" not in name}, strict=False
+        )
+
+
+def moved(model: Any) -> None:
+    for name in ("fp8_scale", "fp8_amax_history"):
+        getattr(model[0], name).data = getattr(model[0], name).clone()
+
+
+def turned(model: Any) -> None:
+    model[0].fp8_amax_history = model[0].fp8_amax_history.mT.contiguous().mT
+
+
+def longer(model: Any) -> None:
+    step(model, torch.randn(4, 16), DelayedScaling(amax_history_len=5))
+
+
+CHANGES = (another_product, a_copy, loaded, loaded_in_inference_mode, moved, turned, longer)
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_is_told_anew(change: Any, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for device_type in ("cpu", "none"):
+        monkeypatch.setattr(folding, "_has_kernel", lambda device, which=device_type: device.type == which)
+        torch.manual_seed(0)
+        model = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16))
+        for k in range(2):
+            step(model, torch.randn(4, 16) * 3.0**k)
+        change(model)
+        for k in range(3):
+            step(model, torch.randn(4, 16) * 2.0**k)
+        found.append(all_of(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", [False, True])
+def test_late_backwards_have_their_own_scales(
+    kernel: bool, emulated: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first region on, in which calls read what was there before any fold."""
+    monkeypatch.setattr(folding, "_has_kernel", lambda device: kernel and device.type == "cpu")
+    torch.manual_seed(0)
+    model, x = te.Sequential(ops.Linear(16, 16)), torch.randn(4, 16, requires_grad=True)
+    for _ in range(2):
+        with te.autocast(recipe=RECIPE):
+            y = model(x).square().sum()
+        first = torch.autograd.grad(y, [x, model[0].weight], retain_graph=True)
+        for _ in range(2):
+            step(model, 50 * x)
+        again = torch.autograd.grad(y, [x, model[0].weight])
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_buffers_are_written_in_place_and_apart() -> None:
+    """So a graph that reads them reads those of now, and files take them."""
+    model, x = te.Sequential(ops.MatMul(16, 16), ops.MatMul(16, 16)), torch.randn(4, 16)
+    step(model, x)
+    before = {name: (t, t.data_ptr(), t.clone()) for name, t in model.named_buffers()}
+    step(model, x)
+    step(model, x)
+    for name, t in model.named_buffers():
+        kept, address, numbers = before[name]
+        assert t is kept and t.data_ptr() == address and not torch.equal(t, numbers)
+    assert len({t.untyped_storage().data_ptr() for t in model.buffers()}) == 4

@@ -1,0 +1,124 @@
+"""Amaxes of products put into their histories, and scales made of these, on a GPU: all of them in one launch.
+
+The kernel's text is `fold_amaxes.cu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from te_fuser.codegen.written import TextKernel, over_rows
+from te_fuser.dtypes import text_of
+
+if TYPE_CHECKING:
+    from te_fuser import _native
+
+ROLES = 3
+APART = 4  # floats from one number of a snapshot to the next: cuBLAS reads scales at multiples of 16 bytes
+_SOURCE = Path(__file__).with_suffix(".cu")
+_THREADS = 192
+_ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does one product and ends
+_NOTHING = (0,) * 8
+
+
+class Folded(NamedTuple):
+    """A product whose amaxes are folded: what is written in place, and by which rule.
+
+    Attributes:
+        history: float32 [length, 3], newest first.
+        scale: float32 [3].
+        newest: whether the scale follows from the newest amax; else from the largest.
+        margin: powers of two left free, -126 to 126.
+        forward, backward: the largest numbers of the formats.
+    """
+
+    history: torch.Tensor
+    scale: torch.Tensor
+    newest: bool
+    margin: int
+    forward: float
+    backward: float
+
+
+class AmaxFolder:
+    """Folds amaxes of always the same products, whose histories and scales stay where they are.
+
+    Args:
+        products: by their rows among the amaxes; other rows are counted and cleared alone.
+        rows: how many there may be.
+
+    Raises:
+        ValueError: for tensors of other shapes or dtypes, and for those that do not lie side by side.
+        RuntimeError: while a stream is captured, as the device is told where they lie.
+    """
+
+    def __init__(self, products: Mapping[int, Folded], rows: int, device: torch.device) -> None:
+        for product in products.values():
+            _check(product, device)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "which amaxes are folded is told the device outside of a capture: enter a region once more before the "
+                "capture, after the last call that made or moved scales"
+            )
+        places = {row: place for place, row in enumerate(products)}
+        listed = [_row(products[row], places[row]) if row in places else _NOTHING for row in range(rows)]
+        self._table = torch.tensor(listed, dtype=torch.int64).view(rows, len(_NOTHING)).to(device)
+        self._count = len(products)
+
+    def by_kernel(
+        self, seen: torch.Tensor, amaxes: torch.Tensor, not_finite: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Fold what was seen, count what is not finite and clear the amaxes, in one launch.
+
+        Args:
+            seen: float32 [rows, 3] or longer; it may be `amaxes`.
+            rows: how many there are now, no fewer than those of products.
+            amaxes: float32, the same.
+            not_finite: int64, the same: raised by one where an amax is infinite or NaN.
+
+        Returns:
+            Of each product three scales and three reciprocals, float32 [], one product behind the other, each at a
+            multiple of 16 bytes; nothing writes them again.
+        """
+        numbers = torch.empty(self._count * 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
+        if rows:
+            tensors = (self._table, seen, amaxes, not_finite, numbers)
+            FoldAmaxes().ready(amaxes.device)(tensors, rows, 1, 1, ())
+        return numbers[:, 0].unbind()
+
+
+def _check(product: Folded, device: torch.device) -> None:
+    for name, t, shape in (("history", product.history, "[length, 3]"), ("scale", product.scale, "[3]")):
+        fits = t.dim() == shape.count(",") + 1 and t.shape[-1] == ROLES and t.numel()
+        if t.dtype != torch.float32 or not fits or not t.is_contiguous():
+            got = f"{text_of(t.dtype)} {list(t.shape)}"
+            raise ValueError(f"a {name} that is folded is float32 {shape}, side by side, got {got}")
+        if t.device != device:
+            raise ValueError(f"a {name} is on {t.device}, its amaxes on {device}")
+
+
+def _row(product: Folded, place: int) -> tuple[int, ...]:
+    """What `Product` in the text is."""
+    history, scale, *rule = product
+    return (history.data_ptr(), scale.data_ptr(), len(history), place, *map(int, rule))
+
+
+@dataclass(frozen=True)
+class FoldAmaxes(TextKernel["_native.CudaKernel"]):
+    """The kernel as plans compile theirs."""
+
+    name: ClassVar[str] = "fold_amaxes"
+
+    def text(self) -> str:
+        """The CUDA text."""
+        return _SOURCE.read_text()
+
+    def native(self, cubin: bytes) -> _native.CudaKernel:
+        """The kernel as the native runtime takes it: the table, what was seen, slots, counts, the snapshot."""
+        tensors = [("int64", 8), ("float32", 4), ("float32", 4), ("int64", 8), ("float32", 16)]
+        return over_rows(self.name, cubin, tensors, 2, 0, _THREADS, blocks=_ENDLESS)
