@@ -75,6 +75,7 @@ class Linear(FusableOperation):
 
     def reset_parameters(self) -> None:
         """Fill weight and bias uniformly in +-1/sqrt(in_features), or by `init_method` and with 0."""
+        self.reset_scales()
         if self.weight is not None:
             init_linear_weight(self.weight, self.init_method)
         if self.bias is None:

@@ -106,7 +106,8 @@ class MatMul(UnfusedOperation):
         constructed(self)
 
     def reset_parameters(self) -> None:
-        """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features)."""
+        """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features); scales of FP8 begin anew."""
+        self.reset_scales()
         if self.weight is not None:
             init_linear_weight(self.weight, self.init_method)
 

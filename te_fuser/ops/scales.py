@@ -27,6 +27,12 @@ class HoldsScales(torch.nn.Module):
                 self._buffers[name] = kept.to(now.device)
         return made
 
+    def reset_scales(self) -> None:
+        """Begin anew, with scales of 1 and no amaxes: in other tensors, as who has saved the old ones keeps them."""
+        for name, have in self._buffers.items():
+            if have is not None and name.endswith((SCALE, HISTORY)):
+                self._buffers[name] = torch.full_like(have, 1.0 if name.endswith(SCALE) else 0.0)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         states = self.__dict__.get(STATES)
         if states is not None:

@@ -197,6 +197,7 @@ class Preset(Together, Variants):
         """Fill all parameters anew, weights in the tracker's random state; those of nested presets by their own."""
         if defer_init:
             return
+        self.reset_scales()
         for name, declared in self._declared.items():
             parameter = self._parameters.get(name)
             if parameter is None:

@@ -139,6 +139,19 @@ def test_a_model_that_is_taken_to_the_meta_device_stops_no_region() -> None:
     assert same(model, trained())
 
 
+@pytest.mark.parametrize("make", [ops.MatMul, ops.Linear, te.Linear, te.LayerNormMLP])
+def test_the_state_begins_anew_with_the_parameters(make: Any) -> None:
+    model = te.Sequential(make(16, 16, device="cpu"))
+    trained(model=model)
+    assert states(model)
+    model.to("meta").to_empty(device="cpu")
+    model[0].reset_parameters()
+    for name, (scale, history) in states(model).items():
+        assert float(scale) == 1.0 and not history.any(), name
+    with te.autocast(recipe=RECIPE):
+        assert model(torch.randn(8, 16)).isfinite().all()
+
+
 def test_what_was_recorded_is_folded_before_it_is_saved() -> None:
     model = trained()
     saved = model.state_dict()
