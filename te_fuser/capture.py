@@ -12,6 +12,7 @@ from te_fuser.fuser.plan.host import capturing
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.facts import still_hold
 from te_fuser.ops.main_grad import held_main_grad, restored
+from te_fuser.recipe.region import current
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
@@ -139,6 +140,7 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 
     Raises:
         RuntimeError: without a CUDA device.
+        NotImplementedError: inside of a region of FP8, whose scales move between replays.
         ValueError: for a model or sample inputs that are not on a CUDA device.
         TypeError: for sample inputs in another form.
     """
@@ -200,6 +202,11 @@ def _kinds(given: Any) -> str:
 
 
 def _check_devices(model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) -> None:
+    if current() is not None:
+        raise NotImplementedError(
+            "cuda_graph inside of a region of FP8: replays would go on by the scales of the capture; capture outside "
+            "of it, for replays in the model's own precision, or call the model itself in the region"
+        )
     if not torch.cuda.is_available():
         raise RuntimeError("cuda_graph needs a CUDA device, and PyTorch sees none here")
     tensors = {**samples, **{f"parameter {name}": p for name, p in model.named_parameters()}}

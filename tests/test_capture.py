@@ -31,6 +31,26 @@ def test_what_is_on_the_cpu_is_named() -> None:
         te_fuser.cuda_graph(Sequential(ops.GELU()), torch.randn(2, 4))
 
 
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_regions_of_fp8_are_refused(calibrating: bool) -> None:
+    """Their scales move between replays."""
+    with (
+        te_fuser.autocast(enabled=not calibrating, calibrating=calibrating),
+        pytest.raises(NotImplementedError, match="inside of a region of FP8: replays would go on by the scales"),
+    ):
+        te_fuser.cuda_graph(Sequential(ops.Linear(16, 16)), torch.randn(2, 16))
+
+
+def test_regions_are_not_entered_in_a_capture() -> None:
+    with (
+        mock.patch("torch.cuda.is_initialized", lambda: True),
+        mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
+        pytest.raises(NotImplementedError, match="entered while a CUDA graph is captured"),
+        te_fuser.autocast(),
+    ):
+        raise AssertionError("it ran")
+
+
 def test_the_forms_of_sample_inputs() -> None:
     model, x = Sequential(ops.GELU()), torch.randn(2, 4)
     for given in (x, (x,), (x, {"other": x})):

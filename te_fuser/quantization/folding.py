@@ -254,6 +254,11 @@ def _at_entry(region: Region) -> None:
 
 def _begin(region: Region) -> None:
     """Fold what earlier regions left. Ranks are asked where gradients are on: who evaluates alone waits for nobody."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; capture what runs "
+            "outside of regions, and call the rest itself"
+        )
     try_recipe(region.recipe)
     if not torch.is_grad_enabled():
         if _recorded.is_new and _agreement(_recorded.region) is None:

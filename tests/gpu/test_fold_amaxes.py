@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ def test_as_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fold_is_one_kernel() -> None:
+    gc.collect()  # of products of tests before
     model = te.Sequential(*(ops.MatMul(16, 16, device=GPU) for _ in range(5)))
     for seed in range(2):
         recorded(model, RECIPES["largest"], seed)
