@@ -59,7 +59,9 @@ class Variants(Sequential):
         if found is None:
             made = Sequential(*self.variant_ops(**how), *self.appended())
             made.shares_names = self.shares_names
-            found = self._variants[key] = made, _modes(made, self)
+            found = made, _modes(made, self)
+            if not torch.compiler.is_compiling():  # compilers cannot keep what they saw being made
+                self._variants[key] = found
             while len(self._variants) > _KEPT:
                 self._variants.popitem(last=False)
         variant, modes = found
@@ -93,7 +95,8 @@ _Modes = list[tuple[Variants | None, list[torch.nn.Module]]]  # None: the list w
 
 def _modes(made: Sequential, root: Variants) -> _Modes:
     """The modules of a variant that are none of the list's own, by the list whose mode they have."""
-    own, found = set(root.modules()), dict[Variants, list[torch.nn.Module]]()
+    own = set(root.modules())
+    found: dict[Variants, list[torch.nn.Module]] = {}
 
     def go(module: torch.nn.Module, origin: Variants) -> None:
         if isinstance(module, _Within):

@@ -136,3 +136,23 @@ def test_a_mask_that_is_not_read_is_said_once() -> None:
             for _ in range(3):
                 made(tensor(S, B, F), PAD)
     assert [Path(warning.filename) for warning in said] == [Path(__file__)] * 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_reference_of_a_call_that_was_not_made_yet_can_be_traced(strict: bool) -> None:
+    class Reference(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = te_fuser.TransformerLayer(8, 8, 2, device="cpu").eval()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer.reference(x, **given)  # type: ignore[no-any-return]
+
+    given, x, model = {"self_attn_mask_type": "no_mask", "window_size": (1, 1)}, torch.randn(4, 2, 8), Reference()
+    traced: Any = (
+        torch.export.export(model, (x,), strict=True).module()
+        if strict
+        else torch.compile(model, fullgraph=True, backend="aot_eager")
+    )
+    torch.testing.assert_close(traced(x), model.layer(x, **given))
+    torch.testing.assert_close(traced(2 * x), model(2 * x))
