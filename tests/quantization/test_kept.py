@@ -15,12 +15,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_fuser as te
-from te_fuser.quantization import checkpoint_contexts, kept, states
-from te_fuser.quantization.kept import KEPT
+from te_fuser.quantization import checkpoint_contexts, kept, microbatch, states
+from te_fuser.quantization.kept import KEPT, keep
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
 from te_fuser.recipe import DelayedScaling
-from te_fuser.recipe.region import microbatch
 from tests.quantization.test_lowering import FFN, F, data
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -360,3 +359,33 @@ def test_a_list_says_it_by_a_context() -> None:
             z = twin(data(number))
         assert torch.equal(y, z)
     assert all(set(k) == set(KEPT) for k in kept_of(model))
+
+
+def test_each_true_takes_the_weights_of_now() -> None:
+    """Also where it is like the last call in all else."""
+    model = made("Linear")
+    twin = copy.deepcopy(model)
+    for by in (0.5, -1.0, 0.25):
+        assert_equal(step(model, data(0), True), step(twin, data(0), None))
+        change(model, by)
+        change(twin, by)
+
+
+def test_modules_within_a_call_are_of_its_micro_batch() -> None:
+    """What runs by its own __call__, as what is hooked does, keeps and reads weights with the rest."""
+    model = made("TransformerLayer")
+    model.layernorm_mlp.register_forward_hook(lambda *_: None)
+    twin = copy.deepcopy(model)
+    for number, first in enumerate((True, False, False)):
+        assert_equal(step(model, data(number), first), step(twin, data(number), None))
+    assert all(set(k) == set(KEPT) for k in kept_of(model))
+
+
+def test_captures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Linear")
+    step(model, data(0), True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for first in (True, False):
+        with on(), microbatch(first), pytest.raises(RuntimeError, match="leave is_first_microbatch out"):
+            keep(list(products_of(model).values()))
