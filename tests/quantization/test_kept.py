@@ -144,7 +144,8 @@ def test_data_and_scale_stay_together() -> None:
         y = model(x, is_first_microbatch=False)
     assert scale != 1.0
     ((data8, turned, inverse),) = [k.values() for k in kept_of(model)]
-    assert inverse == 1.0 and torch.equal(data8.float(), model.weight.to(torch.float8_e4m3fn).float())
+    w = model.get_parameter("weight")
+    assert inverse == 1.0 and torch.equal(data8.float(), w.to(torch.float8_e4m3fn).float())
     assert torch.equal(turned.float(), data8.float().mT)
     x8 = te.quantization.quantize(x, torch.float8_e4m3fn, states(model)[".input"][0].item())
     torch.testing.assert_close(y.double(), x8.dequantize().double() @ data8.double().mT, rtol=1e-6, atol=1e-5)
@@ -192,7 +193,7 @@ def test_what_runs_again_reads_what_it_read(how: str) -> None:
         if how == "te":
             return te.checkpoint(model, x, is_first_microbatch=first)
         if how == "torch":
-            contexts = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+            contexts: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
             return checkpoint(model, x, is_first_microbatch=first, **contexts)
         return model(x, is_first_microbatch=first)
 
@@ -235,7 +236,7 @@ def test_main_grad(name: str) -> None:
     }[name]
     model = make()
     for p in model.parameters():
-        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
     twin = copy.deepcopy(warmed(model))
     for p in twin.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -251,7 +252,7 @@ def test_main_grad(name: str) -> None:
             t.square().sum().backward()
         assert torch.equal(y, z)
         for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p.main_grad, q.main_grad), n
+            assert torch.equal(p.main_grad, q.main_grad), n  # type: ignore[attr-defined]
 
 
 def test_false_before_any_true_is_said_once() -> None:
