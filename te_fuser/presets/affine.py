@@ -154,7 +154,8 @@ class Affine(Preset):
         Args:
             inp: [..., in_features].
             weight, bias: in place of the preset's; the weight's must be given with skip_weight_param_allocation.
-            is_first_microbatch: True writes the weight's gradient over its main_grad, None and False add to it.
+            is_first_microbatch: True writes the weight's gradient over its main_grad, None and False add to it. In a
+                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
             fp8_output, fp8_grad: False.
 
         Raises:

@@ -270,7 +270,8 @@ class TransformerLayer(Preset):
             encoder_output: what a decoder's cross attention reads.
             enc_dec_attn_mask: its mask: a pair of padding masks, of queries (or None) and of keys, or one tensor,
                 broadcastable to [B, heads, queries, keys].
-            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it.
+            is_first_microbatch: True writes gradients of weights over their main_grad, None and False add to it. In a
+                region of FP8 True quantizes weights and keeps them, False reads these, None quantizes them anew.
             checkpoint_core_attention: changes nothing: backward computes the probabilities again in any case.
             inference_params: `InferenceParams`: hidden_states continue sequences, whose keys and values it holds.
             rotary_pos_emb: angles [S, 1, 1, D] of self attention, or a pair, of queries and keys; with inference_params

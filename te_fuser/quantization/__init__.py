@@ -4,5 +4,6 @@ from te_fuser.quantization.checkpointing import checkpoint_contexts
 from te_fuser.quantization.named import not_finite, states
 from te_fuser.quantization.precision import precision
 from te_fuser.quantization.tensor import QuantizedTensor, quantize
+from te_fuser.recipe.region import microbatch
 
-__all__ = ["QuantizedTensor", "checkpoint_contexts", "not_finite", "precision", "quantize", "states"]
+__all__ = ["QuantizedTensor", "checkpoint_contexts", "microbatch", "not_finite", "precision", "quantize", "states"]

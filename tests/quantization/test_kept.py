@@ -15,12 +15,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_fuser as te
-from te_fuser.quantization import checkpoint_contexts, kept, states
-from te_fuser.quantization.kept import KEPT
+from te_fuser.quantization import checkpoint_contexts, kept, microbatch, states
+from te_fuser.quantization.kept import KEPT, keep
 from te_fuser.quantization.products import products_of
 from te_fuser.quantization.state import state_of
 from te_fuser.recipe import DelayedScaling
-from te_fuser.recipe.region import microbatch
 from tests.quantization.test_lowering import FFN, F, data
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -145,7 +144,8 @@ def test_data_and_scale_stay_together() -> None:
         y = model(x, is_first_microbatch=False)
     assert scale != 1.0
     ((data8, turned, inverse),) = [k.values() for k in kept_of(model)]
-    assert inverse == 1.0 and torch.equal(data8.float(), model.weight.to(torch.float8_e4m3fn).float())
+    w = model.get_parameter("weight")
+    assert inverse == 1.0 and torch.equal(data8.float(), w.to(torch.float8_e4m3fn).float())
     assert torch.equal(turned.float(), data8.float().mT)
     x8 = te.quantization.quantize(x, torch.float8_e4m3fn, states(model)[".input"][0].item())
     torch.testing.assert_close(y.double(), x8.dequantize().double() @ data8.double().mT, rtol=1e-6, atol=1e-5)
@@ -193,7 +193,7 @@ def test_what_runs_again_reads_what_it_read(how: str) -> None:
         if how == "te":
             return te.checkpoint(model, x, is_first_microbatch=first)
         if how == "torch":
-            contexts = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+            contexts: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
             return checkpoint(model, x, is_first_microbatch=first, **contexts)
         return model(x, is_first_microbatch=first)
 
@@ -236,7 +236,7 @@ def test_main_grad(name: str) -> None:
     }[name]
     model = make()
     for p in model.parameters():
-        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
     twin = copy.deepcopy(warmed(model))
     for p in twin.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -252,7 +252,7 @@ def test_main_grad(name: str) -> None:
             t.square().sum().backward()
         assert torch.equal(y, z)
         for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p.main_grad, q.main_grad), n
+            assert torch.equal(p.main_grad, q.main_grad), n  # type: ignore[attr-defined]
 
 
 def test_false_before_any_true_is_said_once() -> None:
@@ -360,3 +360,33 @@ def test_a_list_says_it_by_a_context() -> None:
             z = twin(data(number))
         assert torch.equal(y, z)
     assert all(set(k) == set(KEPT) for k in kept_of(model))
+
+
+def test_each_true_takes_the_weights_of_now() -> None:
+    """Also where it is like the last call in all else."""
+    model = made("Linear")
+    twin = copy.deepcopy(model)
+    for by in (0.5, -1.0, 0.25):
+        assert_equal(step(model, data(0), True), step(twin, data(0), None))
+        change(model, by)
+        change(twin, by)
+
+
+def test_modules_within_a_call_are_of_its_micro_batch() -> None:
+    """What runs by its own __call__, as what is hooked does, keeps and reads weights with the rest."""
+    model = made("TransformerLayer")
+    model.layernorm_mlp.register_forward_hook(lambda *_: None)
+    twin = copy.deepcopy(model)
+    for number, first in enumerate((True, False, False)):
+        assert_equal(step(model, data(number), first), step(twin, data(number), None))
+    assert all(set(k) == set(KEPT) for k in kept_of(model))
+
+
+def test_captures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Linear")
+    step(model, data(0), True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for first in (True, False):
+        with on(), microbatch(first), pytest.raises(RuntimeError, match="leave is_first_microbatch out"):
+            keep(list(products_of(model).values()))
