@@ -137,7 +137,9 @@ def test_speedometer(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert len(calls) == 3 and x.grad is not None
     assert capsys.readouterr().out.startswith("Mean time: ")
-    with pytest.raises(NotImplementedError, match="FP8"):
-        utils.speedometer(layer, x, x.detach(), fp8_autocast_kwargs={"enabled": True}, timing_iters=1)
+    recipe = te.recipe.DelayedScaling(amax_history_len=3)
+    fp8 = {"enabled": True, "fp8_recipe": recipe}
+    utils.speedometer(layer, x, x.detach(), fp8_autocast_kwargs=fp8, timing_iters=1, warmup_iters=1)
+    assert len(calls) == 5 and all(len(history) == 3 for _, history in te.quantization.states(layer).values())
     with pytest.raises(ValueError, match="timing_iters counts steps, got 0"):
         utils.speedometer(layer, x, x.detach(), timing_iters=0)
