@@ -428,14 +428,19 @@ def runs_itself(m: torch.nn.Module) -> bool:
 
 def has_own_call(m: OpList) -> bool:
     """Whether calls of a list may do something else than what its class promises."""
-    return not _promises(type(m)) or "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__
+    if torch.compiler.is_compiling():
+        from te_fuser.fuser.run.outside_tracing import constant
+
+        promised = constant(_promises, type(m))
+    else:
+        promised = _promises(type(m))
+    return not promised or "forward" in m.__dict__ or type(m).__call__ is not torch.nn.Module.__call__
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _promises(kind: type) -> bool:
     """Whether the class that defines a list's forward promises that calls do nothing else."""
-    saying = next(base for base in kind.__mro__ if vars(base).keys() & {"flattens", "forward"})
-    return bool(vars(saying).get("flattens", False))
+    saying = next(vars(base) for base in kind.__mro__ if vars(base).keys() & {"flattens", "forward"})
+    return bool(saying.get("flattens", False))
 
 
 def _resolve(name: str, scopes: list[dict[str, str]]) -> str:

@@ -87,7 +87,7 @@ def test_the_guide_names_every_argument() -> None:
     text = (ROOT / "docs" / "coming-from-transformer-engine.md").read_text()
     made = [kind for kind in vars(te_fuser.presets).values() if isinstance(kind, type) and issubclass(kind, Preset)]
     names = {name for kind in made for of in (kind, kind.forward) for name in inspect.signature(of).parameters}
-    names = (names | {*ARGUMENTS, *WITHOUT_EFFECT}) - {"self", "call", "mask", "packing"}  # the last two: among presets
+    names = (names | {*ARGUMENTS, *WITHOUT_EFFECT}) - {"self", "call", "prefix", "packing"}  # the last two: inside
     assert len(made) == 8 and sorted(name for name in names if f"`{name}`" not in text) == []
 
 

@@ -15,3 +15,9 @@ import torch
 def outside_tracing(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function where torch.compile does not look."""
     return function(*arguments)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that torch.compile cannot follow, of what no call changes."""
+    return function(*arguments)
