@@ -15,9 +15,6 @@ from te_fuser.dtypes import GENERATED, text_of
 if TYPE_CHECKING:
     from te_fuser import _native  # noqa: F401
 
-if TYPE_CHECKING:
-    pass
-
 WARP = 32
 MOST_ROWS = 2**31 - 1
 _ACCESS = 16  # bytes: the widest access

@@ -114,10 +114,6 @@ class Prices:
         ours = (r for r in storages if r.kind.counts != "parameters" and self.graph.owner(r) == "activation")
         return sum(map(self.size, ours))
 
-    def of_keeping(self, refs: Iterable[Ref], weight: float) -> float:
-        """Seconds that keeping these is worth, where a kept byte is worth `weight` passes over it."""
-        return self.kept_bytes(refs) * weight / self.problem.options.device.bandwidth
-
     # ----------------------------------------------------------------------------------------- steps
 
     def step(
