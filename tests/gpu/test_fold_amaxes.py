@@ -27,7 +27,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_values(apart: bool) -> None:
-    assert not folded_wrongly(3, apart, "cuda")
+    assert not folded_wrongly(3, apart, "cuda:0")
 
 
 def recorded(model: Any, recipe: DelayedScaling, seed: int) -> None:
