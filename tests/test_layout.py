@@ -100,6 +100,7 @@ ABSTRACT = {
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
+    "te_fuser.fusions.makers",
     "te_fuser.fusions.match",
     "te_fuser.fusions.pattern",
     "te_fuser.fusions.registry",
@@ -323,7 +324,7 @@ ROW_FILES = sorted((PACKAGE / "fusions").glob("cublaslt*.py"))
 FUSION_FILES = [
     p
     for p in sorted((PACKAGE / "fusions").glob("*.py"))
-    if p.stem not in ("__init__", "library", "match", "pattern", "registry") and p not in ROW_FILES
+    if p.stem not in ("__init__", "library", "makers", "match", "pattern", "registry") and p not in ROW_FILES
 ]
 
 

@@ -1,13 +1,13 @@
 """Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
 
-Forward quantizes W by rows; backward quantizes it again, turned, for dx = dy W, and turns dy and x for dW = dy^T x.
-Where W is kept in 8 bits both read what is kept.
+Forward reads W in 8 bits by rows, backward turned for dx = dy W, and turns dy and x for dW = dy^T x. Each call makes
+both of W before its first step, for all products of the list at once, or they are kept from micro-batch to micro-batch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,22 +16,23 @@ import torch
 from te_fuser.codegen.written import WrittenKernel
 from te_fuser.dtypes import FLOAT8, name_of, text_of
 from te_fuser.fusions.cublaslt_quantized import why_no_bias
+from te_fuser.fusions.makers import Maker, Wanted, register_maker
 from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
 from te_fuser.kernels import transposed8
-from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeight, quantize_weight_by_kernel
+from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on
 from te_fuser.kernels.transposed8 import Transposed8, padded
-from te_fuser.ops.base import Gradient
+from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
+from te_fuser.ops.joined import made_of
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
 
-_OF_INPUT = ("0.weight", "0.weight_scale", "0.weight_inverse", "0.output_gradient_inverse")
-_OF_KEPT_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
 _OF_WEIGHT = ("input", "0.input_inverse", "0.output_gradient_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
@@ -63,39 +64,22 @@ class _Product:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-def _output(m: FusionCall, x: torch.Tensor, product: _Product, bias: bool, records: bool, kept: bool) -> torch.Tensor:
-    """y = x W^T + b; raises the weight's amax."""
+def _output(m: FusionCall, x: torch.Tensor, product: _Product, bias: bool) -> torch.Tensor:
+    """y = x W^T + b."""
     op = m[0]
-    if kept:
-        weight = op.weight_data
-    else:
-        weight, _ = quantize_weight_by_kernel(op.weight, op.weight_scale, op.weight_amax if records else None, "rows")
-    given = x, weight, op.input_inverse, op.weight_inverse
+    given = x, op.weight_data, op.input_inverse, op.weight_inverse
     made = product.configured("bias").make(*given, m[len(m) - 1].bias) if bias else product.configured().make(*given)
     return cast(torch.Tensor, made)
 
 
 def _input_gradient(
     dy: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    inverse: torch.Tensor,
-    gradient_inverse: torch.Tensor,
-    product: _Product,
-) -> torch.Tensor:
-    """dx = dy W."""
-    _, turned = quantize_weight_by_kernel(weight, scale, None, "turned")
-    return _kept_input_gradient(dy, turned, inverse, gradient_inverse, product)
-
-
-def _kept_input_gradient(
-    dy: torch.Tensor,
     turned: torch.Tensor,
     inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
     product: _Product,
 ) -> torch.Tensor:
-    """The same, of W^T in 8 bits."""
+    """dx = dy W, of W^T."""
     return cast(torch.Tensor, product.configured().make(dy, turned, gradient_inverse, inverse))
 
 
@@ -128,24 +112,12 @@ def _main_gradient(
     return put_gradient(next(by_rows), next(by_rows), weight, over, put)
 
 
-def _is_kept(m: Match) -> bool:
-    return m[0].reads("weight_data")
-
-
 def _choose(m: Match, method: str) -> Body:
     if method == "forward":
-        records = m[0].reads("weight_amax")
-        run: Callable[..., Any] = functools.partial(
-            _output,
-            product=_Product.of(m, "y"),
-            bias=m[len(m) - 1].kind is Bias,
-            records=records,
-            kept=_is_kept(m),
-        )
+        run = functools.partial(_output, product=_Product.of(m, "y"), bias=m[len(m) - 1].kind is Bias)
         return Body(run, plain=True)
     if method == "input_gradient":
-        dx = _kept_input_gradient if _is_kept(m) else _input_gradient
-        return Body(functools.partial(dx, product=_Product.of(m, "dx")), plain=True)
+        return Body(functools.partial(_input_gradient, product=_Product.of(m, "dx")), plain=True)
     product = _Product.of(m, "dW")
     if m[0].accumulate_into_main_grad:
         return Body(functools.partial(_main_gradient, product=product, over=m[0].overwrite_main_grad))
@@ -154,11 +126,6 @@ def _choose(m: Match, method: str) -> Body:
 
 def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
     """Those that its bodies launch beside the products."""
-    weight, kept = m[0].dtype_of("weight"), _is_kept(m)
-    if direction == "forward" and not kept:
-        yield QuantizeWeight(weight, "rows", m[0].reads("weight_amax"))
-    if "input" in needed and not kept:
-        yield QuantizeWeight(weight, "turned")
     if "0.weight" in needed:
         x, _, gradient = m[0].form.formats
         yield from (Transposed8(dtype) for dtype in dict.fromkeys((x, gradient)))
@@ -193,9 +160,7 @@ def _refusal(m: Match, product: _Product, which: str, rows: int, kind: str) -> s
     return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast)
 
 
-def _why_not_backward(m: Match, main_grad: bool, kept: bool = False) -> str | bool:
-    if _is_kept(m) != kept:
-        return "no weight in 8 bits is kept" if kept else "the weight is kept in 8 bits"
+def _why_not_backward(m: Match, main_grad: bool) -> str | bool:
     if m[0].accumulate_into_main_grad != main_grad:
         return "accumulate_into_main_grad is off" if main_grad else "the weight's gradient goes to its main_grad"
     onto = _why_not(m, ("dW",), "onto") if main_grad else True
@@ -212,15 +177,12 @@ def _backward_costs(m: Match) -> tuple[Cost, Cost]:
 
 
 def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
-    """What is quantized or turned before counts as bytes apart."""
+    """What is turned before counts as bytes apart."""
     product = _Product.of(m, which)
     if which == "dW":
         before, launches, written = 2 * summed * (rows + columns), 3, rows * columns * m[0].dtype_of("weight").itemsize
-    elif _is_kept(m):
-        before, launches, written = 0, 1, rows * columns * product.out.itemsize
     else:
-        before, launches = (1 + m[0].dtype_of("weight").itemsize) * columns * summed, 2
-        written = rows * columns * product.out.itemsize
+        before, launches, written = 0, 1, rows * columns * product.out.itemsize
     read = summed * (rows + columns)
     return Cost(
         read + before // 2,
@@ -235,7 +197,6 @@ def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
 # ---------------------------------------------------------------------------------------------- the fusions
 
 _INPUT = Gradient(("input",), _OF_INPUT, "input_gradient")
-_KEPT_INPUT = Gradient(("input",), _OF_KEPT_INPUT, "input_gradient")
 _WEIGHT = Gradient(("0.weight",), _OF_WEIGHT, "weight_gradient")
 _MAIN = Gradient(("0.weight",), (*_OF_WEIGHT, "0.weight"), "weight_gradient")
 
@@ -268,7 +229,7 @@ def _declare(
 FUSIONS = (
     _declare(
         "float8_matmul",
-        "y = (x s) (W t)^T by cuBLASLt, W quantized before.",
+        "y = (x s) (W t)^T by cuBLASLt.",
         (Float8MatMul,),
         lambda m: _why_not(m, ("y",)),
     ),
@@ -292,18 +253,59 @@ FUSIONS = (
         lambda m: _why_not_backward(m, main_grad=True),
         (_INPUT, _MAIN),
     ),
-    _declare(
-        "float8_matmul_kept_backward",
-        "dx and dW where the weight is kept in 8 bits, turned too.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=False, kept=True),
-        (_KEPT_INPUT, _WEIGHT),
-    ),
-    _declare(
-        "float8_matmul_kept_main_grad",
-        "The same, where the product adds dW to main_grad.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=True, kept=True),
-        (_KEPT_INPUT, _MAIN),
-    ),
 )
+
+
+# -------------------------------------------------------------------------------------------------- the weights
+
+
+class Weights8(Maker):
+    """All weights of a list in 8 bits by one launch, which raises their amaxes, too."""
+
+    name = "quantize_weights"
+    of = ("weight", "weight_scale", "weight_amax")
+    makes = ("weight_data", "weight_turned")
+    in_forward = ("weight_data",)
+
+    def takes(self, op: FusableOperation) -> bool:
+        return isinstance(op, Float8MatMul) and not op.form.weight_is_kept
+
+    def cost(self, wanted: Sequence[Wanted]) -> Cost:
+        specs = [(w, w.given["weight"]) for w in wanted]
+        written = sum([len(w.makes) * spec.rows * spec.features for w, spec in specs])
+        return Cost(sum([spec.nbytes for _, spec in specs]), written, calls=1.0 + 0.5 * len(wanted))
+
+    def written(self, wanted: Sequence[Wanted]) -> tuple[WrittenKernel, ...]:
+        return (QuantizeWeights(),)
+
+    def function(self, wanted: Sequence[Wanted], device: torch.device) -> Callable[..., Any]:
+        run = quantizer_on(device, [_told(w) for w in wanted])
+        if not any(w.again for w in wanted):
+            return run
+        again = [
+            quantizer_on(device, [Weight8(w.given["weight"].dtype, rows=False)]) if w.again else None for w in wanted
+        ]
+        return functools.partial(_noting, run, wanted, again)
+
+
+def _told(w: Wanted) -> Weight8:
+    return Weight8(
+        w.given["weight"].dtype, "weight_data" in w.makes, "weight_turned" in w.makes, "weight_amax" in w.given
+    )
+
+
+def _noting(
+    run: Callable[..., Any], wanted: Sequence[Wanted], again: Sequence[Callable[..., Any] | None], *given: torch.Tensor
+) -> Any:
+    """What is made, with what makes W^T again noted on each that is to be: `fully_shard` takes weights away between."""
+    made = run(*given)
+    tensors, parts = iter(made if isinstance(made, tuple) else (made,)), iter(given)
+    for w, turn in zip(wanted, again, strict=True):
+        sources = [next(parts) for _ in w.given]
+        for name, t in [(name, next(tensors)) for name in w.makes]:
+            if name in w.again and turn is not None:
+                made_of(t, sources[:2], turn)
+    return made
+
+
+register_maker(Float8MatMul, Weights8())

@@ -25,7 +25,17 @@ from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside
-from te_fuser.quantization.kept import KEPT, KeptBinding, keep, kept_facts, kept_undisturbed
+from te_fuser.quantization.kept import (
+    KEPT,
+    KeptBinding,
+    MadeAgainBinding,
+    MadeBinding,
+    is_taken_away,
+    keep,
+    kept_facts,
+    kept_undisturbed,
+    leave_blank,
+)
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
@@ -58,6 +68,10 @@ class Regions(surroundings.Surrounding):
             check_machine(device)
         for weight, device in zip(weights, devices, strict=True):
             ensure(weight, cast(Recipe, recipe_for(weight, recipe)), device)
+        for item in _quantized(listed):
+            if KEPT[0] in item.lowered.aside and not _is_meta(item.lowered.bindings["weight"]):
+                product = cast(MatMul, item.lowered.op)
+                leave_blank(state_of(item.lowered.bindings["weight"]), product.out_features, product.in_features)
         keep([weight for weight in _kept(listed) if not _is_meta(weight)])
 
     def left(self, listed: Sequence[ListedOp]) -> None:
@@ -133,7 +147,12 @@ def _weights(listed: Iterable[ListedOp]) -> list[Binding]:
 
 
 def _kept(listed: Iterable[ListedOp]) -> list[Binding]:
-    return [item.lowered.bindings["weight"] for item in listed if KEPT[0] in item.lowered.aside]
+    return [item.lowered.bindings["weight"] for item in listed if _is_kept(item)]
+
+
+def _is_kept(item: ListedOp) -> bool:
+    """Whether a product's weight is kept in 8 bits from micro-batch to micro-batch."""
+    return KEPT[-1] in item.lowered.aside
 
 
 def _is_meta(weight: Binding) -> bool:
@@ -147,18 +166,24 @@ def _without_values(name: str, product: MatMul) -> State:
     """The state of a product that is only planned: it belongs to nobody."""
     state, number = State(torch.nn.Module(), name), torch.empty((), dtype=torch.float32, device="meta")
     data = torch.empty(product.out_features, product.in_features, dtype=E4M3, device="meta")
-    state.kept.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
+    for like in (state.kept, state.blanks):
+        like.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
         numbers.update(dict.fromkeys(ROLES, number))
     return state
 
 
-def _keeps(item: ListedOp, key: Hashable) -> bool:
-    """Whether a product's weight is kept in 8 bits from micro-batch to micro-batch."""
-    (around, calibrating), weight = _said(key), item.lowered.bindings["weight"]
+def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, Binding]:
+    """A weight in 8 bits, as it is kept or as each call makes it; nothing where a product is not all of 8 bits."""
+    around, calibrating = _said(key)
     recipe = cast(DelayedScaling, recipe_for(weight, around))
-    wide = calibrating or any(recipe.override_linear_precision)
-    return _is_in_microbatch(key) and not wide and not isinstance(weight, GivenBinding)
+    if calibrating or any(recipe.override_linear_precision):
+        return {}
+    if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
+        return {name: KeptBinding(state, name) for name in KEPT}
+    data, turned, _ = KEPT
+    again = not isinstance(weight, GivenBinding) and is_taken_away(weight.owner)
+    return {data: MadeBinding(state, data), turned: (MadeAgainBinding if again else MadeBinding)(state, turned)}
 
 
 def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
@@ -166,9 +191,10 @@ def _with_state(item: ListedOp, key: Hashable) -> ListedOp:
     weight = item.lowered.bindings["weight"]
     product = cast(MatMul, item.lowered.op)
     state = _without_values(weight.name, product) if _is_meta(weight) else state_of(weight)
-    aside = {f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()}
-    if _keeps(item, key):
-        aside |= {name: KeptBinding(state, name) for name in KEPT}
+    aside: dict[str, Binding] = {
+        f"{role}_{what}": kind(state, role) for role in ROLES for what, kind in _BINDINGS.items()
+    }
+    aside |= _weight_bindings(weight, state, key)
     return replace(item, lowered=replace(item.lowered, aside=aside))
 
 
@@ -212,12 +238,12 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
         numbers = [name for name in low.aside if not name.endswith("_amax")]
         return (_in_place(item, partly, "", [*numbers, *[f"{role}_amax" for role in amaxes]]),)
     found = [_quantizing(item, Quantize(E4M3, scale=None, takes=dtype), ".quantize", "input", call.grad)]
-    if KEPT[0] in low.aside:
+    if _is_kept(item):
         read, inverse = [*READ_KEPT, "weight_turned"], {"weight_inverse": low.aside["kept_inverse"]}
         op = Float8MatMul(product, weight_is_kept=True, **form)  # type: ignore[arg-type]
         found.append(_in_place(item, op, "", read, inverse))
     else:
-        read = [*READ, *[f"{role}_amax" for role in amaxes if role == "weight"]]
+        read = [*READ, *KEPT[:2], *[f"{role}_amax" for role in amaxes if role == "weight"]]
         found.append(_in_place(item, Float8MatMul(product, **form), "", read))  # type: ignore[arg-type]
     if call.grad:
         back = QuantizeGradient(gradients, scale=None)
@@ -263,7 +289,7 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
         but = f"; but {', '.join(own)} in its own precision, as override_linear_precision says" if own else ""
         emulated = "" if device.type == "cuda" else f", emulated on {device.type}: multiplied in float32"
         yield f"products in 8 bits ({how}){emulated}: {_names(paths)}{but}"
-    if once := [item.path for item in listed if KEPT[0] in item.lowered.aside]:
+    if once := [item.path for item in listed if _is_kept(item)]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
     for item in listed:
         if why := why_not(item, around):

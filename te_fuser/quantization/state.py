@@ -90,6 +90,8 @@ class State:
         name, prefix: the weight's name, and what buffers have of it before theirs.
         scales, inverses, amaxes: role -> float32 []: where calls look up the scale of now, its reciprocal, and the slot
             of the amax.
+        blanks: what the weight in 8 bits is like, in both layouts, where each call makes it; without values.
+        kept, is_kept: the same with values, which calls read from micro-batch to micro-batch; whether there are any.
         recipe: by which its last call ran.
         is_in_region: whether that was in a region.
         entry: the number of the outermost one.
@@ -101,6 +103,7 @@ class State:
         self.scales: dict[str, torch.Tensor] = {}
         self.inverses: dict[str, torch.Tensor] = {}
         self.amaxes: dict[str, torch.Tensor] = {}
+        self.blanks: dict[str, torch.Tensor] = {}
         self.kept: dict[str, torch.Tensor] = {}
         self.is_kept = False
         self.recipe: Recipe | None = None

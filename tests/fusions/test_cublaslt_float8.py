@@ -15,7 +15,7 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import FusionCall
 from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.quantize_weights import QuantizeWeight, quantize_weight_by_kernel
+from te_fuser.kernels.quantize_weights import QuantizeWeights
 from te_fuser.kernels.transposed8 import Transposed8
 from te_fuser.quantization import quantize
 from te_fuser.recipe import DelayedScaling, Format, MMParams
@@ -34,7 +34,7 @@ Y, BIASED, BACK, MAIN = (
     "float8_matmul_backward",
     "float8_matmul_main_grad",
 )
-KEPT_BACK, KEPT_MAIN = "float8_matmul_kept_backward", "float8_matmul_kept_main_grad"
+WEIGHTS = "quantize_weights"
 HYBRID = DelayedScaling()
 
 
@@ -71,25 +71,30 @@ def step(p: Plan, name: str, produces: str = "output") -> Step:
 @pytest.mark.parametrize("device", ["h200", "l4", "b200"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_taken(device: str, dtype: torch.dtype) -> None:
-    """With the bias in forward, past what quantizes its gradient; and what is quantized in a pass beside it."""
+    """With the bias in forward, past what quantizes its gradient; and the weight in 8 bits, made before all."""
     p = planned(device, dtype)
-    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
+    assert [s.name for s in p.forward] == [WEIGHTS, "layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
     assert [s.name for s in p.backward] == ["bias_gelu_bwd", BACK, "layer_norm_quantize_bwd", BACK]
     forward, dx, dw = step(p, BIASED), step(p, BACK, "input"), step(p, BACK, "0.weight")
     flops = 2.0 * ROWS * IN * OUT
     assert (forward.cost.flops, dx.cost.flops, dw.cost.flops) == (flops, flops, 2.0 * 32 * IN * OUT)
     assert (forward.cost.dtype, dx.cost.dtype, dw.cost.dtype) == ("float8_e4m3fn", "float8_e5m2", "float8_e5m2")
-    assert forward.cost.apart == dx.cost.apart == 3 * IN * OUT and dw.cost.apart == 2 * 32 * (IN + OUT)
-    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2))
-    assert dx.task.written == (QuantizeWeight(dtype, "turned"),)
-    assert forward.task.written == (QuantizeWeight(dtype, "rows", True),)
+    assert forward.cost.apart == dx.cost.apart == 0 and dw.cost.apart == 2 * 32 * (IN + OUT)
+    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2)) and dx.task.written == forward.task.written == ()
+    (weights,) = p.before
+    assert weights.task.written == (QuantizeWeights(),) and weights.cost.launches == 1
+    assert [name for name, _ in weights.inputs] == ["2.weight", "2.weight_scale", "2.weight_amax"]
+    assert [name for name, _ in weights.outputs] == ["2.weight_data", "2.weight_turned"]
+    assert weights.cost.read == weights.cost.written == 2 * IN * OUT
 
 
 def test_without_gradients() -> None:
-    """Nothing is recorded, and nothing stands between the product and its bias."""
+    """Nothing is recorded, nothing stands between the product and its bias, and no weight is turned."""
     p = planned(grad=False)
-    assert [s.name for s in p.forward][1] == BIASED and len(p.graph.nodes) == 5
-    assert step(p, BIASED).task.written == (QuantizeWeight(torch.bfloat16, "rows", False),)
+    assert [s.name for s in p.forward][2] == BIASED and len(p.graph.nodes) == 5
+    (weights,) = p.before
+    assert [name for name, _ in weights.inputs] == ["2.weight", "2.weight_scale"]
+    assert [name for name, _ in weights.outputs] == ["2.weight_data"]
 
 
 def test_main_grad() -> None:
@@ -100,18 +105,13 @@ def test_main_grad() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_weights_that_are_kept(first: bool) -> None:
-    """Nothing quantizes them in a plan, which counts no bytes for that."""
-    p = planned(first=first)
-    assert [s.name for s in p.forward] == ["layer_norm_quantize_fwd", BIASED, "gelu_fwd"]
-    assert [s.name for s in p.backward] == ["bias_gelu_bwd", KEPT_BACK, "layer_norm_quantize_bwd", KEPT_BACK]
-    forward, dx, dw = step(p, BIASED), step(p, KEPT_BACK, "input"), step(p, KEPT_BACK, "0.weight")
-    assert forward.task.written == dx.task.written == ()
-    assert dw.task.written == (Transposed8(E4M3), Transposed8(E5M2))
-    assert forward.cost.apart == dx.cost.apart == 0 and forward.cost.launches == dx.cost.launches == 1
+    """Nothing quantizes them in a plan, which is the same in all else."""
+    p, q = planned(first=first), planned()
+    assert p.before == () and [s.name for s in p.forward] == [s.name for s in q.forward[1:]]
+    assert [s.name for s in p.backward] == [s.name for s in q.backward]
+    forward, dx = step(p, BIASED), step(p, BACK, "input")
+    assert forward.cost.launches == dx.cost.launches == 1
     assert forward.cost.read == IN * (ROWS + OUT) and dx.cost.read == OUT * (ROWS + IN)
-    assert reasons(p, BACK) == {"the weight is kept in 8 bits"}
-    assert KEPT_MAIN in {s.name for s in planned(first=first, main_grad=True).backward}
-    assert reasons(planned(), KEPT_BACK) == {"no weight in 8 bits is kept"}
 
 
 def test_sums_are_as_the_recipe_says() -> None:
@@ -143,7 +143,7 @@ def test_reasons(options: dict[str, Any], name: str, why: str) -> None:
 
 def test_a_bias_in_float32_stays_a_row_op() -> None:
     names = [s.name for s in planned(dtype=torch.float32).forward]
-    assert names == ["layer_norm_quantize_fwd", Y, "bias_gelu_fwd"]
+    assert names == [WEIGHTS, "layer_norm_quantize_fwd", Y, "bias_gelu_fwd"]
 
 
 def test_without_generated_kernels() -> None:
@@ -154,15 +154,7 @@ def test_without_generated_kernels() -> None:
 
 # ------------------------------------------------------------------------------------------- what runs is right
 
-KERNELS = [
-    *map(Transposed8, FORMATS),
-    *(
-        QuantizeWeight(dtype, wanted, wanted == "rows")
-        for dtype in (torch.bfloat16, torch.float32)
-        for wanted in ("rows", "turned")
-    ),
-    QuantizeWeight(torch.bfloat16, "both"),
-]
+KERNELS = [*map(Transposed8, FORMATS), QuantizeWeights()]
 
 
 @pytest.fixture(scope="module")
@@ -200,11 +192,13 @@ def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype
     gradients = E5M2 if format is Format.HYBRID else E4M3
     x8, w8, dy8 = quantize(x, E4M3, 70.0), quantize(w, E4M3, 60.0), quantize(dy, gradients, 50.0)
     wide_x, wide_w, wide_dy = (t.data.double() * t.scale_inverse.double() for t in (x8, w8, dy8))
+    (weights,) = p.before
+    quantized = weights.task.maker.function(weights.task.wanted, w.device)(w, torch.tensor(60.0), slot)  # type: ignore[attr-defined]
     numbers = {
         "0.weight": w,
-        "0.weight_scale": torch.tensor(60.0),
+        "0.weight_data": quantized[0],
+        "0.weight_turned": quantized[1],
         "0.weight_inverse": w8.scale_inverse,
-        "0.weight_amax": slot,
         "0.input_inverse": x8.scale_inverse,
         "0.output_gradient_inverse": dy8.scale_inverse,
     }
@@ -223,40 +217,6 @@ def test_products(library: FakeCublasLt, dtype: torch.dtype, weight: torch.dtype
         found = task.body.function(dy8.data, *given)  # type: ignore[union-attr]
         assert found.dtype == made and not library.last_fast
         close(found, exact)
-
-
-@needs_compiler
-def test_products_of_a_kept_weight(library: FakeCublasLt) -> None:
-    """Bit for bit those of one that is quantized in each of them."""
-    p, q = planned(), planned(first=False)
-    rng = torch.Generator().manual_seed(0)
-    x, w, dy = (torch.randn(*shape, generator=rng) for shape in ((ROWS, IN), (OUT, IN), (ROWS, OUT)))
-    w, bias = w.bfloat16(), torch.randn(OUT, generator=rng).bfloat16()
-    x8, w8, dy8 = quantize(x, E4M3, 70.0), quantize(w, E4M3, 60.0), quantize(dy, E5M2, 50.0)
-    data, turned = quantize_weight_by_kernel(w, torch.tensor(60.0), None, "both")
-    assert torch.equal(data.view(torch.uint8), w8.data.view(torch.uint8))
-    both = {
-        "0.weight": w,
-        "0.weight_inverse": w8.scale_inverse,
-        "0.input_inverse": x8.scale_inverse,
-        "0.output_gradient_inverse": dy8.scale_inverse,
-        "input": x8.data,
-    }
-    anew = both | {"0.weight_scale": torch.tensor(60.0), "0.weight_amax": torch.tensor(0.0)}
-    kept = both | {"0.weight_data": data, "0.weight_turned": turned}
-    found = []
-    for made, numbers, back in ((p, anew, BACK), (q, kept, KEPT_BACK)):
-        forward = step(made, BIASED)
-        last = forward.stop - forward.start - 1
-        nodes = [n.op for n in made.graph.nodes[forward.start : forward.stop]]
-        call = FusionCall(nodes, numbers | {f"{last}.bias": bias}, frozenset(), {})
-        results = [forward.task.body.function(call, x8.data)]  # type: ignore[union-attr]
-        for name in ("input", "0.weight"):
-            task = step(made, back, name).task
-            results.append(task.body.function(dy8.data, *[numbers[read] for read in task.gradient.reads]))  # type: ignore[union-attr]
-        found.append(results)
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
 
 
 @needs_compiler
@@ -284,8 +244,8 @@ def test_main_grad_takes_the_product(library: FakeCublasLt, main: torch.dtype) -
 def test_nothing(library: FakeCublasLt) -> None:
     """An empty batch gives empty results, and a gradient of zeros."""
     p = planned()
-    one, w = torch.ones(()), torch.ones(OUT, IN, dtype=torch.bfloat16)
+    one, w = torch.ones(()), torch.ones(IN, OUT).to(E4M3)
     x, dy = torch.zeros(0, IN).to(E4M3), torch.zeros(0, OUT).to(E5M2)
-    dx = step(p, BACK, "input").task.body.function(dy, w, one, one, one)  # type: ignore[union-attr]
+    dx = step(p, BACK, "input").task.body.function(dy, w, one, one)  # type: ignore[union-attr]
     dw = step(p, BACK, "0.weight").task.body.function(dy, x, one, one)  # type: ignore[union-attr]
     assert dx.shape == (0, IN) and torch.equal(dw, torch.zeros(OUT, IN, dtype=torch.bfloat16))

@@ -15,17 +15,17 @@ constexpr int kTileBlocks = 2, kTileAhead = 1;
 constexpr int kTileBlocks = 3, kTileAhead = 2;
 #endif
 
-// Where a matrix in 8 bits goes, by rows and transposed.
+// Where a matrix in 8 bits goes, by rows and transposed; none: it is not made.
 struct Layouts {
   e4m3* rows;
   e4m3* turned;
 };
 
-// Tile number `tile` of a matrix, as far as it is there, times a scale in E4M3. Raises the largest magnitude to those of
-// what the thread read. Whoever does several tiles waits for the block in between.
-template <class T, bool kByRows, bool kTurned>
-TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile, float scale, Layouts to, uint4* shared,
-                             unsigned& largest) {
+// Tile number `tile` of a matrix, as far as it is there, times a scale in E4M3. Gives the bits of the largest magnitude
+// of what the thread read.
+template <class T>
+TE_DEVICE unsigned quantize_tile(const T* elements, int height, int width, int tile, float scale, Layouts to,
+                                 uint4* shared) {
   constexpr int kVector = 16 / sizeof(T), kLanes = kTileColumns / kVector, kSlots = kTileThreads / kLanes;
   const int across = (width + kTileColumns - 1) / kTileColumns;
   const int top = tile / across * kTileRows, left = tile % across * kTileColumns;
@@ -34,6 +34,7 @@ TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile,
   const int slot = threadIdx.x / 8 % 4 + threadIdx.x / (4 * kLanes) * 4;
   const int column = left + kVector * lane;
   unsigned* const words = reinterpret_cast<unsigned*>(shared);
+  unsigned largest = 0;
 #pragma unroll 1
   for (int turn = 0; turn < kTileRows / 4 / kSlots; turn += kTileAhead) {
     Vector<T, kVector> read[kTileAhead][4] = {};
@@ -60,17 +61,18 @@ TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile,
         }
         put_row<e4m3>(rows, r, scaled);
         const int row = top + 4 * four + r;
-        if (kByRows && row < height && column < width)
+        if (to.rows != nullptr && row < height && column < width)
           access::write<kVector / 4>(
               reinterpret_cast<unsigned*>(to.rows + static_cast<long long>(row) * width + column), rows.words[r]);
       }
-      if constexpr (kTurned) put_columns(words, lane, four, rows);
+      put_columns(words, lane, four, rows);
     }
   }
-  if constexpr (kTurned) {
+  if (to.turned != nullptr) {
     __syncthreads();
     store_columns<kTileThreads, kTileColumns, kVector>(to.turned, words, left, width, top, height);
   }
+  return largest;
 }
 
 }  // namespace te

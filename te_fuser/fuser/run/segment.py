@@ -14,7 +14,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
-from te_fuser.ops.joined import JoinedBinding, kept_in_parts, whole_again
+from te_fuser.ops.joined import kept_in_parts, whole_again
 from te_fuser.ops.main_grad import is_absent
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Segment:
         recorded: whether its forward program runs functions of PyTorch's, which autograd is to record.
         overwrites: whether backward may store over what was kept or made, which then must be the node's alone.
         take_kept, take_gradients: `kept` and `gradients_out` out of the slots, as tuples.
-        joined: the places among the kept of parameters that may be joined from several.
+        joined: the places among the kept of parameters that may be kept as the parts that they are made of.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
@@ -189,7 +189,7 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     """Every segment of a plan, ready to run."""
     stops = any(map(stops_gradients, plan.graph.nodes))
     written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
-    joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if isinstance(b, JoinedBinding)}
+    joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.in_parts}
     return tuple(_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
 
 
