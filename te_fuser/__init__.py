@@ -23,11 +23,13 @@ from te_fuser.presets import (
     apply_rotary_pos_emb,
 )
 from te_fuser.quantization import lowering as _lowering  # noqa: F401  regions as what surrounds calls
-from te_fuser.quantization import precision
+from te_fuser.quantization import precision, quantized_model_init
 from te_fuser.recipe import autocast, fp8_autocast
 from te_fuser.sequential import Residual, Sequential
 from te_fuser.variants import Variants
 from te_fuser.verify import VerificationError, VerifyReport, verify
+
+fp8_model_init = quantized_model_init
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -57,11 +59,13 @@ __all__ = [
     "convert",
     "cuda_graph",
     "fp8_autocast",
+    "fp8_model_init",
     "from_torch",
     "fusion",
     "fusions",
     "ops",
     "precision",
+    "quantized_model_init",
     "revert",
     "utils",
     "verify",

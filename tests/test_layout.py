@@ -127,6 +127,7 @@ OP_HELPERS = {
     "parameters",
     "products",
     "rows",
+    "narrow",
     "scales",
     "sizes",
     "tensor_function",

@@ -142,7 +142,7 @@ def _why_not(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
     if m.target != "cuda":
         return "the kernels that lay out its factors are compiled for the GPU at hand, and this plan has none of these"
     weight = m[0].dtype_of("weight")
-    if weight not in KINDS:
+    if weight not in KINDS and not m[0].form.weight_is_kept:
         return f"weights are quantized from {', '.join(map(text_of, KINDS))}, this one is in {text_of(weight)}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return True

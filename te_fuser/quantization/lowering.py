@@ -36,6 +36,7 @@ from te_fuser.quantization.kept import (
     kept_undisturbed,
     leave_blank,
 )
+from te_fuser.quantization.only import is_only_narrow
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
 from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
@@ -75,6 +76,8 @@ class Regions(surroundings.Surrounding):
         keep([weight for weight in _kept(listed) if not _is_meta(weight)])
 
     def left(self, listed: Sequence[ListedOp]) -> None:
+        for item in filter(_is_product, listed):
+            _refuse_narrow(item, "runs outside of regions of FP8: call it in te_fuser.fp8_autocast(enabled=True)")
         if blocks():
             ran_outside([item.lowered.bindings["weight"] for item in listed if _is_product(item)])
 
@@ -155,6 +158,11 @@ def _is_kept(item: ListedOp) -> bool:
     return KEPT[-1] in item.lowered.aside
 
 
+def _refuse_narrow(item: ListedOp, why: str) -> None:
+    if is_only_narrow(item.lowered.bindings["weight"]):
+        raise RuntimeError(f"{item.path or 'MatMul'}: its weight is in 8 bits alone, and it {why}")
+
+
 def _is_meta(weight: Binding) -> bool:
     """Whether it is on the meta device, so that a call can only be planned."""
     owned = weight.owner._parameters
@@ -177,7 +185,7 @@ def _weight_bindings(weight: Binding, state: State, key: Hashable) -> dict[str, 
     """A weight in 8 bits, as it is kept or as each call makes it; nothing where a product is not all of 8 bits."""
     around, calibrating = _said(key)
     recipe = cast(DelayedScaling, recipe_for(weight, around))
-    if calibrating or any(recipe.override_linear_precision):
+    if calibrating or any(recipe.override_linear_precision) or is_only_narrow(weight):
         return {}
     if _is_in_microbatch(key) and not isinstance(weight, GivenBinding):
         return {name: KeptBinding(state, name) for name in KEPT}
@@ -213,7 +221,11 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
     """What stands in an op's place."""
     low = item.lowered
     if not low.aside:
+        if _is_product(item):
+            _refuse_narrow(item, f"is no product of 8 bits here: {why_not(item, _said(key)[0])}")
         return (item,)
+    if is_only_narrow(low.bindings["weight"]):
+        return _of_narrow(item, call, key)
     own = call.parameters[low.bindings["weight"].key].spec.dtype
     exact = own == torch.float64 and not rounds()  # references of which give float64, whatever is said here
     own = torch.float32 if exact else own
@@ -249,6 +261,29 @@ def _lowered(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedO
         back = QuantizeGradient(gradients, scale=None)
         found.append(_quantizing(item, back, ".quantize_gradient", "output_gradient", True))
     return found
+
+
+def _of_narrow(item: ListedOp, call: CallSpecs, key: Hashable) -> Iterable[ListedOp]:
+    """A product whose weight is in 8 bits alone: y in the dtype of autocast, or of the call's x."""
+    low, (around, calibrating) = item.lowered, _said(key)
+    recipe = cast(DelayedScaling, recipe_for(low.bindings["weight"], around))
+    if calibrating or recipe.override_linear_precision[0]:
+        _refuse_narrow(item, "is to run in another precision: leave out calibrating and override_linear_precision")
+    if call.grad and (call.x_needs_grad or any(p.requires_grad for p in call.parameters.values())):
+        _refuse_narrow(
+            item, "is for inference: call it under torch.no_grad(), or train a model with weights of its own"
+        )
+    exact = torch.float64 if not rounds() else None
+    dtype = item.casts.get("weight", call.x.dtype)
+    if (exact or dtype) not in (*OUT_DTYPES, exact):
+        _refuse_narrow(item, f"gives float32, bfloat16 or float16, not {dtype}: convert x")
+    dtype = torch.float32 if exact else dtype
+    fast = not recipe.fp8_gemm_fprop.use_split_accumulator, False, False
+    form = {"dtype": dtype, "weight_dtype": dtype, "formats": (E4M3, E4M3, E4M3), "fast": fast}
+    op = Float8MatMul(cast(MatMul, low.op), weight_is_kept=True, **form)  # type: ignore[arg-type]
+    yield _quantizing(item, Quantize(E4M3, scale=None, takes=dtype), ".quantize", "input", False)
+    numbers = [name for name in READ_KEPT if name in low.aside]
+    yield _in_place(item, op, "", numbers, {"weight_data": low.bindings["weight"]})
 
 
 def _in_place(
@@ -291,6 +326,8 @@ def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> It
         yield f"products in 8 bits ({how}){emulated}: {_names(paths)}{but}"
     if once := [item.path for item in listed if _is_kept(item)]:
         yield f"weights are quantized in the first micro-batch alone, and kept in 8 bits: {_names(once)}"
+    if narrow := [item.path for item in _quantized(listed) if is_only_narrow(item.lowered.bindings["weight"])]:
+        yield f"weights in 8 bits alone: {_names(narrow)}"
     for item in listed:
         if why := why_not(item, around):
             yield f"{item.path} stays in its own precision: {why}"

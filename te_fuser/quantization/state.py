@@ -17,7 +17,8 @@ import torch
 
 from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
-from te_fuser.ops.scales import HISTORY, SCALE, STATES, take_scales
+from te_fuser.ops.narrow import HISTORY, SCALE, prefix_of
+from te_fuser.ops.scales import STATES, take_scales
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Recipe
@@ -302,13 +303,6 @@ def newest(history: torch.Tensor, length: int) -> torch.Tensor:
     kept = min(length, len(history))
     made[:kept] = history[:kept]
     return made
-
-
-def prefix_of(name: str) -> str:
-    """What buffers of a weight have before their names: "" of "weight", "fc1_" of "fc1_weight"."""
-    parts = [part.removesuffix(".T").removesuffix("weight").strip("._") for part in name.split(", ")]
-    said = "_".join(part.replace(".", "_") for part in parts if part)
-    return f"{said}_" if said else ""
 
 
 def blocks() -> list[Block]:

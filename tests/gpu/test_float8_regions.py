@@ -215,6 +215,21 @@ def test_what_runs_again_makes_weights_again() -> None:
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_8_bits_alone(name: str) -> None:
+    """By the library's products, near the emulation and the wide model that they were loaded from."""
+    _, wide = made(name)
+    with te.quantized_model_init():
+        narrow = MODELS[name]().to(GPU, BF16)
+    narrow.load_state_dict(wide.state_dict(), strict=False)
+    x = data(0, 130, 3, F)
+    with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=RECIPE):
+        y, z = narrow(x), wide(x)
+        with fusions.disabled(*OURS):
+            assert apart(y, narrow(x)) < 0.01
+    assert apart(y, z) < 0.05
+
+
 def test_near_what_is_not_quantized() -> None:
     model, twin = made("te.TransformerLayer")
     x = data(0, 128, 2, F)
