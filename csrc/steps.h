@@ -42,8 +42,9 @@ class Step {
   virtual bool run(PyObject* slots, Shared& shared, bool may_wait) = 0;
 };
 
-// How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width].
-enum class SizeRule : uint8_t { rows, fixed, samples, sample_rows };
+// How the sizes of an output follow from a call's: [..., width], as given, [samples], [samples, width], [width, rows up to
+// a multiple of 16].
+enum class SizeRule : uint8_t { rows, fixed, samples, sample_rows, transposed };
 
 struct OutputSpec {
   Py_ssize_t slot;

@@ -213,7 +213,7 @@ class Graph:
 
     def value_of(self, ref: Ref) -> int:
         """The first value that is this tensor, or that it is computed again for."""
-        return self._firsts[ref._replace(kind=VALUE)]
+        return self._firsts[ref.by_rows._replace(kind=VALUE)]
 
     def stored(self, ref: Ref) -> Ref:
         """The first name of the memory of a tensor: a value may be a view of an earlier one."""
@@ -221,7 +221,8 @@ class Graph:
 
     def owner(self, ref: Ref) -> str:
         """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
-        return "input" if ref.kind is VALUE and self.producer(self.stored(ref).index) is None else ref.owner
+        given = ref.kind is VALUE and ref.form.layout == "rows" and self.producer(self.stored(ref).index) is None
+        return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,17 +13,20 @@ import torch
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.checks import plain
-from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
+    NOTHING,
     Edge,
     Found,
     Ledger,
     Withheld,
     find_rows,
     fusion_task,
-    kernel_step,
     saved_by,
+    turning_step,
+    why_not_transposed,
+    with_transposed,
 )
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from te_fuser.fuser.plan.prices import Prices
     from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
+    from te_fuser.fuser.steps.kernel_task import KernelTask
     from te_fuser.fuser.steps.step import Step
     from te_fuser.fusions.match import Match
     from te_fuser.fusions.registry import Fusion
@@ -150,20 +154,55 @@ class BackwardCandidates:
         return [edge for edge in variants if edge is not None]
 
     def _variant(
-        self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[int, ...]
+        self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; what else it could is kept."""
         readable, silent = self._readable(stretch), self.limits.silent
+        values = tuple(map(self.graph.value_of, again))
+        turned = self._transposed(start, stop, again)
+
+        def derive(transposed: bool) -> KernelTask | None:
+            wanted = turned if transposed else ()
+            return stretch.backward(start, stop, readable, self.withheld, values, silent, frozenset(wanted))
+
         try:
-            kernel = stretch.backward(start, stop, readable, self.withheld, again, silent)
+            steps = with_transposed(self.problem, self.prices, (start, stop), turned, derive)
         except NotOneKernel as why:
             ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
-        steps = (kernel_step(self.problem, self.prices, kernel, start, stop),) if kernel else ()
-        kept = [r for s in steps for r in s.reads()]
-        kept += [self.graph.ref(v) for v in self.problem.recomputable(start, stop) if v not in again]
-        name, recomputes = steps[0].name if steps else "none", tuple(map(self.graph.ref, again))
-        return Edge(start, stop, name, steps, self.prices.kept_bytes(kept), recomputes=recomputes)
+        made = {r for s in steps for r in s.writes()}
+        kept = [r for s in steps for r in s.reads() if r not in made]
+        kept += (left := [r for r in self.problem.recomputable(start, stop) if r not in again])
+        name, in_forward = steps[0].name if steps else "none", self._in_forward(stretch, start, stop, left)
+        return Edge(start, stop, name, steps, self.prices.kept_bytes(kept), recomputes=again, in_forward=in_forward)
+
+    def _in_forward(
+        self, stretch: DerivedStretch, start: int, stop: int, kept: Iterable[Ref]
+    ) -> tuple[float, float]:
+        """What forward takes to make what is kept transposed, where a kernel of this range makes its rows."""
+        turned = [r for r in kept if r.form.layout == "transposed"]
+        if not turned:
+            return NOTHING
+        values = list(map(self.graph.value_of, turned))
+        try:
+            kernel = stretch.forward(start, stop, values, (), values)
+        except NotOneKernel:
+            return NOTHING  # who makes them, forward's cover says
+        assert kernel is not None
+        if not why_not_transposed(self.problem.options, kernel.description):
+            return sum(map(self.prices.size, turned)) / self.problem.options.device.bandwidth, 0.0
+        steps = [turning_step(self.problem, self.prices, r, (start, stop)) for r in turned]
+        return sum([s.seconds for s in steps]), sum([s.host for s in steps])
+
+    def _transposed(self, start: int, stop: int, again: tuple[Ref, ...]) -> tuple[Ref, ...]:
+        """What the kernel of a range has to give transposed: gradients, and values that it computes again."""
+        if not self.problem.transposed:
+            return ()
+        nodes = self.nodes[start:stop]
+        made = {v for n in nodes for v in (n.output, *n.named_out)}
+        entering = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values()) if v not in made)
+        found = [r for v in entering if (r := gradient_ref(v).transposed) in self.problem.transposed]
+        return *found, *[r._replace(kind=RECOMPUTED) for r in again if r.form.layout == "transposed"]
 
     def _readable(self, stretch: DerivedStretch) -> frozenset[int]:
         """The values that the backward of a stretch may read."""
@@ -250,8 +289,7 @@ class BackwardCandidates:
     def _node_of_fusion(self, fit: _Fit, k: int, targets: dict[str, Ref]) -> Step | None:
         """Node k of a fusion whose nodes run apart; None where forward withholds what it reads."""
         fusion, nodes, gradient, saved = fit.fusion, fit.nodes, fit.fusion.gradients[k], dict(fit.saved)
-        inputs = [("dy", gradient_ref(nodes[-1].output))]
-        inputs += [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.reads]
+        inputs = [(name, saved.get(name) or self.problem.in_match(fusion, nodes, name)) for name in gradient.takes]
         if any(self._is_withheld(r) for _, r in inputs):
             return None
         what = ("backward", fusion, fit.whole, k)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from te_fuser.codegen.cuda_formulas import rewrite
+from te_fuser.codegen.nvrtc import arch_of
+from te_fuser.codegen.schedule import limits_of
+from te_fuser.codegen.schedule_model import tile_refusal
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
 from te_fuser.fuser.steps.kernel_task import KernelTask
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price, Step
+from te_fuser.fuser.steps.transpose_task import TransposeTask
 from te_fuser.fusions.match import Body, Match
 from te_fuser.record import record
 
 if TYPE_CHECKING:
+    from te_fuser.codegen.description import KernelDescription
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.problem import Problem
+    from te_fuser.fuser.plan.problem import Options, Problem
     from te_fuser.fuser.plan.sections import Section
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
@@ -29,13 +35,15 @@ MatchOf = tuple["Fusion", tuple[int, int]]  # a fusion where it matches
 # Seconds: lengths of edges are whole numbers of it, so that equal layers tie exactly and get equal plans.
 TICK = 1e-13
 NO_TENSOR = "its last op makes no tensor of its own"
+NOTHING = (0.0, 0.0)
 
 
 @record(eq=False)
 class Edge:
     """A candidate: steps for the ops start..stop-1, and how many bytes it makes kept.
 
-    `whole` is where the match of a fusion is, of which it covers start..stop-1.
+    `whole` is where the match of a fusion is, of which it covers start..stop-1. `in_forward` are the seconds, and those
+    of the host, that forward takes more for what a candidate for backward makes kept: a layout that nobody else reads.
     """
 
     start: int
@@ -46,6 +54,7 @@ class Edge:
     fusion: Fusion | None = None
     whole: tuple[int, int] | None = None
     recomputes: tuple[Ref, ...] = ()
+    in_forward: tuple[float, float] = NOTHING
 
     @functools.cached_property
     def takes(self) -> tuple[float, float]:
@@ -131,6 +140,45 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int
     return prices.once(id(kernel), lambda: _kernel_step(problem, prices, kernel, start, stop))
 
 
+def with_transposed(
+    problem: Problem,
+    prices: Prices,
+    range_: tuple[int, int],
+    wanted: Collection[Ref],
+    derive: Callable[[bool], KernelTask | None],
+) -> tuple[Step, ...]:
+    """The kernel of a range, which stores what is wanted transposed, or else rows that steps of their own turn.
+
+    Args:
+        derive: f(transposed) -> the kernel, which stores these so or by rows; None where there is nothing to do.
+    """
+    kernel = derive(True)
+    turning: Collection[Ref] = ()
+    if wanted and kernel is not None and kernel.description.transposed:
+        if why_not_transposed(problem.options, kernel.description):
+            kernel, turning = derive(False), wanted
+    steps = () if kernel is None else (kernel_step(problem, prices, kernel, *range_),)
+    return *steps, *[turning_step(problem, prices, ref, range_) for ref in turning]
+
+
+def why_not_transposed(options: Options, description: KernelDescription) -> str:
+    """Why a kernel cannot store transposed what it shall; empty where it can."""
+    if options.target != "cuda":
+        return ""
+    limits = limits_of(arch_of(options.capability or options.device.capability or (8, 0)))
+    return tile_refusal(rewrite(description), limits)
+
+
+def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: tuple[int, int]) -> Step:
+    """The step that makes a tensor transposed from its rows."""
+    inputs, outputs = (("rows", ref.by_rows),), (("transposed", ref),)
+    spec = ref.spec(problem.graph)
+    assert spec is not None
+    task = TransposeTask(spec.dtype, problem.options.target == "cuda")
+    price = Price("of_launch", (inputs, outputs, 0.0))
+    return prices.step("transposed8", covers, inputs, outputs, task, price)
+
+
 def _kernel_step(
     problem: Problem, prices: Prices, kernel: KernelTask, start: int, stop: int, price: Price | None = None
 ) -> Step:
@@ -186,7 +234,8 @@ def _moved(problem: Problem, prices: Prices, here: Section, there: Section, edge
         whole = whole[0] + by, whole[1] + by
     again = tuple(map(there_is.__getitem__, edge.recomputes))
     steps = tuple([_moved_step(problem, prices, whole, here, there, step) for step in edge.steps])
-    return Edge(edge.start + by, edge.stop + by, edge.name, steps, edge.kept, edge.fusion, whole, again)
+    start, stop = edge.start + by, edge.stop + by
+    return Edge(start, stop, edge.name, steps, edge.kept, edge.fusion, whole, again, edge.in_forward)
 
 
 def _moved_step(
@@ -203,7 +252,7 @@ def _moved_step(
     elif isinstance(task, FusionTask):
         assert whole is not None
         task = _moved_fusion(problem, whole, by, task, problem.nodes[start:stop])
-    else:
+    elif not isinstance(task, TransposeTask):
         assert isinstance(task, OpTask)
         task = OpTask(problem.nodes[start], task.gradient, task.needed, task.casts, task.phase)
     inputs = tuple([(name, there_is[r]) for name, r in step.inputs])

@@ -181,20 +181,26 @@ class Stretch:
         v = self.graph.values[value]
         return Leaf(self.graph.ref(value), Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype), value)
 
-    def forward(self, start: int, stop: int, stores: Iterable[int], statistics: Iterable[str]) -> KernelTask | None:
+    def forward(
+        self,
+        start: int,
+        stop: int,
+        stores: Iterable[int],
+        statistics: Iterable[str],
+        transposed: Iterable[int] = (),
+    ) -> KernelTask | None:
         """The kernel that makes the given values and statistics; None when they are all there already.
 
         Args:
             stores: values to store.
             statistics: digests of canonical expressions to store per row.
+            transposed: values to store transposed.
         """
         cut = self._cut(start)
         gives = Gives(cut)
-        for value in stores:
-            v, ref = self.graph.values[value], self.graph.ref(value)
+        for value, ref in [*((v, self.graph.ref(v)) for v in stores), *((v, self.graph.ref(v).transposed) for v in transposed)]:
             if ref not in {o.ref for o in gives.outputs}:
-                output = KernelOutput(ref, Axes.FULL, v.spec.features, dtypes.name_of(v.spec.dtype))
-                gives.add(self._output_name(value), cut.of(self.env[value]), output)
+                gives.add(*self._given(value, ref, cut.of(self.env[value])))
         for k, digest in enumerate(statistics):
             output = KernelOutput(statistic_ref(self.start, digest), Axes.ROWS, 1, self._wide)
             gives.store(f"statistic{k}", cut.of(self.statistic(digest)), output)
@@ -203,6 +209,12 @@ class Stretch:
                 e, width = cut.of(self.env[node.input]), self.graph.values[node.input].spec.features
                 gives.raise_by(f"{self.roles[node.index]}.amax", e, width, slot)
         return self._kernel(start, stop, "fwd", cut, gives)
+
+    def _given(self, value: int, ref: Ref, e: Expr) -> tuple[str, Expr, KernelOutput]:
+        """A value as a kernel gives it: the name of the tensor, the expression and what is stored."""
+        spec = self.graph.values[value].spec
+        name = self._output_name(value) + _suffix(ref)
+        return name, e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
 
     def statistic(self, digest: str) -> Expr:
         """The canonical expression with this digest."""
@@ -237,6 +249,7 @@ class Stretch:
         readable: frozenset[int],
         recompute: Sequence[int] = (),
         silent: frozenset[int] = frozenset(),
+        transposed: frozenset[Ref] = frozenset(),
     ) -> KernelTask | None:
         """The kernel of the range's backward: adjoints of what enters it that needs one, from those of what leaves it.
 
@@ -244,6 +257,7 @@ class Stretch:
             readable: values (by storage) that exist after forward, apart from what enters the range.
             recompute: values of the range to compute again and store.
             silent: ops whose per-row statistics forward cannot give.
+            transposed: what to store transposed: gradients beside their rows, values to compute again in their place.
 
         Raises:
             NotOneKernel: when it does not fit one kernel.
@@ -264,11 +278,11 @@ class Stretch:
         gives = Gives(used)
         for (name, (_, output)), e in zip(wanted.items(), reduced, strict=False):
             gives.add(f"d_{name}", e, output)
+            if (turned := output.ref.transposed) in transposed:
+                gives.add(f"d_{name}{_suffix(turned)}", e, output._replace(ref=turned))
         for value, e in zip(recompute, reduced[len(wanted) : len(wanted) + len(again)], strict=True):
-            spec, ref = self.graph.values[value].spec, self.graph.again(value)
-            gives.store(
-                self._output_name(value), e, KernelOutput(ref, Axes.FULL, spec.features, dtypes.name_of(spec.dtype))
-            )
+            ref = self.graph.again(value)
+            gives.store(*self._given(value, ref.transposed if ref.transposed in transposed else ref, e))
         for (name, width, slot, _), e in zip(arriving, reduced[len(wanted) + len(again) :], strict=True):
             gives.raise_by(name, e, width, slot)
         return self._kernel(start, stop, "bwd", used, gives)
@@ -413,6 +427,11 @@ class Stretch:
         if direction == "fwd":
             return self.graph.ref(self.graph.nodes[start].input)
         return gradient_ref(next(v for v in self.graph.leaving(start, stop) if self.graph.needs_grad(v)))
+
+
+def _suffix(ref: Ref) -> str:
+    """What the name of a tensor ends with in a kernel, for its form."""
+    return "" if ref.form.layout == "rows" else f"_{ref.form.layout}"
 
 
 def _by_output(roots: list[Expr], cut: Range, readable: Container[str]) -> list[Expr]:

@@ -101,7 +101,7 @@ class FusionTask(Task):
     def _takes(self) -> tuple[str, ...]:
         """The tensors that its body is a plain function of; none: it is called with what it covers."""
         if self.gradient is not None:
-            return ("dy", *self.gradient.reads)
+            return self.gradient.takes
         joint_backward = self.fusion.direction == "joint" and self.direction == "backward"
         return () if joint_backward else self.fusion.takes
 

@@ -21,7 +21,7 @@ from te_fuser.ops.rows import batch_layout
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.description import KernelDescription, Load
+    from te_fuser.codegen.description import KernelDescription, Layout, Load
     from te_fuser.ops.base import Spec
 
 
@@ -33,6 +33,11 @@ class KernelOutput(NamedTuple):
     width: int
     dtype: str
     shape: tuple[int, ...] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies."""
+        return self.ref.form.layout
 
 
 @record()
@@ -122,7 +127,7 @@ class KernelTask(Task):
             slots[self.lead],
             self.batch_dim,
             [
-                (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes), o.width, o.shape, STORED[o.dtype])
+                (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes, o.layout), o.width, o.shape, STORED[o.dtype])
                 for o, alike in zip(self.outputs, self._alike(len(refs)), strict=True)
             ],
             self.streams,
@@ -143,7 +148,7 @@ class KernelTask(Task):
                 forms[ref.index, load.dtype] = k
         found = []
         for k, o in enumerate(self.outputs, inputs):
-            form: Any = (_ROWS, o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
+            form: Any = (_shape_rule(o.axes, o.layout), o.width, o.dtype) if o.axes & Axes.OUTER else (o.ref, o.dtype)
             if o.ref.kind is PARAMETER_GRADIENT and not o.ref.term:
                 form = (o.ref.index, o.dtype)
             found.append(forms.get(form))
@@ -152,14 +157,14 @@ class KernelTask(Task):
 
 
 # How an output's sizes follow from a call's; in the order of the native runtime.
-_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS = range(4)
+_ROWS, _FIXED, _SAMPLES, _SAMPLE_ROWS, _TRANSPOSED = range(5)
 _ANY_SIZE = (_FIXED, -1)
 
 
-def _shape_rule(axes: Axes) -> int:
+def _shape_rule(axes: Axes, layout: Layout = "rows") -> int:
     """How the sizes of a tensor with these axes follow from a call's."""
     if axes & Axes.OUTER:
-        return _ROWS
+        return _ROWS if layout == "rows" else _TRANSPOSED
     if axes & Axes.BATCH:
         return _SAMPLE_ROWS if axes & Axes.FEATURE else _SAMPLES
     return _FIXED
