@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.fuser.graph.refs import AS_MADE, PARAMETER, PARAMETER_GRADIENT, Ref, parameter_ref
-from te_fuser.fuser.plan.candidates import turning_step
+from te_fuser.fuser.plan.transposing import turning_step
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fuser.steps.torch_tasks import AddTask, CastTask
 

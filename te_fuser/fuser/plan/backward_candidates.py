@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,9 @@ import torch
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.dtypes import text_of
 from te_fuser.fuser.graph.checks import plain
-from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, RECOMPUTED, SEED, VALUE, Ref, gradient_ref
+from te_fuser.fuser.graph.refs import AS_MADE, EMITTED, GRADIENT, SEED, VALUE, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import (
     NO_TENSOR,
-    NOTHING,
     Edge,
     Found,
     Ledger,
@@ -24,10 +23,8 @@ from te_fuser.fuser.plan.candidates import (
     find_rows,
     fusion_task,
     saved_by,
-    turning_step,
-    why_not_transposed,
-    with_transposed,
 )
+from te_fuser.fuser.plan.transposing import in_forward, row_steps, wanted_of
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -157,52 +154,24 @@ class BackwardCandidates:
         self, ledger: Ledger, stretch: DerivedStretch, start: int, stop: int, again: tuple[Ref, ...]
     ) -> Edge | None:
         """The kernel that computes `again` again; what else it could is kept."""
+        problem, prices, covers = self.problem, self.prices, (start, stop)
         readable, silent = self._readable(stretch), self.limits.silent
-        values = tuple(map(self.graph.value_of, again))
-        turned = self._transposed(start, stop, again)
+        values, turned = tuple(map(self.graph.value_of, again)), wanted_of(problem, start, stop, again)
 
         def derive(transposed: bool) -> KernelTask | None:
-            wanted = turned if transposed else ()
-            return stretch.backward(start, stop, readable, self.withheld, values, silent, frozenset(wanted))
+            wanted = frozenset(turned if transposed else ())
+            return stretch.backward(start, stop, readable, self.withheld, values, silent, wanted)
 
         try:
-            steps = with_transposed(self.problem, self.prices, (start, stop), turned, derive)
+            steps = row_steps(problem, prices, covers, turned, derive)
         except NotOneKernel as why:
             ledger.refuse("backward", start, stop, registry.STRETCH, str(why))
             return None
         made = {r for s in steps for r in s.writes()}
-        kept = [r for s in steps for r in s.reads() if r not in made]
-        kept += (left := [r for r in self.problem.recomputable(start, stop) if r not in again])
-        name, in_forward = steps[0].name if steps else "none", self._in_forward(stretch, start, stop, left)
-        return Edge(start, stop, name, steps, self.prices.kept_bytes(kept), recomputes=again, in_forward=in_forward)
-
-    def _in_forward(
-        self, stretch: DerivedStretch, start: int, stop: int, kept: Iterable[Ref]
-    ) -> tuple[float, float]:
-        """What forward takes to make what is kept transposed, where a kernel of this range makes its rows."""
-        turned = [r for r in kept if r.form.layout == "transposed"]
-        if not turned:
-            return NOTHING
-        values = list(map(self.graph.value_of, turned))
-        try:
-            kernel = stretch.forward(start, stop, values, (), values)
-        except NotOneKernel:
-            return NOTHING  # who makes them, forward's cover says
-        assert kernel is not None
-        if not why_not_transposed(self.problem.options, kernel.description):
-            return sum(map(self.prices.size, turned)) / self.problem.options.device.bandwidth, 0.0
-        steps = [turning_step(self.problem, self.prices, r, (start, stop)) for r in turned]
-        return sum([s.seconds for s in steps]), sum([s.host for s in steps])
-
-    def _transposed(self, start: int, stop: int, again: tuple[Ref, ...]) -> tuple[Ref, ...]:
-        """What the kernel of a range has to give transposed: gradients, and values that it computes again."""
-        if not self.problem.transposed:
-            return ()
-        nodes = self.nodes[start:stop]
-        made = {v for n in nodes for v in (n.output, *n.named_out)}
-        entering = dict.fromkeys(v for n in nodes for v in (n.input, *n.named_in.values()) if v not in made)
-        found = [r for v in entering if (r := gradient_ref(v).transposed) in self.problem.transposed]
-        return *found, *[r._replace(kind=RECOMPUTED) for r in again if r.form.layout == "transposed"]
+        left = [r for r in problem.recomputable(*covers) if r not in again]
+        kept = prices.kept_bytes([*left, *[r for s in steps for r in s.reads() if r not in made]])
+        name, more = steps[0].name if steps else "none", in_forward(problem, prices, stretch, covers, left)
+        return Edge(start, stop, name, steps, kept, recomputes=again, in_forward=more)
 
     def _readable(self, stretch: DerivedStretch) -> frozenset[int]:
         """The values that the backward of a stretch may read."""
@@ -280,7 +249,7 @@ class BackwardCandidates:
         """A row op's output that ends a fusion and that later only hanging nodes read: nothing computes it again."""
         last = nodes[-1]
         hanging = last.is_row and self.problem.hanging_reads.get(self.graph.first(last.output))
-        return [self.graph.ref(last.output)] if hanging else []
+        return [self.problem.read_in_backward(last.output)] if hanging else []
 
     def _made_outside(self, ref: Ref, start: int, stop: int) -> bool:
         producer = self.graph.producer(ref.index) if ref.kind is VALUE else None

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from te_fuser.codegen.cuda_formulas import rewrite
-from te_fuser.codegen.nvrtc import arch_of
-from te_fuser.codegen.schedule import limits_of
-from te_fuser.codegen.schedule_model import tile_refusal
 from te_fuser.fuser.graph.refs import SEED, Ref, saved_ref
 from te_fuser.fuser.plan.plan import Refusal
 from te_fuser.fuser.steps.fusion_task import FusionTask
@@ -22,11 +18,10 @@ from te_fuser.fusions.match import Body, Match
 from te_fuser.record import record
 
 if TYPE_CHECKING:
-    from te_fuser.codegen.description import KernelDescription
     from te_fuser.fuser.graph.graph import Node
     from te_fuser.fuser.plan.derivation import DerivedStretch
     from te_fuser.fuser.plan.prices import Prices
-    from te_fuser.fuser.plan.problem import Options, Problem
+    from te_fuser.fuser.plan.problem import Problem
     from te_fuser.fuser.plan.sections import Section
     from te_fuser.fusions.registry import Fusion
     from te_fuser.ops.base import Gradient
@@ -138,45 +133,6 @@ def kernel_step(problem: Problem, prices: Prices, kernel: KernelTask, start: int
     """A row kernel as the step for the ops start..stop-1."""
     # The step holds the kernel, so that its id is not given to another one.
     return prices.once(id(kernel), lambda: _kernel_step(problem, prices, kernel, start, stop))
-
-
-def with_transposed(
-    problem: Problem,
-    prices: Prices,
-    range_: tuple[int, int],
-    wanted: Collection[Ref],
-    derive: Callable[[bool], KernelTask | None],
-) -> tuple[Step, ...]:
-    """The kernel of a range, which stores what is wanted transposed, or else rows that steps of their own turn.
-
-    Args:
-        derive: f(transposed) -> the kernel, which stores these so or by rows; None where there is nothing to do.
-    """
-    kernel = derive(True)
-    turning: Collection[Ref] = ()
-    if wanted and kernel is not None and kernel.description.transposed:
-        if why_not_transposed(problem.options, kernel.description):
-            kernel, turning = derive(False), wanted
-    steps = () if kernel is None else (kernel_step(problem, prices, kernel, *range_),)
-    return *steps, *[turning_step(problem, prices, ref, range_) for ref in turning]
-
-
-def why_not_transposed(options: Options, description: KernelDescription) -> str:
-    """Why a kernel cannot store transposed what it shall; empty where it can."""
-    if options.target != "cuda":
-        return ""
-    limits = limits_of(arch_of(options.capability or options.device.capability or (8, 0)))
-    return tile_refusal(rewrite(description), limits)
-
-
-def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: tuple[int, int]) -> Step:
-    """The step that makes a tensor transposed from its rows."""
-    inputs, outputs = (("rows", ref.by_rows),), (("transposed", ref),)
-    spec = ref.spec(problem.graph)
-    assert spec is not None
-    task = TransposeTask(spec.dtype, problem.options.target == "cuda")
-    price = Price("of_launch", (inputs, outputs, 0.0))
-    return prices.step("transposed8", covers, inputs, outputs, task, price)
 
 
 def _kernel_step(

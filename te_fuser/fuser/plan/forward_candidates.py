@@ -17,8 +17,8 @@ from te_fuser.fuser.plan.candidates import (
     find_rows,
     fusion_task,
     saved_by,
-    with_transposed,
 )
+from te_fuser.fuser.plan.transposing import row_steps
 from te_fuser.fuser.steps.op_tasks import OpTask
 from te_fuser.fuser.steps.step import Price
 from te_fuser.fusions import registry
@@ -109,7 +109,7 @@ class ForwardCandidates:
 
         try:
             wanted = [self.graph.ref(v).transposed for v in turned]
-            steps = with_transposed(self.problem, self.prices, (start, stop), wanted, derive)
+            steps = row_steps(self.problem, self.prices, (start, stop), wanted, derive)
         except NotOneKernel as why:
             ledger.refuse("forward", start, stop, registry.STRETCH, str(why))
             return []

@@ -11,8 +11,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from te_fuser.fuser.graph.refs import (
     AS_MADE,
     GRADIENT,
@@ -122,12 +120,14 @@ def _likeness(graph: Graph, node: Node) -> Hashable:
 
 def _transposed_reads(fusion: Fusion) -> Iterator[tuple[tuple[str, ...], str]]:
     """(for which gradients, or for all, what) a fusion reads transposed in backward."""
-    if fusion.has_backward:
-        reads = [((), name.removesuffix("?")) for name in fusion.reads]
-        reads += [(gradient.produces, name) for gradient in fusion.gradients for name in gradient.reads]
-        for produces, name in reads:
-            if (form := form_named(name)[1]) is not None and form.layout == "transposed":
-                yield produces, name
+    if not fusion.has_backward:
+        return
+    always: tuple[str, ...] = ()
+    reads = [(always, name.removesuffix("?")) for name in fusion.reads]
+    reads += [(gradient.produces, name) for gradient in fusion.gradients for name in gradient.reads]
+    for produces, name in reads:
+        if (form := form_named(name)[1]) is not None and form.layout == "transposed":
+            yield produces, name
 
 
 class _Runs:

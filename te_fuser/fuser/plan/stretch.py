@@ -198,7 +198,8 @@ class Stretch:
         """
         cut = self._cut(start)
         gives = Gives(cut)
-        for value, ref in [*((v, self.graph.ref(v)) for v in stores), *((v, self.graph.ref(v).transposed) for v in transposed)]:
+        refs = [*((v, self.graph.ref(v)) for v in stores), *((v, self.graph.ref(v).transposed) for v in transposed)]
+        for value, ref in refs:
             if ref not in {o.ref for o in gives.outputs}:
                 gives.add(*self._given(value, ref, cut.of(self.env[value])))
         for k, digest in enumerate(statistics):

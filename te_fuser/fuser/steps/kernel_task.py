@@ -127,7 +127,14 @@ class KernelTask(Task):
             slots[self.lead],
             self.batch_dim,
             [
-                (slots[o.ref], -1 if alike is None else alike, _shape_rule(o.axes, o.layout), o.width, o.shape, STORED[o.dtype])
+                (
+                    slots[o.ref],
+                    -1 if alike is None else alike,
+                    _shape_rule(o.axes, o.layout),
+                    o.width,
+                    o.shape,
+                    STORED[o.dtype],
+                )
                 for o, alike in zip(self.outputs, self._alike(len(refs)), strict=True)
             ],
             self.streams,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_fuser import _native
-from te_fuser.codegen.written import WrittenKernel
 from te_fuser.fuser.steps.step import Bench, Runner, Step, Task
 from te_fuser.kernels import transposed8
+
+if TYPE_CHECKING:
+    from te_fuser.codegen.written import WrittenKernel
 
 
 @dataclass(frozen=True)
