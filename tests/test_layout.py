@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
-    "capture": {"dtypes", "ops", "fuser", "recipe"},
+    "capture": {"ops", "fuser", "quantization"},
     "checkpointing": {"quantization"},
     "compare": {"dtypes"},
     "config": set(),
