@@ -1,13 +1,14 @@
 """Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
 
-Forward reads W in 8 bits by rows, backward turned for dx = dy W, and turns dy and x for dW = dy^T x. Each call makes
-both of W before its first step, for all products of the list at once, or they are kept from micro-batch to micro-batch.
+Forward reads W in 8 bits by rows, backward turned for dx = dy W, and dy and x transposed for dW = dy^T x: the kernels
+that make these store them so. Each call makes both of W before its first step, for all products of the list at once, or
+they are kept from micro-batch to micro-batch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,9 +22,8 @@ from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional, PatternPart, check
 from te_fuser.fusions.registry import Fusion, register
 from te_fuser.kernels import quantized_matmul as products
-from te_fuser.kernels import transposed8
 from te_fuser.kernels.quantize_weights import KINDS, QuantizeWeights, Weight8, quantizer_on
-from te_fuser.kernels.transposed8 import Transposed8, padded
+from te_fuser.kernels.transposed8 import padded
 from te_fuser.ops.base import FusableOperation, Gradient
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.float8_matmul import Float8MatMul
@@ -33,7 +33,7 @@ from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
 
 _OF_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
-_OF_WEIGHT = ("input", "0.input_inverse", "0.output_gradient_inverse")
+_OF_WEIGHT = ("dy.transposed", "input.transposed", "0.input_inverse", "0.output_gradient_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
 
@@ -86,9 +86,8 @@ def _input_gradient(
 def _weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: _Product
 ) -> torch.Tensor:
-    """dW = dy^T x."""
-    factors = transposed8.by_kernel(dy), transposed8.by_kernel(x)
-    return cast(torch.Tensor, product.configured().make(*factors, gradient_inverse, inverse))
+    """dW = dy^T x, both given transposed."""
+    return cast(torch.Tensor, product.configured().make(dy, x, gradient_inverse, inverse))
 
 
 def _main_gradient(
@@ -100,16 +99,15 @@ def _main_gradient(
     product: _Product,
     over: bool,
 ) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x; gives what stands for it."""
+    """main_grad += dy^T x, or main_grad = dy^T x, both given transposed; gives what stands for it."""
 
     def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
         run = product.configured("plain" if over else "onto", main_grad.dtype)
         run((dy.mT, x.mT, gradient_inverse, inverse, main_grad))
         torch.autograd.graph.increment_version(main_grad)
 
-    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what was turned.
-    by_rows = (transposed8.by_kernel(t).mT for t in (dy, x))
-    return put_gradient(next(by_rows), next(by_rows), weight, over, put)
+    # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what lies transposed.
+    return put_gradient(dy.mT, x.mT, weight, over, put)
 
 
 def _choose(m: Match, method: str) -> Body:
@@ -122,13 +120,6 @@ def _choose(m: Match, method: str) -> Body:
     if m[0].accumulate_into_main_grad:
         return Body(functools.partial(_main_gradient, product=product, over=m[0].overwrite_main_grad))
     return Body(functools.partial(_weight_gradient, product=product), plain=True)
-
-
-def _kernels(m: Match, direction: str, needed: frozenset[str]) -> Iterator[WrittenKernel]:
-    """Those that its bodies launch beside the products."""
-    if "0.weight" in needed:
-        x, _, gradient = m[0].form.formats
-        yield from (Transposed8(dtype) for dtype in dict.fromkeys((x, gradient)))
 
 
 # ------------------------------------------------------------------------------ why not, and what it costs
@@ -177,21 +168,10 @@ def _backward_costs(m: Match) -> tuple[Cost, Cost]:
 
 
 def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
-    """What is turned before counts as bytes apart."""
     product = _Product.of(m, which)
-    if which == "dW":
-        before, launches, written = 2 * summed * (rows + columns), 3, rows * columns * m[0].dtype_of("weight").itemsize
-    else:
-        before, launches, written = 0, 1, rows * columns * product.out.itemsize
-    read = summed * (rows + columns)
-    return Cost(
-        read + before // 2,
-        written + before - before // 2,
-        2.0 * rows * columns * summed,
-        launches,
-        apart=before,
-        dtype=name_of(product.a),
-    )
+    out = m[0].dtype_of("weight") if which == "dW" else product.out
+    read, written = summed * (rows + columns), rows * columns * out.itemsize
+    return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(product.a))
 
 
 # ---------------------------------------------------------------------------------------------- the fusions
@@ -220,7 +200,6 @@ def _declare(
             doc=doc,
             gradients=gradients,
             choose=_choose,
-            compiles=_kernels,
             takes_gradients_in=_GRADIENTS if gradients else (),
         )
     )
@@ -241,7 +220,7 @@ FUSIONS = (
     ),
     _declare(
         "float8_matmul_backward",
-        "dx = dy W and dW = dy^T x by cuBLASLt, of factors that were turned before.",
+        "dx = dy W and dW = dy^T x by cuBLASLt, of factors that lie along what is summed.",
         (Float8MatMul,),
         lambda m: _why_not_backward(m, main_grad=False),
         (_INPUT, _WEIGHT),
