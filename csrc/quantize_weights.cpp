@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,7 @@ constexpr const char* kinds[] = {"float32", "bfloat16", "float16"};
 struct WeightsKernel {
   CudaModule module;
   Reference out_dtype;
+  std::string out_name;
 };
 
 WeightsKernel& kernel_of(PyObject* self) { return owned_by<WeightsKernel>(self); }
@@ -73,7 +75,7 @@ bool read_pointer(PyObject* tensor, const char* dtype, Py_ssize_t index, Weights
 bool make(const WeightsKernel& kernel, PyObject* like, int64_t height, int64_t width, WeightsCall& call, void** data) {
   const int64_t sizes[] = {height, width};
   Reference found = Reference::steal(new_tensor(like, sizes, 2, kernel.out_dtype.get()));
-  if (!found || !read_pointer(found.get(), "float8_e4m3fn", -1, call, data)) return false;
+  if (!found || !read_pointer(found.get(), kernel.out_name.c_str(), -1, call, data)) return false;
   call.made.push_back(std::move(found));
   return true;
 }
@@ -177,11 +179,16 @@ PyObject* load(PyObject* self, PyObject* argument) {
 }
 
 std::unique_ptr<WeightsKernel> build(PyObject* args, PyObject*) {
-  const char* cubin = nullptr;
+  const char *cubin = nullptr, *dtype = "float8_e4m3fn";
   Py_ssize_t size = 0;
-  if (!PyArg_ParseTuple(args, "y#:QuantizeWeights", &cubin, &size)) return nullptr;
+  if (!PyArg_ParseTuple(args, "y#|s:QuantizeWeights", &cubin, &size, &dtype)) return nullptr;
+  if (find_dtype(dtype) == nullptr || find_dtype(dtype)->bits != 8) {
+    PyErr_Format(PyExc_ValueError, "%s makes numbers of 8 bits, not %s", name, dtype);
+    return nullptr;
+  }
   auto kernel = std::make_unique<WeightsKernel>();
-  kernel->out_dtype = import_from("torch", "float8_e4m3fn");
+  kernel->out_name = dtype;
+  kernel->out_dtype = import_from("torch", dtype);
   if (!kernel->out_dtype) return nullptr;
   kernel->module.name = name;
   kernel->module.cubin.assign(cubin, static_cast<size_t>(size));
@@ -198,7 +205,7 @@ PyMethodDef methods[] = {
 };
 
 PyDoc_STRVAR(documentation,
-             "QuantizeWeights(cubin)\n--\n\nThe kernel that makes 8 bits of weights; call it with (what, *tensors).");
+             "QuantizeWeights(cubin, dtype='float8_e4m3fn')\n--\n\nThe kernel that makes 8 bits of weights; call it with (what, *tensors).");
 
 }  // namespace
 

@@ -340,7 +340,7 @@ class ColumnSums:
 class QuantizeWeights:
     """The kernel that makes 8 bits of many weights in one launch; `kernels/quantize_weights.cu`."""
 
-    def __new__(cls, cubin: bytes) -> QuantizeWeights: ...
+    def __new__(cls, cubin: bytes, dtype: str = "float8_e4m3fn") -> QuantizeWeights: ...
     def __call__(self, what: bytes, /, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """What is made of the weights, one behind the other; alone where it is one tensor.
 

@@ -38,7 +38,7 @@ _GRADIENTS = tuple(FLOAT8.values())
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """One of the three: the dtypes of its factors and its result, and how it is summed."""
 
     a: torch.dtype
@@ -47,7 +47,7 @@ class _Product:
     fast: bool
 
     @classmethod
-    def of(cls, m: Match, which: str) -> _Product:
+    def of(cls, m: Match, which: str) -> Product:
         """`which` is "y", "dx" or "dW"."""
         form = cast(Float8MatMul, m[0]).form
         x, weight, gradient = form.formats
@@ -64,7 +64,7 @@ class _Product:
 # ------------------------------------------------------------------------------------------- what runs
 
 
-def _output(m: FusionCall, x: torch.Tensor, product: _Product, bias: bool) -> torch.Tensor:
+def _output(m: FusionCall, x: torch.Tensor, product: Product, bias: bool) -> torch.Tensor:
     """y = x W^T + b."""
     op = m[0]
     given = x, op.weight_data, op.input_inverse, op.weight_inverse
@@ -77,14 +77,14 @@ def _input_gradient(
     turned: torch.Tensor,
     inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
-    product: _Product,
+    product: Product,
 ) -> torch.Tensor:
     """dx = dy W, of W^T."""
     return cast(torch.Tensor, product.configured().make(dy, turned, gradient_inverse, inverse))
 
 
 def _weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: _Product
+    dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: Product
 ) -> torch.Tensor:
     """dW = dy^T x, both given transposed."""
     return cast(torch.Tensor, product.configured().make(dy, x, gradient_inverse, inverse))
@@ -96,7 +96,7 @@ def _main_gradient(
     inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
     weight: torch.Tensor,
-    product: _Product,
+    product: Product,
     over: bool,
 ) -> torch.Tensor:
     """main_grad += dy^T x, or main_grad = dy^T x, both given transposed; gives what stands for it."""
@@ -112,11 +112,11 @@ def _main_gradient(
 
 def _choose(m: Match, method: str) -> Body:
     if method == "forward":
-        run = functools.partial(_output, product=_Product.of(m, "y"), bias=m[len(m) - 1].kind is Bias)
+        run = functools.partial(_output, product=Product.of(m, "y"), bias=m[len(m) - 1].kind is Bias)
         return Body(run, plain=True)
     if method == "input_gradient":
-        return Body(functools.partial(_input_gradient, product=_Product.of(m, "dx")), plain=True)
-    product = _Product.of(m, "dW")
+        return Body(functools.partial(_input_gradient, product=Product.of(m, "dx")), plain=True)
+    product = Product.of(m, "dW")
     if m[0].accumulate_into_main_grad:
         return Body(functools.partial(_main_gradient, product=product, over=m[0].overwrite_main_grad))
     return Body(functools.partial(_weight_gradient, product=product), plain=True)
@@ -125,7 +125,7 @@ def _choose(m: Match, method: str) -> Body:
 # ------------------------------------------------------------------------------ why not, and what it costs
 
 
-def _why_not(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
+def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
     """Why cuBLASLt cannot run these products of a match; True when it can."""
     why = products.obstacle_on(m.device, m.capability)
     if why is not None:
@@ -137,11 +137,11 @@ def _why_not(m: Match, which: Iterable[str], kind: str = "plain") -> str | bool:
         return f"weights are quantized from {', '.join(map(text_of, KINDS))}, this one is in {text_of(weight)}"
     if m.capability is not None:  # a GPU that is not at hand cannot be asked
         return True
-    found = (asked(_refusal, m, _Product.of(m, product), product, m.x.rows, kind) for product in which)
+    found = (asked(_refusal, m, Product.of(m, product), product, m.x.rows, kind) for product in which)
     return next((words for words in found if words), True)
 
 
-def _refusal(m: Match, product: _Product, which: str, rows: int, kind: str) -> str | None:
+def _refusal(m: Match, product: Product, which: str, rows: int, kind: str) -> str | None:
     op = cast(Float8MatMul, m[0])
     inner, out = op.in_features, op.out_features
     sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, padded(rows))}[which]
@@ -154,8 +154,8 @@ def _refusal(m: Match, product: _Product, which: str, rows: int, kind: str) -> s
 def _why_not_backward(m: Match, main_grad: bool) -> str | bool:
     if m[0].accumulate_into_main_grad != main_grad:
         return "accumulate_into_main_grad is off" if main_grad else "the weight's gradient goes to its main_grad"
-    onto = _why_not(m, ("dW",), "onto") if main_grad else True
-    return onto if isinstance(onto, str) else _why_not(m, ("dx",) if main_grad else ("dx", "dW"))
+    onto = why_no_float8(m, ("dW",), "onto") if main_grad else True
+    return onto if isinstance(onto, str) else why_no_float8(m, ("dx",) if main_grad else ("dx", "dW"))
 
 
 def _forward_cost(m: Match) -> Cost:
@@ -168,7 +168,7 @@ def _backward_costs(m: Match) -> tuple[Cost, Cost]:
 
 
 def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
-    product = _Product.of(m, which)
+    product = Product.of(m, which)
     out = m[0].dtype_of("weight") if which == "dW" else product.out
     read, written = summed * (rows + columns), rows * columns * out.itemsize
     return Cost(read, written, 2.0 * rows * columns * summed, dtype=name_of(product.a))
@@ -210,13 +210,13 @@ FUSIONS = (
         "float8_matmul",
         "y = (x s) (W t)^T by cuBLASLt.",
         (Float8MatMul,),
-        lambda m: _why_not(m, ("y",)),
+        lambda m: why_no_float8(m, ("y",)),
     ),
     _declare(
         "float8_matmul_bias",
         "The product's epilogue adds the bias.",
         (Float8MatMul, Optional(QuantizeGradient), Bias),
-        lambda m: why_no_bias(m, len(m) - 1) or _why_not(m, ("y",), "bias"),
+        lambda m: why_no_bias(m, len(m) - 1) or why_no_float8(m, ("y",), "bias"),
     ),
     _declare(
         "float8_matmul_backward",

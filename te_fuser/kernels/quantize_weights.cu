@@ -1,7 +1,6 @@
 // Weights in 8 bits, by rows and turned, and the largest magnitude of each: many in one launch.
-
-#include "te_cuda_quantize.cuh"
-#include "te_quantize_weights.h"
+//
+// quantize_weights.py writes in front of this text what it includes, and Narrow, which 8 bits these are.
 
 // The last weight that begins at this tile or before.
 TE_DEVICE int weight_of(const te::WeightList& list, int count, int tile) {
@@ -16,7 +15,7 @@ TE_DEVICE int weight_of(const te::WeightList& list, int count, int tile) {
 
 template <class T>
 TE_DEVICE unsigned quantize(const te::WeightPlaces& weight, int tile, uint4* shared) {
-  const te::Layouts to{static_cast<te::e4m3*>(weight.rows), static_cast<te::e4m3*>(weight.turned)};
+  const te::Layouts<Narrow> to{static_cast<Narrow*>(weight.rows), static_cast<Narrow*>(weight.turned)};
   return te::quantize_tile(static_cast<const T*>(weight.elements), weight.height, weight.width, tile, *weight.scale, to,
                            shared);
 }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.codegen.written import TextKernel
 from te_fuser.dtypes import text_of
 from te_fuser.formula.float8 import rounded
@@ -83,12 +84,13 @@ def quantize_weights(
     return list(zip(made[::2], made[1::2], strict=True))
 
 
-def quantizer_on(device: torch.device, weights: Sequence[Weight8]) -> Quantizer:
+def quantizer_on(device: torch.device, weights: Sequence[Weight8], dtype: torch.dtype = DTYPE) -> Quantizer:
     """f(weight, scale, its amax where that is raised, the next weight, ...) -> what is made, as a tuple.
 
-    One tensor is given alone. On a CUDA device, by one launch; plans compile the kernel.
+    One tensor is given alone. On a CUDA device, by one launch; plans compile the kernel. By rows, matrices of any
+    height are taken.
     """
-    return functools.partial(QuantizeWeights().ready(device), bytes([w.code for w in weights]))
+    return functools.partial(QuantizeWeights(dtype).ready(device), bytes([w.code for w in weights]))
 
 
 def by_torch(weights: Sequence[Weight8], *tensors: torch.Tensor) -> Any:
@@ -119,16 +121,23 @@ def _check(w: torch.Tensor, *numbers: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class QuantizeWeights(TextKernel["_native.QuantizeWeights"]):
-    """The kernel as plans compile it beside their generated ones."""
+    """The kernel as plans compile it beside their generated ones.
 
+    Attributes:
+        dtype: which 8 bits it makes.
+    """
+
+    dtype: torch.dtype = DTYPE
     name: ClassVar[str] = "quantize_weights"
 
     def text(self) -> str:
-        """The CUDA text."""
-        return Path(__file__).with_suffix(".cu").read_text()
+        """The CUDA text: what it includes, its 8 bits, and `quantize_weights.cu`."""
+        lines = [f'#include "{name}"' for name in ("te_cuda_quantize.cuh", "te_quantize_weights.h")]
+        lines += ["", f"using Narrow = {CTYPES[text_of(self.dtype)]};", ""]
+        return "\n".join([*lines, Path(__file__).with_suffix(".cu").read_text()])
 
     def native(self, cubin: bytes) -> _native.QuantizeWeights:
         """The kernel as the native runtime takes it."""
         from te_fuser import _native
 
-        return _native.QuantizeWeights(cubin)
+        return _native.QuantizeWeights(cubin, text_of(self.dtype))

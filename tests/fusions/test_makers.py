@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,36 +14,18 @@ from torch.distributed.fsdp import fully_shard
 
 import te_fuser as te
 from te_fuser import fusions, ops
-from te_fuser.fuser.plan.device import device_named
-from te_fuser.fuser.run import fuser
 from te_fuser.fusions import cublaslt_float8
-from te_fuser.kernels import quantized_matmul
 from te_fuser.quantization import kept, lowering, states
 from te_fuser.recipe import DelayedScaling
-from tests import fake_cublaslt
-from tests.fake_cuda import Emulation, FakeDriver
+from tests.fake_cuda import FakeDriver
+from tests.fusions.emulated_gpu import on_an_emulated_gpu  # noqa: F401
 from tests.needs import needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("on_an_emulated_gpu")]
 
 F, FFN = 32, 64
 RECIPE = DelayedScaling(amax_history_len=3)
 PRODUCTS = ("float8_matmul", "float8_matmul_bias", "float8_matmul_backward", "float8_matmul_main_grad")
-
-
-@pytest.fixture(autouse=True)
-def _library(
-    tmp_path_factory: pytest.TempPathFactory, emulation: Emulation, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Kernels and products run on the CPU."""
-    monkeypatch.setattr(quantized_matmul, "obstacle_on", lambda *_: None)
-    monkeypatch.setattr(quantized_matmul, "refusal", lambda *_: None)
-    monkeypatch.setattr(fuser, "device_of", lambda device: device_named("h200"))
-    quantized_matmul.configured.cache_clear()
-    library: Path = fake_cublaslt.compile_library(tmp_path_factory.mktemp("library"))
-    with fake_cublaslt.in_place(library), emulation.in_plans():
-        yield
-    quantized_matmul.configured.cache_clear()
 
 
 def mlp(**how: Any) -> te.Sequential:

@@ -24,6 +24,8 @@ RECIPES = {
     "hybrid": RECIPE,
     "e4m3": DelayedScaling(fp8_format=Format.E4M3, amax_history_len=2, margin=1),
     "kept_dw": DelayedScaling(override_linear_precision=(False, False, True)),
+    "kept_y": DelayedScaling(override_linear_precision=(True, False, False)),
+    "kept_dx": DelayedScaling(override_linear_precision=(False, True, False), fp8_format=Format.E4M3),
 }
 MODELS: dict[str, Callable[[], Any]] = {
     "linear": lambda: te.Sequential(ops.Linear(F, FFN)),
@@ -38,7 +40,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "te.LayerNormMLP gated": lambda: te.LayerNormMLP(F, FFN, normalization="RMSNorm", activation="swiglu"),
     "te.TransformerLayer": lambda: te.TransformerLayer(F, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0),
 }
-OURS = ("float8_matmul", "float8_matmul_bias", "float8_matmul_backward", "float8_matmul_main_grad")
+OURS = (
+    "float8_matmul",
+    "float8_matmul_bias",
+    "float8_matmul_backward",
+    "float8_matmul_main_grad",
+    "partly_float8_mat_mul",
+    "partly_float8_mat_mul_backward",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,11 @@ from te_fuser.kernels.quantize_weights import QuantizeWeights, Weight8, by_torch
 from te_fuser.quantization import quantize
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
-from tests.float8 import E4M3, codes, every_number, telling_numbers
+from tests.float8 import E4M3, E5M2, codes, every_number, telling_numbers
 from tests.kernels.weights8 import DTYPES, run_weights, weights_like, weights_wrongly
 from tests.needs import needs_compiler, needs_nvrtc
 
-KERNEL = QuantizeWeights()
+KERNEL, OTHER = QuantizeWeights(), QuantizeWeights(E5M2)
 CPU = torch.device("cpu")  # on which tensors stand for those of a GPU
 OF_ALL = [*((dtype,) for dtype in DTYPES), DTYPES]
 
@@ -29,7 +29,7 @@ OF_ALL = [*((dtype,) for dtype in DTYPES), DTYPES]
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDriver]:
     """The kernel run by a driver that executes it on the CPU."""
     folder = tmp_path_factory.mktemp("weights")
-    native = emulate([KERNEL], folder)
+    native = emulate([KERNEL, OTHER], folder)
     with in_place_of_written(native.__getitem__), in_place(compile_driver(folder)) as driver:
         yield driver
 
@@ -103,6 +103,17 @@ def test_what_nobody_wants_is_not_made(rows: bool, turned: bool, records: bool, 
 
 
 @needs_compiler
+def test_other_8_bits(emulated: FakeDriver) -> None:
+    """Of matrices of any height, by rows."""
+    for x in (torch.randn(17, 48), torch.randn(130, 32).bfloat16(), torch.randn(1, 16).half()):
+        slot, exact = torch.zeros(()), quantize(x, E5M2, 900.0)
+        found = quantizer_on(CPU, [Weight8(x.dtype, turned=False, records=True)], E5M2)(x, torch.tensor(900.0), slot)
+        assert found.dtype == E5M2 and torch.equal(codes(found), codes(exact.data)) and slot == exact.amax
+    with pytest.raises(ValueError, match="makes numbers of 8 bits, not bfloat16"):
+        _native.QuantizeWeights(b"", "bfloat16")
+
+
+@needs_compiler
 def test_what_lies_otherwise_is_copied(emulated: FakeDriver) -> None:
     apart = torch.randn(32, 64)[:, 16:]
     shifted = torch.randn(32 * 48 + 1)[1:].view(32, 48)
@@ -171,9 +182,10 @@ def test_the_native_kernel_refuses(name: str, emulated: FakeDriver) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_compiles(arch: str, tmp_path: Path) -> None:
-    compiled = nvrtc.compile_source(KERNEL.text(), arch, name=KERNEL.name, cache=tmp_path)
-    assert {r.symbol for r in compiled.resources} == {KERNEL.name}
-    assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled
+    for kernel in (KERNEL, OTHER):
+        compiled = nvrtc.compile_source(kernel.text(), arch, name=kernel.name, cache=tmp_path)
+        assert {r.symbol for r in compiled.resources} == {kernel.name}
+        assert all(r.spilled_bytes == 0 and r.stack_bytes == 0 for r in compiled.resources), compiled
 
 
 @needs_nvrtc

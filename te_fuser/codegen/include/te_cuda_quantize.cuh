@@ -16,15 +16,16 @@ constexpr int kTileBlocks = 3, kTileAhead = 2;
 #endif
 
 // Where a matrix in 8 bits goes, by rows and transposed; none: it is not made.
+template <class N>
 struct Layouts {
-  e4m3* rows;
-  e4m3* turned;
+  N* rows;
+  N* turned;
 };
 
-// Tile number `tile` of a matrix, as far as it is there, times a scale in E4M3. Gives the bits of the largest magnitude
+// Tile number `tile` of a matrix, as far as it is there, times a scale in 8 bits. Gives the bits of the largest magnitude
 // of what the thread read.
-template <class T>
-TE_DEVICE unsigned quantize_tile(const T* elements, int height, int width, int tile, float scale, Layouts to,
+template <class T, class N>
+TE_DEVICE unsigned quantize_tile(const T* elements, int height, int width, int tile, float scale, Layouts<N> to,
                                  uint4* shared) {
   constexpr int kVector = 16 / sizeof(T), kLanes = kTileColumns / kVector, kSlots = kTileThreads / kLanes;
   const int across = (width + kTileColumns - 1) / kTileColumns;
@@ -59,7 +60,7 @@ TE_DEVICE unsigned quantize_tile(const T* elements, int height, int width, int t
           largest = larger(largest, number);
           scaled[k] = number * scale;
         }
-        put_row<e4m3>(rows, r, scaled);
+        put_row<N>(rows, r, scaled);
         const int row = top + 4 * four + r;
         if (to.rows != nullptr && row < height && column < width)
           access::write<kVector / 4>(
