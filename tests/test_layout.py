@@ -116,6 +116,7 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "cut",
     "facts",
     "float8_products",
     "given",
