@@ -12,6 +12,7 @@ from te_fuser.ops.checks import feature_size
 from te_fuser.ops.cut import COLUMN, Cut
 from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.spread import FEATURES, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction
 
 
@@ -54,6 +55,11 @@ class Bias(Cut, RowOp):
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         cut = self.parallel_mode == COLUMN
         return {"bias": (self.share(self.features, "features"),)} if cut else {}
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        if self.is_cut and self.group == told.group:
+            self.check_spread(x, FEATURES if self.parallel_mode == COLUMN else self.between)
+        return super().spread(x, told)
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias

@@ -242,7 +242,8 @@ def _quantizing(item: ListedOp, op: FusableOperation, suffix: str, role: str, re
 def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping[str, Binding]) -> ListedOp:
     op.train(item.lowered.op.training)
     low = LoweredOp(op, bindings, item.lowered.suffix)
-    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream)
+    summed = {name: group for name, group in item.summed.items() if name in bindings}
+    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed)
 
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:

@@ -16,6 +16,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.ops.binding import Binding, Key, StandIns
+    from te_fuser.ops.group import Group
     from te_fuser.ops.sizes import Questions
 
 
@@ -31,6 +32,7 @@ class ListedOp:
         names_in, names_out: argument -> the name it reads, and the names it gives to its output, qualified by path.
         casts: parameters that it reads in another dtype than their own.
         stream: the number of its random stream: its place in the list before anything was added to that.
+        summed: parameters of whose gradient each rank of a group has a term.
     """
 
     lowered: LoweredOp
@@ -40,6 +42,7 @@ class ListedOp:
     scope: str = ""
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     stream: int = -1
+    summed: Mapping[str, Group] = field(default_factory=dict)
 
     def as_now(self, training: bool) -> ListedOp:
         """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these.
