@@ -33,6 +33,7 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.ops.group import Group
+    from te_fuser.ops.share import Share
 
 
 @record()
@@ -85,6 +86,7 @@ class Node:
     is_row: bool = False  # whether a formula gives it
     reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
     gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
+    share: Share | None = None  # what this rank has of its input, for what it draws; None: all
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Graph:
 
     def value_of(self, ref: Ref) -> int:
         """The first value that is this tensor, or that it is computed again for."""
-        return self._firsts[ref._replace(kind=VALUE)]
+        return self._firsts[ref.by_rows._replace(kind=VALUE)]
 
     def stored(self, ref: Ref) -> Ref:
         """The first name of the memory of a tensor: a value may be a view of an earlier one."""
@@ -227,7 +229,8 @@ class Graph:
 
     def owner(self, ref: Ref) -> str:
         """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
-        return "input" if ref.kind is VALUE and self.producer(self.stored(ref).index) is None else ref.owner
+        given = ref.kind is VALUE and ref.form.layout == "rows" and self.producer(self.stored(ref).index) is None
+        return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""
@@ -354,6 +357,7 @@ class GraphBuilder:
                 kind.is_row,
                 kind.reads,
                 kind.gradients(op, (*parameters, *named_in)),
+                listed.share,
             )
         )
         return output

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from te_fuser.formula.expr import Axes
+from te_fuser.ops.share import Share
 from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
 
 if TYPE_CHECKING:
@@ -94,9 +95,12 @@ class _Walk:
             told = Told(self._group, start, named, shapes)
             self._check_gradients(item, x)
             summed = dict.fromkeys(op.summed(x, told), self._group)
-            x = op.spread(x, told)
+            x_in, x = x, op.spread(x, told)
             bound.update(dict.fromkeys(item.names_out, x))
-            yield replace(item, summed={**item.summed, **summed}) if summed else item
+            share = None if not op.draws() or x_in in (WHOLE, GATHERED) else _share(x_in, self._group, item.share)
+            if summed or share is not None:
+                item = replace(item, summed={**item.summed, **summed}, share=share or item.share)
+            yield item
 
     def _check_gradients(self, item: ListedOp, x: Spread) -> None:
         """Refuse what the call gives for all rows, or for all features, where each rank has a term of its gradient."""
@@ -110,6 +114,12 @@ class _Walk:
                     f"{name.rsplit('/', 1)[-1]!r} needs a gradient, of which each rank has a term alone, as x is {x}: "
                     "give it detached, or put what makes it into the list"
                 )
+
+
+def _share(x: Spread, group: Group, other: Share | None) -> Share:
+    """What a rank has of an op's input, for what the op draws; `other`: by another group."""
+    known = other or Share()
+    return replace(known, rows=group, dim=x.dim) if x.dim is not None else replace(known, columns=group)
 
 
 def _axes(op: FusableOperation, argument: str) -> Axes | None:
