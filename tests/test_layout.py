@@ -90,6 +90,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.dtensor",  # of tensors, not an op
     "te_fuser.ops.facts",
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
@@ -116,6 +117,7 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "dtensor",
     "facts",
     "float8_products",
     "given",

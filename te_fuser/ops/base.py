@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.utils.parametrize
@@ -24,6 +24,9 @@ from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.record import record
+
+if TYPE_CHECKING:
+    from te_fuser.ops.group import Group
 
 
 @dataclass(frozen=True)
@@ -328,6 +331,10 @@ class FusableOperation(HoldsScales):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
+        return {}
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        """For each parameter of which a rank has its part alone: the dimension that is cut, and the ranks."""
         return {}
 
     def draws(self) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spe
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
+
+if TYPE_CHECKING:
+    from te_fuser.ops.dtensor import Lies
 
 
 @record()
@@ -96,6 +100,7 @@ class Graph:
     output: int
     named_outputs: Mapping[str, int]
     stand_ins: StandIns  # what stands for the parameters that are computed
+    lies: tuple[Lies | None, ...] = ()  # of each parameter, how it lies among ranks; None of a plain tensor
 
     @functools.cached_property
     def _roots(self) -> list[int]:
@@ -290,6 +295,7 @@ class GraphBuilder:
             current,
             {name: self._exported(name) for name in self.call.outputs},
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
+            tuple(p.lies for p in known),
         )
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
@@ -307,7 +313,7 @@ class GraphBuilder:
             known[name] = self.call.parameters[key]
         # What is alike is checked once.
         x, checked = self.values[current].spec, len(self.checked)
-        given = [(name, p.spec.key, p.kind) for name, p in known.items()]
+        given = [(name, p.spec.key, p.kind, p.lies) for name, p in known.items()]
         like = self.checked.setdefault((kind, x.key, *listed.casts.items(), *given), checked)
         if like == checked:
             check_input(label, op, x)

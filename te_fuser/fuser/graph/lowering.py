@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.graph.autocast import autocast
+from te_fuser.fuser.graph.distributed import distributed
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 
 Pass = Callable[[Sequence[ListedOp], CallSpecs], Sequence[ListedOp]]
@@ -26,7 +27,7 @@ def without_idle(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[Listed
     return [item for item in listed if works(item)]
 
 
-PASSES: tuple[Pass, ...] = (without_idle, autocast)
+PASSES: tuple[Pass, ...] = (without_idle, distributed, autocast)
 
 
 def lower(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
