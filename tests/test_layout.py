@@ -117,6 +117,7 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "cut",
     "dtensor",
     "facts",
     "float8_products",

@@ -270,6 +270,10 @@ class FusableOperation(HoldsScales):
         """The elementary ops this one stands for."""
         return [LoweredOp(self, {name: Binding(self, name) for name in self.parameter_names()})]
 
+    def each_rank(self) -> tuple[FusableOperation, ...]:
+        """What each of the ranks that share this op runs in its place, one of its kind among collectives."""
+        return (self,)
+
     def parameter_names(self) -> tuple[str, ...]:
         """The parameters that are there, those included that torch.nn.utils.parametrize computes."""
         own = [name for name, p in self._parameters.items() if p is not None]
