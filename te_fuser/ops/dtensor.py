@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -115,3 +115,27 @@ def as_gradient(gradient: torch.Tensor, spec: Any, shape: tuple[int, ...]) -> to
     if gradient.storage_offset():  # of such a one no DTensor can be copied; of the same memory as a storage it can
         gradient = torch.from_dlpack(gradient)
     return kind(gradient if gradient.shape == shape else gradient.view(shape), spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def own_chunk(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's own part of a tensor that every rank has whole, as a DTensor lies; a view."""
+    (chunk,) = like.__create_chunk_list__()
+    own = whole[tuple([slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)])]
+    return own.view(like._local_tensor.shape) if not own.numel() else own
+
+
+def filled(owner: torch.nn.Module, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+    """Fill a parameter; of a DTensor every rank draws the whole and takes its part, so that all draw what one would."""
+    parameter = owner._parameters.get(name)
+    if parameter is None:
+        return
+    if not is_dtensor(parameter):
+        fill(parameter)
+        return
+    (first, *others), parts = parameter.shape, in_parts(owner, name)
+    shape = (first, *others) if parts == 1 else (first * others[0], *others[1:])
+    local = parameter._local_tensor
+    whole = torch.empty(shape, dtype=local.dtype, device=local.device)
+    fill(whole)
+    with torch.no_grad():
+        local.copy_(own_chunk(whole.view(parameter.shape), parameter))

@@ -15,6 +15,7 @@ from te_fuser.ops.base import FusableOperation, Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.cut import COLUMN, ROW, Cut
+from te_fuser.ops.dtensor import filled
 from te_fuser.ops.group import Group
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
@@ -117,8 +118,7 @@ class MatMul(Cut, UnfusedOperation):
     def reset_parameters(self) -> None:
         """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features); scales of FP8 begin anew."""
         self.reset_scales()
-        if self.weight is not None:
-            init_linear_weight(self.weight, self.init_method)
+        filled(self, "weight", lambda weight: init_linear_weight(weight, self.init_method))
 
     @property
     def own_features(self) -> tuple[int, int]:
