@@ -15,6 +15,7 @@ COLUMN, ROW = "column", "row"
 SHARING = ("parallel_mode", "group", "sequence_parallel", "sequence_dim")  # attributes of every such op
 
 Op = TypeVar("Op", bound=FusableOperation)
+Sharing = TypeVar("Sharing", bound="Cut")
 
 
 class Cut(FusableOperation):
@@ -105,6 +106,12 @@ class Cut(FusableOperation):
         kept = {name: value for name, value in self.__dict__.items() if name != "_parallel_mode"}
         object.__setattr__(made, "__dict__", {**kept, **sizes})
         return made
+
+    def shared_as(self: Sharing, other: Cut) -> Sharing:
+        """This op, shared by the same ranks in the same way as another one."""
+        for name in SHARING:
+            setattr(self, name, getattr(other, name))
+        return self
 
     def infer(self, x: Spec) -> Any:
         ops = self.each_rank()
