@@ -149,6 +149,19 @@ ASPECTS = {
     "codegen": {"float8", "maxima"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
+    "parallel": {
+        "collectives",
+        "cut_products",
+        "data_parallel",
+        "draws",
+        "dtensor_parameters",
+        "fully_shard",
+        "lockstep",
+        "presets",
+        "ranks",
+        "spread",
+        "two_meshes",
+    },
 }
 
 

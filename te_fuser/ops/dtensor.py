@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
+from torch.distributed.distributed_c10d import get_process_group_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -28,14 +29,15 @@ class Lies(NamedTuple):
 
     Attributes:
         shape: of this rank's own tensor.
-        mesh: the mesh, and how many ranks and which group each of its dimensions has.
+        mesh: the mesh in words.
+        ranks: for each dimension of the mesh those that this rank is among; a DTensor may know them by an older mesh.
         placements: for each dimension of the mesh.
         parts: how many parts it has that are cut each by itself.
     """
 
     shape: tuple[int, ...]
     mesh: str
-    groups: tuple[tuple[str, int], ...]
+    ranks: tuple[tuple[int, ...], ...]
     placements: tuple[Placement, ...]
     parts: int = 1
 
@@ -45,8 +47,8 @@ class Lies(NamedTuple):
         if not is_dtensor(t):
             return None
         mesh = t.device_mesh
-        groups = tuple((g.group_name, g.size()) for g in mesh.get_all_groups())
-        return cls(tuple(t._local_tensor.shape), str(mesh), groups, tuple(t.placements), parts)
+        ranks = tuple(tuple(get_process_group_ranks(g)) for g in mesh.get_all_groups())
+        return cls(tuple(t._local_tensor.shape), str(mesh), ranks, tuple(t.placements), parts)
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -55,11 +57,11 @@ class Lies(NamedTuple):
 
     def is_whole(self) -> bool:
         """Whether every rank has all of it."""
-        return all(p.is_replicate() or n == 1 for p, (_, n) in zip(self.placements, self.groups, strict=True))
+        return all(p.is_replicate() or len(r) == 1 for p, r in zip(self.placements, self.ranks, strict=True))
 
     def is_cut(self, dim: int, group: Group) -> bool:
         """Whether the ranks of that group alone, in their order, have equal parts along a dimension that ops see."""
-        if self.groups != ((group.name, group.size),):
+        if self.ranks != (tuple(get_process_group_ranks(group.process_group())),):
             return False
         (placement,) = self.placements
         return placement.is_shard(dim if self.parts == 1 else dim + 1)

@@ -44,7 +44,7 @@ def derived_plan(model: torch.nn.Module, group: Group) -> dict[str, Column | Row
     plan: dict[str, Column | Row] = {}
     for run in _branches(model, ""):
         for first, between, last in _pairs(run):
-            parts = _parts(between, group)
+            parts = _parts(first[1], between, group)
             plan[first[0]] = Column(parts=parts)
             plan.update({name: Column(parts=parts) for name, op in between if isinstance(_own(op), Bias)})
             plan[last[0]] = Row()
@@ -122,24 +122,25 @@ def _takes_its_share(op: torch.nn.Module) -> bool:
     return expr.lift(op.compute(features)).depth == 0
 
 
-def _parts(between: list[Named], group: Group) -> int:
-    """How many equal parts lie side by side in what a product gives, each of which is cut by itself."""
+def _parts(product: FusableOperation, between: list[Named], group: Group) -> int:
+    """How many equal parts lie side by side in a weight, each of which is cut by itself."""
+    joined = isinstance(product, Bound) and not isinstance(product.names["weight"], str)
     for name, module in between:
         op = _own(module)
         if isinstance(op, GatedUnit) and op.glu_interleave_size is None:
-            return 2
+            return 1 if joined else 2
         if isinstance(op, DotProductAttention):
-            return _parts_of_heads(name, op, group)
+            return _parts_of_heads(name, op, group, joined)
     return 1
 
 
-def _parts_of_heads(name: str, op: DotProductAttention, group: Group) -> int:
+def _parts_of_heads(name: str, op: DotProductAttention, group: Group, joined: bool) -> int:
     if op.kv_heads % group.size:
         raise ValueError(
             f"{type(op).__name__} {name!r} on {group}: kv_heads={op.kv_heads} cannot be cut into {group.size} equal "
             "parts: take fewer ranks, or more key/value heads"
         )
-    if op.packing != "blocked":
+    if op.packing != "blocked" or joined:
         return 1
     if op.heads != op.kv_heads:
         raise ValueError(
