@@ -382,6 +382,10 @@ class FusableOperation(HoldsScales):
         """The shapes that parameters must have, where no formula says it."""
         return {}
 
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        """For each parameter of which a rank has its part alone: the dimension that is cut, and the ranks."""
+        return {}
+
     def draws(self) -> bool:
         """Whether this op draws random numbers as it is now (training or not)."""
         return False

@@ -11,6 +11,8 @@ import torch
 
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import FusableOperation, LoweredOp, Spec
+from te_fuser.ops.dtensor import Lies, in_parts
+from te_fuser.ops.joined import parts_of
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @record()
@@ -99,18 +102,26 @@ class ParameterSpecs:
     Attributes:
         kind: the class of the tensor.
         computed: whether it is computed in each call, and so nothing that could be looked at.
+        lies: how it lies among ranks, of a DTensor; `spec` is that of this rank's own part.
+        joined: the same of those that it was joined from.
     """
 
     spec: Spec
     requires_grad: bool
     kind: type
     computed: bool
+    lies: Lies | None = None
+    joined: tuple[Lies, ...] = ()
 
     @classmethod
     def of(cls, binding: Binding, t: torch.Tensor, absent: torch.device | None = None) -> ParameterSpecs:
         """What is known of a parameter that is `t` in this call."""
         kind = torch.Tensor if stands_in(t) else type(t)
-        return cls(spec_of(t, absent), t.requires_grad, kind, binding.computed)
+        lies, spec = None, spec_of(t, absent)
+        if kind not in _PLAIN and (lies := Lies.of(t, in_parts(binding.owner, binding.name))) is not None:
+            spec = replace(spec, shape=lies.seen)
+        joined = tuple(filter(None, map(Lies.of, parts_of(t)))) if binding.computed else ()
+        return cls(spec, t.requires_grad, kind, binding.computed, lies, joined)
 
     def stand_in(self) -> torch.Tensor:
         """A tensor without values in its place."""
