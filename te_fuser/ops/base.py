@@ -290,9 +290,9 @@ class FusableOperation(HoldsScales):
         """The ranks that share it by what it says of itself, from which the spreads of a list's values follow."""
         return None
 
-    def rows_cut_along(self) -> int | None:
-        """The dimension along which these cut the rows of what is whole in its features; None: they do not."""
-        return None
+    def takes_spread(self) -> Spread:
+        """What these have of the input that it takes."""
+        return WHOLE
 
     def of_rank(self, x: Spread, told: Told) -> FusableOperation:
         """The op that each rank runs on an input that they have so; by default the same.
