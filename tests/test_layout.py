@@ -91,6 +91,7 @@ ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
     "te_fuser.ops.facts",
+    "te_fuser.ops.group",  # of ranks, not an op
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.utils.parametrize
@@ -24,6 +24,9 @@ from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.record import record
+
+if TYPE_CHECKING:
+    from te_fuser.ops.group import Group
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,10 @@ class FusableOperation(HoldsScales):
     def lower(self) -> list[LoweredOp]:
         """The elementary ops this one stands for."""
         return [LoweredOp(self, {name: Binding(self, name) for name in self.parameter_names()})]
+
+    def shared_by(self) -> Group | None:
+        """The ranks that share this op, or run it together; None: each process has it for itself."""
+        return None
 
     def parameter_names(self) -> tuple[str, ...]:
         """The parameters that are there, those included that torch.nn.utils.parametrize computes."""

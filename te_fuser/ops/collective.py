@@ -135,6 +135,9 @@ class Collective(UnfusedOperation):
         """The same of dy; None: dx = dy."""
         raise NotImplementedError(f"{type(self).__name__} must say what it exchanges in backward")
 
+    def shared_by(self) -> Group | None:
+        return self.group if self.group.size > 1 else None
+
     @property
     def ranks(self) -> int:  # type: ignore[override]
         return self.group.size
