@@ -91,7 +91,8 @@ ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
     "te_fuser.ops.facts",
-    "te_fuser.ops.group",  # of ranks, not an op
+    "te_fuser.ops.gradient_sums",  # of tensors, not an op
+    "te_fuser.ops.group",  # the same
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
@@ -99,6 +100,7 @@ ABSTRACT = {
     "te_fuser.ops.rows",
     "te_fuser.ops.share",
     "te_fuser.ops.sizes",
+    "te_fuser.ops.spread",
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
@@ -118,9 +120,11 @@ OP_HELPERS = {
     "binding",
     "checks",
     "construction",
+    "cut",
     "facts",
     "float8_products",
     "given",
+    "gradient_sums",
     "group",
     "hooks",
     "joined",
@@ -131,6 +135,7 @@ OP_HELPERS = {
     "scales",
     "share",
     "sizes",
+    "spread",
     "tensor_function",
     "transposed",
 }
@@ -282,6 +287,7 @@ def test_autograd_functions():
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.collective", "_Exchanged"),
         ("te_fuser.ops.float8_products", "_Products"),
+        ("te_fuser.ops.gradient_sums", "_Summed"),
         ("te_fuser.ops.joined", "InOneBuffer"),
     ]
 

@@ -14,6 +14,7 @@ from te_fuser.ops.bias import Bias
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.cast import Cast
 from te_fuser.ops.collective import Collective
+from te_fuser.ops.cut import Cut
 from te_fuser.ops.dot_product_attention import DotProductAttention
 from te_fuser.ops.drop_path import DropPath
 from te_fuser.ops.dropout import Dropout
@@ -76,6 +77,7 @@ __all__ = [
     "Cast",
     "ClampedSwiGLU",
     "Collective",
+    "Cut",
     "DotProductAttention",
     "DropPath",
     "Dropout",

@@ -15,6 +15,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from te_fuser.ops.checks import whole_number
+
 Fill = Callable[[torch.Tensor], Any]
 Arguments = TypeVar("Arguments", bound="Placed")
 
@@ -42,8 +44,9 @@ class Placed:
     Attributes:
         params_dtype: the parameters'; None: torch's default.
         device: the parameters'; None: torch's default where it was set, else the GPU where there is one, else the CPU.
-        sequence_parallel: what parameters that see a part of the sequence are marked with.
-        tp_group: the group of ranks that share the weights; one of more than one rank is refused when it is called.
+        sequence_parallel: whether ranks cut the sequence between products, so that each has its part of x's rows.
+        sequence_dim: along which dimension of x; where attention's layout says it, that is taken.
+        tp_group: the group of ranks that share the weights: a ProcessGroup, or a dimension of a DeviceMesh.
         tp_size: how many ranks, where the group comes later, by `set_tensor_parallel_group`.
 
     Raises:
@@ -55,6 +58,7 @@ class Placed:
     sequence_parallel: bool | None = False
     tp_group: Any = None
     tp_size: int = 1
+    sequence_dim: int = 0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -66,6 +70,7 @@ class Placed:
                 f"params_dtype is a floating-point dtype of torch's, got {dtype!r}: use torch.bfloat16, say"
             )
         check_size("tp_size", self.tp_size)
+        whole_number("a preset", "sequence_dim", self.sequence_dim)
 
     def choose(self, name: str, choices: Iterable[str]) -> None:
         """Take one of several words for an argument, in any case.

@@ -12,7 +12,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.head_norm import NORMS
 from te_fuser.presets.arguments import Placed, check_flag, check_size
-from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
+from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments, sequence_dim_of
 from te_fuser.presets.base import Asked, Preset, first_or_later, understands
 from te_fuser.presets.dot_product_attention import CACHES, KEYS, DotProductAttention, groups_of
 from te_fuser.presets.heads import MultiheadAttentionArguments, channels_of, example, example_masks, plans_ahead
@@ -55,7 +55,7 @@ class MultiheadAttention(Preset):
             `DotProductAttention`.
         return_bias: the last bias is not added but returned: (y, bias).
         return_layernorm_output: with input_layernorm, calls return what the norm gives, too, behind everything else.
-        set_parallel_mode: ranks would cut the first projections by columns and the last by rows.
+        set_parallel_mode: ranks of `tp_group` cut the first projections by columns and the last by rows.
         seq_length, micro_batch_size: where both are given, such calls are planned, and what they need is compiled, when
             the preset is made.
         **keywords: these, what presets share, see `te_fuser.presets.norm.Normed` and
@@ -82,6 +82,7 @@ class MultiheadAttention(Preset):
         self.attention_type, self.input_layernorm = said.attention_type, bool(said.input_layernorm)
         self.layer_number, self.return_bias = said.layer_number, bool(said.return_bias)
         self.channels = kv_channels or channels_of(hidden_size, num_attention_heads)
+        self.sequence_dim = sequence_dim_of(said.qkv_format)
         self._make_parts(attention_dropout)
         default, scale = self.core_attention.common.call(), self.core_attention.softmax_scale
         self.asking = Asking(type(self).__name__, default, self.crosses, scale, self.crosses)
@@ -167,6 +168,7 @@ class MultiheadAttention(Preset):
             prefix=said.prefix,
             attention_type=said.attention_type,
             **{name: getattr(said, name) for name in names},
+            set_parallel_mode=bool(said.set_parallel_mode),
             **{name: self.keywords()[name] for name in ("params_dtype", "device", "tp_group", "tp_size")},
         )
         self.proj = Linear(
@@ -286,7 +288,7 @@ class MultiheadAttention(Preset):
 
     def _heads(self, keys_alone: bool = False) -> dict[str, Any]:
         """What an op on heads is told of them: queries, those with keys and values, or these alone."""
-        heads, groups = self.share(self.num_attention_heads), self.share(self.num_gqa_groups)
+        heads, groups = self._core.own_heads
         packing = "interleaved" if self.qkv_weight_interleaved else "blocked"
         kv_heads = groups if keys_alone or not self.crosses else None
         return {"heads": 0 if keys_alone else heads, "kv_heads": kv_heads, "packing": packing}
@@ -345,7 +347,7 @@ class MultiheadAttention(Preset):
         return how, tensors
 
     def _cached(self, params: Any, call: AttentionCall, x: torch.Tensor, angles: Any) -> dict[str, torch.Tensor]:
-        groups, kind = self.share(self.num_gqa_groups), x.device.type
+        groups, kind = self._core.own_heads[1], x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         who, key = type(self).__name__, self if self.layer_number is None else self.layer_number
         sizes = (groups * self.channels,) * 2

@@ -25,12 +25,14 @@ from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentia
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
+from te_fuser.fuser.graph.spread import gradient_sums
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spec
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
 
 if TYPE_CHECKING:
+    from te_fuser.ops.group import Group
     from te_fuser.ops.share import Share
 
 
@@ -101,6 +103,7 @@ class Graph:
     output: int
     named_outputs: Mapping[str, int]
     stand_ins: StandIns  # what stands for the parameters that are computed
+    sums: Mapping[int, Group] = field(default_factory=dict)  # parameters of whose gradient each rank has a term
 
     @functools.cached_property
     def _roots(self) -> list[int]:
@@ -296,6 +299,7 @@ class GraphBuilder:
             current,
             {name: self._exported(name) for name in self.call.outputs},
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
+            sums=gradient_sums(self.ops, self.parameters),
         )
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:

@@ -10,6 +10,7 @@ import torch
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.ops.base import FusableOperation, OpCall
+from te_fuser.ops.gradient_sums import with_sum
 from te_fuser.ops.share import Share, stream_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def reference_run(
     with torch.autocast(x.device.type, enabled=False):
         for item in lowered:
             parameters = {name: tensors[binding.key] for name, binding in item.lowered.bindings.items()}
+            parameters |= {name: with_sum(parameters[name], group) for name, group in item.summed.items()}
             parameters |= {name: parameters[name].to(dtype) for name, dtype in item.casts.items()}
             named = {argument: values.get(name) for argument, name in item.names_in.items()}
             op = item.lowered.op

@@ -92,11 +92,15 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
-    """Whether nothing in a segment needs a node of our own: no op draws, say, or hands something to its backward."""
+    """Whether nothing in a segment needs a node of our own.
+
+    No op draws, say, or hands something to its backward, and ranks add up no gradient.
+    """
     if not problem.options.records or not registry.enabled(registry.RECORDED):
         return False
     nodes = problem.nodes[start:stop]
-    if [n for n in nodes if n.draws or n.op.emits]:
+    sums = problem.graph.sums
+    if [n for n in nodes if n.draws or n.op.emits or sums and not sums.keys().isdisjoint(n.parameters.values())]:
         return False
     preferred = any(start <= place < stop for _, place, _ in problem.preferred)
     return not preferred and not any(_needs_own_node(problem, n) for n in nodes)

@@ -44,8 +44,8 @@ Line = tuple[str, str]  # what is said, as remedies know it, and the words
 
 
 def groups_of(listed: Sequence[ListedOp]) -> tuple[Group, ...]:
-    """The groups of ranks that share ops of a list."""
-    found = (item.lowered.op.shared_by() for item in listed)
+    """The groups of ranks that run ops of a list together."""
+    found = (item.lowered.op.runs_with() for item in listed)
     return tuple(dict.fromkeys(group for group in found if group is not None and group.size > 1))
 
 
