@@ -68,6 +68,7 @@ KNOWS = {
     "recipe": set(),
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
+    "parallel": {"formula", "ops", "sequential"},
     "presets": {"ops", "checkpointing", "flatten", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
@@ -90,6 +91,7 @@ CPP = ("text", "cpp_schedule", "cpp_text", "cpp_scope", "cpp_kernel", "cpp")
 ABSTRACT = {
     "te_fuser.ops.base",
     "te_fuser.ops.binding",
+    "te_fuser.ops.dtensor",  # of tensors, not an op
     "te_fuser.ops.facts",
     "te_fuser.ops.gradient_sums",  # of tensors, not an op
     "te_fuser.ops.group",  # the same
@@ -121,6 +123,7 @@ OP_HELPERS = {
     "checks",
     "construction",
     "cut",
+    "dtensor",
     "facts",
     "float8_products",
     "given",
@@ -153,6 +156,19 @@ ASPECTS = {
     "codegen": {"float8", "maxima"},
     "formula": {"counts", "philox", "row_ops"},
     "ops": {"activations", "messages", "norms", "structure"},
+    "parallel": {
+        "collectives",
+        "cut_products",
+        "data_parallel",
+        "draws",
+        "dtensor_parameters",
+        "fully_shard",
+        "lockstep",
+        "presets",
+        "ranks",
+        "spread",
+        "two_meshes",
+    },
 }
 
 

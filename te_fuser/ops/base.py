@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.utils.parametrize
@@ -26,6 +26,8 @@ from te_fuser.ops.scales import HoldsScales
 from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.ops.spread import WHOLE, Spread, Told
 from te_fuser.record import record
+
+Op = TypeVar("Op", bound="FusableOperation")
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,12 @@ class FusableOperation(HoldsScales):
                 return planned
         return super().__getattr__(name)
 
+    def with_attributes(self: Op, **attributes: Any) -> Op:
+        """Another op of this class over the same parameters, with other attributes."""
+        made = object.__new__(type(self))
+        object.__setattr__(made, "__dict__", {**self.__dict__, **attributes})
+        return made
+
     def facts(self) -> Facts:
         """What holds while this op is as it is now; when it does not, plans and lists with the op are made anew."""
         return Facts(items=((self.__dict__, "revision", self.revision),))
@@ -289,6 +297,14 @@ class FusableOperation(HoldsScales):
     def rows_cut_along(self) -> int | None:
         """The dimension along which these cut the rows of what is whole in its features; None: they do not."""
         return None
+
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        """The op that each rank runs on an input that they have so; by default the same.
+
+        Raises:
+            ValueError: when they cannot.
+        """
+        return self
 
     def spread(self, x: Spread, told: Told) -> Spread:
         """What each rank has of the outputs, where it has this of the input; all ranks the same of what is whole.
@@ -368,6 +384,10 @@ class FusableOperation(HoldsScales):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes that parameters must have, where no formula says it."""
+        return {}
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        """For each parameter of which a rank has its part alone: the dimension that is cut, and the ranks."""
         return {}
 
     def draws(self) -> bool:

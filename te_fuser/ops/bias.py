@@ -10,6 +10,7 @@ import torch
 from te_fuser.ops.base import FusableOperation, Spec
 from te_fuser.ops.checks import feature_size
 from te_fuser.ops.cut import COLUMN, Cut
+from te_fuser.ops.group import Group
 from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.spread import FEATURES, Spread, Told
@@ -60,6 +61,9 @@ class Bias(Cut, RowOp):
         if self.is_cut and self.group == told.group:
             self.check_spread(x, FEATURES if self.parallel_mode == COLUMN else self.between)
         return super().spread(x, told)
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        return {"bias": (0, self.group)} if self.parallel_mode == COLUMN and self.is_cut else {}
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias

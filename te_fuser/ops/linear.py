@@ -15,6 +15,7 @@ from te_fuser.ops.binding import has_tensor
 from te_fuser.ops.bound import Bound
 from te_fuser.ops.checks import function_or_none
 from te_fuser.ops.cut import SHARING, Cut
+from te_fuser.ops.dtensor import filled
 from te_fuser.ops.matmul import MatMul, init_linear_weight
 from te_fuser.ops.parameters import alike, randomized
 
@@ -85,15 +86,15 @@ class Linear(Cut):
     def reset_parameters(self) -> None:
         """Fill weight and bias uniformly in +-1/sqrt(in_features), or by `init_method` and with 0."""
         self.reset_scales()
-        if self.weight is not None:
-            init_linear_weight(self.weight, self.init_method)
-        if self.bias is None:
-            return
+        filled(self, "weight", lambda weight: init_linear_weight(weight, self.init_method))
+        filled(self, "bias", self._fill_bias)
+
+    def _fill_bias(self, bias: torch.Tensor) -> None:
         if self.init_method is not None or not self.in_features:
-            torch.nn.init.zeros_(self.bias)
+            torch.nn.init.zeros_(bias)
         else:
             bound = 1 / math.sqrt(self.in_features)
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+            torch.nn.init.uniform_(bias, -bound, bound)
 
     def lower(self) -> list[LoweredOp]:
         product, add_bias = self._parts

@@ -15,6 +15,8 @@ from te_fuser.ops.base import FusableOperation, Gradient, Spec
 from te_fuser.ops.checks import check_features, check_floating, feature_size, function_or_none
 from te_fuser.ops.construction import constructed
 from te_fuser.ops.cut import COLUMN, ROW, Cut
+from te_fuser.ops.dtensor import filled
+from te_fuser.ops.group import Group
 from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
@@ -117,8 +119,7 @@ class MatMul(Cut, UnfusedOperation):
     def reset_parameters(self) -> None:
         """Fill the weight by `init_method`, or uniformly in +-1/sqrt(in_features); scales of FP8 begin anew."""
         self.reset_scales()
-        if self.weight is not None:
-            init_linear_weight(self.weight, self.init_method)
+        filled(self, "weight", lambda weight: init_linear_weight(weight, self.init_method))
 
     @property
     def own_features(self) -> tuple[int, int]:
@@ -165,6 +166,9 @@ class MatMul(Cut, UnfusedOperation):
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {"weight": self.own_features[::-1]}
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        return {"weight": (0 if self.parallel_mode == COLUMN else 1, self.group)} if self.is_cut else {}
 
     def flops(self, x: Spec, parameters: Mapping[str, Spec]) -> float:
         inner, outer = self.own_features

@@ -230,7 +230,7 @@ def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping
     op.train(item.lowered.op.training)
     low = LoweredOp(op, bindings, item.lowered.suffix)
     summed = {name: group for name, group in item.summed.items() if name in bindings}
-    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed)
+    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:

@@ -81,6 +81,10 @@ CASES: dict[str, Case] = {
         {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False},
         GATES,
     ),
+    "TransformerLayer dropout": Case("TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, **MASKED}),
+    "TransformerLayer attention dropout": Case(
+        "TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, "attention_dropout": 0.3, "drop_path_rate": 0.3}
+    ),
     "TransformerLayer parallel": Case("TransformerLayer", (F, FFN, HEADS), {**LAYER, "parallel_attention_mlp": True}),
     "TransformerLayer post norm": Case(
         "TransformerLayer", (F, FFN, HEADS), {**LAYER, "apply_residual_connection_post_layernorm": True}

@@ -35,8 +35,8 @@ def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
 
 def shared(listed: Sequence[ListedOp]) -> list[Group]:
     """The groups whose ranks share ops of the list, each once."""
-    found = [group for item in listed if (group := item.lowered.op.shared_by()) is not None]
-    return list(dict.fromkeys(found)) if found else found
+    groups = dict.fromkeys([item.lowered.op.shared_by() for item in listed])
+    return [group for group in groups if group is not None]
 
 
 def with_sums(
@@ -91,17 +91,21 @@ class _Walk:
         x, bound = start, dict[str, Spread]()
         for place, item in enumerate(self._listed):
             self._place = place
-            op = item.lowered.op
+            op, low = item.lowered.op, item.lowered
             named = {argument: bound[name] for argument, name in item.names_in.items() if name in bound}
             shapes = {name: self._shapes[b.key] for name, b in item.lowered.bindings.items()}
             told = Told(self._group, start, named, shapes)
             self._check_gradients(item, x)
             summed = dict.fromkeys(op.summed(x, told), self._group)
-            if op.draws():
-                item = replace(item, share=_share(x, self._group, item.share))
-            x = op.spread(x, told)
+            own = op.of_rank(x, told)
+            if own is not op:
+                item = replace(item, lowered=replace(low, op=own))
+            x_in, x = x, op.spread(x, told)
             bound.update(dict.fromkeys(item.names_out, x))
-            yield replace(item, summed={**item.summed, **summed}) if summed else item
+            share = None if not op.draws() or x_in in (WHOLE, GATHERED) else _share(x_in, self._group, item.share)
+            if summed or share is not None:
+                item = replace(item, summed={**item.summed, **summed}, share=share or item.share)
+            yield item
 
     def _check_gradients(self, item: ListedOp, x: Spread) -> None:
         """Refuse what the call gives for all rows, or for all features, where each rank has a term of its gradient."""
@@ -117,11 +121,10 @@ class _Walk:
                 )
 
 
-def _share(x: Spread, group: Group, known: Share | None) -> Share | None:
-    """What a rank has of a value: by this group, and by those before."""
-    if x.dim is not None:
-        return replace(known or Share(), rows=group, dim=x.dim)
-    return replace(known or Share(), columns=group) if x == FEATURES else known
+def _share(x: Spread, group: Group, other: Share | None) -> Share:
+    """What a rank has of an op's input, for what the op draws; `other`: by another group."""
+    known = other or Share()
+    return replace(known, rows=group, dim=x.dim) if x.dim is not None else replace(known, columns=group)
 
 
 def _axes(op: FusableOperation, argument: str) -> Axes | None:

@@ -30,6 +30,7 @@ from te_fuser.fuser.run.targets import missing_notes, target_for, target_on_gpu
 from te_fuser.fuser.run.tracers import REFERENCE, in_dual_level, refuse_proxy, refuse_tangents, refuse_tracers
 from te_fuser.look import looking, stands_in
 from te_fuser.ops.base import Binding, FusableOperation, LoweredOp
+from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.facts import Facts, still_hold
 from te_fuser.ops.sizes import Questions
 
@@ -189,7 +190,7 @@ class Fuser:
         listing = call.listing
         if listing.computed and not all(name in place for place, name in listing.slots):
             return
-        key = _native.tensor_key(call.tensors)
+        key = _native.call_key(call.tensors)
         if key is None:
             return
         if self._facts[0] != (kind := (call.x.device.type, modes)):
@@ -197,7 +198,8 @@ class Fuser:
         facts = self._facts[1]
         if listing.computed:
             facts = Facts.of([facts, *[b.facts() for b in listing.bound.bindings]])
-        self._known = Known(facts, tuple(call.inputs), listing.slots, key, found, modes.outputs, found.function)
+        held = tuple([t._spec for t in call.parameters if is_dtensor(t)])
+        self._known = Known(facts, tuple(call.inputs), listing.slots, key, found, modes.outputs, found.function, held)
 
     def _found(self, call: Call, modes: Modes) -> tuple[Prepared, Graph | None]:
         """The prepared plan for a call that is not like the last one; with its graph, where it is planned now."""

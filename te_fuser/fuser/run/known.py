@@ -17,6 +17,7 @@ from te_fuser.fuser.graph.looked import Parameters
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.fuser.run.lockstep import groups_of
 from te_fuser.fusions import registry
+from te_fuser.ops.dtensor import Lies
 from te_fuser.ops.facts import Facts
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Known(NamedTuple):
         slots: (dict, key) of each parameter.
         key: what is known of the input, the named ones and the parameters.
         function: what the plan comes to, where that is one function of the input and the parameters.
+        held: what `key` knows by its address.
     """
 
     facts: Facts
@@ -48,6 +50,7 @@ class Known(NamedTuple):
     prepared: Prepared
     outputs: tuple[str, ...]
     function: Callable[..., torch.Tensor] | None = None
+    held: tuple[Any, ...] = ()
 
 
 class Call(NamedTuple):
@@ -79,7 +82,7 @@ class Call(NamedTuple):
 
 def _key_of(parameters: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What plans know of parameters of which one is no plain tensor."""
-    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad) for p in parameters])
+    return tuple([(p.__class__, p.shape, p.dtype, p.device, p.requires_grad, Lies.of(p)) for p in parameters])
 
 
 class Modes(NamedTuple):

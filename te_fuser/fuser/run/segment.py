@@ -14,6 +14,7 @@ from te_fuser.fuser.graph.gradients import stops_gradients
 from te_fuser.fuser.graph.refs import PARAMETER, SEED, Ref, parameter_ref
 from te_fuser.fuser.run import watched
 from te_fuser.fuser.run.program import Loaded, Program, build_program
+from te_fuser.ops.dtensor import as_gradient, own_part
 from te_fuser.ops.gradient_sums import added_up, is_left
 from te_fuser.ops.joined import JoinedBinding, kept_in_parts, whole_again
 from te_fuser.ops.main_grad import is_absent
@@ -51,6 +52,8 @@ class Segment:
         joined: the places among the kept of parameters that may be joined from several.
         sums: groups, and the places among the tensors handed in of parameters of whose gradient each rank has a term.
         unrecorded: whether autograd is not to see the operations of its forward program, since an op stops gradients.
+        distributed: (place among the tensors handed in, the shape that its steps see) of parameters that are DTensors.
+        parts: (place among the kept, number among these) of those of which backward reads this rank's part.
         promised: in a plan's first call, the graph with its sizes: what steps make is held against it.
     """
 
@@ -77,6 +80,8 @@ class Segment:
     joined: tuple[int, ...] = ()
     unrecorded: bool = False
     sums: tuple[tuple[Group, tuple[int, ...]], ...] = ()
+    distributed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """Places of parameters whose gradients ranks would add up, and leave to the engine that trains.
@@ -95,7 +100,7 @@ class Segment:
                 )
         return found
 
-    def added_up(self, given: tuple[Gradient, ...], left: frozenset[int]) -> tuple[Gradient, ...]:
+    def added_up(self, given: Sequence[Gradient], left: frozenset[int]) -> Sequence[Gradient]:
         """The gradients of what was handed in, those of which ranks have terms added up."""
         found = list(given)
         for group, all_places in self.sums:
@@ -103,13 +108,32 @@ class Segment:
             terms = [g for k in places if (g := given[k]) is not None]
             for k, gradient in zip(places, added_up(terms, group), strict=True):
                 found[k] = gradient
-        return tuple(found)
+        return found
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
-        slots = self.forward.slots(tensors)
+        slots = self.forward.slots(self._own(tensors) if self.distributed else tensors)
         watched.run(self.forward, slots, promised=self.promised)
         return slots
+
+    def _own(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found = list(tensors)
+        for place, seen in self.distributed:
+            found[place] = own_part(found[place], seen)
+        return found
+
+    def given(self, ctx: Any, slots: list[Any]) -> Sequence[Gradient]:
+        """The gradients of what was handed in; those of DTensors as these lie."""
+        given: Sequence[Gradient] = self.take_gradients(slots)
+        if self.sums:
+            given = self.added_up(given, ctx.left)
+        if not self.distributed:
+            return given
+        found = list(given)
+        for (place, _), (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
+            if (gradient := found[place]) is not None:
+                found[place] = as_gradient(gradient, spec, shape)
+        return found
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
@@ -148,6 +172,10 @@ class SegmentFunction(torch.autograd.Function):
             kept = _exchanged(kept, segment.written, [None] * len(kept))
         if segment.joined:
             kept, ctx.places = kept_in_parts(kept, segment.joined)
+        if segment.distributed:  # saved as they are: who takes them away meanwhile fills the same ones again
+            whole = [tensors[place] for place, _ in segment.distributed]
+            ctx.lying = [(t._spec, t._local_tensor.shape) for t in whole]  # type: ignore[attr-defined]
+            kept = _exchanged(kept, segment.parts, [whole[number] for _, number in segment.parts])
         ctx.save_for_backward(*kept)
         return tuple(outs)
 
@@ -166,6 +194,9 @@ class SegmentFunction(torch.autograd.Function):
             saved = _exchanged(saved, segment.marked, ctx.marked)
         if segment.written:
             saved = _exchanged(saved, segment.written, ctx.written)
+        if segment.parts:
+            own = [own_part(saved[place], segment.distributed[number][1]) for place, number in segment.parts]
+            saved = _exchanged(saved, segment.parts, own)
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if not stays:
             ctx.maybe_clear_saved_tensors()
@@ -181,9 +212,7 @@ class SegmentFunction(torch.autograd.Function):
                 watched.run(program, slots, may_overwrite, True, segment.promised)
         else:
             watched.run(program, slots, may_overwrite, True, segment.promised)
-        given = segment.take_gradients(slots)
-        if segment.sums:
-            given = segment.added_up(given, ctx.left)
+        given = segment.given(ctx, slots)
         if segment.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
         return (None, *given)
@@ -226,9 +255,21 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
     joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if isinstance(b, JoinedBinding)}
     made = (_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
-    if not plan.graph.sums:
-        return tuple(made)
-    return tuple(replace(m, sums=_sums(plan.graph, s)) for m, s in zip(made, plan.segments, strict=True))
+    return tuple(_among_ranks(m, s, plan.graph) for m, s in zip(made, plan.segments, strict=True))
+
+
+def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
+    """The segment as one that is handed DTensors, or of whose gradients ranks have terms, where it is."""
+    if graph.sums:
+        made = replace(made, sums=_sums(graph, segment))
+    lies = {parameter_ref(k): (graph.parameter_specs[k].shape) for k, it in enumerate(graph.lies) if it is not None}
+    refs = [ref for ref in segment.takes if ref in lies]
+    if not refs:
+        return made
+    distributed = tuple((segment.takes.index(ref), lies[ref]) for ref in refs)
+    kept = [entry.ref for entry in segment.kept] if made.backward is not None else []
+    parts = tuple((kept.index(ref), number) for number, ref in enumerate(refs) if ref in kept)
+    return replace(made, distributed=distributed, parts=parts)
 
 
 def _sums(graph: Graph, segment: SegmentPlan) -> tuple[tuple[Group, tuple[int, ...]], ...]:
