@@ -73,6 +73,38 @@ def test_kernels_without_row_sums_store_both_layouts() -> None:
     assert [s.layout for s in gelu.task.description.stores] == ["rows", "transposed"]  # type: ignore[union-attr]
 
 
+def plan_of(model: Any, rows: int, features: int, device: str = "h200") -> Plan:
+    """For so many rows in bfloat16, without memory."""
+    x = torch.empty(rows, features, dtype=BF16, device="meta", requires_grad=True)
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+        return model.plan(x, device=device)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean"])
+@pytest.mark.parametrize(("rows", "features"), [(1, 16), (8, 4096), (3000, 768)])
+def test_nothing_is_stored_that_nobody_reads(rows: int, features: int, memory: str) -> None:
+    """Also where little is to do: the emulation, which reads rows, is no choice beside products of 8 bits."""
+    with torch.device("meta"):
+        parts = [ops.LayerNorm(features), ops.Linear(features, features), ops.GELU(), ops.Linear(features, features)]
+        model = te.Sequential(*parts, memory=memory).to(BF16)
+    p = plan_of(model, rows, features)
+    read = {r for s in p.steps for r in s.reads()}
+    assert not [r for s in p.steps for r in s.writes() if r.form == TURNED and r not in read]
+    assert "float8_mat_mul" not in "".join(s.name for s in p.steps)
+
+
+def test_one_layout_is_kept() -> None:
+    """What backward reads of a factor, and not its rows beside it: no bytes more than without."""
+    with torch.device("meta"):
+        model = te.TransformerLayer(4096, 16384, 32, params_dtype=BF16)
+    x = torch.empty(2048, 4, 4096, dtype=BF16, device="meta", requires_grad=True)
+    with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+        (p,) = model.explain(x, device="h200").plans
+    kept = [k.ref for k in p.kept if k.ref.kind is VALUE and k.ref.spec(p.graph).dtype == torch.float8_e4m3fn]
+    assert [r.form for r in kept] == [TURNED] * 3
+    assert p.kept_bytes() <= 674 * 2**20
+
+
 # --------------------------------------------------------------------------------------------- values and gradients
 
 
