@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spe
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
 from te_fuser.record import record
+
+if TYPE_CHECKING:
+    from te_fuser.ops.share import Share
 
 
 @record()
@@ -80,6 +84,7 @@ class Node:
     is_row: bool = False  # whether a formula gives it
     reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
     gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
+    share: Share | None = None  # what this rank has of its input, for what it draws; None: all
 
 
 @dataclass(frozen=True)
@@ -348,6 +353,7 @@ class GraphBuilder:
                 kind.is_row,
                 kind.reads,
                 kind.gradients(op, (*parameters, *named_in)),
+                listed.share,
             )
         )
         return output

@@ -74,7 +74,7 @@ class DerivedStretch:
                 tuple(sorted((name, number[v]) for name, v in n.named_in.items())),
                 tuple(number[v] for v in n.named_out),
                 tuple(sorted((name, parameter[p], n.casts.get(name)) for name, p in n.parameters.items())),
-                n.draws and n.stream - first,
+                n.draws and (n.stream - first, n.share),
                 n.op.batch_dim(),
             )
             for n in nodes

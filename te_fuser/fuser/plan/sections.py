@@ -206,7 +206,7 @@ class _Form:
             tuple([(name, number[v]) for name, v in node.named_in.items()]),
             tuple([(name, self.parameters[p], node.casts.get(name)) for name, p in node.parameters.items()]),
             node.role,
-            node.draws,
+            node.draws and node.share,
         )
 
     def _value(self, value: int) -> Hashable:

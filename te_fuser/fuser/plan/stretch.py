@@ -29,7 +29,9 @@ from te_fuser.ops.row_op import RowOp
 from te_fuser.ops.rows import parameter_axes
 
 if TYPE_CHECKING:
+    from te_fuser.formula.random import Shared
     from te_fuser.fuser.graph.graph import Graph, Node
+    from te_fuser.ops.share import Share
 
 
 _Raised = tuple[str, int, Ref, Expr]  # the name of a maximum, its features, the number that is raised, and of what
@@ -45,6 +47,7 @@ class Stretch:
         self.env: dict[int, Expr] = {}
         self.marks: dict[str, int] = {}  # name of a value node -> value
         self.streams: dict[str, int] = {}
+        self._drawn: dict[str, Node] = {}  # the name of a stream -> who draws
         self.roles: dict[int, str] = {}
         self._cuts: dict[int, Range] = {}
         self._differentiated: dict[tuple[int, int], tuple[Range, _Wanted, list[Expr]]] = {}
@@ -86,7 +89,7 @@ class Stretch:
     def _marked(self, node: Node, name: str, role: str, y: Expr, value: int) -> Expr:
         """What an op gives as one of its values, under a name of its own."""
         if node.draws:
-            y = self._name_stream(y, role, node.stream)
+            y = self._name_stream(y, role, node)
         features = self.graph.values[value].spec.features
         if y.op != "const" and not y.has_features and features != 1:
             raise ValueError(f"{node.label}: compute() must give a value for every feature, got one per row: {y}")
@@ -102,8 +105,8 @@ class Stretch:
             self.marks[name] = value
         return marked
 
-    def _name_stream(self, y: Expr, role: str, number: int) -> Expr:
-        self.streams[role] = number
+    def _name_stream(self, y: Expr, role: str, node: Node) -> Expr:
+        self.streams[role], self._drawn[role] = node.stream, node
 
         def rename(e: Expr) -> Expr | None:
             if e.op != "keep" or e.attrs[0] != "keep":
@@ -410,10 +413,28 @@ class Stretch:
         if any(s not in self.streams for s in description.streams):
             raise TypeError(f"{self._drawing()}: compute() draws by keep_mask; define draws(), which says when it does")
         streams = tuple(self.streams[s] for s in description.streams)
+        share, shared = self._shared([self._drawn[s] for s in description.streams])
+        if shared:
+            description = replace(description, shared=tuple(zip(description.streams, shared, strict=True)))
         outputs = (*gives.outputs, *gives.sum_outputs)
         batch_dim = self.batch_dim(start, stop)
         aliases, raised = tuple(gives.aliases), tuple(gives.raised)
-        return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised)
+        return KernelTask(description, inputs, outputs, streams, batch_dim, aliases, lead, raised, share)
+
+    def _shared(self, drawing: Sequence[Node]) -> tuple[Share | None, list[Shared]]:
+        """What this rank has of what ops draw for, and how ranks share it for each of them; nothing where it is whole.
+
+        Raises:
+            NotOneKernel: when they lie otherwise for each of them.
+        """
+        shares = [n.share for n in drawing if n.share is not None]
+        if not shares:
+            return None, []
+        if len(shares) < len(drawing) or len({(s.rows, s.dim, s.columns) for s in shares}) > 1:
+            raise NotOneKernel("the ops draw for values that ranks share in different ways")
+        specs = [self.graph.values[n.input].spec for n in drawing]
+        each = zip(shares, drawing, specs, strict=True)
+        return shares[0], [s.shared(n.op.batch_dim(), len(x.shape)) for s, n, x in each]
 
     def _drawing(self) -> str:
         """The first op that draws and does not say so."""

@@ -23,6 +23,7 @@ from te_fuser.record import record
 if TYPE_CHECKING:
     from te_fuser.codegen.description import KernelDescription, Layout, Load
     from te_fuser.ops.base import Spec
+    from te_fuser.ops.share import Share
 
 
 class KernelOutput(NamedTuple):
@@ -48,6 +49,7 @@ class KernelTask(Task):
         aliases: (new name, the tensor it is).
         lead: a full-size tensor whose leading dimensions the outputs have.
         raised: the numbers that it raises to largest magnitudes, in the order of the description's maxima.
+        share: what this rank has of what is drawn for; None: all.
     """
 
     what = "kernel"
@@ -62,6 +64,7 @@ class KernelTask(Task):
     aliases: tuple[tuple[Ref, Ref], ...] = field()
     lead: Ref
     raised: tuple[Ref, ...] = ()
+    share: Share | None = None
 
     @property
     def identity(self) -> Any:
@@ -106,6 +109,7 @@ class KernelTask(Task):
             tuple([(move(new), move(old)) for new, old in self.aliases]),
             move(self.lead),
             tuple(map(move, self.raised)),
+            self.share,
         )
 
     def renamed(self, renames: Mapping[Ref, Ref]) -> KernelTask:
@@ -137,13 +141,21 @@ class KernelTask(Task):
                 )
                 for o, alike in zip(self.outputs, self._alike(len(refs)), strict=True)
             ],
-            self.streams,
+            self._integers(),
             [(slots[new], slots[old]) for new, old in self.aliases],
             LARGE // widest if widest else sys.maxsize,
             prefer_huge_pages,
             [_input_size(load) for load in description.loads] + [_ANY_SIZE] * (len(refs) - len(self.inputs)),
             [slots[r] for r in self.overwritten() if slots[r] in bench.dying],
+            None if self.share is None or self.share.rows is None else self.share.dim,
         )
+
+    def _integers(self) -> tuple[int, ...]:
+        """The run-time integers that no call changes; where ranks share the rows, each call adds the last."""
+        if self.share is None:
+            return self.streams
+        block = () if self.share.rows is not None else (1,)
+        return *self.streams, *self.share.ranks, *block
 
     def _alike(self, inputs: int) -> list[int | None]:
         """For each output the tensor of its sizes and dtype among the inputs and the outputs before it, by number."""
