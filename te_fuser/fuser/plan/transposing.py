@@ -52,6 +52,8 @@ def why_not_transposed(options: Options, description: KernelDescription) -> str:
     """Why a kernel cannot store transposed what it shall; empty where it can, and where that is nothing."""
     if options.target != "cuda" or not description.transposed:
         return ""
+    if description.reductions:
+        return "rows that wait for their sums and what is turned are in each other's way: two launches are faster"
     capability = options.capability or options.device.capability or (8, 0)
     return tile_refusal(rewrite(description), limits_of(arch_of(capability)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from te_fuser.fusions import cublaslt_float8
 from te_fuser.fusions.match import Body, Cost, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import quantized_matmul
+from te_fuser.ops.base import Gradient
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.float8_products import quantized
 from te_fuser.recipe import DelayedScaling
@@ -209,3 +211,39 @@ def test_on_a_cpu(name: str, memory: str, kernels: str) -> None:
     dw = [s for s in plan.backward if s.name == ANYWHERE.name and "0.weight" in dict(s.outputs)]
     read = [r for s in dw for r in s.reads() if r.form == TURNED]
     assert len(read) == 2 * len(dw) > 0 and {r.kind for r in read} <= {VALUE, GRADIENT, RECOMPUTED}
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+def reading(pattern: type[ops.FusableOperation], *reads: str) -> Fusion:
+    """A backward that reads so."""
+    gradient = Gradient(("0.weight",), reads, "weight_gradient")
+    return replace(
+        ANYWHERE, pattern=(pattern,), gradients=(Gradient(("input",), ("0.weight",), "input_gradient"), gradient)
+    )
+
+
+@pytest.mark.parametrize(
+    ("reads", "why"),
+    [
+        (("input.transposed",), "it reads input.transposed, and only 8 bits lie transposed, this is bfloat16"),
+        (("dy.transposed", "input"), "it reads dy.transposed, and only 8 bits lie transposed, this is bfloat16"),
+    ],
+)
+def test_what_is_not_in_8_bits_is_not_turned(reads: tuple[str, ...], why: str) -> None:
+    with torch.device("meta"):
+        model = te.Sequential(ops.MatMul(F, F)).to(BF16)
+    with fusions.only(reading(ops.MatMul, *reads)):
+        p = model.plan(torch.empty(5, F, dtype=BF16, device="meta", requires_grad=True), device="h200")
+    assert why in [r.reason for r in p.refusals]
+
+
+def test_what_cannot_be_named() -> None:
+    with torch.device("meta"):
+        model = te.Sequential(ops.MatMul(F, F)).to(BF16)
+    with (
+        fusions.only(reading(ops.MatMul, "0.weight.transposed")),
+        pytest.raises(ValueError, match='names nothing in its match; .* or "dy.transposed" for a gradient'),
+    ):
+        model.plan(torch.empty(5, F, dtype=BF16, device="meta", requires_grad=True), device="h200")
