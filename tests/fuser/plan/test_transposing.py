@@ -19,12 +19,14 @@ from te_fuser.fuser.plan.device import DEVICES
 from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.run import fuser
 from te_fuser.fusions import cublaslt_float8
-from te_fuser.fusions.match import Body, Cost, Match
+from te_fuser.fusions.match import Body, Cost, FusionCall, Match
 from te_fuser.fusions.registry import Fusion
 from te_fuser.kernels import quantized_matmul
+from te_fuser.kernels.transposed8 import by_torch
 from te_fuser.ops.base import Gradient
 from te_fuser.ops.float8_matmul import Float8MatMul
 from te_fuser.ops.float8_products import quantized
+from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.recipe import DelayedScaling
 from tests import fake_cublaslt
 from tests.fake_cublaslt import FakeCublasLt
@@ -211,6 +213,46 @@ def test_on_a_cpu(name: str, memory: str, kernels: str) -> None:
     dw = [s for s in plan.backward if s.name == ANYWHERE.name and "0.weight" in dict(s.outputs)]
     read = [r for s in dw for r in s.reads() if r.form == TURNED]
     assert len(read) == 2 * len(dw) > 0 and {r.kind for r in read} <= {VALUE, GRADIENT, RECOMPUTED}
+
+
+class BothLayouts:
+    """The backward of what stands behind a product of 8 bits, which gives both layouts of its gradient, or one."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def __call__(self, m: FusionCall, dy: torch.Tensor) -> Any:
+        dy8 = quantized(dy, m[0].scale, torch.float8_e5m2)
+        m[0].amax.copy_(torch.maximum(m[0].amax, dy.abs().max()))
+        self.asked.append(m.needs("input.transposed"))
+        others = {"1.bias": dy.sum(0)}
+        if self.asked[-1]:
+            others["input.transposed"] = by_torch(dy8)
+        return dy8, others
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_fusions_give_both_layouts_or_steps_turn(both: bool) -> None:
+    body = BothLayouts()
+    behind = Fusion(
+        "bias_by_pytorch",
+        "backward",
+        (QuantizeGradient, ops.Bias),
+        run_forward=None,
+        run_backward=None,
+        cost=lambda m: Cost(seconds=1e-9),
+        choose=lambda m, method: Body(body, transposed=("input",) if both else ()),
+    )
+    model = randomize(te.Sequential(ops.Linear(F, FFN)))
+    twin = copy.deepcopy(model)
+    wanted = trained(twin, lambda m, x: m(x), torch.float32)
+    with fusions.only(fusions.STRETCH, ANYWHERE, behind):
+        agree(trained(model, lambda m, x: m(x), torch.float32), wanted)
+        with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+            plan = model.plan(torch.empty(ROWS, F, requires_grad=True))
+    assert body.asked == [both] * 2
+    gradient = "gradient of float8_mat_mul.output transposed"
+    assert turned(plan, "backward")["bias_by_pytorch" if both else "transposed8"] == [gradient]
 
 
 # -------------------------------------------------------------------------------------------------- what is refused
