@@ -77,6 +77,11 @@ def test_kernels_without_row_sums_store_both_layouts() -> None:
     assert [s.layout for s in gelu.task.description.stores] == ["rows", "transposed"]  # type: ignore[union-attr]
 
 
+def test_nothing_is_turned_where_factors_are_taken_as_they_lie() -> None:
+    p = planned("mlp", "b200")
+    assert not [r for s in p.steps for r in (*s.reads(), *s.writes()) if r.form == TURNED]
+
+
 def plan_of(model: Any, rows: int, features: int, device: str = "h200") -> Plan:
     """For so many rows in bfloat16, without memory."""
     x = torch.empty(rows, features, dtype=BF16, device="meta", requires_grad=True)
@@ -187,7 +192,7 @@ ANYWHERE = Fusion(
     (Float8MatMul,),
     run_forward=None,
     run_backward=None,
-    gradients=(cublaslt_float8._INPUT, cublaslt_float8._WEIGHT),
+    gradients=cublaslt_float8._nodes(by_rows=False, kept=False, main_grad=False),
     cost=lambda m: (Cost(seconds=1e-9), Cost(seconds=1e-9)),
     choose=backward_by_pytorch,
     takes_gradients_in=FORMATS,
