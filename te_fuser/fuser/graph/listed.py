@@ -59,9 +59,7 @@ class ListedOp:
         op = with_attributes(known.op, {**known.op.__dict__, "training": training})
         bindings = {name: b.weak() for name, b in known.bindings.items()}
         lowered = LoweredOp(op, bindings, known.suffix, known.places, known.aside)
-        return ListedOp(
-            lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream, self.share
-        )
+        return ListedOp(lowered, self.path, self.names_in, self.names_out, self.scope, self.casts, self.stream)
 
 
 def with_attributes(op: Module, attributes: dict[str, Any]) -> Module:
