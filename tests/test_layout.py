@@ -124,6 +124,7 @@ OP_HELPERS = {
     "joined",
     "main_grad",
     "parameters",
+    "own_scales",
     "products",
     "rows",
     "scales",

@@ -15,10 +15,12 @@ import torch
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.dtypes import FLOAT8, text_of
-from te_fuser.kernels.cublaslt.products import DTYPES, obstacle
+from te_fuser.kernels.cublaslt.products import DTYPES, obstacle, version
 from te_fuser.ops.quantized_matmul import STEP, product
 
 FIRST = (8, 9)  # the first compute capability with products of 8 bits
+BLOCKS = (9, 0)  # that whose products take a scale for each block of 128 numbers
+BLOCKS_SINCE = 120900  # cuBLASLt's version
 
 # What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
 KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "onto": {"add": "out"}}
@@ -65,22 +67,37 @@ def _write_empty(
         out += b
 
 
-def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
+def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
     """Why a device has no products of 8 bits, in words; None where it has.
 
     Args:
         capability: the compute capability of a GPU that is not at hand.
+        scales: what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx".
     """
     if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
     at_hand = capability is None
     capability = capability or torch.cuda.get_device_capability(device)
+    has = ".".join(map(str, capability))
     if capability < FIRST:
-        return f"products of 8 bits take compute capability 8.9, this GPU has {'.'.join(map(str, capability))}"
-    return obstacle() if at_hand else None
+        return f"products of 8 bits take compute capability 8.9, this GPU has {has}"
+    if scales == "mx":
+        return "products with a scale for each 32 numbers are emulated alone"
+    if scales == "block" and capability != BLOCKS:
+        return f"products with a scale for each block of 128 numbers take compute capability 9.0, this GPU has {has}"
+    return _obstacle(scales) if at_hand else None
 
 
-def check_machine(device: torch.device) -> None:
+def _obstacle(scales: str) -> str | None:
+    """Why cuBLASLt cannot be used here."""
+    why, found = obstacle(), version()
+    if why is None and scales == "block" and found is not None and found < BLOCKS_SINCE:
+        has = f"{found // 10000}.{found // 100 % 100}"
+        return f"products with a scale for each block of 128 numbers take cuBLAS 12.9, this PyTorch has {has}"
+    return why
+
+
+def check_machine(device: torch.device, scales: str = "tensor") -> None:
     """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may.
 
     Raises:
@@ -88,7 +105,7 @@ def check_machine(device: torch.device) -> None:
     """
     if device.type != "cuda" or config.emulate_fp8:
         return
-    why = obstacle_on(device)
+    why = obstacle_on(device, scales=scales)
     if why is not None:
         raise RuntimeError(
             f"FP8 on {device}: {why}; leave the region out here, or set te_fuser.config.emulate_fp8 = True to have it "
