@@ -211,5 +211,8 @@ class OwnScalesMatMul(PartlyFloat8MatMul):
         super().__init__(matmul, kept=(False, False, False), **given)
         self.form = replace(self.form, scalings=scalings)
 
+    def scratch_bytes(self, x: Spec) -> int:
+        return 8 * self.in_features * (x.rows + self.out_features)  # float32: scaled, and what 8 bits stand for
+
     def extra_repr(self) -> str:
         return Float8MatMul.extra_repr(self)
