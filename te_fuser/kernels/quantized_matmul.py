@@ -28,12 +28,18 @@ KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "
 
 @functools.cache
 def configured(
-    kind: str, a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, fast: bool
+    kind: str,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    fast: bool,
+    scales: tuple[str, str] = ("one", "one"),
 ) -> _native.CudaMatmul:
     """The native product of that kind; one for the process.
 
     Args:
         fast: sums in fewer bits than float32 has, as forward may have them.
+        scales: of a and b, as the native type has them.
 
     Raises:
         KeyError: when there is no such kind.
@@ -46,6 +52,8 @@ def configured(
         transpose_b=True,
         out_dtype=text_of(out_dtype),
         fast_accumulation=fast,
+        scales_a=scales[0],
+        scales_b=scales[1],
         on_empty=functools.partial(_write_empty, kind),
         **KINDS[kind],  # type: ignore[arg-type]
     )
@@ -121,6 +129,7 @@ def refusal(
     device: torch.device,
     kind: str = "plain",
     fast: bool = False,
+    scales: tuple[str, str] = ("one", "one"),
 ) -> str | None:
     """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can."""
     why = obstacle()
@@ -129,7 +138,7 @@ def refusal(
     if sizes[2] % STEP:
         return f"rows of {sizes[2]} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return configured(kind, a_dtype, b_dtype, out_dtype, fast).refusal(*sizes, index)
+    return configured(kind, a_dtype, b_dtype, out_dtype, fast, scales).refusal(*sizes, index)
 
 
 def multiply(

@@ -15,7 +15,9 @@ from te_fuser.fuser.plan.plan import Plan
 from te_fuser.fuser.steps.step import Step
 from te_fuser.fusions import FusionCall
 from te_fuser.kernels import own_scales, quantized_matmul
+from te_fuser.ops.facts import Facts
 from te_fuser.ops.float8_matmul import OwnScalesMatMul
+from te_fuser.ops.joined import _JOINED, Joined
 from te_fuser.ops.own_scales import Scaling, dequantized
 from te_fuser.quantization.stateless import scalings_of
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, QParams, Recipe
@@ -37,6 +39,7 @@ CURRENT = Float8CurrentScaling()
 RECIPES: dict[str, Recipe] = {
     "current": CURRENT,
     "current e4m3": Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_inp=QParams(power_2_scale=True)),
+    "blocks": Float8BlockScaling(),
 }
 
 
@@ -218,7 +221,9 @@ def test_products(
     x, w, dy, bias = tensors(shape, dtype, own)
     op, y, dx, dw = run(p, x, w, dy, bias)
     wanted = factor(x, op, 0, False) @ factor(w, op, 1, False).mT
-    close(y, (wanted + (bias.double() if dtype != torch.float32 else 0.0)).view(y.shape))
+    biased = any(s.name == BIASED for s in p.forward)
+    assert biased == (dtype != torch.float32 and name != "blocks")
+    close(y, (wanted + (bias.double() if biased else 0.0)).view(y.shape))
     close(dx, (factor(dy, op, 2, False) @ factor(w, op, 1, True)).view(x.shape))
     close(dw, factor(dy, op, 2, True).mT @ factor(x, op, 0, True))
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, own)
@@ -243,6 +248,22 @@ def test_main_grad_takes_the_product(library: FakeCublasLt, name: str, main: tor
     weight.overwrite_main_grad = True  # type: ignore[attr-defined]
     run(p, x, weight, dy, bias)
     close(weight.main_grad, exact)  # type: ignore[attr-defined]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", RECIPES)
+def test_main_grads_of_joined_weights(library: FakeCublasLt, name: str) -> None:
+    """Each part has the rows that are its own."""
+    p = planned(main_grad=True, recipe=RECIPES[name])
+    x, w, dy, bias = tensors((ROWS,), torch.bfloat16, torch.bfloat16)
+    parts = [torch.nn.Parameter(part) for part in w.split((48, 128, 80))]
+    for part in parts:
+        part.main_grad = torch.zeros(part.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+    whole = w.clone()
+    whole.__dict__[_JOINED] = Joined(tuple(parts), Facts(), True)
+    op, *_ = run(p, x, whole, dy, bias)
+    exact = factor(dy, op, 2, True).mT @ factor(x, op, 0, True)
+    close(torch.cat([part.main_grad for part in parts]), exact)  # type: ignore[attr-defined]
 
 
 @needs_compiler

@@ -10,11 +10,11 @@ import torch
 import te_fuser as te
 from te_fuser import fusions
 from te_fuser.kernels import quantized_matmul
-from te_fuser.kernels.own_scales import QuantizeByAmax
+from te_fuser.kernels.own_scales import QuantizeBlocks, QuantizeByAmax
 from te_fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
 from tests.float8 import E4M3, E5M2
 from tests.gpu.test_float8_regions import BF16, F16, F32, GPU, MODELS, F, compare, data, made, step
-from tests.kernels.test_own_scales import check, matrix
+from tests.kernels.test_own_scales import check, check_blocks, matrix
 from tests.kernels.weights8 import DTYPES, NOTHING, SIZES
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +42,13 @@ def recipe_of(name: str) -> Recipe:
 def test_one_scale_for_all(size: tuple[int, int], dtype: torch.dtype) -> None:
     for narrow, wanted in itertools.product((E4M3, E5M2), ("rows", "turned", "both")):
         check(matrix(*size, dtype).cuda(), QuantizeByAmax(dtype, narrow, wanted))
+
+
+@pytest.mark.parametrize("size", [*SIZES, *NOTHING, *LARGE])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scale_for_each_block(size: tuple[int, int], dtype: torch.dtype) -> None:
+    for square, wanted in itertools.product((False, True), ("rows", "turned", "both")):
+        check_blocks(matrix(*size, dtype).cuda(), QuantizeBlocks(dtype, E4M3, wanted, square))
 
 
 @every

@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.codegen import nvrtc
 from te_fuser.kernels import own_scales, transposed8
-from te_fuser.kernels.own_scales import LargestMagnitude, QuantizeByAmax
+from te_fuser.kernels.own_scales import LargestMagnitude, QuantizeBlocks, QuantizeByAmax
 from te_fuser.ops.own_scales import Scaling, quantized
 from tests.codegen import ptx
 from tests.fake_cuda import FakeDriver, compile_driver, emulate, in_place, in_place_of_written
@@ -26,7 +26,11 @@ BY_AMAX = [
     *(QuantizeByAmax(dtype, narrow, w) for dtype, narrow, w in itertools.product(DTYPES, (E4M3, E5M2), WANTED)),
     QuantizeByAmax(torch.bfloat16, E4M3, power_of_two=True, epsilon=0.25),
 ]
-KERNELS = [*MEASURES, *BY_AMAX]
+BLOCKS = [
+    *(QuantizeBlocks(dtype, E4M3, w, square) for dtype, w, square in itertools.product(DTYPES, WANTED, (False, True))),
+    QuantizeBlocks(torch.bfloat16, E4M3, power_of_two=False, epsilon=0.25),
+]
+KERNELS = [*MEASURES, *BY_AMAX, *BLOCKS]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,52 @@ def test_bytes_are_those_of_the_definition(kernel: QuantizeByAmax, emulated: Fak
     for size in (*SIZES, *NOTHING):
         check(matrix(*size, kernel.dtype), kernel)
     check(matrix(30, 48, kernel.dtype).view(5, 6, 48), kernel)
+
+
+def check_blocks(x: torch.Tensor, kernel: QuantizeBlocks) -> None:
+    """The bytes of the definition by rows and turned, zeros behind the tokens, and scales as products take them."""
+    scaling = Scaling((128, 128) if kernel.square else (1, 128), kernel.power_of_two, kernel.epsilon)
+    rows, turned = own_scales.quantize_blocks(x, kernel.narrow, scaling, kernel.wanted)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    tokens, features = flat.shape
+    for side, found, given in (("rows", rows, flat), ("turned", turned, flat.mT)):
+        if kernel.wanted not in (side, "both"):
+            assert not found.data.numel()
+            continue
+        data, inverse = quantized(given, kernel.narrow, scaling)
+        whole = side == "rows" and tokens % 4 == 0
+        room = tokens if whole else transposed8.padded(tokens)
+        ours = found.data.reshape(room, features) if side == "rows" else found.data.mT
+        assert found.data.dtype == kernel.narrow and ours.shape == (room, features) and found.data.is_contiguous()
+        assert found.data.shape == x.shape if whole else True
+        right = data if side == "rows" else data.mT
+        assert torch.equal(codes(ours)[:tokens], codes(right)) and not codes(ours)[tokens:].any()
+        lies = inverse if kernel.square else inverse.mT
+        scales = found.inverse[: lies.shape[0], : lies.shape[1]]
+        assert torch.equal(scales, lies) or not x.numel(), side
+        assert found.inverse.shape[1] % 4 == 0 and found.inverse.is_contiguous()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", BLOCKS, ids=lambda k: f"{str(k.dtype)[6:]}-{k.wanted}-{k.square}-{k.power_of_two}")
+def test_blocks(kernel: QuantizeBlocks, emulated: FakeDriver) -> None:
+    for tokens, features in (*SIZES, (128, 272), (3, 128), *NOTHING):
+        spread = torch.exp2((torch.arange(tokens)[:, None] * 5 + torch.arange(features) // 8 * 3) % 23 - 11.0)
+        check_blocks(matrix(tokens, features, kernel.dtype) * spread.to(kernel.dtype), kernel)
+    check_blocks(matrix(30, 128, kernel.dtype).view(5, 6, 128), kernel)
+    if not kernel.square:
+        emulated.launches = 0
+        check_blocks(matrix(64, 384, kernel.dtype).view(4, 16, 384), kernel)
+        assert emulated.launches == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [0.0, math.inf, math.nan, 1e-30, 3e38, 7.0])
+def test_special_numbers_in_blocks(number: float, emulated: FakeDriver) -> None:
+    for fill, kernel in itertools.product((0.0, 1e-3), (BLOCKS[4], BLOCKS[5], BLOCKS[-1])):
+        x = torch.full((132, 256), fill).to(kernel.dtype)
+        x[17, 5] = x[129, 200] = number
+        check_blocks(x, kernel)
 
 
 @needs_compiler
@@ -112,5 +162,5 @@ def test_compiles(arch: str, tmp_path: Path) -> None:
 
 @needs_nvrtc
 def test_they_wait_before_they_touch_memory() -> None:
-    for kernel in (LargestMagnitude(torch.bfloat16), QuantizeByAmax(torch.bfloat16, E4M3)):
+    for kernel in (LargestMagnitude(torch.bfloat16), QuantizeByAmax(torch.bfloat16, E4M3), BLOCKS[4]):
         assert not ptx.too_early(kernel.text(), "sm_90a")
