@@ -29,8 +29,8 @@ from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.own_scales import Scaling
 from te_fuser.ops.sizes import asked
 
-# The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW together:
-# 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
+# The share of the rate of products with one scale that those by blocks reach on an H200, of y, and of dx and dW
+# together: 0.78 to 0.92 where one factor has squares, 0.62 to 0.74 where none has.
 _OF_BLOCKS = {1: 0.87, 2: 0.74}
 _SAVED = ("turned", "inverse", "weight_amax")
 _ROLES = ("input", "weight", "output_gradient")
@@ -220,10 +220,8 @@ def _cost(
     """What is read and written to quantize counts as bytes apart."""
     flops = 2.0 * products * rows * op.in_features * op.out_features
     name, blocks = name_of(op.form.formats[0]), _scaling(op.form, 0).block is not None
-    efficiency = _OF_BLOCKS[products] if blocks else 1.0
-    return Cost(
-        read + factors, written + made, flops, launches, efficiency=efficiency, apart=read + written, dtype=name
-    )
+    share = _OF_BLOCKS[products] if blocks else 1.0
+    return Cost(read + factors, written + made, flops, launches, efficiency=share, apart=read + written, dtype=name)
 
 
 def _saved_bytes(m: Match) -> Mapping[str, int]:
