@@ -49,7 +49,7 @@ def matrix(tokens: int, features: int, dtype: torch.dtype, scale: float = 3.0) -
 
 def check(x: torch.Tensor, kernel: QuantizeByAmax) -> None:
     """The bytes of the definition, what is behind the tokens, and the reciprocal of the scale."""
-    amax, inverse = torch.zeros(2).unbind()
+    amax, inverse = torch.zeros(2, device=x.device).unbind()
     own_scales.measure(x, amax)
     scaling = Scaling(None, kernel.power_of_two, kernel.epsilon)
     rows, turned = own_scales.quantize_by_amax(x, amax, inverse, kernel.narrow, scaling, kernel.wanted)
