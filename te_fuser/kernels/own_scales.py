@@ -30,6 +30,7 @@ _ENDLESS = 1 << 20  # blocks of a multiprocessor, one after the other: each does
 _AT_ONCE = 3  # of those that raise one number: each does many tiles
 FOUR = 4  # products by blocks take rows in multiples of so many
 _APART = 4  # numbers: cuBLASLt reads scales at multiples of 16 bytes
+_MOST = 2**31 - _SIDE
 _FOLDER = Path(__file__).parent
 
 
@@ -144,8 +145,17 @@ def _scales_of(rows: int, columns: int, square: bool) -> tuple[int, int]:
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """x as rows that the kernels can read."""
+    """x as rows that the kernels can read.
+
+    Raises:
+        ValueError: for features that are no multiple of 16, and for more rows than the kernels count.
+    """
     rows = as_rows(x.detach())
+    if rows.shape[1] % STEP or max(rows.shape) > _MOST:
+        raise ValueError(
+            f"the kernels that quantize take features in multiples of {STEP} and up to {_MOST} rows, got "
+            f"{list(rows.shape)}"
+        )
     if rows.is_contiguous() and rows.data_ptr() % STEP == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)

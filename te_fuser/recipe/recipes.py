@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
+
+_MOST = (2.0 - 2.0**-23) * 2.0**127  # float32's largest number
 
 
 def _said(given: Any, name: str) -> str:
@@ -174,8 +175,8 @@ class QParams:
     def __post_init__(self) -> None:
         _check_flag(self, "power_2_scale")
         epsilon = self.amax_epsilon
-        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon < math.inf:
-            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on")
+        if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon <= _MOST:
+            raise ValueError(f"{_said(self, 'amax_epsilon')}: it is a number from 0 on that float32 has")
 
 
 @dataclass(frozen=True)

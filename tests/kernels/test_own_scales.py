@@ -140,6 +140,12 @@ def test_what_lies_otherwise_is_copied(emulated: FakeDriver) -> None:
         check(x, QuantizeByAmax(torch.float32, E4M3))
 
 
+def test_refused_in_words() -> None:
+    for shape in ((3, 40), (2**31, 16)):
+        with pytest.raises(ValueError, match=r"multiples of 16 and up to 2147483520 rows, got \[\d+, \d+\]"):
+            own_scales.measure(torch.empty(shape, device="meta"), torch.zeros(()))
+
+
 @needs_compiler
 def test_one_launch_each(emulated: FakeDriver) -> None:
     """An amax is raised, and never lowered."""

@@ -15,6 +15,7 @@ from te_fuser import ops
 from te_fuser.config import config
 from te_fuser.kernels import quantized_matmul
 from te_fuser.quantization import checkpoint_contexts, lowering, microbatch, states
+from te_fuser.quantization.graphs import GraphedRegion
 from te_fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -290,6 +291,22 @@ def test_training_comes_as_far_as_without(recipe: Recipe) -> None:
     ours, plain = trained(recipe), trained(None)
     last, wanted = sum(ours[-10:]) / 10, sum(plain[-10:]) / 10
     assert wanted < 0.4 * plain[0] and last < 1.1 * wanted
+
+
+@every
+def test_graphs_run_in_the_region_that_they_were_captured_in(recipe: Recipe) -> None:
+    model, x, replayed = mlp(), data(), []
+    with te.autocast(recipe=recipe):
+        graph = GraphedRegion(model, torch.device("cpu"))
+        with graph.forward():
+            model(x)
+        graph.run(replayed.append, x)
+    for other in (None, DelayedScaling()):
+        with te.autocast(enabled=other is not None, recipe=other), pytest.raises(ValueError, match="this graph was"):
+            graph.run(replayed.append, x)
+    with te.autocast(recipe=recipe):
+        graph.run(replayed.append, x)
+    assert len(replayed) == 2
 
 
 # ------------------------------------------------------------------------------------------------ machines
