@@ -43,6 +43,9 @@ bool check_scales(const MatmulForm& form) {
   if (form.scales_a->block > 1 && form.scales_b->block > 1) {
     return refuse(name, "one of its factors has a scale for each 128 numbers in a row, got squares twice");
   }
+  if (form.transpose_a || !form.transpose_b) {
+    return refuse(name, "factors with a scale for each block lie along what is summed: [m, k] and, with transpose_b, [n, k]");
+  }
   return !form.fast_accumulation || refuse(name, "sums over blocks are not fast");
 }
 
@@ -58,9 +61,6 @@ bool check_factors(const MatmulForm& form) {
   if (form.b_dtype.bits != 8) return refuse(name, "its factors are both of 8 bits, or neither");
   if (same && std::strcmp(form.dtype.name, "float8_e5m2") == 0) {
     return refuse(name, "one of its factors is float8_e4m3fn, got two in float8_e5m2");
-  }
-  if (form.transpose_a || !form.transpose_b) {
-    return refuse(name, "factors of 8 bits lie along what is summed: [m, k] and, with transpose_b, [n, k]");
   }
   return true;
 }

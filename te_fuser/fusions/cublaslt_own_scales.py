@@ -61,7 +61,8 @@ def _configuration(form: Form, which: str, kind: str, out: torch.dtype | None = 
     roles = _PRODUCTS[which]
     fast = dict(zip(_PRODUCTS, form.fast, strict=True))[which]
     own = form.weight_dtype if which == "dW" else form.dtype
-    return kind, *[form.formats[role] for role in roles], out or own, fast, tuple([_lie(form, role) for role in roles])
+    scales = tuple([_lie(form, role) for role in roles])
+    return kind, *[form.formats[role] for role in roles], out or own, fast, products.ALONG, scales
 
 
 def _lie(form: Form, role: int) -> str:
@@ -187,8 +188,8 @@ def _refusal(m: Match, which: str, rows: int, bias: bool) -> str | None:
     sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, turned)}[which]
     kind = "bias" if bias else "onto" if which == "dW" and op.accumulate_into_main_grad else "plain"
     out_dtype = torch.float32 if kind == "onto" else None
-    _, a, b, dtype, fast, scales = _configuration(op.form, which, kind, out_dtype)
-    return products.refusal(a, b, dtype, sizes, m.device, kind, fast, scales)
+    _, a, b, dtype, *how = _configuration(op.form, which, kind, out_dtype)
+    return products.refusal(a, b, dtype, sizes, m.device, kind, *how)
 
 
 def _forward_cost(m: Match) -> Cost:

@@ -104,8 +104,7 @@ def why_not(item: ListedOp, recipe: Recipe) -> str | None:
     product, chosen = cast(MatMul, item.lowered.op), recipe_for(item.lowered.bindings["weight"], recipe)
     if chosen is None:
         return "te.precision says so"
-    for name in ("in_features", "out_features"):
-        size = getattr(product, name)
+    for name, size in zip(("in_features", "out_features"), product.own_features, strict=True):
         if size % chosen.step:
             return f"its {name}, {size}, are no multiple of {chosen.step}"
     return None
@@ -138,7 +137,7 @@ def _is_meta(weight: Binding) -> bool:
 def _without_values(name: str, product: MatMul) -> State:
     """The state of a product that is only planned: it belongs to nobody."""
     state, number = State(torch.nn.Module(), name), torch.empty((), dtype=torch.float32, device="meta")
-    data = torch.empty(product.out_features, product.in_features, dtype=E4M3, device="meta")
+    data = torch.empty(product.parameter_shapes()["weight"], dtype=E4M3, device="meta")
     state.kept.update(zip(KEPT, (data, data.new_empty(data.shape[::-1]), number), strict=True))
     for numbers in (state.scales, state.inverses, state.amaxes):
         numbers.update(dict.fromkeys(ROLES, number))
@@ -250,7 +249,8 @@ def _quantizing(item: ListedOp, op: FusableOperation, suffix: str, role: str, re
 def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping[str, Binding]) -> ListedOp:
     op.train(item.lowered.op.training)
     low = LoweredOp(op, bindings, item.lowered.suffix)
-    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream)
+    summed = {name: group for name, group in item.summed.items() if name in bindings}
+    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:

@@ -101,7 +101,7 @@ def test_three_products_of_a_layer_by_transposed_operands(library: FakeCublasLt)
 def test_scales_of_blocks(library: FakeCublasLt, sizes: tuple[int, int, int], scales: tuple[str, str]) -> None:
     """As they lie in memory: by columns of blocks, or by rows of them that are padded."""
     m, n, k = sizes
-    product, given = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False, scales), []
+    product, given = quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False, scales=scales), []
     for rows, lies, seed in ((m, scales[0], 0), (n, scales[1], 1)):
         t = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
         t *= torch.exp2(torch.arange(k) // 128 - 2.0)
@@ -116,8 +116,32 @@ def test_scales_of_blocks(library: FakeCublasLt, sizes: tuple[int, int, int], sc
     (a, of_a, wide_a), (b, of_b, wide_b) = given
     close(product.make(a, b, of_a, of_b), wide_a @ wide_b.mT)
     onto = torch.ones(m, n)
-    quantized_matmul.configured("onto", E4M3, E4M3, torch.float32, False, scales)((a, b, of_a, of_b, onto))
+    quantized_matmul.configured("onto", E4M3, E4M3, torch.float32, False, scales=scales)((a, b, of_a, of_b, onto))
     close(onto, wide_a @ wide_b.mT + 1.0)
+
+
+def test_factors_as_they_lie(library: FakeCublasLt) -> None:
+    """Where the GPU takes them so: dx of dy and W, dW of dy and x, all by rows; any number of tokens."""
+    library.any_layout = 1
+    tokens, features, out = 13, 32, 48
+    x, w = numbers(tokens, features, dtype=E4M3, seed=0), numbers(out, features, dtype=E4M3, seed=1)
+    dy = numbers(tokens, out, dtype=E5M2, seed=2)
+    wide = {n: t.data.double() * t.scale_inverse.double() for n, t in (("x", x), ("w", w), ("dy", dy))}
+    for b, transposes, exact in (
+        (w, (False, False), wide["dy"] @ wide["w"]),
+        (x, (True, False), wide["dy"].mT @ wide["x"]),
+    ):
+        product = quantized_matmul.configured("plain", E5M2, E4M3, torch.float32, False, transposes)
+        close(product.make(dy.data, b.data, dy.scale_inverse, b.scale_inverse), exact)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "any_layout"), [((8, 9), False), ((9, 0), False), ((10, 3), True), ((12, 0), False)]
+)
+def test_who_takes_any_layout(capability: tuple[int, int], any_layout: bool) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert quantized_matmul.takes_any_layout(gpu, capability) == any_layout
+    assert not quantized_matmul.takes_any_layout(cpu, capability)
 
 
 def test_each_run_reads_its_scales(library: FakeCublasLt) -> None:
@@ -210,7 +234,11 @@ REFUSED = {
         lambda: _native.CudaMatmul("p", "float8_e4m3fn", transpose_b=True), ValueError, "float16, got float8_e4m3fn"
     ),
     "lying otherwise": (
-        lambda: _native.CudaMatmul("p", "float8_e4m3fn", out_dtype="float32"), ValueError, "lie along what is summed"
+        lambda: quantized_matmul.configured("plain", E4M3, E4M3, torch.float32, False, (False, False)).make(
+            A, torch.zeros(A.shape[1], 16).to(E4M3), ONE, ONE
+        ),
+        RuntimeError,
+        "CUBLAS_STATUS_NOT_SUPPORTED",
     ),
     "fast": (
         lambda: _native.CudaMatmul("p", "bfloat16", fast_accumulation=True), ValueError, "is for factors of 8 bits"
@@ -237,6 +265,11 @@ REFUSED = {
         lambda: _native.CudaMatmul("p", "float8_e4m3fn", scales_a="rows", **PLAIN), ValueError, "for each block, or"
     ),
     "squares twice": (blocks_of("squares", "squares"), ValueError, "got squares twice"),
+    "blocks lying otherwise": (
+        lambda: _native.CudaMatmul("p", "float8_e4m3fn", out_dtype="float32", scales_a="rows", scales_b="rows"),
+        ValueError,
+        "a scale for each block lie along",
+    ),
     "fast blocks": (blocks_of("rows", "rows", fast=True), ValueError, "sums over blocks are not fast"),
     "too few scales": (
         lambda: blocks_of("rows", "squares")().make(A[:4], B, torch.ones(1, 4), torch.ones(1, 1)),
