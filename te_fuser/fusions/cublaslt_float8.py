@@ -1,8 +1,9 @@
 """Float8MatMul by cuBLASLt: its three products, of what lies along what is summed.
 
 Forward reads W in 8 bits by rows, backward turned for dx = dy W, and dy and x transposed for dW = dy^T x: the kernels
-that make these store them so. Each call makes both of W before its first step, for all products of the list at once, or
-they are kept from micro-batch to micro-batch.
+that make these store them so. On GPUs whose products take factors as they lie, all are read by rows, and nothing is
+turned. Each call makes what is read of W before its first step, for all products of the list at once, or it is kept
+from micro-batch to micro-batch.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.sizes import asked
 
 _OF_INPUT = ("0.weight_turned", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_INPUT_BY_ROWS = ("0.weight_data", "0.weight_inverse", "0.output_gradient_inverse")
+_OF_WEIGHT_BY_ROWS = ("input", "0.input_inverse", "0.output_gradient_inverse")
 _OF_WEIGHT = ("dy.transposed", "input.transposed", "0.input_inverse", "0.output_gradient_inverse")
 _GRADIENTS = tuple(FLOAT8.values())
 
 
 @dataclass(frozen=True)
 class Product:
-    """One of the three: the dtypes of its factors and its result, and how it is summed."""
+    """One of the three: the dtypes of its factors and its result, how it is summed, and how its factors lie."""
 
     a: torch.dtype
     b: torch.dtype
     out: torch.dtype
     fast: bool
+    transposes: tuple[bool, bool] = products.ALONG
 
     @classmethod
     def of(cls, m: Match, which: str) -> Product:
@@ -52,13 +56,16 @@ class Product:
         form = cast(Float8MatMul, m[0]).form
         x, weight, gradient = form.formats
         fast = dict(zip(("y", "dx", "dW"), form.fast, strict=True))[which]
+        by_rows = _is_by_rows(m)
         if which == "y":
             return cls(x, weight, form.dtype, fast)
-        return cls(gradient, weight, form.dtype, fast) if which == "dx" else cls(gradient, x, form.weight_dtype, fast)
+        if which == "dx":
+            return cls(gradient, weight, form.dtype, fast, (False, False) if by_rows else products.ALONG)
+        return cls(gradient, x, form.weight_dtype, fast, (True, False) if by_rows else products.ALONG)
 
     def configured(self, kind: str = "plain", out: torch.dtype | None = None) -> Any:
         """The native product."""
-        return products.configured(kind, self.a, self.b, out or self.out, self.fast)
+        return products.configured(kind, self.a, self.b, out or self.out, self.fast, self.transposes)
 
 
 # ------------------------------------------------------------------------------------------- what runs
@@ -74,19 +81,19 @@ def _output(m: FusionCall, x: torch.Tensor, product: Product, bias: bool) -> tor
 
 def _input_gradient(
     dy: torch.Tensor,
-    turned: torch.Tensor,
+    weight: torch.Tensor,
     inverse: torch.Tensor,
     gradient_inverse: torch.Tensor,
     product: Product,
 ) -> torch.Tensor:
-    """dx = dy W, of W^T."""
-    return cast(torch.Tensor, product.configured().make(dy, turned, gradient_inverse, inverse))
+    """dx = dy W, of W^T, or of W where it is read by rows."""
+    return cast(torch.Tensor, product.configured().make(dy, weight, gradient_inverse, inverse))
 
 
 def _weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, gradient_inverse: torch.Tensor, product: Product
 ) -> torch.Tensor:
-    """dW = dy^T x, both given transposed."""
+    """dW = dy^T x, both given as the product takes them."""
     return cast(torch.Tensor, product.configured().make(dy, x, gradient_inverse, inverse))
 
 
@@ -99,15 +106,21 @@ def _main_gradient(
     product: Product,
     over: bool,
 ) -> torch.Tensor:
-    """main_grad += dy^T x, or main_grad = dy^T x, both given transposed; gives what stands for it."""
+    """main_grad += dy^T x, or main_grad = dy^T x, both given as the product takes them; gives what stands for it."""
+    along = product.transposes == products.ALONG
 
     def put(dy: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor, over: bool) -> None:
         run = product.configured("plain" if over else "onto", main_grad.dtype)
-        run((dy.mT, x.mT, gradient_inverse, inverse, main_grad))
+        run((*((dy.mT, x.mT) if along else (dy, x)), gradient_inverse, inverse, main_grad))
         torch.autograd.graph.increment_version(main_grad)
 
     # By rows as `put` takes them: those of a part of a joined weight are then whole rows of what lies transposed.
-    return put_gradient(dy.mT, x.mT, weight, over, put)
+    return put_gradient(*((dy.mT, x.mT) if along else (dy, x)), weight, over, put)
+
+
+def _is_by_rows(m: Match) -> bool:
+    """Whether the GPU's products take factors as they lie."""
+    return products.takes_any_layout(m.device, m.capability)
 
 
 def _choose(m: Match, method: str) -> Body:
@@ -144,14 +157,18 @@ def why_no_float8(m: Match, which: Iterable[str], kind: str = "plain") -> str | 
 def _refusal(m: Match, product: Product, which: str, rows: int, kind: str) -> str | None:
     op = cast(Float8MatMul, m[0])
     inner, out = op.in_features, op.out_features
-    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, padded(rows))}[which]
+    tokens = padded(rows) if product.transposes == products.ALONG else rows
+    sizes = {"y": (rows, out, inner), "dx": (rows, inner, out), "dW": (out, inner, tokens)}[which]
     if not rows:
         return None
     out_dtype = torch.float32 if kind == "onto" else product.out
-    return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast)
+    return products.refusal(product.a, product.b, out_dtype, sizes, m.device, kind, product.fast, product.transposes)
 
 
-def _why_not_backward(m: Match, main_grad: bool) -> str | bool:
+def _why_not_backward(m: Match, main_grad: bool, by_rows: bool = False) -> str | bool:
+    if _is_by_rows(m) != by_rows:
+        how = "lie along what is summed" if by_rows else "may lie by rows"
+        return f"factors of 8 bits {how} on this device"
     if m[0].accumulate_into_main_grad != main_grad:
         return "accumulate_into_main_grad is off" if main_grad else "the weight's gradient goes to its main_grad"
     onto = why_no_float8(m, ("dW",), "onto") if main_grad else True
@@ -164,7 +181,7 @@ def _forward_cost(m: Match) -> Cost:
 
 def _backward_costs(m: Match) -> tuple[Cost, Cost]:
     rows, inner, out = m.x.rows, m[0].in_features, m[0].out_features
-    return _cost(m, "dx", rows, inner, out), _cost(m, "dW", out, inner, padded(rows))
+    return _cost(m, "dx", rows, inner, out), _cost(m, "dW", out, inner, rows if _is_by_rows(m) else padded(rows))
 
 
 def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
@@ -176,9 +193,19 @@ def _cost(m: Match, which: str, rows: int, columns: int, summed: int) -> Cost:
 
 # ---------------------------------------------------------------------------------------------- the fusions
 
-_INPUT = Gradient(("input",), _OF_INPUT, "input_gradient")
-_WEIGHT = Gradient(("0.weight",), _OF_WEIGHT, "weight_gradient")
-_MAIN = Gradient(("0.weight",), (*_OF_WEIGHT, "0.weight"), "weight_gradient")
+
+def _nodes(by_rows: bool, main_grad: bool) -> tuple[Gradient, Gradient]:
+    """dx and dW, and what they read."""
+    of_input = _OF_INPUT_BY_ROWS if by_rows else _OF_INPUT
+    of_weight = (*(_OF_WEIGHT_BY_ROWS if by_rows else _OF_WEIGHT), *(["0.weight"] if main_grad else []))
+    return Gradient(("input",), of_input, "input_gradient"), Gradient(("0.weight",), of_weight, "weight_gradient")
+
+
+def _said_of(by_rows: bool, main_grad: bool) -> str:
+    """What a row of backward's says of itself."""
+    lying = "lie by rows" if by_rows else "lie along what is summed"
+    onto = ", dW onto main_grad" if main_grad else ""
+    return f"dx = dy W and dW = dy^T x by cuBLASLt, of factors that {lying}{onto}."
 
 
 def _declare(
@@ -218,19 +245,16 @@ FUSIONS = (
         (Float8MatMul, Optional(QuantizeGradient), Bias),
         lambda m: why_no_bias(m, len(m) - 1) or why_no_float8(m, ("y",), "bias"),
     ),
-    _declare(
-        "float8_matmul_backward",
-        "dx = dy W and dW = dy^T x by cuBLASLt, of factors that lie along what is summed.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=False),
-        (_INPUT, _WEIGHT),
-    ),
-    _declare(
-        "float8_matmul_main_grad",
-        "The same, where the product adds dW to main_grad.",
-        (Float8MatMul,),
-        lambda m: _why_not_backward(m, main_grad=True),
-        (_INPUT, _MAIN),
+    *(
+        _declare(
+            f"float8_matmul_{'rows_' if by_rows else ''}{'main_grad' if main else 'backward'}",
+            _said_of(by_rows, main),
+            (Float8MatMul,),
+            functools.partial(_why_not_backward, main_grad=main, by_rows=by_rows),
+            _nodes(by_rows, main),
+        )
+        for by_rows in (False, True)
+        for main in (False, True)
     ),
 )
 

@@ -15,9 +15,11 @@ TE_DEVICE int weight_of(const te::WeightList& list, int count, int tile) {
 
 template <class T>
 TE_DEVICE unsigned quantize(const te::WeightPlaces& weight, int tile, uint4* shared) {
-  const te::Layouts<Narrow> to{static_cast<Narrow*>(weight.rows), static_cast<Narrow*>(weight.turned)};
-  return te::quantize_tile(static_cast<const T*>(weight.elements), weight.height, weight.width, tile, *weight.scale, to,
-                           shared);
+  const te::LayoutsOf<Narrow> to{static_cast<Narrow*>(weight.rows), static_cast<Narrow*>(weight.turned)};
+  unsigned largest = 0;
+  te::quantize_tile<T, true, true>(static_cast<const T*>(weight.elements), weight.height, weight.width, tile,
+                                   *weight.scale, to, shared, largest);
+  return largest;
 }
 
 extern "C" __global__ void __launch_bounds__(te::kTileThreads, te::kTileBlocks)

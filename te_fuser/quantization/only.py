@@ -16,7 +16,6 @@ from te_fuser.ops.narrow import is_narrow, narrow, prefix_of
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.quantization.products import weight_of
 from te_fuser.recipe.recipes import Recipe
-from te_fuser.recipe.region import check_runs
 
 # Inside, products whose weights have no values yet; None outside.
 _waiting: ContextVar[list[FusableOperation] | None] = ContextVar("te_fuser_quantized_model_init", default=None)
@@ -39,7 +38,7 @@ def quantized_model_init(
 
     Raises:
         TypeError: for what is no recipe, or neither True nor False.
-        NotImplementedError: for a recipe that does not run yet, and to preserve what weights were.
+        NotImplementedError: to preserve what weights were.
     """
     for name, flag in (("enabled", enabled), ("preserve_high_precision_init_val", preserve_high_precision_init_val)):
         if not isinstance(flag, bool):
@@ -51,8 +50,6 @@ def quantized_model_init(
             "quantized_model_init: preserve_high_precision_init_val=True is for training, and weights in 8 bits alone "
             "are for inference: make the model outside and train it in a region of FP8"
         )
-    if recipe is not None:
-        check_runs("quantized_model_init", recipe)
     waiting: list[FusableOperation] = []
     token = _waiting.set(waiting if enabled else None)
     try:

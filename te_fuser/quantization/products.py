@@ -23,10 +23,18 @@ def products() -> list[Binding]:
     return list(found.values())
 
 
+def _fits(product: MatMul) -> bool:
+    """Whether a rank's product is one that 8 bits take."""
+    try:
+        return not any(size % STEP for size in product.own_features)
+    except ValueError:  # which ranks cannot cut so: calls say it
+        return False
+
+
 def weight_of(op: FusableOperation) -> Binding | None:
     """What a product is bound to; None of other ops, and where that is gone or another module reads it otherwise."""
     product = op.op if isinstance(op, Bound) else op
-    if product.kind is not MatMul or product.in_features % STEP or product.out_features % STEP:
+    if not (isinstance(product, MatMul) and product.kind is MatMul and _fits(product)):
         return None
     try:
         return next((low.bindings["weight"] for low in op.lower() if "weight" in low.bindings), None)

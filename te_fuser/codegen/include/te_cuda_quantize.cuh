@@ -16,17 +16,18 @@ constexpr int kTileBlocks = 3, kTileAhead = 2;
 #endif
 
 // Where a matrix in 8 bits goes, by rows and transposed; none: it is not made.
-template <class N>
-struct Layouts {
-  N* rows;
-  N* turned;
+template <class Narrow>
+struct LayoutsOf {
+  Narrow* rows;
+  Narrow* turned;
 };
+using Layouts = LayoutsOf<e4m3>;
 
-// Tile number `tile` of a matrix, as far as it is there, times a scale in 8 bits. Gives the bits of the largest magnitude
-// of what the thread read.
-template <class T, class N>
-TE_DEVICE unsigned quantize_tile(const T* elements, int height, int width, int tile, float scale, Layouts<N> to,
-                                 uint4* shared) {
+// Tile number `tile` of a matrix, as far as it is there, times a scale in 8 bits. Raises the largest magnitude to those
+// of what the thread read. Whoever does several tiles waits for the block in between.
+template <class T, bool kByRows, bool kTurned, class Narrow = e4m3>
+TE_DEVICE void quantize_tile(const T* elements, int height, int width, int tile, float scale, LayoutsOf<Narrow> to,
+                             uint4* shared, unsigned& largest) {
   constexpr int kVector = 16 / sizeof(T), kLanes = kTileColumns / kVector, kSlots = kTileThreads / kLanes;
   const int across = (width + kTileColumns - 1) / kTileColumns;
   const int top = tile / across * kTileRows, left = tile % across * kTileColumns;
@@ -35,7 +36,6 @@ TE_DEVICE unsigned quantize_tile(const T* elements, int height, int width, int t
   const int slot = threadIdx.x / 8 % 4 + threadIdx.x / (4 * kLanes) * 4;
   const int column = left + kVector * lane;
   unsigned* const words = reinterpret_cast<unsigned*>(shared);
-  unsigned largest = 0;
 #pragma unroll 1
   for (int turn = 0; turn < kTileRows / 4 / kSlots; turn += kTileAhead) {
     Vector<T, kVector> read[kTileAhead][4] = {};
@@ -60,20 +60,31 @@ TE_DEVICE unsigned quantize_tile(const T* elements, int height, int width, int t
           largest = larger(largest, number);
           scaled[k] = number * scale;
         }
-        put_row<N>(rows, r, scaled);
+        put_row<Narrow>(rows, r, scaled);
         const int row = top + 4 * four + r;
-        if (to.rows != nullptr && row < height && column < width)
+        if (kByRows && to.rows != nullptr && row < height && column < width)
           access::write<kVector / 4>(
               reinterpret_cast<unsigned*>(to.rows + static_cast<long long>(row) * width + column), rows.words[r]);
       }
-      put_columns(words, lane, four, rows);
+      if constexpr (kTurned) put_columns(words, lane, four, rows);
     }
   }
-  if (to.turned != nullptr) {
+  if constexpr (kTurned) {
     __syncthreads();
-    store_columns<kTileThreads, kTileColumns, kVector>(to.turned, words, left, width, top, height);
+    if (to.turned != nullptr) {
+      store_columns<kTileThreads, kTileColumns, kVector>(to.turned, words, left, width, top, height);
+    }
   }
-  return largest;
+}
+
+// The scale of what has this largest magnitude, as ops/own_scales.py has it.
+template <bool kPowerOfTwo>
+TE_DEVICE float own_scale(float amax, float most, float epsilon) {
+  const float least = amax < epsilon ? epsilon : amax;
+  if (!(least > 0.0f) || as_bits(least) >= 0x7f800000u) return 1.0f;
+  const unsigned bits = as_bits(most / least), largest = 0x7f7fffffu;
+  const unsigned finite = bits < largest ? bits : largest;
+  return as_float(kPowerOfTwo ? finite & 0x7f800000u : finite);
 }
 
 }  // namespace te

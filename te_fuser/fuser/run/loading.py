@@ -117,6 +117,8 @@ def _function_of(prepared: Prepared) -> Callable[..., torch.Tensor] | None:
     does_more = prepared.before is not None or prepared.autocast or prepared.draws
     if does_more or alone is None or alone.aliased != (False,) or alone.unrecorded:
         return None
+    if alone.distributed:
+        return None
     (segment,) = prepared.plan.segments
     (step, *more) = segment.forward
     called = None if more or alone.backward is not None else step.task.called(step)
