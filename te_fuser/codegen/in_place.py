@@ -4,7 +4,7 @@ Every schedule keeps to one rule: the thread that stores the vector at `column` 
 only one that reads it there, and it has read all parts when it stores the first.
 
     columns      a thread loads the vectors of `ahead` rows of its own columns, then computes and stores them
-    tile         the same; what is stored transposed overwrites nothing
+    tile         the same; what is stored transposed overwrites nothing, here and below
     registers    a thread loads its vectors of a row before the first pass, and stores them in the last
     shared       a thread copies what it will read itself; what is on its way meanwhile belongs to later rows
     reread       each pass reads a thread's own vectors again, the last one right before it stores them
@@ -58,11 +58,10 @@ def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[
 
 @functools.lru_cache(maxsize=256)
 def is_cut(description: KernelDescription, arch: str) -> bool:
-    """Whether a kernel's column sums need a kernel of their own on this architecture, so that it overwrites nothing.
+    """Whether a kernel is cut in two on this architecture, so that it overwrites nothing.
 
-    Where registers do not suffice they may get one when it is compiled (`cuda_compile`): then it overwrites nothing,
-    either.
+    Where registers do not suffice it may be when it is compiled (`cuda_compile`): then it overwrites nothing, either.
     """
-    if not (description.sums and description.reductions):
+    if not description.reductions:
         return False
-    return schedule_model.pick(rewrite(description), limits_of(arch)) is None
+    return len(schedule_model.parts(rewrite(description), limits_of(arch))) > 1

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.nvrtc import INCLUDE
-from te_fuser.codegen.schedule import Kind, limits_of
+from te_fuser.codegen.schedule import Kind, limits_of, split
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, row_sum
 from te_fuser.formula.expr import Axes
@@ -127,7 +128,43 @@ def test_every_schedule_gives_the_same(family: tile_cases.Family, tmp_path: Path
         check(kernel, d, 140)
 
 
+@needs_compiler
+def test_a_kernel_that_is_cut_gives_the_same(tmp_path: Path) -> None:
+    """The second half has numbers of rows, column sums, maxima, and what is stored transposed."""
+    found = [family(Kit("bfloat16", "bfloat16"), 200, "float8_e4m3fn") for family in tile_cases.WITH_ROW_SUMS]
+    schedules = [schedule_model.apart(rewrite(d), LIMITS)[0] for d in found]
+    texts = [cuda.generate(d, schedules=s) for d, s in zip(found, schedules, strict=True)]
+    assert all([s.kind for s in text.schedules] == [Kind.REGISTERS, Kind.TILE] for text in texts)
+    for d, kernel in zip(found, emulated(texts, tmp_path), strict=True):
+        for rows in (0, 1, 140):
+            check(kernel, d, rows)
+
+
 # ------------------------------------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize("family", tile_cases.WITH_ROW_SUMS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+def test_rows_of_any_width(family: tile_cases.Family, arch: str) -> None:
+    """Sixteen rows wait in shared memory, or more; rows that are too wide for that are read twice."""
+    device = limits_of(arch)
+    for width in (1, 7, 100, 1022, 4096, 65535):
+        for read in ("float32", "bfloat16"):
+            d = family(Kit(read, read), width, "float8_e4m3fn")
+            kernel = cuda.generate(d, arch)
+            assert not schedule_model.misfit(rewrite(d), kernel.schedules, device)
+            one = 16 * d.transposed[0].width + 2048 <= device.shared_bytes
+            assert len(schedule_model.parts(rewrite(d), device)) == len(kernel.schedules) == (1 if one else 2)
+            assert all(launch.shared_bytes <= device.shared_bytes for launch in kernel.launches)
+
+
+def test_what_is_cut_off_overwrites_nothing() -> None:
+    narrow, wide = (tile_cases.norm_slope(Kit("bfloat16", "bfloat16"), w, "float8_e5m2") for w in (4096, 65536))
+    assert not in_place.is_cut(narrow, "sm_90a") and in_place.is_cut(wide, "sm_90a")
+    rows, columns = split(wide)
+    assert [s.name for s in rows.stores if s.width > 1] == ["dx"] and not rows.sums and not rows.maxima
+    assert [s.name for s in columns.stores] == ["dy", "dy_transposed"] and not columns.reductions
+    assert columns.sums and columns.maxima and not schedule_model.tile_refusal(columns, LIMITS)
 
 
 def test_a_warp_reads_whole_lines() -> None:
@@ -162,20 +199,22 @@ def test_blocks_with_column_sums_fill_the_gpu() -> None:
         assert s.covered == columns and s.rounds == 1
 
 
-@needs_compiler
-@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
-def test_banks(count: int, tmp_path: Path) -> None:
-    """No two threads of a warp write to one bank at once, and no eight that read 16 bytes each."""
-    source, library = tmp_path / "place.cpp", tmp_path / "place.so"
-    source.write_text(
-        '#include "te_cuda_tile.cuh"\n'
-        f'extern "C" int place(int column, int piece) {{ return te::place<{count}>(column, piece); }}\n'
-    )
+def compiled_place(call: str, folder: Path) -> Callable[[int, int], int]:
+    """A function of the header that says where something of two numbers lies."""
+    source, library = folder / "place.cpp", folder / "place.so"
+    source.write_text(f'#include "te_cuda_tile.cuh"\nextern "C" int place(int a, int b) {{ return {call}(a, b); }}\n')
     command = [str(COMPILER), "-std=c++17", "-w", "-shared", "-fPIC", f"-I{INCLUDE}", "-include"]
     subprocess.run(
         [*command, str(Path(__file__).parent / "cuda_on_cpu.h"), str(source), "-o", str(library)], check=True
     )
-    place = ctypes.CDLL(str(library)).place
+    return ctypes.CDLL(str(library)).place  # type: ignore[no-any-return]
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
+def test_banks(count: int, tmp_path: Path) -> None:
+    """No two threads of a warp write to one bank at once, and no eight that read 16 bytes each."""
+    place = compiled_place(f"te::place<{count}>", tmp_path)
     for warp in range(8):
         for k in range(count):
             four = [4 * warp + t // 8 for t in range(32)]
@@ -185,6 +224,25 @@ def test_banks(count: int, tmp_path: Path) -> None:
     assert len(places) == 64 * count
     for column in range(8 * count):
         assert len({place(column, piece) % 32 for piece in range(8)}) == 8
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [33, 200, 1024])
+def test_banks_of_whole_rows(width: int, rows: int, tmp_path: Path) -> None:
+    """Each word of a row has a place, 16 bytes stay together, and threads of a warp read from different banks."""
+    place = compiled_place(f"te::place_in_row<{rows}, {width}>", tmp_path)
+    words, pieces = -(-width // 4), rows // 16
+    line = -(-width // 128) * 32
+    places = [place(row, word) for row in range(rows) for word in range(words)]
+    assert len(set(places)) == len(places) and max(places) < rows * line
+    for row in range(rows):
+        assert all(place(row, 4 * k) % 4 == 0 for k in range(line // 4))
+        assert all(place(row, word) == place(row, word - word % 4) + word % 4 for word in range(line))
+    for first in range(0, words * pieces - 31, 32):
+        for row in range(16):
+            read = [place(n % pieces * 16 + row, n // pieces) for n in range(first, first + 32)]
+            assert len({word % 32 for word in read}) == 32
 
 
 @needs_nvrtc
@@ -246,6 +304,14 @@ def test_schedules_that_do_not_fit_are_told() -> None:
     assert "not for a kernel that stores nothing transposed" in schedule_model.misfit(rows, [tile], LIMITS)
     for changed in ({"chunks": 2}, {"ahead": 2}, {"lanes": 4}, {"slots": 2, "chunks": 16}):
         assert "tiles have 128 rows" in schedule_model.misfit(d, [dataclasses.replace(tile, **changed)], LIMITS)
+    normed = rewrite(tile_cases.norm(Kit(), 72, "float8_e4m3fn"))
+    (rows,) = cuda.generate(normed).schedules
+    assert not schedule_model.misfit(normed, [rows], LIMITS)
+    assert "stores transposed" in schedule_model.misfit(normed, [dataclasses.replace(rows, turned=0)], LIMITS)
+    for changed in ({"turned": 24}, {"turned": 256}, {"kind": Kind.REREAD}, {"slots": 256}):
+        misfit = schedule_model.misfit(normed, [dataclasses.replace(rows, **changed)], LIMITS)
+        assert "a block keeps 16, 32, 64, 128 rows" in misfit
+    assert "1 is possible" not in schedule_model.misfit(normed, [rows, tile, tile], LIMITS)
 
 
 @needs_compiler
