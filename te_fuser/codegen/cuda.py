@@ -1,7 +1,7 @@
 """CUDA C++ from a kernel description: readable text, and what a launch of it needs to know.
 
 The text is one function for the rows and, with column sums, a second one that adds up the partial sums of the blocks
-in a fixed order. Rows that are too long for all that is done with them get a third (see `schedule.split`).
+in a fixed order. Rows that are too long for sums and stores together get a third (see `schedule.split`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
 
     Args:
         arch: the architecture whose limits the schedule keeps, such as "sm_90a".
-        schedules: instead of what `schedule_model` picks: one, or two where it is cut (`schedule.split`).
+        schedules: instead of what `schedule_model` picks: one, or two for stores and column sums in their own kernels.
 
     Raises:
         ValueError: for a tensor in a dtype that generated kernels do not store; for one that is stored transposed in
@@ -104,7 +104,9 @@ def generate(description: KernelDescription, arch: str = "sm_90a", *, schedules:
     if why := model.tile_refusal(rewritten, limits):
         raise ValueError(f"kernel {description.name}: {why}")
     if not schedules:
-        schedules = [s for part in model.parts(rewritten, limits) if (s := model.pick(part, limits))]
+        whole = model.pick(rewritten, limits)
+        parts = (rewritten,) if whole else split(rewritten)
+        schedules = [s for part in parts if (s := model.pick(part, limits))]
     parts = (rewritten,) if len(schedules) == 1 else split(rewritten)
     kernels = list(zip(parts, schedules, strict=True))
     return _assemble(description, kernels)

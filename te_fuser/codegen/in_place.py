@@ -58,10 +58,11 @@ def pairs(description: KernelDescription, dying: Container[str]) -> tuple[tuple[
 
 @functools.lru_cache(maxsize=256)
 def is_cut(description: KernelDescription, arch: str) -> bool:
-    """Whether a kernel is cut in two on this architecture, so that it overwrites nothing.
+    """Whether a kernel's column sums need a kernel of their own on this architecture, so that it overwrites nothing.
 
-    Where registers do not suffice it may be when it is compiled (`cuda_compile`): then it overwrites nothing, either.
+    Where registers do not suffice they may get one when it is compiled (`cuda_compile`): then it overwrites nothing,
+    either.
     """
-    if not description.reductions:
+    if not (description.sums and description.reductions):
         return False
-    return len(schedule_model.parts(rewrite(description), limits_of(arch))) > 1
+    return schedule_model.pick(rewrite(description), limits_of(arch)) is None

@@ -20,11 +20,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import networkx
 
-from te_fuser.codegen.description import KernelDescription, Load, Maximum, Store, Sum
+from te_fuser.codegen.description import KernelDescription, Load, Store
 from te_fuser.codegen.text import COMPARISONS
 from te_fuser.formula.expr import Axes, Expr, leaf
 from te_fuser.formula.functions import FUNCTIONS
@@ -247,44 +246,34 @@ def _cut(needed: list[Expr], depth: int, kind: Kind, early: set[int]) -> list[Ex
 
 
 _BANKS = 128  # bytes that lie side by side in all banks of shared memory
-_Written = TypeVar("_Written", Store, Sum, Maximum)
 ROW_VALUE = "row value "  # begins the names of numbers that go from one kernel to the other
 
 
 def split(description: KernelDescription) -> tuple[KernelDescription, KernelDescription]:
-    """What has to see whole rows, and what the numbers of a row suffice for, as kernels of their own.
+    """The stores and the column sums as kernels of their own.
 
-    The second one has the column sums and what is stored transposed, with the same by rows and all maxima. What it
-    needs of a row's reductions goes through memory: one number a row for each, float32. It reads the tensors again, so
-    that the first overwrites none.
+    What the sums need of a row's reductions goes through memory: one number a row for each, float32. The second one
+    reads the tensors again, so that the first overwrites none.
     """
     description = dataclasses.replace(description, overwrites=())
-    turned = {s.parts for s in description.transposed}
-    early, late = ([s for s in description.stores if (s.parts in turned) == there] for there in (False, True))
-    maxima = description.maxima if late else ()
-    cut_off: tuple[Store | Sum | Maximum, ...] = (*late, *description.sums, *maxima)
-    parts = [p for item in cut_off for p in item.parts]
+    parts = [p for s in description.sums for p in s.parts]
     needed = list(_row_values(parts))
     names = {id(n): f"{ROW_VALUE}{k}" for k, n in enumerate(needed)}
-    replaced = iter(substitute(parts, lambda n: leaf(names[id(n)], Axes.ROWS) if id(n) in names else None))
-
-    def by_numbers(items: Iterable[_Written]) -> tuple[_Written, ...]:
-        return tuple(dataclasses.replace(t, parts=tuple(next(replaced) for _ in t.parts)) for t in items)
-
+    replaced = substitute(parts, lambda n: leaf(names[id(n)], Axes.ROWS) if id(n) in names else None)
+    remaining = iter(replaced)
+    sums = tuple(dataclasses.replace(s, parts=tuple(next(remaining) for _ in s.parts)) for s in description.sums)
     between = tuple(Store(names[id(n)], (n,), Axes.ROWS, 1, "float32") for n in needed)
-    rows = dataclasses.replace(
-        description, stores=(*early, *between), sums=(), maxima=() if late else description.maxima
-    )
+    rows = _narrowed(dataclasses.replace(description, stores=(*description.stores, *between), sums=()))
     values = tuple(Load(s.name, Axes.ROWS, 1, "float32") for s in between)
     columns = dataclasses.replace(
         description,
         name=f"{description.name}_columns",
         loads=(*description.loads, *values),
-        stores=by_numbers(late),
-        sums=by_numbers(description.sums),
-        maxima=by_numbers(maxima),
+        stores=(),
+        sums=sums,
+        maxima=(),
     )
-    return _narrowed(rows), _narrowed(columns)
+    return rows, _narrowed(columns)
 
 
 def _row_values(parts: Iterable[Expr]) -> Iterator[Expr]:

@@ -21,7 +21,7 @@ from te_fuser.codegen.cuda_loader import native_kernel
 from te_fuser.codegen.description import KernelDescription, Target, describe
 from te_fuser.codegen.interpreted import InterpretedKernel
 from te_fuser.codegen.nvrtc import INCLUDE
-from te_fuser.codegen.schedule import Kind, limits_of, split
+from te_fuser.codegen.schedule import Kind, limits_of
 from te_fuser.dtypes import FLOAT8
 from te_fuser.formula import expr, row_sum
 from te_fuser.formula.expr import Axes
@@ -128,67 +128,24 @@ def test_every_schedule_gives_the_same(family: tile_cases.Family, tmp_path: Path
         check(kernel, d, 140)
 
 
-@needs_compiler
-def test_a_kernel_that_is_cut_gives_the_same(tmp_path: Path) -> None:
-    """The second half has numbers of rows, column sums, maxima, and what is stored transposed."""
-    found = [family(Kit("bfloat16", "bfloat16"), 200, "float8_e4m3fn") for family in tile_cases.WITH_ROW_SUMS]
-    schedules = [schedule_model.apart(rewrite(d), LIMITS)[0] for d in found]
-    texts = [cuda.generate(d, schedules=s) for d, s in zip(found, schedules, strict=True)]
-    assert all([s.kind for s in text.schedules] == [Kind.REGISTERS, Kind.TILE] for text in texts)
-    for d, kernel in zip(found, emulated(texts, tmp_path), strict=True):
-        for rows in (0, 1, 140):
-            check(kernel, d, rows)
-
-
 # ------------------------------------------------------------------------------------------------- schedules
 
 
 @pytest.mark.parametrize("family", tile_cases.WITH_ROW_SUMS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_rows_of_any_width(family: tile_cases.Family, arch: str) -> None:
-    """Sixteen rows wait in shared memory, or more; rows that are too wide for that are read twice."""
+    """Sixteen rows wait in shared memory, or more; rows that are too wide for that are refused."""
     device = limits_of(arch)
     for width in (1, 7, 100, 1022, 4096, 65535):
         for read in ("float32", "bfloat16"):
             d = family(Kit(read, read), width, "float8_e4m3fn")
+            if 16 * d.transposed[0].width + 2048 > device.shared_bytes:
+                with pytest.raises(ValueError, match="cannot be stored transposed beside sums of rows so wide"):
+                    cuda.generate(d, arch)
+                continue
             kernel = cuda.generate(d, arch)
-            assert not schedule_model.misfit(rewrite(d), kernel.schedules, device)
-            one = 16 * d.transposed[0].width + 2048 <= device.shared_bytes
-            assert len(schedule_model.parts(rewrite(d), device)) == len(kernel.schedules) == (1 if one else 2)
-            assert all(launch.shared_bytes <= device.shared_bytes for launch in kernel.launches)
-
-
-def test_what_is_cut_off_overwrites_nothing() -> None:
-    narrow, wide = (tile_cases.norm_slope(Kit("bfloat16", "bfloat16"), w, "float8_e5m2") for w in (4096, 65536))
-    assert not in_place.is_cut(narrow, "sm_90a") and in_place.is_cut(wide, "sm_90a")
-    rows, columns = split(wide)
-    assert [s.name for s in rows.stores if s.width > 1] == ["dx"] and not rows.sums and not rows.maxima
-    assert [s.name for s in columns.stores] == ["dy", "dy_transposed"] and not columns.reductions
-    assert columns.sums and columns.maxima and not schedule_model.tile_refusal(columns, LIMITS)
-
-
-def test_a_warp_reads_whole_lines() -> None:
-    for read, vector in (("float32", 4), ("bfloat16", 8)):
-        d = tile_cases.plain(Kit(read, read), 4096, "float8_e4m3fn")
-        (s,) = cuda.generate(d).schedules
-        assert (s.kind, s.vector, s.lanes, s.rows) == (Kind.TILE, vector, 8, 128)
-    (s,) = cuda.generate(tile_cases.turned(Kit(), 4096, "float8_e5m2")).schedules
-    assert (s.vector, s.lanes) == (16, 8)
-    (s,) = cuda.generate(tile_cases.dropout(Kit(), 4096, "float8_e5m2")).schedules
-    assert s.vector == 8  # one call of the generator gives 8 draws
-
-
-@pytest.mark.parametrize("family", tile_cases.FAMILIES)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
-def test_every_width_has_a_schedule_within_the_limits(family: tile_cases.Family, arch: str) -> None:
-    device = limits_of(arch)
-    for width in (1, 2, 7, 100, 1022, 4096, 11008, 28672, 65535):
-        for read in ("float32", "bfloat16"):
-            kernel = cuda.generate(family(Kit(read, read), width, "float8_e4m3fn"), arch)
-            (s,) = kernel.schedules
-            assert s.tiles(width) * s.covered >= width and width % s.vector == 0
-            assert s.threads * s.blocks_per_multiprocessor <= device.resident_threads
-            assert kernel.launches[0].shared_bytes <= 64 * 1024
+            assert len(kernel.schedules) == 1 and not schedule_model.misfit(rewrite(d), kernel.schedules, device)
+            assert kernel.launches[0].shared_bytes <= device.shared_bytes
 
 
 def test_blocks_with_column_sums_fill_the_gpu() -> None:
