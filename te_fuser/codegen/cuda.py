@@ -15,7 +15,6 @@ from te_fuser.codegen import schedule_model as model
 from te_fuser.codegen.cuda_body import SUFFIX, Parameter
 from te_fuser.codegen.cuda_columns import ColumnText
 from te_fuser.codegen.cuda_formulas import is_precise, rewrite
-from te_fuser.codegen.cuda_row_tile import RowTileText
 from te_fuser.codegen.cuda_rows import RowText
 from te_fuser.codegen.cuda_text import CTYPES, CudaNames, Text
 from te_fuser.codegen.cuda_tile import TileText
@@ -160,12 +159,12 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
         description = dataclasses.replace(description, overwrites=())
     space = "te::precise" if is_precise(description) else "te::fast"
     for d, s in kernels:
-        kind: type[ColumnText | RowText] = _WRITERS.get(s.kind, RowTileText if s.turned else RowText)
+        kind: type[ColumnText | RowText] = _WRITERS.get(s.kind, RowText)
         writer = kind(_symbol(d.name), d, s, space)
         bodies.append(f"// {s}.\n{writer.write()}")
         grid = RowGrid(
             s.tiles(d.width),
-            s.rows if not (s.turned and d.sums) else s.rows // _TURNS,
+            s.rows,
             s.blocks_per_multiprocessor * (s.rounds or _EVERY_ROW),
             writer.per_sample,
             bool(d.sums),
@@ -189,8 +188,6 @@ def _assemble(description: KernelDescription, kernels: Sequence[tuple[KernelDesc
 _WRITERS: dict[Kind, type[ColumnText]] = {Kind.COLUMNS: ColumnText, Kind.TILE: TileText}
 # Rounds of blocks that are more than any rows need, and less than a grid may have.
 _EVERY_ROW = 1 << 18
-# A block does its rows so many times before another one is worth its partial sums (`RowGrid`); of tiles one will do.
-_TURNS = 4
 
 
 def _symbol(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from te_fuser.codegen.cuda_body import CudaKernelText
 from te_fuser.codegen.cuda_text import bare, literal, number, part_role
-from te_fuser.codegen.description import KernelDescription, Store, Sum
+from te_fuser.codegen.description import KernelDescription, Sum
 from te_fuser.codegen.schedule import Kind, Pass, Schedule, Sums, above, kept, passes, shelves
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.functions import FUNCTIONS
@@ -34,9 +34,7 @@ class RowText(CudaKernelText):
         self.index = "row" if self.plain_rows else "base"
         self.first, self.count = ("blockIdx.x", "rows") if self.plain_rows else ("first", "count")
         self.step = "gridDim.x" if self.plain_rows else "step"
-        self.stride = f"static_cast<long long>({self.step})"  # from one row of the block to its next
         self.loop = f"{self.index} = {self.first}; {self.index} < {self.count}; {self.index} += {self.step}"
-        self.tiles: dict[tuple[str, int], str] = {}  # of what is stored transposed: store and part -> its name
 
     def write(self) -> str:
         """The function."""
@@ -44,24 +42,16 @@ class RowText(CudaKernelText):
         with text.block(self.signature()):
             self.begin()
             self._prologue()
-            self._rows()
+            with text.block(f"for (long long {self.loop})"):
+                self._row()
             self._epilogue()
         return self.finished()
 
-    def _rows(self) -> None:
-        with self.text.block(f"for (long long {self.loop})"):
-            self._row()
-
     # ---- before the loop over rows
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """Numbers of the schedule that the text may use."""
-        return {"kChunks": self.s.chunks, "kThreads": self.s.threads, "kAhead": self.s.ahead}
 
     def _prologue(self) -> None:
         text, s = self.text, self.s
-        self.declare_threads(self.constants)
+        self.declare_threads({"kChunks": s.chunks, "kThreads": s.threads, "kAhead": s.ahead})
         self._declare_shelves()
         stages = [len(p.reductions) for p in self.passes if p.reductions]
         if s.lanes > 32:
@@ -80,13 +70,11 @@ class RowText(CudaKernelText):
         if not placed:
             return
         self.text("extern __shared__ uint4 shelves[];")
-        offset, sums, tiles = 0, iter(self._feature_sums()), iter(self.tiles.values())
+        offset, sums = 0, iter(self._feature_sums())
         for node, size in placed:
             at = f"shelves + {offset // 16}"
             if node is None:
                 self.text(f"float* const {self.sum_names[next(sums)]} = reinterpret_cast<float*>({at});")
-            elif isinstance(node, Store):
-                self.text(f"unsigned* const {next(tiles)} = reinterpret_cast<unsigned*>({at});")
             elif node.op == "input":
                 kind = self.vector_type(node)
                 self.text(f"{kind}* const {self.row_names[id(node)]} = reinterpret_cast<{kind}*>({at});")
@@ -133,7 +121,7 @@ class RowText(CudaKernelText):
         if self.s.ahead > 1:
             text("int turn = 0;")
             with text.loop("early", "kAhead - 1"):
-                text(f"const long long {self.index} = {self.first} + early * {self.stride};")
+                text(f"const long long {self.index} = {self.first} + early * static_cast<long long>({self.step});")
                 text(f"if ({self.index} < {self.count}) fetch_row({self.index}, early);")
                 text("te::depart();")
 
@@ -153,10 +141,6 @@ class RowText(CudaKernelText):
     def _shelf(self, n: Expr) -> str:
         turn = "turn * kChunks + chunk" if self.s.ahead > 1 else "chunk"
         return f"{self.row_names[id(n)]}[({turn}) * kThreads + threadIdx.x]"
-
-    def after(self, rows: str) -> str:
-        """The index of the row that this block does so many rows later."""
-        return f"{self.index} + {rows} * {self.stride}" if rows != "1" else f"{self.index} + {self.step}"
 
     # ---- one row
 
@@ -196,7 +180,7 @@ class RowText(CudaKernelText):
             text("te::arrived<0>();")
             return
         text("// Rows to come travel while this one is computed.")
-        text(f"const long long later = {self.after('(kAhead - 1)')};")
+        text(f"const long long later = {self.index} + (kAhead - 1) * static_cast<long long>({self.step});")
         text(f"if (later < {self.count}) fetch_row(later, turn == 0 ? kAhead - 1 : turn - 1);")
         text("te::depart();")
         for n in self.d.nodes:
@@ -204,7 +188,7 @@ class RowText(CudaKernelText):
                 known[id(n)] = self.names.fresh(f"{n.attrs[0]}_value")
                 text(f"const float {known[id(n)]} = {self.coming[id(n)]};")
         if self.coming:
-            following = self.after("1")
+            following = f"{self.index} + {self.step}"
             text(f"if ({following} < {self.count}) fetch_numbers({following});")
         text("te::arrived<kAhead - 1>();")
 

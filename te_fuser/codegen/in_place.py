@@ -4,7 +4,7 @@ Every schedule keeps to one rule: the thread that stores the vector at `column` 
 only one that reads it there, and it has read all parts when it stores the first.
 
     columns      a thread loads the vectors of `ahead` rows of its own columns, then computes and stores them
-    tile         the same; what is stored transposed overwrites nothing, here and below
+    tile         the same; what is stored transposed overwrites nothing
     registers    a thread loads its vectors of a row before the first pass, and stores them in the last
     shared       a thread copies what it will read itself; what is on its way meanwhile belongs to later rows
     reread       each pass reads a thread's own vectors again, the last one right before it stores them

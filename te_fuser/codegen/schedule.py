@@ -85,8 +85,6 @@ class Schedule:
     thread has `ahead` rows in flight. Kind `tile`: so too, with `chunks` turns for the rows of a tile. Kind `shared`:
     `ahead` rows are in shared memory at once, one of them at work.
 
-    With `turned` a block does so many rows in turn, and keeps their 8 bits in shared memory, to store them transposed.
-
     The GPU is filled with blocks `rounds` times, and they walk over all rows; with 0 there are as many blocks as the
     rows need, and none walks. With `keeps` a thread loads its share of the parameters before a row needs them, and has
     them in registers for all its rows.
@@ -102,7 +100,6 @@ class Schedule:
     sums: Sums
     rounds: int = 1
     keeps: bool = False
-    turned: int = 0
 
     @property
     def threads(self) -> int:
@@ -122,7 +119,7 @@ class Schedule:
     @property
     def rows(self) -> int:
         """Rows that a block does in one go."""
-        return self.turned or self.slots * (self.ahead * self.chunks if self.owns_columns else 1)
+        return self.slots * (self.ahead * self.chunks if self.owns_columns else 1)
 
     def tiles(self, width: int) -> int:
         """How many blocks lie side by side along the features."""
@@ -139,7 +136,6 @@ class Schedule:
             text = f"row in {row[self.kind]}: {self.lanes} threads x {self.chunks} x {self.vector} columns"
             text += f", {self.slots} rows at once" if self.slots > 1 else ""
             text += ", parameters in registers" if self.keeps else ""
-            text += f", tiles of {self.turned} rows" if self.turned else ""
         sums = "" if self.sums == Sums.NONE else f", column sums in {self.sums.value}"
         walk = "; each block walks over its rows" if self.rounds else ""
         return f"{text}{sums}, {self.blocks_per_multiprocessor} blocks per multiprocessor{walk}"
@@ -245,7 +241,6 @@ def _cut(needed: list[Expr], depth: int, kind: Kind, early: set[int]) -> list[Ex
 # ---------------------------------------------------------------------------------- a kernel cut in two
 
 
-_BANKS = 128  # bytes that lie side by side in all banks of shared memory
 ROW_VALUE = "row value "  # begins the names of numbers that go from one kernel to the other
 
 
@@ -326,13 +321,13 @@ def static_bytes(description: KernelDescription, s: Schedule) -> int:
     return exchanges + (4 * s.threads * s.vector if s.slots > 1 and description.sums else 0)
 
 
-def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | Store | None, int]]:
-    """What lies in dynamic shared memory, in order: rows on their way, waiting values, column sums (None), tiles.
+def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | None, int]]:
+    """What lies in dynamic shared memory, in order: rows on their way, waiting values, column sums (None).
 
-    With kind `tile` tiles (None) alone.
+    Or tiles (None) of what is stored transposed.
     """
     own = s.threads * s.chunks * s.vector
-    found: list[tuple[Expr | Store | None, int]] = []
+    found: list[tuple[Expr | None, int]] = []
     if s.kind == Kind.TILE:  # one is written while another one is read
         parts = sum(len(t.parts) for t in description.transposed)
         return [(None, s.covered * s.rows)] * (2 * parts)
@@ -343,7 +338,4 @@ def shelves(description: KernelDescription, s: Schedule) -> list[tuple[Expr | St
     if s.sums == Sums.SHARED:
         parts = sum(len(t.parts) for t in description.sums if t.axes & Axes.FEATURE)
         found += [(None, own * 4)] * parts
-    if s.turned:
-        row = -(-description.width // _BANKS) * _BANKS
-        found += [(t, s.turned * row) for t in description.transposed for _ in t.parts]
     return found

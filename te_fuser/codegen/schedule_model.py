@@ -56,7 +56,6 @@ _TILE_THREADS = 256
 _TILE_SHARED = 64 * _KIB  # of a block
 _MOST_TILES = 8  # blocks on a multiprocessor
 _LINE = 128  # bytes
-_TURNED = (16, 32, 64, 128)  # rows of a tile that a block with row sums keeps: 16 are the least that is stored together
 # Vectors of a row per thread: with more, the compiler takes more registers than it is given.
 _MOST_CHUNKS = {Kind.REGISTERS: 5, Kind.SHARED: 8}
 
@@ -68,14 +67,13 @@ def pick(description: KernelDescription, limits: Limits) -> Schedule | None:
 
 def candidates(description: KernelDescription, limits: Limits) -> list[Schedule]:
     """Every schedule that fits, the best first."""
-    if description.transposed and not description.reductions:
+    if description.transposed:
         return list(_tiles(description, limits))
-    vector = _tile_vector(description) if description.transposed else _vector(description)
+    vector = _vector(description)
     if not description.reductions:
         return list(dict.fromkeys(_columns(description, vector, limits)))
     found = sorted(_rows(description, vector, limits), key=functools.partial(merit, description), reverse=True)
-    again = not (description.sums or description.transposed)
-    return list(dict.fromkeys(found)) + ([_reread(description, vector, limits)] if again else [])
+    return list(dict.fromkeys(found)) + ([] if description.sums else [_reread(description, vector, limits)])
 
 
 def variants(description: KernelDescription, limits: Limits, most: int) -> list[tuple[Schedule, ...]]:
@@ -114,33 +112,22 @@ def tile_refusal(description: KernelDescription, limits: Limits) -> str:
     wide = [s for s in description.transposed if item_size(s.dtype) != 1]
     if wide:
         return f"{wide[0].name} is {wide[0].dtype}; only 8 bits are stored transposed: store it by rows"
+    if description.reductions:
+        return f"{names} cannot be stored transposed beside row sums: store it in a kernel that reads their results"
     if any(t.axes & Axes.BATCH for t in description.sums):
         return f"{names} cannot be stored transposed beside sums of samples: add these up in a kernel of their own"
     if not candidates(description, limits):
-        what = "beside sums of rows so wide" if description.reductions else "together"
-        return f"{names} cannot be stored transposed {what}: store fewer of them in one kernel, or turn them in another"
+        return f"{names} cannot be stored transposed together: store fewer of them in one kernel"
     return ""
 
 
-def better_turned(description: KernelDescription) -> str:
-    """Why another kernel had better turn what this one could store transposed; empty where it had not.
-
-    Of 8192 rows of 4096 features on an H200 LayerNorm took 67 us so, 33 without, and turning its rows 17. Beside column
-    sums its backward took 104 us so, and in two kernels 101 to 115.
-    """
-    alone = description.reductions and not description.sums
-    return "its row sums leave no time to store 32 bytes of a column at once" if alone else ""
-
-
 def _misfit(description: KernelDescription, s: Schedule, limits: Limits) -> str:
-    if (s.kind == Kind.TILE or s.turned > 0) != bool(description.transposed):
+    if (s.kind == Kind.TILE) != bool(description.transposed):
         what = "" if description.transposed else "nothing "
         return f"kind {s.kind.value} is not for a kernel that stores {what}transposed"
     wrong = s.rows != TILE_ROWS or s.ahead != _TILE_AHEAD or s.lanes % _TILE_LANES or s.slots % _TILE_SLOTS
     if s.kind == Kind.TILE and wrong:
         return f"tiles have {TILE_ROWS} rows, four for a thread, and warps of 8 x 4 threads, which {s} has not"
-    if s.turned and (s.turned not in _TURNED or s.kind == Kind.REREAD or s.slots * s.ahead > s.turned):
-        return f"a block keeps {', '.join(map(str, _TURNED))} rows, and all that it does at once, which {s} does not"
     if s.owns_columns == bool(description.reductions):
         return f"kind {s.kind.value} is not for a kernel {'with' if description.reductions else 'without'} row sums"
     if (s.sums == Sums.NONE) == bool(description.sums) or (s.kind == Kind.REREAD and description.sums):
@@ -247,17 +234,7 @@ def _rows(description: KernelDescription, vector: int, limits: Limits) -> Iterat
         for slots in (_ROW_THREADS // lanes, 2 * _ROW_THREADS // lanes) if lanes <= _WARP else (1,):
             for draft in _drafts(description, vector, lanes, slots, chunks):
                 if chunks <= _MOST_CHUNKS[draft.kind]:
-                    for whole in _turned(draft) if description.transposed else (draft,):
-                        yield from _filled(description, whole, limits)
-
-
-def _turned(draft: Schedule) -> Iterator[Schedule]:
-    """The draft with tiles of as many rows as may be stored transposed together."""
-    for rows in _TURNED:
-        if draft.slots * draft.ahead <= rows:
-            yield dataclasses.replace(draft, turned=rows)
-            if draft.rounds and draft.sums == Sums.NONE:
-                yield dataclasses.replace(draft, turned=rows, rounds=0)
+                    yield from _filled(description, draft, limits)
 
 
 def _drafts(description: KernelDescription, vector: int, lanes: int, slots: int, chunks: int) -> Iterator[Schedule]:

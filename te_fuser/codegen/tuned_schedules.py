@@ -80,7 +80,5 @@ def _schedules(listed: object) -> tuple[Schedule, ...]:
 
 
 def _is_whole(found: dict[str, Any]) -> bool:
-    fields = dataclasses.fields(Schedule)
-    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
-    known = needed <= set(found) <= {f.name for f in fields}
-    return known and all(isinstance(found[n], int) for n in set(found) - {"kind", "sums"})
+    names = {f.name for f in dataclasses.fields(Schedule)}
+    return set(found) == names and all(isinstance(found[n], int) for n in names - {"kind", "sums"})

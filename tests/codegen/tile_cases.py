@@ -16,7 +16,6 @@ from te_fuser.formula import functions as f
 from te_fuser.formula.adjoint import differentiate
 from te_fuser.formula.expr import Axes, Expr
 from te_fuser.formula.random import threshold
-from te_fuser.formula.substitution import substitute
 from tests.codegen.corpus import Kit, reference
 from tests.codegen.cuda_calls import complaints, streams
 from tests.float8 import codes
@@ -93,54 +92,7 @@ def turned(kit: Kit, width: int, dtype: str) -> KernelDescription:
     return describe("turn", [Target("y", x, Axes.FULL, width, dtype, "transposed")], (), kit.tensors)
 
 
-def _layer_norm(x: Expr, weight: Expr, bias: Expr) -> tuple[Expr, Expr, Expr]:
-    mean = expr.value("mean", f.row_mean(x))
-    centered = x - mean
-    rstd = expr.value("rstd", f.rsqrt(f.row_mean(centered * centered) + 1e-5))
-    return centered * rstd * weight + bias, mean, rstd
-
-
-def norm(kit: Kit, width: int, dtype: str) -> KernelDescription:
-    """y = LayerNorm(x) s, and the two numbers of each row."""
-    y, mean, rstd = _layer_norm(kit.full("x", width), kit.feature("weight", width), kit.feature("bias", width))
-    numbers = [Target(n, e, Axes.ROWS, 1, "float32") for n, e in (("mean", mean), ("rstd", rstd))]
-    return _made(kit, "norm_quantize", [*_both(kit, "y", y, width, dtype), *numbers], y, width)
-
-
-def residual_norm(kit: Kit, width: int, dtype: str) -> KernelDescription:
-    """y = RMSNorm(t) s of t = skip + dropout(x + bias), which is stored, too."""
-    x = kit.full("x", width) + kit.feature("bias", width)
-    t = kit.full("skip", width) + x * expr.keep_leaf("dropout", threshold(0.25), Axes.FULL, width) * (4 / 3)
-    rstd = expr.value("rstd", f.rsqrt(f.row_mean(t * t) + 0.1))
-    y = t * rstd * kit.feature("weight", width)
-    stores = [kit.target("total", t, Axes.FULL, width), Target("rstd", rstd, Axes.ROWS, 1, "float32")]
-    return _made(kit, "residual_norm_quantize", [*stores, *_both(kit, "y", y, width, dtype)], y, width)
-
-
-def norm_slope(kit: Kit, width: int, dtype: str) -> KernelDescription:
-    """dx of LayerNorm(x) and of x itself, which is stored, and dx behind a dropout in 8 bits; sums of all of these."""
-    x, weight, bias = kit.full("x", width), kit.feature("weight", width), kit.feature("bias", width)
-    y, mean, rstd = _layer_norm(x, weight, bias)
-    found = differentiate({y: kit.full("dy", width), x: kit.full("dskip", width)}, [x, weight, bias])
-    known = {id(same): kit.leaf(e.attrs[0], Axes.ROWS) for e in (mean, rstd) for same in (e, e.args[0])}
-    dx, dweight, dbias = substitute([found[e] for e in (x, weight, bias)], lambda n: known.get(id(n)))
-    dropped = dx * expr.keep_leaf("dropout", threshold(0.25), Axes.FULL, width) * (4 / 3)
-    stores = [kit.target("dx", dx, Axes.FULL, width), *_both(kit, "dy", dropped, width, dtype)]
-    sums = {"dweight": dweight, "dbias": dbias, "dbefore": dropped}
-    return _made(kit, "norm_slope_quantize", stores, dropped, width, sums)
-
-
-def gated_norm(kit: Kit, width: int, dtype: str) -> KernelDescription:
-    """Two parts side by side, each of which reads the norm of both."""
-    x = kit.full("x", 2 * width)
-    rstd = f.rsqrt(f.row_mean(x * x) + 1e-6)
-    gate, up = f.split(x * rstd * kit.feature("weight", 2 * width), 2)
-    y = f.concat([gate * f.sigmoid(up), up])
-    return _made(kit, "gated_norm_quantize", _both(kit, "y", y, 2 * width, dtype), y, 2 * width)
-
-
 FAMILIES: tuple[Family, ...] = (plain, gelu, gelu_slope, swiglu_slope, dropout, normed, turned)
-WITH_ROW_SUMS: tuple[Family, ...] = (norm, residual_norm, norm_slope, gated_norm)
 READ = ("float32", "bfloat16", "float16")
 WIDTHS = (1, 6, 16, 33, 72, 200)
 
@@ -148,7 +100,7 @@ WIDTHS = (1, 6, 16, 33, 72, 200)
 def cases() -> dict[str, KernelDescription]:
     """Each family in each width, which turn through the dtypes; the plain one in all of them."""
     listed = [(plain, read, dtype, width) for read in READ for dtype in FLOAT8 for width in WIDTHS]
-    for number, family in enumerate((*FAMILIES[1:], *WITH_ROW_SUMS)):
+    for number, family in enumerate(FAMILIES[1:]):
         for k, width in enumerate(WIDTHS):
             listed.append((family, READ[(k + number) % 3], tuple(FLOAT8)[(k + number) % 2], width))
     found = {}

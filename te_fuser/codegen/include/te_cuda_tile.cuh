@@ -1,8 +1,7 @@
 // What tiles of rows add to te_cuda.cuh: 8 bits that are stored transposed, by way of shared memory.
 //
-// Where threads own columns, one has kCount neighbours of four rows at a time. Turned, each column is one word of four
-// rows, and four words of different threads are the 16 bytes that another thread stores. Where threads share a row,
-// rows lie in shared memory as they are, and who stores 16 bytes of four columns turns 16 words of different rows.
+// A thread has kCount neighbours of four rows at a time. Turned, each column is one word of four rows, and four words
+// of different threads are the 16 bytes that another thread stores.
 #pragma once
 
 #include "te_cuda.cuh"
@@ -42,27 +41,21 @@ TE_DEVICE int place(int column, int piece) {
   return (column * kPieces + (piece ^ column / kCount % kPieces)) * 4;
 }
 
-// Of four neighbours of four rows, a word each, the words of the columns.
-TE_DEVICE void turn(const unsigned (&rows)[4], unsigned (&columns)[4]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {  // bytes 2 half and 2 half + 1 of two rows
-    const unsigned first = __byte_perm(rows[0], rows[1], half ? 0x7362 : 0x5140);
-    const unsigned last = __byte_perm(rows[2], rows[3], half ? 0x7362 : 0x5140);
-    columns[2 * half] = __byte_perm(first, last, 0x5410);
-    columns[2 * half + 1] = __byte_perm(first, last, 0x7632);
-  }
-}
-
 // Writes the columns of a lane; `four` is the number of the four rows within the tile.
 template <int kCount>
 TE_DEVICE void put_columns(unsigned* tile, int lane, int four, const FourRows<kCount>& rows) {
   unsigned* const to = tile + place<kCount>(lane * kCount, four / 4) + four % 4;
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
-    unsigned columns[4];
-    turn({rows.words[0][i / 4], rows.words[1][i / 4], rows.words[2][i / 4], rows.words[3][i / 4]}, columns);
+    unsigned first[2], last[2];
 #pragma unroll
-    for (int k = 0; k < 4 && i + k < kCount; ++k) to[(i + k) * kPieces * 4] = columns[k];
+    for (int half = 0; half < 2; ++half) {  // bytes 2 half and 2 half + 1 of two rows
+      first[half] = __byte_perm(rows.words[0][i / 4], rows.words[1][i / 4], half ? 0x7362 : 0x5140);
+      last[half] = __byte_perm(rows.words[2][i / 4], rows.words[3][i / 4], half ? 0x7362 : 0x5140);
+    }
+#pragma unroll
+    for (int k = 0; k < 4 && i + k < kCount; ++k)
+      to[(i + k) * kPieces * 4] = __byte_perm(first[k / 2], last[k / 2], k % 2 ? 0x7632 : 0x5410);
   }
 }
 
@@ -79,59 +72,6 @@ TE_DEVICE void store_columns(T* to, const unsigned* tile, int column, int width,
       unsigned words[4];
       access::read<4>(words, tile + place<kCount>(mine, piece));
       access::write<4>(reinterpret_cast<unsigned*>(to + (column + mine) * tokens + from), words);
-    }
-  }
-}
-
-// ------------------------------------------------------------------------------------------ tiles of whole rows
-
-// The row that a block does `later` rows after one of the tile at `start`, where its tiles begin `step` rows apart.
-template <int kRows>
-TE_DEVICE long long row_after(long long row, int later, long long start, long long step) {
-  const long long found = row + later;
-  return found - start < kRows ? found : found + step - kRows;
-}
-
-// The word of a tile of kRows rows that begins with column 4 * word. A row takes whole lines of banks, and the words
-// that a warp reads together have different banks: of each piece of 16 rows as many neighbours as there are lanes.
-template <int kRows, int kWidth>
-TE_DEVICE int place_in_row(int row, int word) {
-  constexpr int kLine = 32, kNeighbours = kLine * kPieceRows / kRows;
-  return row * ((kWidth + 4 * kLine - 1) / (4 * kLine) * kLine) + (word ^ row / kPieceRows * kNeighbours);
-}
-
-// Rounds neighbours of one row of a tile.
-template <class T, int kRows, int kWidth, int kCount>
-TE_DEVICE void put_in_row(unsigned* tile, int row, int column, const float (&values)[kCount]) {
-  store(reinterpret_cast<T*>(tile + place_in_row<kRows, kWidth>(row, column / 4)) + column % 4, values);
-}
-
-// Stores the columns of a tile of whole rows that begins at `row`, 16 rows at a time.
-template <int kThreads, int kRows, int kWidth, class T>
-TE_DEVICE void store_turned(T* to, const unsigned* tile, long long row, long long rows) {
-  constexpr int kInTile = kRows / kPieceRows, kWords = (kWidth + 3) / 4;
-  const long long tokens = padded(rows);
-#pragma unroll 1
-  for (int number = threadIdx.x; number < kWords * kInTile; number += kThreads) {
-    const int piece = number % kInTile, word = number / kInTile;
-    const long long from = row + piece * kPieceRows;
-    if (from >= rows) continue;
-    unsigned columns[kPieceRows / 4][4];
-#pragma unroll
-    for (int four = 0; four < kPieceRows / 4; ++four) {
-      unsigned read[4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int mine = 4 * four + r;
-        read[r] = from + mine < rows ? tile[place_in_row<kRows, kWidth>(piece * kPieceRows + mine, word)] : 0u;
-      }
-      turn(read, columns[four]);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const unsigned column[4] = {columns[0][k], columns[1][k], columns[2][k], columns[3][k]};
-      if (4 * word + k < kWidth)
-        access::write<4>(reinterpret_cast<unsigned*>(to + (4 * word + k) * tokens + from), column);
     }
   }
 }

@@ -12,7 +12,7 @@ from te_fuser.codegen.cuda_formulas import rewrite
 from te_fuser.codegen.description import NotOneKernel
 from te_fuser.codegen.nvrtc import arch_of
 from te_fuser.codegen.schedule import limits_of
-from te_fuser.codegen.schedule_model import better_turned, tile_refusal
+from te_fuser.codegen.schedule_model import tile_refusal
 from te_fuser.fuser.graph.refs import RECOMPUTED, Ref, gradient_ref
 from te_fuser.fuser.plan.candidates import NOTHING, kernel_step
 from te_fuser.fuser.steps.step import Price, Step
@@ -35,7 +35,7 @@ def row_steps(
     wanted: Sequence[Ref],
     derive: Callable[[bool], KernelTask | None],
 ) -> tuple[Step, ...]:
-    """The kernel of a range, and where it does not store what is wanted transposed, steps that turn its rows.
+    """The kernel of a range, and where it cannot store what is wanted transposed, steps that turn its rows.
 
     Args:
         derive: f(transposed) -> the kernel that gives what is wanted, so or by rows; None where there is nothing to do.
@@ -49,11 +49,11 @@ def row_steps(
 
 
 def why_not_transposed(options: Options, description: KernelDescription) -> str:
-    """Why a kernel had better not store transposed what it shall; empty where it had, and where that is nothing."""
+    """Why a kernel cannot store transposed what it shall; empty where it can, and where that is nothing."""
     if options.target != "cuda" or not description.transposed:
         return ""
     capability = options.capability or options.device.capability or (8, 0)
-    return tile_refusal(rewrite(description), limits_of(arch_of(capability))) or better_turned(description)
+    return tile_refusal(rewrite(description), limits_of(arch_of(capability)))
 
 
 def turning_step(problem: Problem, prices: Prices, ref: Ref, covers: Place) -> Step:
