@@ -14,7 +14,7 @@ from te_fuser.fusions.match import Cost, FusionCall, Match
 from te_fuser.fusions.pattern import Optional
 from te_fuser.fusions.registry import Details, fusion
 from te_fuser.kernels import packed_heads
-from te_fuser.kernels.lanes import reason_not
+from te_fuser.kernels.lanes import Scaled, reason_not
 from te_fuser.ops.bias import Bias
 from te_fuser.ops.quantize_gradient import QuantizeGradient
 from te_fuser.ops.rotary_embedding import RotaryEmbedding
@@ -32,10 +32,15 @@ def rotation_of(op: RotaryEmbedding) -> packed_heads.Rotation:
 
 def why_no_kernel(m: Match) -> str | None:
     """Why the kernel over packed heads cannot run on what enters the match, or None."""
-    if quantizes(m) is not None and not m[0].reads("amax"):
+    bias, why = bias_of(m), why_not_scaled(m)
+    return why or m.why_no_cuda() or reason_not(m.dtype, m.dtype if bias is None else m[bias].own_dtype_of("bias"))
+
+
+def why_not_scaled(m: Match) -> str | None:
+    """Why a kernel that quantizes cannot stand for QuantizeGradient at the beginning of the match."""
+    if m[0].kind is QuantizeGradient and not m[0].reads("amax"):
         return "its kernel raises amax, and nobody bound one to QuantizeGradient"
-    bias = bias_of(m)
-    return m.why_no_cuda() or reason_not(m.dtype, m.dtype if bias is None else m[bias].own_dtype_of("bias"))
+    return None
 
 
 def bias_of(m: Match | FusionCall) -> int | None:
@@ -48,10 +53,10 @@ def quantizes(m: Match | FusionCall) -> torch.dtype | None:
     return m[0].dtype if m[0].kind is QuantizeGradient else None  # type: ignore[no-any-return]
 
 
-def scaled_by(m: FusionCall) -> packed_heads.Scaled | None:
+def scaled_by(m: FusionCall) -> Scaled | None:
     """How the kernel stores that gradient."""
     dtype = quantizes(m)
-    return None if dtype is None else packed_heads.Scaled(dtype, m["0.scale"], m["0.amax"])
+    return None if dtype is None else Scaled(dtype, m["0.scale"], m["0.amax"])
 
 
 def _op(m: Match | FusionCall) -> RotaryEmbedding:
@@ -66,7 +71,8 @@ def _cost(m: Match) -> Cost:
     return Cost(m.x.nbytes, m.x.nbytes)
 
 
-def _cost_back(m: Match) -> Cost:
+def cost_back(m: Match) -> Cost:
+    """Of one pass over the gradient."""
     return Cost(m.x.nbytes, gradient_bytes(m))
 
 
@@ -97,7 +103,7 @@ def rotary_embedding_forward(m: FusionCall, x: torch.Tensor) -> torch.Tensor:
 @fusion(
     backward=_BACKWARD,
     when=_when,
-    cost=_cost_back,
+    cost=cost_back,
     details=Details(compiles=_compiles, sums=SUMS),
 )
 def rotary_embedding_backward(m: FusionCall, dy: torch.Tensor) -> Any:

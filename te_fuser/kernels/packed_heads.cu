@@ -2,7 +2,7 @@
 // keys by their position (RoFormer, Su et al., 2021), store them packed, and add up each column.
 //
 // packed_heads.py writes the constants that this text reads in front of it:
-//   Element, BiasElement, SumElement   storage types; Stored: of the result
+//   Element, BiasElement, SumElement   storage types; OutElement: of the result
 //   kQueries, kGroups, kHeadDim        query heads, key/value heads, features of a head
 //   kBlocked                           [all queries | all keys | all values], else [queries..., key, value] of each group
 //   kParts                             queries, keys and values come from three tensors
@@ -144,7 +144,7 @@ TE_DEVICE void turn(float (&first)[kVector], float (&second)[kVector], const flo
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
     const Element* __restrict__ queries, const Element* __restrict__ keys, const Element* __restrict__ values,
     const float* __restrict__ cosines, const float* __restrict__ sines, const BiasElement* __restrict__ bias,
-    const float* __restrict__ scale, float* __restrict__ amax, Stored* __restrict__ out,
+    const float* __restrict__ scale, float* __restrict__ amax, OutElement* __restrict__ out,
     SumElement* __restrict__ sums, float* __restrict__ partial,
     long long rows, int samples, int groups, int out_position, int out_sample,
     int query_position, int query_sample, int query_group, int query_head,
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
   }
   from += place.first, by_position *= kVector, by_sample *= kVector;
   const int to_second = place.second - place.first;
-  Stored* to = out + column + place.first;
+  OutElement* to = out + column + place.first;
   const float factor = kScaled ? scale[0] : 1.0f;
   unsigned largest = 0u;
 
@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) packed_heads(
         turn(a, b, &here.cosine[of][angle], &here.sine[of][angle], is_second);
       }
       if (!works) continue;
-      Stored* target = to + (position[i] * static_cast<long long>(out_position) +
+      OutElement* target = to + (position[i] * static_cast<long long>(out_position) +
                              sample[i] * static_cast<long long>(out_sample)) * kVector;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {

@@ -23,7 +23,7 @@ import torch
 
 from te_fuser.codegen.cuda_text import CTYPES
 from te_fuser.dtypes import name_of
-from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, constants
+from te_fuser.kernels.lanes import MOST_ROWS, HeadsPass, Scaled, constants
 from te_fuser.kernels.strided import as_one, reach, readable
 from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.rotary_embedding import rotation_table
@@ -44,15 +44,6 @@ class Rotation:
     base: float
     style: str
     position_offset: int = 0
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """How a result is stored in 8 bits: times a scale, its largest magnitude before that in `amax`, which is raised."""
-
-    dtype: torch.dtype
-    scale: torch.Tensor  # float32, one element, as amax is
-    amax: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ class PackedPass(HeadsPass):
 
     def text(self) -> str:
         """The CUDA text: the constants, and `packed_heads.cu`."""
-        dtypes = {"Element": self.dtype, "BiasElement": self.bias, "SumElement": self.sums, "Stored": self.stored}
+        dtypes = {"Element": self.dtype, "BiasElement": self.bias, "SumElement": self.sums, "OutElement": self.stored}
         types = {name: CTYPES[name_of(dtype or self.dtype)] for name, dtype in dtypes.items()}
         heads = self.heads
         integers = {

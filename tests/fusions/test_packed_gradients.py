@@ -36,7 +36,7 @@ class OnEmulatedGpu(CpuFlash):
 
 
 ATTENTION = declare(OnEmulatedGpu(), registered=False)
-ROTARY = ("rotary_embedding_forward", "rotary_embedding_backward")
+ROTARY = ("rotary_embedding_forward", "rotary_embedding_backward", "turned_heads_forward", "turned_heads_backward")
 
 
 def linear(bias: bool) -> list[Any]:
@@ -45,6 +45,10 @@ def linear(bias: bool) -> list[Any]:
 
 def rotary() -> ops.RotaryEmbedding:
     return ops.RotaryEmbedding(DIM, heads=HEADS)
+
+
+def by_angles() -> ops.RotaryByAngles:
+    return ops.RotaryByAngles(DIM, heads=HEADS, kv_heads=HEADS, angles="angles")
 
 
 def attention() -> ops.DotProductAttention:
@@ -56,6 +60,17 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "no bias": lambda: [*linear(False), attention()],
     "bias and rotation": lambda: [*linear(True), rotary(), attention()],
     "rotation": lambda: [*linear(False), rotary(), attention()],
+    "bias and angles": lambda: [*linear(True), by_angles(), attention()],
+    "angles": lambda: [*linear(False), by_angles(), attention()],
+}
+# Who stores the gradient of the first product where attention packs it not, and where it does.
+BY = {
+    "bias": ("attention", "bwd"),
+    "no bias": ("attention", "bwd"),
+    "bias and rotation": ("attention", "rotary_embedding_backward"),
+    "rotation": ("attention", "rotary_embedding_backward"),
+    "bias and angles": ("turned_heads_backward", "turned_heads_backward"),
+    "angles": ("turned_heads_backward", "turned_heads_backward"),
 }
 
 
@@ -63,8 +78,14 @@ def made(name: str) -> Any:
     return te.Sequential(*MODELS[name](), ops.Linear(F, F))
 
 
+def named(model: Any) -> dict[str, torch.Tensor]:
+    """The angles, of a list that turns by some."""
+    turns = any(isinstance(op, ops.RotaryByAngles) for op in model)
+    return {"angles": torch.arange(40.0)[:, None, None, None] / 8 + torch.ones(DIM)} if turns else {}
+
+
 def one_sample(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x.unsqueeze(1))  # type: ignore[no-any-return]
+    return model(x.unsqueeze(1), **named(model))  # type: ignore[no-any-return]
 
 
 def who_stores_8_bits(plan: Plan) -> set[str]:
@@ -91,8 +112,8 @@ def test_values_and_gradients(
     monkeypatch.setattr(Match, "why_no_cuda", lambda m: None)
     with on_an_emulated_gpu(emulation, tmp_path), fusions.only("stretch", *ROTARY, *products, attention_by):
         with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(amax_history_len=2)):
-            plan = model.plan(torch.empty(37, 1, F, dtype=BF16, requires_grad=True))
+            plan = model.plan(torch.empty(37, 1, F, dtype=BF16, requires_grad=True), **named(model))
         agree(trained(model, one_sample), wanted, share=0.04)
         agree(trained(looked_at, one_sample), wanted, share=0.04)
     (by,) = who_stores_8_bits(plan)
-    assert by == ATTENTION.name if not packs else (by == "rotary_embedding_backward") == ("rotation" in name)
+    assert (ATTENTION.name if BY[name][packs] == "attention" else BY[name][packs]) in by
