@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from te_fuser.fuser.graph import surroundings
 from te_fuser.fuser.plan.host import capturing
 from te_fuser.ops.base import FusableOperation
 from te_fuser.ops.facts import still_hold
 from te_fuser.ops.main_grad import held_main_grad, restored
-from te_fuser.recipe.region import current
+from te_fuser.ops.scales import HISTORY, SCALE
+from te_fuser.quantization.graphs import GraphedRegion
 
 Samples = torch.Tensor | tuple[torch.Tensor] | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
@@ -23,23 +25,26 @@ class GraphedModel:
     Parameters, state_dict and train() are those of `model`: an optimizer's step in place is seen by the next replay.
     """
 
-    def __init__(self, model: torch.nn.Module, replay: Any, samples: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, replay: Any, samples: Mapping[str, torch.Tensor], within: GraphedRegion
+    ) -> None:
         self.model = model
         self._replay = replay
         self._names = tuple(samples)[1:]
         self._samples = {name: _form(t) for name, t in samples.items()}
-        self._captured = _Captured(model)
+        self._captured, self._within = _Captured(model), within
 
     def __call__(self, x: torch.Tensor, **inputs: torch.Tensor) -> Any:
         """Replay for x; the result's memory is written again by the next call.
 
         Raises:
             ValueError: when a tensor is not like its sample, or the model is not what it was: a module in another
-                mode, an op's attribute set, or a parameter, buffer or module that was replaced or moved.
+                mode, an op's attribute set, or a parameter, buffer or module that was replaced or moved; in another
+                region of FP8 than that of the capture.
         """
         self._check({"x": x, **inputs})
         self._captured.check()
-        return self._replay(x, *[inputs[name] for name in self._names])
+        return self._within.run(self._replay, x, *[inputs[name] for name in self._names])
 
     def _check(self, given: Mapping[str, torch.Tensor]) -> None:
         if given.keys() != self._samples.keys():
@@ -69,6 +74,7 @@ class _Captured:
             for prefix, m in zip(self._names, self._modules, strict=True)
             for kind, there in (("parameter", m._parameters), ("buffer", m._buffers))
             for name in there
+            if not name.endswith((SCALE, HISTORY))  # which may be replaced: graphs read copies
         ]
         held = [(label, t) for label, _, _, t in self._tensors if t is not None and t.layout is torch.strided]
         self._memory = [(label, t, t.data_ptr(), t.requires_grad) for label, t in held]
@@ -127,7 +133,8 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
     """Capture a model's forward and backward as CUDA graphs: then a call costs the host two launches.
 
     Random draws are new at each replay. Inputs are copied to where the graph reads them, and gradients flow to
-    parameters and to inputs whose sample requires one.
+    parameters and to inputs whose sample requires one. What is captured in a region of FP8 is called in regions by the
+    same recipe: replays go by the scales of then, and what they record is folded where a region is entered.
 
     Args:
         model: a te_fuser.Sequential, or any module that a graph can hold, on a CUDA device.
@@ -140,21 +147,22 @@ def cuda_graph(model: torch.nn.Module, sample_inputs: Samples, *, warmup: int = 
 
     Raises:
         RuntimeError: without a CUDA device.
-        NotImplementedError: inside of a region of FP8, whose scales move between replays.
         ValueError: for a model or sample inputs that are not on a CUDA device.
         TypeError: for sample inputs in another form.
     """
     samples = _by_name(sample_inputs)
     named = list(samples)[1:]
     _check_devices(model, samples)
-    with restored(model.parameters()), _planned_for_replay():  # what the warm-up adds to main_grad is no gradient
+    within = GraphedRegion(model, samples["x"].device)
+    # What the warm-up adds to main_grad is no gradient, and the largest magnitudes that it meets are none of a step.
+    with restored(model.parameters()), surroundings.undisturbed(), _planned_for_replay():
         replay = torch.cuda.make_graphed_callables(
-            _Positional(model, tuple(named)),
+            _Positional(model, tuple(named), within),
             tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in samples.values()),
             num_warmup_iters=warmup,
             allow_unused_input=True,
         )
-    return GraphedModel(model, replay, samples)
+    return GraphedModel(model, replay, samples, within)
 
 
 @contextlib.contextmanager
@@ -170,13 +178,14 @@ def _planned_for_replay() -> Iterator[None]:
 class _Positional(torch.nn.Module):
     """The model with its named inputs by position, as PyTorch's capture passes them."""
 
-    def __init__(self, model: torch.nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, model: torch.nn.Module, names: tuple[str, ...], within: GraphedRegion) -> None:
         super().__init__()
-        self.model, self._names = model, names
+        self.model, self._names, self._within = model, names, within
         self.training = model.training
 
     def forward(self, x: torch.Tensor, *inputs: torch.Tensor) -> Any:
-        return self.model(x, **dict(zip(self._names, inputs, strict=True)))
+        with self._within.forward():
+            return self.model(x, **dict(zip(self._names, inputs, strict=True)))
 
 
 def _main_grad_at(p: torch.Tensor) -> int:
@@ -202,11 +211,6 @@ def _kinds(given: Any) -> str:
 
 
 def _check_devices(model: torch.nn.Module, samples: Mapping[str, torch.Tensor]) -> None:
-    if current() is not None:
-        raise NotImplementedError(
-            "cuda_graph inside of a region of FP8: replays would go on by the scales of the capture; capture outside "
-            "of it, for replays in the model's own precision, or call the model itself in the region"
-        )
     if not torch.cuda.is_available():
         raise RuntimeError("cuda_graph needs a CUDA device, and PyTorch sees none here")
     tensors = {**samples, **{f"parameter {name}": p for name, p in model.named_parameters()}}

@@ -12,12 +12,14 @@ import torch
 import te_fuser
 from te_fuser import Sequential, ops
 from te_fuser.capture import GraphedModel
+from te_fuser.quantization.graphs import GraphedRegion
 
 
 def graphed(model: torch.nn.Module, **samples: torch.Tensor) -> GraphedModel:
     """A model whose "graph" is the model itself, on the CPU."""
     names = list(samples)[1:]
-    return GraphedModel(model, lambda x, *rest: model(x, **dict(zip(names, rest, strict=True))), samples)
+    within = GraphedRegion(model, torch.device("cpu"))
+    return GraphedModel(model, lambda x, *rest: model(x, **dict(zip(names, rest, strict=True))), samples, within)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -29,16 +31,6 @@ def test_without_a_device_it_says_so() -> None:
 def test_what_is_on_the_cpu_is_named() -> None:
     with mock.patch("torch.cuda.is_available", lambda: True), pytest.raises(ValueError, match="x is on cpu"):
         te_fuser.cuda_graph(Sequential(ops.GELU()), torch.randn(2, 4))
-
-
-@pytest.mark.parametrize("calibrating", [False, True])
-def test_regions_of_fp8_are_refused(calibrating: bool) -> None:
-    """Their scales move between replays."""
-    with (
-        te_fuser.autocast(enabled=not calibrating, calibrating=calibrating),
-        pytest.raises(NotImplementedError, match="inside of a region of FP8: replays would go on by the scales"),
-    ):
-        te_fuser.cuda_graph(Sequential(ops.Linear(16, 16)), torch.randn(2, 16))
 
 
 def test_regions_are_not_entered_in_a_capture() -> None:

@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Part -> the parts it may import, at the head of its files. A part that is new needs a row.
 KNOWS = {
-    "capture": {"dtypes", "ops", "fuser", "recipe"},
+    "capture": {"ops", "fuser", "quantization"},
     "checkpointing": {"quantization"},
     "compare": {"dtypes"},
     "config": set(),
@@ -68,7 +68,7 @@ KNOWS = {
     "recipe": set(),
     "quantization": {"dtypes", "formula", "ops", "fuser", "kernels", "recipe", "look"},
     "utils": {"recipe"},
-    "parallel": {"formula", "ops", "sequential"},
+    "parallel": {"formula", "ops", "presets", "sequential"},
     "presets": {"ops", "checkpointing", "flatten", "recipe", "sequential", "variants"},
     "cli": {"dtypes", "codegen", "config", "fuser", "kernels", "fusions", "recipe", "_native", "__version__"},
 }
@@ -93,12 +93,16 @@ ABSTRACT = {
     "te_fuser.ops.binding",
     "te_fuser.ops.dtensor",  # of tensors, not an op
     "te_fuser.ops.facts",
+    "te_fuser.ops.gradient_sums",  # of tensors, not an op
+    "te_fuser.ops.group",  # the same
     "te_fuser.ops.joined",  # of parameters, not an op
     "te_fuser.ops.main_grad",  # of tensors, not an op
     "te_fuser.ops.products",  # the same
     "te_fuser.ops.row_op",
     "te_fuser.ops.rows",
+    "te_fuser.ops.share",
     "te_fuser.ops.sizes",
+    "te_fuser.ops.spread",
     "te_fuser.ops.tensor_function",
     "te_fuser.ops.unfused_operation",
     "te_fuser.fusions.library",
@@ -123,6 +127,7 @@ OP_HELPERS = {
     "facts",
     "float8_products",
     "given",
+    "gradient_sums",
     "group",
     "hooks",
     "joined",
@@ -131,7 +136,9 @@ OP_HELPERS = {
     "products",
     "rows",
     "scales",
+    "share",
     "sizes",
+    "spread",
     "tensor_function",
     "transposed",
 }
@@ -296,6 +303,7 @@ def test_autograd_functions():
         ("te_fuser.fuser.run.segment", "SegmentFunction"),
         ("te_fuser.ops.collective", "_Exchanged"),
         ("te_fuser.ops.float8_products", "_Products"),
+        ("te_fuser.ops.gradient_sums", "_Summed"),
         ("te_fuser.ops.joined", "InOneBuffer"),
     ]
 

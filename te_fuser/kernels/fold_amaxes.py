@@ -70,9 +70,7 @@ class AmaxFolder:
         self._table = torch.tensor(listed, dtype=torch.int64).view(rows, len(_NOTHING)).to(device)
         self._count = len(products)
 
-    def by_kernel(
-        self, seen: torch.Tensor, amaxes: torch.Tensor, not_finite: torch.Tensor, rows: int
-    ) -> tuple[torch.Tensor, ...]:
+    def by_kernel(self, seen: torch.Tensor, amaxes: torch.Tensor, not_finite: torch.Tensor, rows: int) -> torch.Tensor:
         """Fold what was seen, count what is not finite and clear the amaxes, in one launch.
 
         Args:
@@ -82,14 +80,14 @@ class AmaxFolder:
             not_finite: int64, the same: raised by one where an amax is infinite or NaN.
 
         Returns:
-            Of each product three scales and three reciprocals, float32 [], one product behind the other, each at a
-            multiple of 16 bytes; nothing writes them again.
+            Of each product three scales and three reciprocals, float32 [products, 6], each at a multiple of 16 bytes;
+            nothing writes them again.
         """
-        numbers = torch.empty(self._count * 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
+        numbers = torch.empty(self._count, 2 * ROLES, APART, dtype=torch.float32, device=amaxes.device)
         if rows:
-            tensors = (self._table, seen, amaxes, not_finite, numbers)
+            tensors = (self._table, seen, amaxes, not_finite, numbers.view(-1, APART))
             FoldAmaxes().ready(amaxes.device)(tensors, rows, 1, 1, ())
-        return numbers[:, 0].unbind()
+        return numbers[..., 0]
 
 
 def _check(product: Folded, device: torch.device) -> None:

@@ -20,9 +20,11 @@ from te_fuser.formula import random
 from te_fuser.formula.expr import Axes
 from te_fuser.ops.binding import Binding, PlannedParametrizations
 from te_fuser.ops.facts import Facts
+from te_fuser.ops.group import Group
 from te_fuser.ops.parameters import alike, of_kind, randomized
 from te_fuser.ops.scales import HoldsScales
 from te_fuser.ops.sizes import Size, exact, rounded_up
+from te_fuser.ops.spread import WHOLE, Spread, Told
 from te_fuser.record import record
 
 if TYPE_CHECKING:
@@ -111,6 +113,11 @@ class Gradient:
     work: float | None = None
     by_attributes: tuple[str, ...] = ()
     wait: str | None = None
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What the function of a fusion's node takes: dy, unless it reads that in another form, and what it reads."""
+        return self.reads if any(name.startswith("dy.") for name in self.reads) else ("dy", *self.reads)
 
 
 @dataclass
@@ -273,6 +280,31 @@ class FusableOperation(HoldsScales):
     def each_rank(self) -> tuple[FusableOperation, ...]:
         """What each of the ranks that share this op runs in its place, one of its kind among collectives."""
         return (self,)
+
+    def shared_by(self) -> Group | None:
+        """The ranks that share it by what it says of itself, from which the spreads of a list's values follow."""
+        return None
+
+    def rows_cut_along(self) -> int | None:
+        """The dimension along which these cut the rows of what is whole in its features; None: they do not."""
+        return None
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """What each rank has of the outputs, where it has this of the input; all ranks the same of what is whole.
+
+        Raises:
+            ValueError: when it cannot take that; the message says what to do.
+        """
+        if any(given != WHOLE for given in (x, *told.named.values())):
+            raise ValueError(
+                f"{type(self).__name__} does not say what it makes of an input that is {x} in the ranks of "
+                f"{told.group.title}: define its spread(x, told), or put it where values are whole"
+            )
+        return WHOLE
+
+    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
+        """Those of its parameters of whose gradient each rank has a term: whole ones, read beside what is not."""
+        return () if x == WHOLE else tuple(told.shapes)
 
     def parameter_names(self) -> tuple[str, ...]:
         """The parameters that are there, those included that torch.nn.utils.parametrize computes."""

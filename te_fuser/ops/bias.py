@@ -13,6 +13,7 @@ from te_fuser.ops.cut import COLUMN, Cut
 from te_fuser.ops.group import Group
 from te_fuser.ops.parameters import empty, fill
 from te_fuser.ops.row_op import RowOp
+from te_fuser.ops.spread import FEATURES, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction
 
 
@@ -58,6 +59,11 @@ class Bias(Cut, RowOp):
 
     def cuts(self) -> Mapping[str, tuple[int, Group]]:
         return {"bias": (0, self.group)} if self.parallel_mode == COLUMN and self.is_cut else {}
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        if self.is_cut and self.group == told.group:
+            self.check_spread(x, FEATURES if self.parallel_mode == COLUMN else self.between)
+        return super().spread(x, told)
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias

@@ -10,6 +10,7 @@ import torch
 from te_fuser.ops.base import FusableOperation, OpCall, Spec
 from te_fuser.ops.checks import whole_number, yes_or_no
 from te_fuser.ops.group import Group
+from te_fuser.ops.spread import WHOLE, Spread, Told, rows
 
 COLUMN, ROW = "column", "row"
 SHARING = ("parallel_mode", "group", "sequence_parallel", "sequence_dim")  # attributes of every such op
@@ -112,6 +113,36 @@ class Cut(FusableOperation):
         for name in SHARING:
             setattr(self, name, getattr(other, name))
         return self
+
+    def shared_by(self) -> Group | None:
+        group = self._group
+        return group if group.size > 1 and (self.parallel_mode or self.sequence_parallel) else None
+
+    def rows_cut_along(self) -> int | None:
+        return self.sequence_dim if self.sequence_parallel else None
+
+    @property
+    def between(self) -> Spread:
+        """What each rank has of a value that is not cut by features."""
+        return rows(self.sequence_dim) if self.sequence_parallel else WHOLE
+
+    def check_spread(self, x: Spread, wanted: Spread) -> None:
+        """Refuse an input of which ranks have something else than they are to.
+
+        Raises:
+            ValueError: saying both.
+        """
+        if x != wanted:
+            said = [f"{name}={getattr(self, name)!r}" for name in SHARING if name != "group" and getattr(self, name)]
+            raise ValueError(
+                f"{type(self).__name__} with {', '.join(said)} takes what is {wanted} in the ranks of "
+                f"{self.group.title}, and x is {x}: make both alike"
+            )
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        if self.sequence_parallel and self.parallel_mode is None and self.group == told.group:
+            self.check_spread(x, rows(self.sequence_dim))
+        return super().spread(x, told)
 
     def infer(self, x: Spec) -> Any:
         ops = self.each_rank()

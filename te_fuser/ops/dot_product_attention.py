@@ -36,6 +36,7 @@ from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, check_probability, finite_number
 from te_fuser.ops.parameters import alike, empty, fill
+from te_fuser.ops.spread import FEATURES, Spread, Told, of_heads
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 TOKENS, APART = "tokens", "apart"
@@ -263,6 +264,13 @@ class DotProductAttention(UnfusedOperation):
     def draws(self) -> bool:
         """Whether probabilities are dropped."""
         return self.training and self.dropout > 0.0
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        return of_heads(type(self).__name__, x, told)
+
+    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
+        """The sinks are cut as the heads are."""
+        return () if x == FEATURES else super().summed(x, told)
 
     def infer(self, x: Spec) -> Spec:
         """[.., heads * value_dim]."""

@@ -8,6 +8,7 @@ from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_eps, check_features, count, yes_or_no
 from te_fuser.ops.dot_product_attention import PackedHeads, one_of
 from te_fuser.ops.parameters import alike, empty, fill, randomized
+from te_fuser.ops.spread import PARTIAL, Spread, Told
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 NORMS: dict[str, tuple[str, ...]] = {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias"), "L2Normalization": ()}
@@ -79,6 +80,10 @@ class HeadNorm(UnfusedOperation):
         """As x."""
         check_features(self, x, (self.heads + 2 * (self.kv_heads or 0)) * self.head_dim)
         return x
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """As x: each head is normed by itself."""
+        return super().spread(x, told) if x == PARTIAL else x
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(self._names(), (self.head_dim,))

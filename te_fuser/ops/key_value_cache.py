@@ -9,6 +9,7 @@ import torch
 from te_fuser.ops.base import Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, may_look
 from te_fuser.ops.dot_product_attention import LAYOUTS, PackedHeads
+from te_fuser.ops.spread import Spread, Told, of_heads
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -64,6 +65,9 @@ class KeyValueCache(UnfusedOperation):
     def named_inputs(self) -> Mapping[str, NamedInput]:
         names = {name: getattr(self, name) for name in ("key_cache", "value_cache", "starts", "counts")}
         return {argument: NamedInput(name, None, gradient=False) for argument, name in names.items()}
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        return of_heads(type(self).__name__, x, told)
 
     def infer(self, x: Spec) -> Spec:
         """The queries."""

@@ -21,6 +21,7 @@ from te_fuser.ops.main_grad import put_gradient
 from te_fuser.ops.parameters import alike, empty, randomized
 from te_fuser.ops.products import is_torchs, linear, product
 from te_fuser.ops.reduce_scatter import ReduceScatter
+from te_fuser.ops.spread import FEATURES, PARTIAL, WHOLE, Spread, Told
 from te_fuser.ops.tensor_function import TorchFunction, forward_of, gradient_of
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -140,6 +141,21 @@ class MatMul(Cut, UnfusedOperation):
         if self.parallel_mode == COLUMN:
             return (AllGather(group, rows) if self.sequence_parallel else AllReduceGradient(group)), own
         return own, (ReduceScatter(group, rows) if self.sequence_parallel else AllReduce(group))
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """By column features of a rank, by row the sum; without a mode as x, or a term of a sum over x's features."""
+        if self.is_cut and self.group == told.group:
+            by_column = self.parallel_mode == COLUMN
+            self.check_spread(x, self.between if by_column else FEATURES)
+            return FEATURES if by_column else self.between
+        if x == FEATURES:
+            return PARTIAL
+        if x == WHOLE or x.by_rows:
+            return x
+        raise ValueError(f"MatMul takes whole rows, and x is {x}: set its parallel_mode, or put AllReduce before it")
+
+    def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
+        return () if self.is_cut and self.group == told.group or x == FEATURES else super().summed(x, told)
 
     def infer(self, x: Spec) -> Spec:
         if self.is_cut:

@@ -13,6 +13,7 @@ from te_fuser.ops.checks import check_features, check_floating, check_name, coun
 from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
+from te_fuser.ops.spread import Spread, Told, of_heads
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
@@ -93,6 +94,9 @@ class RotaryByAngles(UnfusedOperation):
             names = dict(zip(("angles", "key_angles"), self.angles, strict=True))
         names |= {name: getattr(self, name) for name in ("starts", "offsets") if getattr(self, name) is not None}
         return {argument: NamedInput(name, None, optional=True, gradient=False) for argument, name in names.items()}
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        return of_heads(type(self).__name__, x, told)
 
     def infer(self, x: Spec) -> Spec:
         """As x."""

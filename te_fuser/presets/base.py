@@ -16,6 +16,8 @@ from te_fuser import ops
 from te_fuser.checkpointing import checkpoint
 from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
+from te_fuser.ops.dtensor import filled
+from te_fuser.ops.gradient_sums import LEFT
 from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, signature_of, taken
 from te_fuser.recipe.region import microbatch
 from te_fuser.sequential import Sequential
@@ -197,8 +199,11 @@ class Preset(Together, Variants):
         return size // self.tp_size
 
     def whole(self) -> dict[str, Any]:
-        """The marks of a parameter that every rank has as a whole."""
-        return {"sequence_parallel": self.sequence_parallel}
+        """The marks of a parameter that every rank has as a whole.
+
+        Its gradient is added up over the ranks where these have terms of it, and nobody has to do so once more.
+        """
+        return {LEFT: False}
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Fill all parameters anew, weights in the tracker's random state; those of nested presets by their own."""
@@ -212,7 +217,7 @@ class Preset(Together, Variants):
             with torch.no_grad():
                 if callable(declared.fill):
                     with self._random_state(parameter):
-                        declared.fill(parameter)
+                        filled(self, name, declared.fill)
                 else:
                     parameter.fill_(declared.fill)
         self._settle()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fuser.ops.binding import Binding
-from te_fuser.quantization.folding import Snapshot, snapshot
+from te_fuser.quantization.folding import Snapshot, of_capture, snapshot
 from te_fuser.quantization.kept import reading
 from te_fuser.quantization.state import ROLES, known_state_of, lock
 from te_fuser.recipe import region
@@ -65,7 +65,8 @@ def _by(scales: Snapshot | None) -> Iterator[None]:
             state.inverses.update(below)
             state.amaxes.update(zip(ROLES[:2], nowhere.unbind(), strict=True))  # its gradients are recorded but now
     try:
-        yield
+        with of_capture(scales) if scales.is_captured else contextlib.nullcontext():
+            yield
     finally:
         with lock:
             for state, kept, inverses, slots in before:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +18,10 @@ from te_fuser.kernels.fold_amaxes import AmaxFolder, Folded
 from te_fuser.ops.facts import Facts, still_hold, tensor_place
 from te_fuser.ops.scales import HISTORY, SCALE
 from te_fuser.quantization.agreement import Agreement, agreement_of
-from te_fuser.quantization.state import ROLES, Block, State, apart, before_saving, blocks, lock
+from te_fuser.quantization.state import ROLES, Block, State, apart, before_saving, blocks, lock, not_in_capture
 from te_fuser.quantization.trial import try_recipe
 from te_fuser.recipe.recipes import DelayedScaling, Format
-from te_fuser.recipe.region import Region, on_entry
+from te_fuser.recipe.region import Region, is_capturing, on_entry
 
 LARGEST = torch.finfo(torch.float32).max
 Numbers = dict[str, torch.Tensor]
@@ -46,16 +48,37 @@ class Snapshot:
 
     Attributes:
         scales: of each product what it had, scales and reciprocals by role; None while that is what it has.
+        is_captured: whether they are copies that a CUDA graph makes.
     """
 
     scales: list[tuple[weakref.ref[State], Numbers, Numbers]] | None = None
+    is_captured = False
 
 
 _snapshot: list[Any] = [lambda: None]  # a weak reference to that of now, where somebody keeps one
+_captured: ContextVar[Snapshot | None] = ContextVar("te_fuser_captured_scales", default=None)
+
+
+def read_in_capture() -> Snapshot | None:
+    """The copies of scales that calls here read, which a CUDA graph makes at each replay; None where none does."""
+    return _captured.get()
+
+
+@contextlib.contextmanager
+def of_capture(scales: Snapshot) -> Iterator[None]:
+    """In here they are these."""
+    token = _captured.set(scales)
+    try:
+        yield
+    finally:
+        _captured.reset(token)
 
 
 def snapshot() -> Snapshot:
     """The scales of now."""
+    captured = _captured.get()
+    if captured is not None:
+        return captured
     with lock:
         found: Snapshot | None = _snapshot[0]()
         if found is None:
@@ -74,8 +97,9 @@ def fold() -> None:
         scale = largest of the format / amax(history) / 2^margin    in float32; infinite: the largest one
 
     Raises:
-        RuntimeError: on all ranks of a group where they have different numbers of products.
+        RuntimeError: on all ranks of a group where they have different numbers of products; while a stream is captured.
     """
+    not_in_capture("amaxes are folded")
     with lock, torch.inference_mode(False), torch.no_grad():
         last = _recorded.region
         agreement = _agreement(last)
@@ -114,7 +138,7 @@ def _fold_block(block: Block, parts: _Parts, amaxes: torch.Tensor) -> None:
     for state in parts.others:
         by_recipe.setdefault(id(state.recipe), []).append(state)
     for alike in by_recipe.values():
-        _update(alike, amaxes[block.index(tuple([state.row for state in alike]))])
+        _update(block, alike, amaxes[block.index(tuple([state.row for state in alike]))])
 
 
 class _Parts(NamedTuple):
@@ -155,7 +179,7 @@ class _ByKernel:
         """Fold what was seen, [products, 3], and clear the block's slots."""
         numbers = self._folder.by_kernel(seen, block.amaxes, block.not_finite, block.rows)
         torch.autograd.graph.increment_version(self._written)
-        _show(states, numbers)
+        _show(block, states, numbers)
 
 
 _kernels: weakref.WeakKeyDictionary[Block, _ByKernel] = weakref.WeakKeyDictionary()
@@ -187,7 +211,7 @@ def _folded(state: State) -> Folded:
     return Folded(state.history, state.scale, newest, recipe.margin, *recipe.fp8_format.value)
 
 
-def _update(states: Sequence[State], seen: torch.Tensor) -> None:
+def _update(block: Block, states: Sequence[State], seen: torch.Tensor) -> None:
     """Put what was seen, [states, 3], into histories and scales of states that run by one recipe, all at once."""
     recipe: DelayedScaling = states[0].recipe  # type: ignore[assignment]
     for state in states:
@@ -198,19 +222,22 @@ def _update(states: Sequence[State], seen: torch.Tensor) -> None:
     new = torch.where(moved, torch.cat([seen[None], old[:-1]]), old)
     torch._foreach_copy_(histories, list(new.unbind(1)))
     made = scales_of(recipe, new.flatten(1), scales.flatten()).view_as(scales)
-    _put(states, torch.where(moved, made, scales))
+    _put(block, states, torch.where(moved, made, scales))
 
 
-def _put(states: Sequence[State], scales: torch.Tensor) -> None:
+def _put(block: Block, states: Sequence[State], scales: torch.Tensor) -> None:
     """Put scales, [states, 3], in place of those of states."""
     torch._foreach_copy_([state.scale for state in states], list(scales.unbind()))
-    _show(states, apart(torch.stack([scales, scales.reciprocal()], 1).flatten()))  # all views by one call
+    _show(block, states, apart(torch.cat([scales, scales.reciprocal()], 1)))
 
 
-def _show(states: Sequence[State], numbers: Sequence[torch.Tensor]) -> None:
-    """Have calls find these: three scales and three reciprocals of each state, one behind the other."""
+def _show(block: Block, states: Sequence[State], numbers: torch.Tensor) -> None:
+    """Have calls find these, [states, 6], three scales and three reciprocals each, and graphs that are captured."""
+    found = numbers.flatten().unbind()  # all views by one call
     for k, state in enumerate(states):
-        state.show(numbers[6 * k : 6 * k + 3], numbers[6 * k + 3 : 6 * k + 6])
+        state.show(found[6 * k : 6 * k + 6])
+    if block.live is not None:
+        block.live[:, :, 0].index_copy_(0, block.index(tuple([state.row for state in states])), numbers)
 
 
 def scales_of(recipe: DelayedScaling, history: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -254,10 +281,10 @@ def _at_entry(region: Region) -> None:
 
 def _begin(region: Region) -> None:
     """Fold what earlier regions left. Ranks are asked where gradients are on: who evaluates alone waits for nobody."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise NotImplementedError(
-            "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; capture what runs "
-            "outside of regions, and call the rest itself"
+            "a region of FP8 is entered while a CUDA graph is captured: replays would enter none; enter it around "
+            "te_fuser.cuda_graph(model, x), and around each replay"
         )
     try_recipe(region.recipe)
     if not torch.is_grad_enabled():

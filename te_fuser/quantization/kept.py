@@ -14,7 +14,7 @@ from te_fuser.look import is_looking
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.facts import Facts
 from te_fuser.quantization.bindings import StateBinding
-from te_fuser.quantization.state import State, blocks, lock, state_of
+from te_fuser.quantization.state import State, blocks, lock, not_in_capture, state_of
 from te_fuser.recipe import region
 
 KEPT = ("weight_data", "weight_turned", "kept_inverse")  # [out, in] and [in, out] of 8 bits, float32 []
@@ -30,22 +30,13 @@ class KeptBinding(StateBinding):
 
 
 def keep(weights: Sequence[Binding]) -> None:
-    """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read.
-
-    Raises:
-        RuntimeError: while a stream is captured, as replays would read what later steps do not write to.
-    """
+    """Quantize weights where calls are of a first micro-batch, or where nothing is kept that they could read."""
     if not weights:
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "is_first_microbatch in a region of FP8: what is kept of weights lies elsewhere in each step, so no CUDA "
-            "graph can read it: leave is_first_microbatch out of what is captured"
-        )
     states = {state_of(weight): weight for weight in weights}
     for state, weight in states.items():
         _keep(state, weight)
-    region.note_used([(state, dict(state.kept)) for state in states])
+    region.note_used([(state, dict(state.kept), weight.weak()) for state, weight in states.items()])
 
 
 def _keep(state: State, weight: Binding) -> None:
@@ -53,6 +44,7 @@ def _keep(state: State, weight: Binding) -> None:
     first = region.is_first_microbatch() and not (looks or region.recomputing())
     if not first and (state.is_kept or looks and state.kept) and _lies_beside(state):
         return
+    not_in_capture("weights are quantized to be kept")
     if not (first or looks):
         _say_once()
     amax = state.amaxes["weight"] if torch.is_grad_enabled() else None
@@ -88,14 +80,13 @@ def kept_facts(states: Iterable[State]) -> Facts:
     kept = tuple([(vars(state), "is_kept", True) for state in states])
     if not kept:
         return Facts()
-    captures = ((torch.cuda.is_current_stream_capturing, False),) if torch.cuda.is_available() else ()
-    return Facts(items=kept, calls=((region.keeps_or_notes, False), *captures))
+    return Facts(items=kept, calls=((region.keeps_or_notes, False),))
 
 
 @contextlib.contextmanager
-def reading(used: Iterable[tuple[State, dict[str, torch.Tensor]]]) -> Iterator[None]:
+def reading(used: Iterable[tuple[State, dict[str, torch.Tensor], Binding]]) -> Iterator[None]:
     """In here calls read what was kept when it was noted."""
-    before = [(state, dict(state.kept), state.is_kept, then) for state, then in used]
+    before = [(state, dict(state.kept), state.is_kept, then) for state, then, _ in used]
     for state, _, _, then in before:
         _put(state, then, True)
     try:

@@ -25,12 +25,13 @@ from te_fuser.ops.quantized_matmul import OUT_DTYPES, STEP
 from te_fuser.ops.rows import rounds
 from te_fuser.quantization.bindings import AmaxBinding, InverseBinding, ScaleBinding
 from te_fuser.quantization.checkpointing import ran_outside
+from te_fuser.quantization.graphs import refuse_by_hand
 from te_fuser.quantization.kept import KEPT, KeptBinding, keep, kept_facts, kept_undisturbed
 from te_fuser.quantization.precision import recipe_for
 from te_fuser.quantization.products import device_of
-from te_fuser.quantization.state import ROLES, State, blocks, ensure, state_of
+from te_fuser.quantization.state import ROLES, AsPut, State, blocks, ensure, state_of
+from te_fuser.recipe import region
 from te_fuser.recipe.recipes import DelayedScaling, Format, Recipe
-from te_fuser.recipe.region import current_key, entries, recomputing, refuse_tracing
 
 _NAMED = 6  # products that a note names
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -40,8 +41,8 @@ _BINDINGS = {"scale": ScaleBinding, "inverse": InverseBinding, "amax": AmaxBindi
 class Regions(surroundings.Surrounding):
     """Regions of recipes as what surrounds calls."""
 
-    key = staticmethod(current_key)
-    refuse_tracing = staticmethod(refuse_tracing)
+    key = staticmethod(region.current_key)
+    refuse_tracing = staticmethod(region.refuse_tracing)
 
     def listed(self, listed: Sequence[ListedOp], key: Hashable) -> list[ListedOp]:
         recipe = _said(key)[0]
@@ -53,6 +54,8 @@ class Regions(surroundings.Surrounding):
     def entered(self, listed: Sequence[ListedOp], key: Hashable) -> None:
         recipe, calibrating = _said(key)
         weights = [weight for weight in _weights(listed) if not _is_meta(weight)]
+        if weights:
+            refuse_by_hand()
         devices = [device_of(weight) or weight.get().device for weight in weights]
         for device in {*devices} if not calibrating else ():
             check_machine(device)
@@ -67,7 +70,7 @@ class Regions(surroundings.Surrounding):
     def facts(self, listed: Sequence[ListedOp]) -> Facts:
         states = [state_of(weight) for weight in _weights(listed)]
         recipes = tuple([(vars(state), "recipe", state.recipe) for state in states])
-        made = Facts(items=recipes, calls=((_AsPut(states), True),))
+        made = Facts(items=recipes, calls=((AsPut(states), True), (region.is_capturing, False)))
         return Facts.of([made, kept_facts([state_of(weight) for weight in _kept(listed)])])
 
     def lowered(self, listed: Sequence[ListedOp], call: CallSpecs, key: Hashable) -> Sequence[ListedOp]:
@@ -90,22 +93,6 @@ class Regions(surroundings.Surrounding):
                 for block in blocks():
                     if id(block) not in known:
                         block.amaxes.zero_()
-
-
-class _AsPut:
-    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region."""
-
-    def __init__(self, states: Sequence[State]) -> None:
-        self._states = states
-
-    def __call__(self) -> bool:
-        if not all(state.is_as_put() for state in self._states):
-            return False
-        if not recomputing():
-            entry = entries()
-            for state in self._states:
-                state.entry = entry
-        return True
 
 
 def why_not(item: ListedOp, recipe: Recipe) -> str | None:
@@ -242,7 +229,8 @@ def _quantizing(item: ListedOp, op: FusableOperation, suffix: str, role: str, re
 def _listed(item: ListedOp, op: FusableOperation, suffix: str, bindings: Mapping[str, Binding]) -> ListedOp:
     op.train(item.lowered.op.training)
     low = LoweredOp(op, bindings, item.lowered.suffix)
-    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream)
+    summed = {name: group for name, group in item.summed.items() if name in bindings}
+    return ListedOp(low, item.path + suffix, {}, (), item.scope, {}, item.stream, summed=summed)
 
 
 def notes(listed: Sequence[ListedOp], key: Hashable, device: torch.device) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from te_fuser.kernels.fold_amaxes import APART
 from te_fuser.ops.base import Aside, FusableOperation
 from te_fuser.ops.binding import Binding
 from te_fuser.ops.scales import HISTORY, SCALE, STATES, take_scales
@@ -35,11 +36,14 @@ class Block:
     Attributes:
         amaxes: float32 [products, 3], the largest magnitudes since the last fold, 0 where there was nothing.
         not_finite: int64 [products, 3], how many folds found one that was infinite or NaN.
+        live: float32 [products, 6, 4], scales and reciprocals of now, the first of four each, always in the same
+            memory: for CUDA graphs; None before the first capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.amaxes = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.float32, device=device)
         self.not_finite = torch.zeros(_PRODUCTS, len(ROLES), dtype=torch.int64, device=device)
+        self.live: torch.Tensor | None = None
         self.device = self.amaxes.device
         self._states: list[weakref.ref[State] | None] = []
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
@@ -67,6 +71,19 @@ class Block:
         """How many slots were given away."""
         return len(self._states)
 
+    def made_live(self) -> torch.Tensor:
+        """`live`, from now on.
+
+        Raises:
+            RuntimeError: while a stream is captured, where there is none yet.
+        """
+        if self.live is None:
+            not_in_capture("scales are read by a first graph")
+            self.live = torch.ones(_PRODUCTS, 2 * len(ROLES), APART, device=self.device)
+            for state in self.states():
+                self.live[state.row, :, 0] = torch.stack([*state.scales.values(), *state.inverses.values()])
+        return self.live
+
     def add(self, state: State, before: Block | None, row: int) -> int:
         """Give a product a row, with what it had in a row of another block."""
         self._states.append(weakref.ref(state))
@@ -78,9 +95,9 @@ class Block:
         return mine
 
 
-def apart(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Numbers [n] as tensors [], each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
-    return torch.nn.functional.pad(numbers[:, None], (0, 3))[:, 0].unbind()
+def apart(numbers: torch.Tensor) -> torch.Tensor:
+    """A copy of numbers, each at a multiple of 16 bytes: cuBLAS reads scales of products there alone."""
+    return torch.nn.functional.pad(numbers[..., None], (0, APART - 1))[..., 0]
 
 
 class State:
@@ -136,13 +153,16 @@ class State:
     def put(self, scale: torch.Tensor, history: torch.Tensor) -> None:
         """Put these in place of the buffers."""
         self._buffers[self.prefix + SCALE], self._buffers[self.prefix + HISTORY] = self._put = scale, history
-        self.show(scale.clone().unbind(), apart(scale.reciprocal()))
+        numbers = apart(torch.cat([scale, scale.reciprocal()]))
+        self.show(numbers.unbind())
+        if self.block is not None and self.block.live is not None:
+            self.block.live[self.row, :, 0] = numbers
 
-    def show(self, scales: Sequence[torch.Tensor], inverses: Sequence[torch.Tensor]) -> None:
-        """Have calls find these scales and their reciprocals, by role."""
+    def show(self, numbers: Sequence[torch.Tensor]) -> None:
+        """Have calls find these: three scales and three reciprocals, by role."""
         own, reciprocals = self.scales, self.inverses
-        own["input"], own["weight"], own["output_gradient"] = scales
-        reciprocals["input"], reciprocals["weight"], reciprocals["output_gradient"] = inverses
+        own["input"], own["weight"], own["output_gradient"] = numbers[:3]
+        reciprocals["input"], reciprocals["weight"], reciprocals["output_gradient"] = numbers[3:]
 
     def make(self, length: int | None, device: torch.device) -> None:
         """Have tensors on a device: what the buffers hold where there are some, else scales of 1 and no amaxes.
@@ -152,6 +172,7 @@ class State:
         """
         if self._is_made(length, device):
             return
+        not_in_capture("scales are made or moved")
         with lock, torch.inference_mode(False), torch.no_grad():
             if self.block is None or self.block.device != device:
                 self._take_slots(device)
@@ -162,6 +183,11 @@ class State:
     def _is_made(self, length: int | None, device: torch.device) -> bool:
         there = self.block is not None and self.block.device == device and self.is_as_put()
         return there and length in (None, len(self.history))
+
+    def take_up(self) -> None:
+        """Have calls find what somebody put in place of the buffers, where that lies beside the slots."""
+        if self.has_buffers and self.block is not None and self.scale.device == self.block.device:
+            self.make(None, self.block.device)
 
     def is_as_put(self) -> bool:
         """Whether nobody has put other tensors in place of the buffers since."""
@@ -195,6 +221,34 @@ class State:
             return False
         self.recipe, self.entry, self.is_in_region = recipe, region.entries(), True
         return True
+
+
+class AsPut:
+    """Whether nobody has put other tensors in place of the scales of some states; where so, they run in this region."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = states
+
+    def __call__(self) -> bool:
+        if not all(state.is_as_put() for state in self._states):
+            return False
+        if not region.recomputing():
+            entry = region.entries()
+            for state in self._states:
+                state.entry = entry
+        return True
+
+
+def not_in_capture(what: str) -> None:
+    """Refuse what replays would do again, or not at all.
+
+    Raises:
+        RuntimeError: while a stream is captured.
+    """
+    if region.is_capturing():
+        raise RuntimeError(
+            f"{what} while a CUDA graph is captured: run the model in its region of FP8 before, as it is captured"
+        )
 
 
 class States(dict[str, State], Aside):
@@ -270,9 +324,13 @@ def ensure(weight: FusableOperation | Binding, recipe: Recipe, device: torch.dev
         raise ValueError(_two_recipes(weight, state.recipe, recipe))
     if device is None:
         device = weight.get().device if isinstance(weight, Binding) else weight.weight.device  # type: ignore[union-attr]
-    length = recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
-    state.make(None if region.recomputing() and state.block is not None else length, device)
+    state.make(None if region.recomputing() and state.block is not None else history_length(recipe), device)
     return state
+
+
+def history_length(recipe: Recipe) -> int:
+    """How many amaxes a product keeps that runs by a recipe."""
+    return recipe.amax_history_len if isinstance(recipe, DelayedScaling) else 1
 
 
 def scale_of(weight: FusableOperation | Binding, role: str) -> torch.Tensor:

@@ -82,11 +82,13 @@ def microbatch(is_first: bool | None) -> Iterator[None]:
 def noting_used() -> Iterator[list[Any]]:
     """In here calls that read kept weights note what they read."""
     noted: list[Any] = []
-    token = _used.set(noted)
+    around, token = _used.get(), _used.set(noted)
     try:
         yield noted
     finally:
         _used.reset(token)
+        if around is not None:
+            around.extend(noted)
 
 
 def note_used(items: Iterable[Any]) -> None:
@@ -143,6 +145,22 @@ def entered() -> tuple[Region | None, ...]:
 def recomputing() -> bool:
     """Whether what runs here is a forward that ran before: `recomputed`."""
     return _recomputing.get()
+
+
+@contextlib.contextmanager
+def counted_alone() -> Iterator[int]:
+    """In here calls count as those of an entry of their own, of this number, which calls nobody."""
+    before, mine = _entry.get(), next(_count)
+    _entry.set(mine)
+    try:
+        yield mine
+    finally:
+        _entry.set(before)
+
+
+def is_capturing() -> bool:
+    """Whether what this thread launches now goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

@@ -77,13 +77,13 @@ def folded_wrongly(folds: int = 3, apart: bool = False, device: str = "cpu") -> 
             wrong.append(f"slots after fold {k}: {slots}")
         for at, (row, product) in enumerate(theirs.items()):
             fold_by_rule(product, seen[row])
-            found = torch.stack(numbers[6 * at : 6 * at + 6])
+            found = numbers[at]
             exact = torch.cat([product.scale, 1.0 / product.scale])
             pairs = {"history": (ours[row].history, product.history), "scale": (ours[row].scale, product.scale)}
             for name, (a, b) in {**pairs, "snapshot": (found, exact)}.items():
                 if not torch.equal(bits(a), bits(b)):
                     wrong.append(f"{name} of row {row} after fold {k}: {a} not {b}")
-        if any(t.data_ptr() % 16 for t in numbers):
+        if any(t.data_ptr() % 16 for t in numbers.flatten().unbind()):
             wrong.append("a number lies at no multiple of 16 bytes")
     if not torch.equal(counts, wanted):
         wrong.append(f"counts {counts.tolist()}, not {wanted.tolist()}")

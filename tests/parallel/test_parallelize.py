@@ -46,11 +46,11 @@ def gated() -> te_fuser.Sequential:
 
 
 def apart() -> te_fuser.Sequential:
-    """Products and biases by themselves, with a gate whose halves lie in blocks, and a product that is left over."""
+    """Products and biases by themselves, and a product that is left over."""
     return sequential(
         ops.MatMul(F, 2 * INNER),
         ops.Bias(2 * INNER),
-        ops.GEGLU(glu_interleave_size=3),
+        ops.GEGLU(),
         ops.MatMul(INNER, F),
         ops.Bias(F),
         ops.LayerNorm(F),
@@ -119,7 +119,7 @@ def test_what_is_derived() -> None:
     assert weight.shape == (2, INNER, F) and bias.shape == (2, INNER) and weight.placements == (Shard(1),)
     parts = parallelize(apart(), mesh_of())
     assert parts[0].parallel_mode == parts[1].parallel_mode == "column" and parts[3].parallel_mode == "row"
-    assert parts[6].parallel_mode is None and parts[0].weight.shape == (2 * INNER, F)
+    assert parts[6].parallel_mode is None and parts[0].weight.shape == (2, INNER, F)
 
 
 @on_ranks

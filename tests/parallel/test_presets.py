@@ -15,7 +15,7 @@ from tests.parallel.cutting import assert_as_whole, fill
 from tests.parallel.ranks import on_ranks
 from tests.twins import randomize, tensor
 
-F, FFN, HEADS, S, B = 16, 12, 4, 6, 2
+F, FFN, HEADS, S, B = 16, 12, 4, 6, 4
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,26 @@ CASES: dict[str, Case] = {
         {**MASKED, **GQA, "attention_type": "cross", "attn_mask_type": "no_mask"},
         inputs=("x", "encoder_output"),
     ),
+    **{
+        f"MultiheadAttention {norm}": Case("MultiheadAttention", (F, HEADS), {**MASKED, **GQA, "qk_norm_type": norm})
+        for norm in ("RMSNorm", "LayerNorm", "L2Normalization")
+    },
+    "MultiheadAttention cross RMSNorm": Case(
+        "MultiheadAttention",
+        (F, HEADS),
+        {**MASKED, "attention_type": "cross", "attn_mask_type": "no_mask", "qk_norm_type": "RMSNorm"},
+        inputs=("x", "encoder_output"),
+    ),
     "TransformerLayer": Case("TransformerLayer", (F, FFN, HEADS), LAYER),
     "TransformerLayer llama": Case(
         "TransformerLayer",
         (F, FFN, HEADS),
         {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False},
         GATES,
+    ),
+    "TransformerLayer dropout": Case("TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, **MASKED}),
+    "TransformerLayer attention dropout": Case(
+        "TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, "attention_dropout": 0.3, "drop_path_rate": 0.3}
     ),
     "TransformerLayer parallel": Case("TransformerLayer", (F, FFN, HEADS), {**LAYER, "parallel_attention_mlp": True}),
     "TransformerLayer post norm": Case(
@@ -118,3 +132,24 @@ def test_as_the_whole(name: str) -> None:
     case = CASES[name]
     cut, whole = pair(case, False)
     assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, None))
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks
+def test_with_a_sequence_that_ranks_cut(name: str) -> None:
+    case = CASES[name]
+    cut, whole = pair(case, True)
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0))
+
+
+FORMATS = {"MultiheadAttention GQA": "qkv_format", "TransformerLayer": "attn_input_format"}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@on_ranks
+def test_batch_first(name: str, sequence_parallel: bool) -> None:
+    """The sequence is the second dimension."""
+    case = CASES[name]
+    cut, whole = pair(case, sequence_parallel, **{FORMATS[name]: "bshd"})
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 1 if sequence_parallel else None))

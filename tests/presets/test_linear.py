@@ -272,9 +272,9 @@ def test_is_first_microbatch_changes_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("mode", "weight", "bias"),
     [
-        (None, (False, -1, 1), (False, -1, 1, True)),
+        (None, (False, -1, 1), (False, -1, 1, False)),
         ("Column", (True, 0, 1), (True, 0, 1, None)),
-        ("ROW", (True, 1, 1), (False, -1, 1, True)),
+        ("ROW", (True, 1, 1), (False, -1, 1, False)),
     ],
 )
 def test_marks(mode: str | None, weight: Any, bias: Any) -> None:

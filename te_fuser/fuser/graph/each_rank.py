@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from te_fuser.fuser.graph.spread import shared
 from te_fuser.ops.base import LoweredOp
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ def each_rank(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]
     Raises:
         ValueError: when an op cannot be cut into equal parts.
     """
+    if not shared(listed):
+        return listed
     return [new for place, item in enumerate(listed) for new in _of_rank(place, item)]
 
 
@@ -37,4 +40,4 @@ def _of_rank(place: int, item: ListedOp) -> Iterable[ListedOp]:
             continue
         one.train(op.training)
         path = f"{item.path}.{one.kind.role}"
-        yield replace(item, lowered=LoweredOp(one, {}), path=path, names_in={}, names_out=(), casts={})
+        yield replace(item, lowered=LoweredOp(one, {}), path=path, names_in={}, names_out=(), casts={}, summed={})

@@ -25,6 +25,7 @@ from te_fuser.fuser.graph.gradients import check_gives_gradients, is_differentia
 from te_fuser.fuser.graph.listed import CallSpecs, ListedOp, outputs_of
 from te_fuser.fuser.graph.lowering import lower
 from te_fuser.fuser.graph.refs import AS_MADE, RECOMPUTED, VALUE, Form, Ref
+from te_fuser.fuser.graph.spread import gradient_sums
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, Place, Spec
 from te_fuser.ops.binding import Binding, Key, StandIns, standing_in
 from te_fuser.ops.row_op import RowOp
@@ -32,6 +33,8 @@ from te_fuser.record import record
 
 if TYPE_CHECKING:
     from te_fuser.ops.dtensor import Lies
+    from te_fuser.ops.group import Group
+    from te_fuser.ops.share import Share
 
 
 @record()
@@ -84,6 +87,7 @@ class Node:
     is_row: bool = False  # whether a formula gives it
     reads: Mapping[str, NamedInput] = field(default_factory=dict)  # its named inputs, also those that are not given
     gradients: tuple[Gradient, ...] = ()  # the nodes of an opaque op's backward
+    share: Share | None = None  # what this rank has of its input, for what it draws; None: all
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class Graph:
     named_outputs: Mapping[str, int]
     stand_ins: StandIns  # what stands for the parameters that are computed
     lies: tuple[Lies | None, ...] = ()  # of each parameter, how it lies among ranks; None of a plain tensor
+    sums: Mapping[int, Group] = field(default_factory=dict)  # parameters of whose gradient each rank has a term
 
     @functools.cached_property
     def _roots(self) -> list[int]:
@@ -218,7 +223,7 @@ class Graph:
 
     def value_of(self, ref: Ref) -> int:
         """The first value that is this tensor, or that it is computed again for."""
-        return self._firsts[ref._replace(kind=VALUE)]
+        return self._firsts[ref.by_rows._replace(kind=VALUE)]
 
     def stored(self, ref: Ref) -> Ref:
         """The first name of the memory of a tensor: a value may be a view of an earlier one."""
@@ -226,7 +231,8 @@ class Graph:
 
     def owner(self, ref: Ref) -> str:
         """Whose memory a tensor is where it is kept for backward; empty: it is never kept."""
-        return "input" if ref.kind is VALUE and self.producer(self.stored(ref).index) is None else ref.owner
+        given = ref.kind is VALUE and ref.form.layout == "rows" and self.producer(self.stored(ref).index) is None
+        return "input" if given else ref.owner
 
     def needs_grad(self, value: int) -> bool:
         """Whether somebody upstream of this value needs a gradient."""
@@ -296,6 +302,7 @@ class GraphBuilder:
             {name: self._exported(name) for name in self.call.outputs},
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
             tuple(p.lies for p in known),
+            sums=gradient_sums(self.ops, self.parameters),
         )
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:
@@ -353,6 +360,7 @@ class GraphBuilder:
                 kind.is_row,
                 kind.reads,
                 kind.gradients(op, (*parameters, *named_in)),
+                listed.share,
             )
         )
         return output

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from te_fuser import dtypes
 from te_fuser.fuser.graph.refs import AS_MADE, SAVED, Ref, gradient_ref
-from te_fuser.fuser.plan.additions import with_casts
+from te_fuser.fuser.plan.additions import with_forms
 from te_fuser.fuser.plan.keeping import kept_by
 from te_fuser.fuser.plan.plan import DIRECTIONS, Refusal
 from te_fuser.fuser.steps.step import Price
@@ -85,18 +85,22 @@ def _recorded(problem: Problem, prices: Prices, segment: SegmentPlan) -> Segment
     needing = [call for call in reversed(calls) if problem.graph.needs_grad(call.output)]
     if not needing:
         return None
-    forward = with_casts(problem, prices, [_forward(problem, prices, call) for call in calls], set())
+    forward = with_forms(problem, prices, [_forward(problem, prices, call) for call in calls], set())
     backward = [_backward(problem, prices, call) for call in needing]
     kept = kept_by(problem, prices, backward)
     return replace(segment, forward=tuple(forward), backward=tuple(backward), kept=kept, marked=(), recorded=True)
 
 
 def is_recordable(problem: Problem, start: int, stop: int) -> bool:
-    """Whether nothing in a segment needs a node of our own: no op draws, say, or hands something to its backward."""
+    """Whether nothing in a segment needs a node of our own.
+
+    No op draws, say, or hands something to its backward, and ranks add up no gradient.
+    """
     if not problem.options.records or not registry.enabled(registry.RECORDED):
         return False
     nodes = problem.nodes[start:stop]
-    if [n for n in nodes if n.draws or n.op.emits]:
+    sums = problem.graph.sums
+    if [n for n in nodes if n.draws or n.op.emits or sums and not sums.keys().isdisjoint(n.parameters.values())]:
         return False
     preferred = any(start <= place < stop for _, place, _ in problem.preferred)
     return not preferred and not any(_needs_own_node(problem, n) for n in nodes)

@@ -1,0 +1,167 @@
+"""Regions in CUDA graphs: what a graph reads of scales, and what has to be so before each of its replays."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from te_fuser.fuser.graph import surroundings
+from te_fuser.ops.binding import Binding
+from te_fuser.ops.facts import Facts, still_hold
+from te_fuser.quantization.folding import Snapshot, of_capture, read_in_capture
+from te_fuser.quantization.kept import keep
+from te_fuser.quantization.products import products_of
+from te_fuser.quantization.state import AsPut, State, blocks, history_length, lock
+from te_fuser.recipe import region
+from te_fuser.recipe.recipes import Recipe
+
+
+class GraphedRegion:
+    """The region that a model is captured in, and the products that ran there.
+
+    A captured forward begins with a copy of the scales of then, which it and its backward read; amaxes go where those
+    of calls go. Weights that are kept from micro-batch to micro-batch lie where they lay at the capture: a first
+    micro-batch quantizes them before its replay.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._key = region.current_key()
+        self._has_products = bool(products_of(model))
+        self._records = torch.is_grad_enabled()
+        self._device = device
+        self._products: list[tuple[State, Recipe]] = []
+        self._facts = Facts()
+        self._kept: dict[State, tuple[dict[str, torch.Tensor], Binding]] = {}
+        self._copied: dict[State, Any] = {}
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """In here a forward warms up, or is captured."""
+        if self._key is None:
+            yield
+            return
+        said = None if region.is_first_microbatch() is None else not region.is_capturing()
+        copied, micro_batch = _copied(self._device), region.microbatch(said)
+        with region.counted_alone() as entry, copied, micro_batch, region.noting_used() as used:
+            yield
+        ran = [state for block in blocks() for state in block.states() if state.entry == entry]
+        for state in ran:
+            state.entry = region.entries()
+        self._products = [(state, state.recipe) for state in ran if state.recipe is not None]
+        recipes = tuple([(vars(state), "recipe", recipe) for state, recipe in self._products])
+        self._facts = Facts(items=recipes, calls=((AsPut(ran), True),))
+        self._kept = {state: (kept, weight) for state, kept, weight in used}
+
+    def run(self, replay: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """Replay in the region of now; without gradients nothing is recorded.
+
+        Raises:
+            ValueError: where that is not the region of the capture.
+        """
+        self._check()
+        if not self._products:
+            return replay(*tensors)
+        if not still_hold(self._facts):
+            self._renew()
+        if self._kept:
+            self._keep()
+        if torch.is_grad_enabled() or not self._records:
+            return replay(*tensors)
+        with surroundings.undisturbed():
+            return replay(*tensors)
+
+    def _check(self) -> None:
+        now = region.current_key()
+        if now == self._key or not (self._products or self._key is None and self._has_products):
+            return
+        here, there = region.current(), "capture again there, or call the model itself"
+        if here is None:
+            raise ValueError(
+                "this graph was captured in a region of FP8, and is called outside of all: replay it in one by the "
+                f"same recipe, whose entry makes scales; for the model's own precision {there}"
+            )
+        if self._key is None:
+            raise ValueError(
+                f"this graph was captured outside of regions of FP8, and is called in one: {there}; for replays in the "
+                "model's own precision leave the region, or enter autocast(enabled=False)"
+            )
+        raise ValueError(_differ(self._key, now) + f": {there}")
+
+    def _renew(self) -> None:
+        """Have scales where buffers are others, and recipes that were others since."""
+        for state, recipe in self._products:
+            if not state.runs_by(recipe):
+                raise ValueError(
+                    f"a product of this graph ran by a second recipe in this region, {state.recipe}, and its replay "
+                    f"goes by {recipe}: leave the region between the two"
+                )
+            assert state.block is not None
+            state.make(history_length(recipe), state.block.device)
+
+    def _keep(self) -> None:
+        """Have weights of 8 bits where the graph reads them."""
+        keep([weight for _, weight in self._kept.values()])
+        for state, (there, _) in self._kept.items():
+            if self._copied.get(state) is not state.kept["weight_data"]:
+                with torch.no_grad():
+                    torch._foreach_copy_(_bytes_of(there), _bytes_of(state.kept))
+                self._copied[state] = state.kept["weight_data"]
+
+
+def _bytes_of(kept: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [t.view(1).view(torch.uint8) if t.dim() == 0 else t.view(torch.uint8) for t in kept.values()]
+
+
+def _differ(then: Any, now: Any) -> str:
+    """How regions differ, by their keys."""
+    ((was, calibrated, _), parts), ((recipe, calibrating, _), parts_now) = then, now
+    if was != recipe:
+        return f"this graph was captured in a region by {was}, and is called in one by {recipe}"
+    if calibrated != calibrating:
+        return f"this graph was captured with calibrating={calibrated}, and is called with {calibrating}"
+    if parts != parts_now:
+        said = "and calls have to say it, too" if parts else "and this call says it"
+        return f"this graph was captured {'with' if parts else 'without'} is_first_microbatch, {said}"
+    return "te_fuser.precision was called since the capture, and the graph goes by what was before"
+
+
+@contextlib.contextmanager
+def _copied(device: torch.device) -> Iterator[None]:
+    """In here calls read copies of the scales of a device, made here."""
+    before, snapshot = [], Snapshot()
+    snapshot.is_captured = True
+    with lock, torch.no_grad():
+        for block in [block for block in blocks() if block.device == device]:
+            states = block.states()
+            for state in states:
+                state.take_up()
+            found = block.made_live().clone()[: block.rows, :, 0].flatten().unbind()
+            before += [(state, {**state.scales}, {**state.inverses}) for state in states]
+            for state in states:
+                state.show(found[6 * state.row : 6 * state.row + 6])
+        snapshot.scales = [(weakref.ref(state), {**state.scales}, {**state.inverses}) for state, _, _ in before]
+    try:
+        with of_capture(snapshot):
+            yield
+    finally:
+        with lock:
+            for state, scales, inverses in before:
+                state.scales.update(scales)
+                state.inverses.update(inverses)
+
+
+def refuse_by_hand() -> None:
+    """Refuse calls that a CUDA graph would capture with the scales of now.
+
+    Raises:
+        NotImplementedError: while a stream is captured, but for `te_fuser.cuda_graph`.
+    """
+    if region.is_capturing() and read_in_capture() is None:
+        raise NotImplementedError(
+            "a model runs in a region of FP8 while a CUDA graph is captured by hand: replays would go on by the scales "
+            "of the capture; te_fuser.cuda_graph(model, x) in the region captures one that reads those of its replay"
+        )
