@@ -285,6 +285,10 @@ class FusableOperation(HoldsScales):
         """The ranks that share it by what it says of itself, from which the spreads of a list's values follow."""
         return None
 
+    def runs_with(self) -> Group | None:
+        """The ranks that run it together, each in the same place among what they run so; None: this process alone."""
+        return self.shared_by()
+
     def rows_cut_along(self) -> int | None:
         """The dimension along which these cut the rows of what is whole in its features; None: they do not."""
         return None

@@ -141,6 +141,9 @@ class Collective(UnfusedOperation):
         """The same of dy; None: dx = dy."""
         raise NotImplementedError(f"{type(self).__name__} must say what it exchanges in backward")
 
+    def runs_with(self) -> Group | None:
+        return self.group if self.group.size > 1 else None
+
     def spread(self, x: Spread, told: Told) -> Spread:
         """What is joined was cut so, what is added up were terms; those of another group change nothing."""
         forth = self.forth

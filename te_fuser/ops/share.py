@@ -18,7 +18,7 @@ class Share:
 
     Attributes:
         rows: the ranks that share the rows; None: the rows are whole.
-        dim: the dimension of the value that is cut for it.
+        dim: the dimension of the value that is cut for it; a negative one counts from the end.
         columns: the ranks that share the features; None: they are whole.
         parts: the features are so many tensors side by side (a gate and what it gates, say), each of them cut.
     """
@@ -30,8 +30,9 @@ class Share:
 
     def shared(self, batch_dim: int | None, dimensions: int) -> Shared:
         """The same without ranks, for an op with such a `batch_dim` whose input has so many dimensions."""
-        samples = batch_dim is not None and self.rows is not None and batch_dim % dimensions == self.dim
-        return Shared(_size(self.rows), self.dim > 0, samples, _size(self.columns), self.parts)
+        dim = self.dim % dimensions
+        samples = batch_dim is not None and self.rows is not None and batch_dim % dimensions == dim
+        return Shared(_size(self.rows), dim > 0, samples, _size(self.columns), self.parts)
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -40,7 +41,7 @@ class Share:
 
     def placed(self, shape: tuple[int, ...], batch_dim: int | None = None) -> Placed:
         """Where the rows and columns of a value of this shape lie in the whole."""
-        block = max(math.prod(shape[self.dim : -1]), 1)
+        block = max(math.prod(shape[self.dim % len(shape) : -1]), 1)
         return Placed(self.shared(batch_dim, len(shape)), *self.ranks, block)
 
 

@@ -142,6 +142,29 @@ def test_with_a_sequence_that_ranks_cut(name: str) -> None:
     assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0))
 
 
+DROPPING = {
+    "MultiheadAttention": Case("MultiheadAttention", (F, HEADS), {"attention_dropout": 0.3}),
+    "MultiheadAttention GQA": Case("MultiheadAttention", (F, HEADS), {"attention_dropout": 0.3, **GQA}),
+    "TransformerLayer": Case(
+        "TransformerLayer",
+        (F, FFN, HEADS),
+        {"attention_dropout": 0.2, "hidden_dropout": 0.3, "drop_path_rate": 0.2, **GATED, **GQA},
+        GATES,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["whole", "sbhd", "bshd"])
+@pytest.mark.parametrize("name", DROPPING)
+@on_ranks
+def test_dropout(name: str, way: str) -> None:
+    """Ranks drop what one process drops: of their rows, and of their heads."""
+    case, first = DROPPING[name], way == "bshd"
+    layout = {FORMATS.get(name, "qkv_format"): "bshd"} if first else {}
+    cut, whole = pair(case, way != "whole", **layout)
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, {"whole": None, "sbhd": 0, "bshd": 1}[way]))
+
+
 FORMATS = {"MultiheadAttention GQA": "qkv_format", "TransformerLayer": "attn_input_format"}
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
     """The list, each op with those of its parameters whose gradients are to be added up over ranks that share the list.
 
+    What draws gets what a rank has of its input.
+
     Raises:
         ValueError: naming an op that cannot take what it gets.
     """
