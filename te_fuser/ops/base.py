@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.utils.parametrize
@@ -27,8 +27,7 @@ from te_fuser.ops.sizes import Size, exact, rounded_up
 from te_fuser.ops.spread import WHOLE, Spread, Told
 from te_fuser.record import record
 
-if TYPE_CHECKING:
-    from te_fuser.ops.group import Group
+Op = TypeVar("Op", bound="FusableOperation")
 
 
 @dataclass(frozen=True)
@@ -265,6 +264,12 @@ class FusableOperation(HoldsScales):
                 return planned
         return super().__getattr__(name)
 
+    def with_attributes(self: Op, **attributes: Any) -> Op:
+        """Another op of this class over the same parameters, with other attributes."""
+        made = object.__new__(type(self))
+        object.__setattr__(made, "__dict__", {**self.__dict__, **attributes})
+        return made
+
     def facts(self) -> Facts:
         """What holds while this op is as it is now; when it does not, plans and lists with the op are made anew."""
         return Facts(items=((self.__dict__, "revision", self.revision),))
@@ -292,6 +297,14 @@ class FusableOperation(HoldsScales):
     def rows_cut_along(self) -> int | None:
         """The dimension along which these cut the rows of what is whole in its features; None: they do not."""
         return None
+
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        """The op that each rank runs on an input that they have so; by default the same.
+
+        Raises:
+            ValueError: when they cannot.
+        """
+        return self
 
     def spread(self, x: Spread, told: Told) -> Spread:
         """What each rank has of the outputs, where it has this of the input; all ranks the same of what is whole.

@@ -57,13 +57,13 @@ class Bias(Cut, RowOp):
         cut = self.parallel_mode == COLUMN
         return {"bias": (self.share(self.features, "features"),)} if cut else {}
 
-    def cuts(self) -> Mapping[str, tuple[int, Group]]:
-        return {"bias": (0, self.group)} if self.parallel_mode == COLUMN and self.is_cut else {}
-
     def spread(self, x: Spread, told: Told) -> Spread:
         if self.is_cut and self.group == told.group:
             self.check_spread(x, FEATURES if self.parallel_mode == COLUMN else self.between)
         return super().spread(x, told)
+
+    def cuts(self) -> Mapping[str, tuple[int, Group]]:
+        return {"bias": (0, self.group)} if self.parallel_mode == COLUMN and self.is_cut else {}
 
     def compute(self, x: Any, bias: Any) -> Any:
         return x + bias

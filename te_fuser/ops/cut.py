@@ -103,10 +103,7 @@ class Cut(FusableOperation):
 
     def part(self: Op, **sizes: int) -> Op:
         """The op as one rank has it: with other sizes, over the same parameters, and known to no group."""
-        made = object.__new__(type(self))
-        kept = {name: value for name, value in self.__dict__.items() if name != "_parallel_mode"}
-        object.__setattr__(made, "__dict__", {**kept, **sizes})
-        return made
+        return self.with_attributes(_parallel_mode=None, **sizes)
 
     def shared_as(self: Sharing, other: Cut) -> Sharing:
         """This op, shared by the same ranks in the same way as another one."""

@@ -35,9 +35,9 @@ from te_fuser.ops.attention_math import Terms, kept, raised
 from te_fuser.ops.attention_scores import AttentionScores, alibi_slopes
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_name, check_probability, finite_number
+from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.parameters import alike, empty, fill
-from te_fuser.ops.spread import FEATURES, Spread, Told, of_heads
-from te_fuser.ops.unfused_operation import UnfusedOperation
+from te_fuser.ops.spread import FEATURES, Spread, Told
 
 TOKENS, APART = "tokens", "apart"
 # What settings may ask for beyond packed heads, later positions and a given mask, apart from what is done to scores.
@@ -130,7 +130,7 @@ def switches() -> tuple[bool, ...]:
     return (torch.are_deterministic_algorithms_enabled(), *[enabled() for enabled in KERNEL_SWITCHES.values()])
 
 
-class DotProductAttention(UnfusedOperation):
+class DotProductAttention(OfHeads):
     """Attention of queries, keys and values, packed or apart: softmax(q k^T * scale) v for each head.
 
     Packed, the input is [S, B, F] or [B, S, F] with F = (heads + 2 * kv_heads) * head_dim as a projection gives it, and
@@ -265,8 +265,13 @@ class DotProductAttention(UnfusedOperation):
         """Whether probabilities are dropped."""
         return self.training and self.dropout > 0.0
 
-    def spread(self, x: Spread, told: Told) -> Spread:
-        return of_heads(type(self).__name__, x, told)
+    def of_rank(self, x: Spread, told: Told) -> FusableOperation:
+        if x == FEATURES and self.scores.alibi is True:
+            raise ValueError(
+                f"{type(self).__name__}: its slopes are those of all heads, and each rank of {told.group.title} has "
+                "some of these: give the slopes of this rank's heads, alibi_slopes"
+            )
+        return super().of_rank(x, told)
 
     def summed(self, x: Spread, told: Told) -> tuple[str, ...]:
         """The sinks are cut as the heads are."""

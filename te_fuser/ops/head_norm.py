@@ -7,14 +7,14 @@ import torch
 from te_fuser.ops.base import FusableOperation, Gradient, OpCall, Spec
 from te_fuser.ops.checks import check_eps, check_features, count, yes_or_no
 from te_fuser.ops.dot_product_attention import PackedHeads, one_of
+from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.parameters import alike, empty, fill, randomized
 from te_fuser.ops.spread import PARTIAL, Spread, Told
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 NORMS: dict[str, tuple[str, ...]] = {"RMSNorm": ("weight",), "LayerNorm": ("weight", "bias"), "L2Normalization": ()}
 
 
-class HeadNorm(UnfusedOperation):
+class HeadNorm(OfHeads):
     """Normalizes each query and key head of packed queries, keys and values; values stay.
 
     With m = mean(x) over a head for LayerNorm, else 0, and s = mean((x - m)^2), for L2Normalization sum(x^2), a head

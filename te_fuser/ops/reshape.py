@@ -12,7 +12,7 @@ import torch
 
 from te_fuser.ops.base import OpCall, Spec
 from te_fuser.ops.checks import check_floating, resolve_shape, whole_number
-from te_fuser.ops.spread import GATHERED, WHOLE, Spread, Told
+from te_fuser.ops.spread import FEATURES, GATHERED, WHOLE, Spread, Told, rows
 from te_fuser.ops.tensor_function import TorchFunction
 from te_fuser.ops.unfused_operation import UnfusedOperation
 
@@ -105,6 +105,11 @@ class Flatten(Reshape):
     def kept(self) -> range:
         return range(max(self.start_dim, 0))
 
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """Of blocks of features that are cut, features that are cut; else as x."""
+        blocks = x.dim == self.start_dim < 0 and self.end_dim == -1
+        return FEATURES if blocks else super().spread(x, told)
+
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> Flatten:
         return cls(**{"start_dim": 0, "end_dim": -2, **changed})
@@ -138,6 +143,11 @@ class Unflatten(Reshape):
 
     def kept(self) -> range:
         return range(sys.maxsize if self.dim == -1 else max(self.dim, 0))
+
+    def spread(self, x: Spread, told: Told) -> Spread:
+        """Of features that are cut, blocks that are cut; else as x."""
+        blocks = x == FEATURES and self.dim == -1 and self.unflattened_size[0] == -1
+        return rows(-len(self.unflattened_size)) if blocks else super().spread(x, told)
 
     @classmethod
     def prototype(cls, features: int, name: str, **changed: Any) -> Unflatten:

@@ -11,15 +11,14 @@ import torch
 from te_fuser.ops.base import FusableOperation, Gradient, NamedInput, OpCall, Spec
 from te_fuser.ops.checks import check_features, check_floating, check_name, count, may_look, yes_or_no
 from te_fuser.ops.dot_product_attention import LAYOUTS, TOKENS, PackedHeads, one_of
+from te_fuser.ops.of_heads import OfHeads
 from te_fuser.ops.parameters import alike
 from te_fuser.ops.rotary_embedding import STYLES
-from te_fuser.ops.spread import Spread, Told, of_heads
-from te_fuser.ops.unfused_operation import UnfusedOperation
 
 _TABLES = ("angles", "key_angles", "cos", "sin")
 
 
-class RotaryByAngles(UnfusedOperation):
+class RotaryByAngles(OfHeads):
     """Turns pairs of features of heads by angles that the call gives: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Angles are [L, 1 or B, 1, D] in every layout, with L positions, as many as x has or more, and an even D, the
@@ -94,9 +93,6 @@ class RotaryByAngles(UnfusedOperation):
             names = dict(zip(("angles", "key_angles"), self.angles, strict=True))
         names |= {name: getattr(self, name) for name in ("starts", "offsets") if getattr(self, name) is not None}
         return {argument: NamedInput(name, None, optional=True, gradient=False) for argument, name in names.items()}
-
-    def spread(self, x: Spread, told: Told) -> Spread:
-        return of_heads(type(self).__name__, x, told)
 
     def infer(self, x: Spec) -> Spec:
         """As x."""

@@ -55,21 +55,3 @@ class Told:
     start: Spread = WHOLE
     named: Mapping[str, Spread] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-def of_heads(op: str, x: Spread, told: Told) -> Spread:
-    """That of what an op makes of whole sequences, head by head: as x.
-
-    Raises:
-        ValueError: where a sequence is cut, or another input is spread in another way.
-    """
-    for argument, other in told.named.items():
-        if other != x:
-            at = told.group.title
-            raise ValueError(f"{op}: x is {x} in the ranks of {at}, {argument} is {other}: make both alike")
-    if x.by_rows or x == PARTIAL:
-        raise ValueError(
-            f"{op} takes whole sequences, and x is {x} in the ranks of {told.group.title}: a product before it with "
-            "parallel_mode='column' and sequence_parallel=True gathers them"
-        )
-    return x

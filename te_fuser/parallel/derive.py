@@ -25,7 +25,7 @@ from te_fuser.ops.attention_heads import LAYOUTS, PackedHeads
 from te_fuser.ops.glu import GatedUnit
 from te_fuser.ops.group import Group
 from te_fuser.ops.row_op import RowOp
-from te_fuser.parallel.styles import Column, Row, check_share
+from te_fuser.parallel.styles import Column, Row
 from te_fuser.presets.base import Preset
 from te_fuser.sequential import Residual, Sequential
 
@@ -67,25 +67,6 @@ def sequence_dim(model: torch.nn.Module) -> int:
             "its parts by themselves"
         )
     return dims.pop() if dims else 0
-
-
-def cut_heads(model: torch.nn.Module, group: Group) -> None:
-    """Leave ops of heads those of this rank, where they stand behind a product that is cut by column.
-
-    Raises:
-        ValueError: where heads cannot be cut into equal shares.
-    """
-    for run in _branches(model, "") if not isinstance(model, Preset) else ():
-        is_cut = False
-        for name, module in run:
-            op = _own(module)
-            if isinstance(op, (MatMul, Linear)):
-                is_cut = op.parallel_mode == "column"
-            elif is_cut and isinstance(op, _OF_HEADS):
-                for size in ("heads", "kv_heads"):
-                    if getattr(op, size):
-                        check_share(f"{type(op).__name__} {name!r}", size, getattr(op, size), group)
-                        setattr(op, size, getattr(op, size) // group.size)
 
 
 def _own(op: torch.nn.Module) -> torch.nn.Module:

@@ -15,7 +15,7 @@ from te_fuser.ops import Bound, Cut, FusableOperation
 from te_fuser.ops.dtensor import is_dtensor
 from te_fuser.ops.group import Group
 from te_fuser.ops.joined import Together
-from te_fuser.parallel.derive import cut_heads, derived_plan, sequence_dim
+from te_fuser.parallel.derive import derived_plan, sequence_dim
 from te_fuser.parallel.presets import share_presets
 from te_fuser.parallel.styles import Column, Row, distribute, set_cut
 
@@ -55,7 +55,6 @@ def parallelize(
         share_presets(model, mesh, sequence_parallel, dim)
     for name, style in styles.items():
         _as_asked(style, sequence_parallel, dim)._apply(model.get_submodule(name), mesh)
-    cut_heads(model, group)
     for module in [*model.modules()]:
         op = module.op if isinstance(module, Bound) else module
         if isinstance(op, Cut) and op.parallel_mode is None and group.size > 1:

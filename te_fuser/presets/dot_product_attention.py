@@ -134,6 +134,7 @@ class DotProductAttention(Preset):
             packing=packing if packed else self._apart(packing),
             scores=call.scores(self.common.softcap, softmax),
         )
+        self.with_own_heads(op)
         yield ops.Bound(op, self, sink="softmax_offset") if softmax == "learned" else op
 
     @property
@@ -143,6 +144,11 @@ class DotProductAttention(Preset):
             return self.num_attention_heads, self.num_gqa_groups
         heads = self.share(self.num_attention_heads, "num_attention_heads")
         return heads, self.share(self.num_gqa_groups, "num_gqa_groups")
+
+    def with_own_heads(self, op: ops.OfHeads) -> ops.OfHeads:
+        """An op that was made for `own_heads`."""
+        op.heads_of_rank = self.tp_size > 1 and bool(self.common.set_parallel_mode)
+        return op
 
     def _apart(self, packing: str) -> ops.Apart:
         if packing == CACHES:

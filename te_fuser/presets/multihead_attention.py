@@ -252,7 +252,8 @@ class MultiheadAttention(Preset):
             yield "queries", ops.Take("query")
         if caches:
             layout = LAYOUTS[call.qkv_format]
-            yield "cache", ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
+            cache = ops.KeyValueCache(self.channels, **self._heads(), layout=layout)
+            yield "cache", self._core.with_own_heads(cache)
             yield "core_attention", self._core.within(call=call, packing=CACHES)
         else:
             usual = call == self._core.common.call()
@@ -270,19 +271,17 @@ class MultiheadAttention(Preset):
         if norm is not None and self.common.qk_norm_before_rope:
             yield "qk_norm", norm
         if not self.crosses:
-            yield (
-                "rotary",
-                ops.RotaryByAngles(
-                    self.channels,
-                    **self._heads(),
-                    angles=_PAIR if rotary == "pair" else "rotary_pos_emb",
-                    starts="starts" if caches else None,
-                    padded=caches,  # of sequences themselves `cached` knows that all positions have angles
-                    layout=LAYOUTS[call.qkv_format],
-                    offsets=call.begins if call.qkv_format == "thd" else None,
-                    style="interleaved" if self.common.rotary_pos_interleaved else "half",
-                ),
+            turned = ops.RotaryByAngles(
+                self.channels,
+                **self._heads(),
+                angles=_PAIR if rotary == "pair" else "rotary_pos_emb",
+                starts="starts" if caches else None,
+                padded=caches,  # of sequences themselves `cached` knows that all positions have angles
+                layout=LAYOUTS[call.qkv_format],
+                offsets=call.begins if call.qkv_format == "thd" else None,
+                style="interleaved" if self.common.rotary_pos_interleaved else "half",
             )
+            yield "rotary", self._core.with_own_heads(turned)
         if norm is not None and not self.common.qk_norm_before_rope:
             yield "qk_norm", norm
 
@@ -302,6 +301,7 @@ class MultiheadAttention(Preset):
             eps=said.qk_norm_eps,
             device="meta",
         )
+        self._core.with_own_heads(norm)
         names = {n: f"k_norm.{n[4:]}" if n.startswith("key_") else f"q_norm.{n}" for n in norm.parameter_names()}
         return ops.Bound(norm, self, **names) if names else norm
 

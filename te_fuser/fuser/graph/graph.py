@@ -104,8 +104,8 @@ class Graph:
     output: int
     named_outputs: Mapping[str, int]
     stand_ins: StandIns  # what stands for the parameters that are computed
-    lies: tuple[Lies | None, ...] = ()  # of each parameter, how it lies among ranks; None of a plain tensor
     sums: Mapping[int, Group] = field(default_factory=dict)  # parameters of whose gradient each rank has a term
+    lies: tuple[Lies | None, ...] = ()  # of each parameter, how it lies among ranks; None of a plain tensor
 
     @functools.cached_property
     def _roots(self) -> list[int]:
@@ -301,8 +301,8 @@ class GraphBuilder:
             current,
             {name: self._exported(name) for name in self.call.outputs},
             {b.key: p.stand_in for b, p in zip(self.bindings, known, strict=True) if p.computed},
-            tuple(p.lies for p in known),
             sums=gradient_sums(self.ops, self.parameters),
+            lies=tuple(p.lies for p in known),
         )
 
     def _value(self, name: str, spec: Spec, axes: Axes | None, needs: bool, alias: int | None = None) -> int:

@@ -35,8 +35,8 @@ def spread(listed: Sequence[ListedOp], call: CallSpecs) -> Sequence[ListedOp]:
 
 def shared(listed: Sequence[ListedOp]) -> list[Group]:
     """The groups whose ranks share ops of the list, each once."""
-    found = [group for item in listed if (group := item.lowered.op.shared_by()) is not None]
-    return list(dict.fromkeys(found)) if found else found
+    groups = dict.fromkeys([item.lowered.op.shared_by() for item in listed])
+    return [group for group in groups if group is not None]
 
 
 def with_sums(
@@ -91,12 +91,15 @@ class _Walk:
         x, bound = start, dict[str, Spread]()
         for place, item in enumerate(self._listed):
             self._place = place
-            op = item.lowered.op
+            op, low = item.lowered.op, item.lowered
             named = {argument: bound[name] for argument, name in item.names_in.items() if name in bound}
             shapes = {name: self._shapes[b.key] for name, b in item.lowered.bindings.items()}
             told = Told(self._group, start, named, shapes)
             self._check_gradients(item, x)
             summed = dict.fromkeys(op.summed(x, told), self._group)
+            own = op.of_rank(x, told)
+            if own is not op:
+                item = replace(item, lowered=replace(low, op=own))
             x_in, x = x, op.spread(x, told)
             bound.update(dict.fromkeys(item.names_out, x))
             share = None if not op.draws() or x_in in (WHOLE, GATHERED) else _share(x_in, self._group, item.share)

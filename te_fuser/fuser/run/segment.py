@@ -79,9 +79,9 @@ class Segment:
     promised: Graph | None = None
     joined: tuple[int, ...] = ()
     unrecorded: bool = False
+    sums: tuple[tuple[Group, tuple[int, ...]], ...] = ()
     distributed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     parts: tuple[tuple[int, int], ...] = ()
-    sums: tuple[tuple[Group, tuple[int, ...]], ...] = ()
 
     def left(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         """Places of parameters whose gradients ranks would add up, and leave to the engine that trains.
@@ -100,7 +100,7 @@ class Segment:
                 )
         return found
 
-    def added_up(self, given: tuple[Gradient, ...], left: frozenset[int]) -> tuple[Gradient, ...]:
+    def added_up(self, given: Sequence[Gradient], left: frozenset[int]) -> Sequence[Gradient]:
         """The gradients of what was handed in, those of which ranks have terms added up."""
         found = list(given)
         for group, all_places in self.sums:
@@ -108,7 +108,7 @@ class Segment:
             terms = [g for k in places if (g := given[k]) is not None]
             for k, gradient in zip(places, added_up(terms, group), strict=True):
                 found[k] = gradient
-        return tuple(found)
+        return found
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """All slots after the forward program."""
@@ -122,13 +122,18 @@ class Segment:
             found[place] = own_part(found[place], seen)
         return found
 
-    def as_they_lie(self, given: tuple[Gradient, ...], lying: Sequence[tuple[Any, torch.Size]]) -> tuple[Gradient, ...]:
-        """The gradients of what was handed in, those of DTensors as these lie."""
+    def given(self, ctx: Any, slots: list[Any]) -> Sequence[Gradient]:
+        """The gradients of what was handed in; those of DTensors as these lie."""
+        given: Sequence[Gradient] = self.take_gradients(slots)
+        if self.sums:
+            given = self.added_up(given, ctx.left)
+        if not self.distributed:
+            return given
         found = list(given)
-        for (place, _), (spec, shape) in zip(self.distributed, lying, strict=True):
+        for (place, _), (spec, shape) in zip(self.distributed, ctx.lying, strict=True):
             if (gradient := found[place]) is not None:
                 found[place] = as_gradient(gradient, spec, shape)
-        return tuple(found)
+        return found
 
     def results(self, slots: list[Any]) -> list[torch.Tensor]:
         """The outputs; ones that share storage become tensors of their own over it."""
@@ -207,11 +212,7 @@ class SegmentFunction(torch.autograd.Function):
                 watched.run(program, slots, may_overwrite, True, segment.promised)
         else:
             watched.run(program, slots, may_overwrite, True, segment.promised)
-        given = segment.take_gradients(slots)
-        if segment.sums:
-            given = segment.added_up(given, ctx.left)
-        if segment.distributed:
-            given = segment.as_they_lie(given, ctx.lying)
+        given = segment.given(ctx, slots)
         if segment.marked:
             given = tuple([None if g is not None and is_absent(g) else g for g in given])
         return (None, *given)
@@ -254,18 +255,13 @@ def build_segments(plan: Plan, loaded: Loaded) -> tuple[Segment, ...]:
     written = frozenset(parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if b.written)
     joined = {parameter_ref(k) for k, b in enumerate(plan.graph.parameters) if isinstance(b, JoinedBinding)}
     made = (_build(s, plan.x.device.type, loaded, written, joined, stops) for s in plan.segments)
-    return tuple(_of_ranks(segment, s, plan.graph) for segment, s in zip(made, plan.segments, strict=True))
+    return tuple(_among_ranks(m, s, plan.graph) for m, s in zip(made, plan.segments, strict=True))
 
 
-def _of_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
-    """The segment as one whose parameters lie on several ranks, or whose gradients these add up, where it is."""
+def _among_ranks(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
+    """The segment as one that is handed DTensors, or of whose gradients ranks have terms, where it is."""
     if graph.sums:
         made = replace(made, sums=_sums(graph, segment))
-    return _with_distributed(made, segment, graph) if any(graph.lies) else made
-
-
-def _with_distributed(made: Segment, segment: SegmentPlan, graph: Graph) -> Segment:
-    """The segment as one that is handed DTensors, where it is."""
     lies = {parameter_ref(k): (graph.parameter_specs[k].shape) for k, it in enumerate(graph.lies) if it is not None}
     refs = [ref for ref in segment.takes if ref in lies]
     if not refs:
