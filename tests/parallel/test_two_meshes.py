@@ -78,6 +78,9 @@ def test_training(kind: str, placed: str) -> None:
         train(twin, optimizers[1], range(step, step + 1))
         want = {name: p.grad for name, p in twin.named_parameters()}
         assert_same_gradients(whole({n: p.grad for n, p in model.named_parameters()}, twin), want, 1e-10)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, twin)]
+        assert isinstance(norms[0], DTensor)
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
     assert_same_gradients(parameters(model, twin), parameters(twin, twin), 1e-10)
 
 
