@@ -10,7 +10,9 @@ heads lie is in `attention_heads.py`, what is hidden in `attention_mask.py`, wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
 
 import torch
 
@@ -152,6 +154,8 @@ class DotProductAttention(OfHeads):
         scores: what else is done to the scores: soft cap, bias, ALiBi, sinks.
     """
 
+    # f() -> a context in which a library that draws by itself does so; None: PyTorch's generator as it is.
+    random_state: Callable[[], AbstractContextManager[Any]] | None = None
     reads = ("input", "logsumexp")
     emits = ("logsumexp",)
     wide_parameters = ("sink",)

@@ -8,6 +8,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -82,13 +83,31 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class RandomState:
+    """`with state():` draws from a tracker's random state of that name; None: its default."""
+
+    tracker: Callable[[], Any]
+    name: str | None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        tracker = self.tracker()
+        return tracker.fork() if self.name is None else tracker.fork(self.name)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def of(given: Any) -> RandomState | None:
+        """That of a preset's arguments, where they name a tracker."""
+        return given.get_rng_state_tracker and RandomState(given.get_rng_state_tracker, given.rng_tracker_name)
+
+
+@dataclass(frozen=True)
 class Common(Placed):
     """What presets with weights take, too.
 
     Attributes:
         init_method: called with a weight to fill it; None: normally distributed, mean 0 and standard deviation 0.023.
         output_layer_init_method: the same, for the last weight of a block.
-        get_rng_state_tracker: gives the tracker whose random state weights are filled from: `with tracker.fork():`.
+        get_rng_state_tracker: gives the tracker whose random state weights are filled from, and from which a library's
+            attention draws, but in a graph's capture: `with tracker.fork():`.
         rng_tracker_name: which of its states; None: the tracker's default.
         fuse_wgrad_accumulation: weights' gradients are added to their `main_grad`, see `te_fuser.ops.main_grad`.
     """

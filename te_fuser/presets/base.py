@@ -18,7 +18,17 @@ from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
 from te_fuser.ops.dtensor import filled
 from te_fuser.ops.gradient_sums import LEFT
-from te_fuser.presets.arguments import OPTIONS, Common, Fill, Placed, check_flag, default_device, signature_of, taken
+from te_fuser.presets.arguments import (
+    OPTIONS,
+    Common,
+    Fill,
+    Placed,
+    RandomState,
+    check_flag,
+    default_device,
+    signature_of,
+    taken,
+)
 from te_fuser.recipe.region import microbatch
 from te_fuser.sequential import Sequential
 from te_fuser.variants import Variants
@@ -223,11 +233,8 @@ class Preset(Together, Variants):
         self._settle()
 
     def _random_state(self, parameter: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        tracker = self.common.get_rng_state_tracker
-        if tracker is None or parameter.is_meta:
-            return contextlib.nullcontext()
-        name = self.common.rng_tracker_name
-        return tracker().fork() if name is None else tracker().fork(name)  # type: ignore[no-any-return]
+        state = RandomState.of(self.common)
+        return contextlib.nullcontext() if state is None or parameter.is_meta else state()
 
     def _settle(self) -> None:
         super()._settle()

@@ -11,7 +11,7 @@ import torch
 from te_fuser import ops
 from te_fuser.ops.attention_heads import PACKINGS
 from te_fuser.ops.checks import check_probability, finite_number
-from te_fuser.presets.arguments import Placed, check_flag, check_size
+from te_fuser.presets.arguments import Placed, RandomState, check_flag, check_size
 from te_fuser.presets.attention_call import LAYOUTS, Asking, AttentionCall, check_arguments
 from te_fuser.presets.base import Asked, Preset, cut, understands
 
@@ -134,6 +134,7 @@ class DotProductAttention(Preset):
             packing=packing if packed else self._apart(packing),
             scores=call.scores(self.common.softcap, softmax),
         )
+        op.random_state = RandomState.of(self.common)
         self.with_own_heads(op)
         yield ops.Bound(op, self, sink="softmax_offset") if softmax == "learned" else op
 

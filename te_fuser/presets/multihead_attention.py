@@ -158,7 +158,10 @@ class MultiheadAttention(Preset):
             self._project("qkv", {"query": queries, "key": keys, "value": keys})
         if said.qk_norm_type is not None and NORMS[said.qk_norm_type]:
             self.q_norm, self.k_norm = self._norm_of_heads(), self._norm_of_heads()
-        names = ("softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type")
+        names = (
+            "softmax_type", "window_size", "bottom_right_diagonal", "layer_number", "qkv_format", "attn_mask_type",
+            "get_rng_state_tracker", "rng_tracker_name",
+        )  # fmt: skip
         self.core_attention = DotProductAttention(
             self.num_attention_heads,
             self.channels,

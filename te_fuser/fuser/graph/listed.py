@@ -36,8 +36,8 @@ class ListedOp:
         names_in, names_out: argument -> the name it reads, and the names it gives to its output, qualified by path.
         casts: parameters that it reads in another dtype than their own.
         stream: the number of its random stream: its place in the list before anything was added to that.
-        summed: parameters of whose gradient each rank of a group has a term.
         share: what this rank has of its input, for what it draws; None: all.
+        summed: parameters of whose gradient each rank of a group has a term.
     """
 
     lowered: LoweredOp
@@ -47,8 +47,8 @@ class ListedOp:
     scope: str = ""
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     stream: int = -1
-    summed: Mapping[str, Group] = field(default_factory=dict)
     share: Share | None = None
+    summed: Mapping[str, Group] = field(default_factory=dict)
 
     def as_now(self, training: bool) -> ListedOp:
         """The same with a copy of the op that keeps the attributes of now, in this mode; plans are made of these.
