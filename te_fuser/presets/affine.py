@@ -116,21 +116,18 @@ class Affine(Preset):
         if isinstance(op, ops.Bound) and op.owner is self:
             own = op.op
             if isinstance(own, ops.MatMul) and "weight" in given:
-                product = self.product(own.in_features, own.out_features, own.overwrite_main_grad)
+                product = self.product_as(own, own.overwrite_main_grad)
                 return ops.Bound(product, self._call[0], weight="weight")
             if isinstance(own, ops.Bias) and "bias" in given:
-                return ops.Bound(ops.Bias(own.features, device="meta"), self._call[0], bias="bias")
+                return ops.Bound(self.bias_op(own.features).shared_as(own), self._call[0], bias="bias")
         return op
 
     def _ops(self) -> Iterator[torch.nn.Module]:
         if self.norm is not None:
             yield from self.norm.ops(self)
-        mode = self.parallel_mode
-        rows = self.share(self.out_features) if mode == "column" else self.out_features
-        columns = self.share(self.in_features) if mode == "row" else self.in_features
-        yield self._bound(self.product(columns, rows), "weight")
+        yield self._bound(self.product(self.in_features, self.out_features, self.parallel_mode), "weight")
         if self.use_bias and not self.return_bias:
-            yield self._bound(ops.Bias(rows, device="meta"), "bias")
+            yield self._bound(self.bias_op(self.out_features, self.parallel_mode), "bias")
 
     def _bound(self, op: ops.FusableOperation, name: str) -> ops.Bound:
         if self.skip_weight_param_allocation:
@@ -174,7 +171,8 @@ class Affine(Preset):
         instead = () if self.skip_weight_param_allocation else tuple(given)
         listed = self.variant(over=over, given=instead) if instead or over else self
         held = self._call[0].holding(**given) if given else None
-        finished = functools.partial(with_bias, bias=self._bias(given)) if self.return_bias else None
+        returned = self.returned(self._bias(given), self.parallel_mode) if self.return_bias else None
+        finished = functools.partial(with_bias, bias=returned) if self.return_bias else None
         call = self.with_outputs(call)
         return Asked(listed, inp, call, held, finished, is_first_microbatch=is_first_microbatch)
 
@@ -189,6 +187,10 @@ class Affine(Preset):
         if not self.use_bias:
             return None
         return given["bias"] if "bias" in given else self._whole("bias")
+
+    def returned_terms(self) -> tuple[str, ...]:
+        whole = self.sequence_parallel and self.tp_size > 1 and self.parallel_mode != "column"
+        return self.parts["bias"] if whole and self.return_bias and self.use_bias else ()
 
     def _given_tensors(self, weight: Any, bias: Any) -> dict[str, torch.Tensor]:
         given = {name: t for name, t in (("weight", weight), ("bias", bias)) if t is not None}

@@ -1,0 +1,265 @@
+"""Presets that two ranks share, against the same presets in one process, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import te_fuser
+from tests.parallel.cutting import assert_as_whole, fill, part
+from tests.parallel.ranks import WORLD, on_ranks
+from tests.twins import randomize, tensor
+
+F, FFN, HEADS, S, B = 16, 12, 4, 6, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset, what it is made with, and where its ends are cut."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ("x",)
+    mode: str = ""  # of a Linear
+
+
+GATED = {"activation": "swiglu"}
+GATES = {"fc1": (FFN, FFN)}
+MASKED = {"attention_dropout": 0.0}
+LAYER = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+GQA = {"num_gqa_groups": 2}
+QKV = {"qkv.": (F, F // 2, F // 2)}
+
+CASES: dict[str, Case] = {
+    "Linear column": Case("Linear", (F, 12), mode="column"),
+    "Linear row": Case("Linear", (F, 12), mode="row"),
+    "Linear in parts": Case(
+        "Linear", (F, 12), {"parameters_split": {"query": 8, "key": 4}}, {"output": (8, 4)}, mode="column"
+    ),
+    "LayerNormLinear": Case("LayerNormLinear", (F, 12), mode="column"),
+    "LayerNormMLP": Case("LayerNormMLP", (F, FFN)),
+    "LayerNormMLP swiglu": Case("LayerNormMLP", (F, FFN), {**GATED, "normalization": "RMSNorm"}, GATES),
+    "LayerNormMLP checkpoint": Case("LayerNormMLP", (F, FFN), {"checkpoint": True}),
+    "LayerNormMLP main_grad": Case("LayerNormMLP", (F, FFN), {"fuse_wgrad_accumulation": True}),
+    "MultiheadAttention": Case("MultiheadAttention", (F, HEADS), MASKED),
+    "MultiheadAttention GQA": Case("MultiheadAttention", (F, HEADS), {**MASKED, **GQA, "input_layernorm": True}),
+    "MultiheadAttention packed": Case("MultiheadAttention", (F, HEADS), {**MASKED, **GQA, "fuse_qkv_params": True}),
+    "MultiheadAttention blocked": Case(
+        "MultiheadAttention",
+        (F, HEADS),
+        {**MASKED, **GQA, "fuse_qkv_params": True, "qkv_weight_interleaved": False},
+        QKV,
+    ),
+    "MultiheadAttention sinks": Case("MultiheadAttention", (F, HEADS), {**MASKED, "softmax_type": "learnable"}),
+    "MultiheadAttention cross": Case(
+        "MultiheadAttention",
+        (F, HEADS),
+        {**MASKED, **GQA, "attention_type": "cross", "attn_mask_type": "no_mask"},
+        inputs=("x", "encoder_output"),
+    ),
+    **{
+        f"MultiheadAttention {norm}": Case("MultiheadAttention", (F, HEADS), {**MASKED, **GQA, "qk_norm_type": norm})
+        for norm in ("RMSNorm", "LayerNorm", "L2Normalization")
+    },
+    "MultiheadAttention cross RMSNorm": Case(
+        "MultiheadAttention",
+        (F, HEADS),
+        {**MASKED, "attention_type": "cross", "attn_mask_type": "no_mask", "qk_norm_type": "RMSNorm"},
+        inputs=("x", "encoder_output"),
+    ),
+    "TransformerLayer": Case("TransformerLayer", (F, FFN, HEADS), LAYER),
+    "TransformerLayer llama": Case(
+        "TransformerLayer",
+        (F, FFN, HEADS),
+        {**LAYER, **GATED, **GQA, "normalization": "RMSNorm", "bias": False},
+        GATES,
+    ),
+    "TransformerLayer dropout": Case("TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, **MASKED}),
+    "TransformerLayer attention dropout": Case(
+        "TransformerLayer", (F, FFN, HEADS), {"hidden_dropout": 0.3, "attention_dropout": 0.3, "drop_path_rate": 0.3}
+    ),
+    "TransformerLayer parallel": Case("TransformerLayer", (F, FFN, HEADS), {**LAYER, "parallel_attention_mlp": True}),
+    "TransformerLayer post norm": Case(
+        "TransformerLayer", (F, FFN, HEADS), {**LAYER, "apply_residual_connection_post_layernorm": True}
+    ),
+    "TransformerLayer output norm": Case("TransformerLayer", (F, FFN, HEADS), {**LAYER, "output_layernorm": True}),
+    "TransformerLayer decoder": Case(
+        "TransformerLayer", (F, FFN, HEADS), {**LAYER, "layer_type": "decoder"}, inputs=("x", "encoder_output")
+    ),
+    "TransformerLayer main_grad": Case(
+        "TransformerLayer", (F, FFN, HEADS), {**LAYER, "fuse_wgrad_accumulation": True, "fuse_qkv_params": True}
+    ),
+}
+
+
+def make(case: Case, **keywords: Any) -> Any:
+    given = {"params_dtype": torch.float64, "kernels": "reference", "device": "cpu", **case.keywords, **keywords}
+    made = getattr(te_fuser, case.kind)(*case.sizes, **given)
+    for p in made.parameters():
+        if p.dim() == 2 and given.get("fuse_wgrad_accumulation"):
+            p.main_grad = torch.zeros_like(p)
+    return made
+
+
+def pair(case: Case, sequence_parallel: bool, **keywords: Any) -> tuple[Any, Any]:
+    """The preset that the ranks share, and the whole one."""
+    whole = randomize(make(case, **keywords))
+    mode = {"parallel_mode": case.mode} if case.mode else {"set_parallel_mode": True}
+    cut = make(case, tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel, **mode, **keywords)
+    fill(cut, whole, case.blocks)
+    return cut, whole
+
+
+def ends(case: Case, rows: int | None) -> tuple[int | None, int | None]:
+    """Along which dimension input and output are cut."""
+    return {"column": (rows, -1), "row": (-1, rows)}.get(case.mode, (rows, rows))
+
+
+def inputs(case: Case) -> dict[str, torch.Tensor]:
+    return {name: tensor(S, B, F, grad=False, seed=k) for k, name in enumerate(case.inputs)}
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks
+def test_as_the_whole(name: str) -> None:
+    case = CASES[name]
+    cut, whole = pair(case, False)
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, None))
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks
+def test_with_a_sequence_that_ranks_cut(name: str) -> None:
+    case = CASES[name]
+    cut, whole = pair(case, True)
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 0))
+
+
+DROPPING = {
+    "MultiheadAttention": Case("MultiheadAttention", (F, HEADS), {"attention_dropout": 0.3}),
+    "MultiheadAttention GQA": Case("MultiheadAttention", (F, HEADS), {"attention_dropout": 0.3, **GQA}),
+    "TransformerLayer": Case(
+        "TransformerLayer",
+        (F, FFN, HEADS),
+        {"attention_dropout": 0.2, "hidden_dropout": 0.3, "drop_path_rate": 0.2, **GATED, **GQA},
+        GATES,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["whole", "sbhd", "bshd"])
+@pytest.mark.parametrize("name", DROPPING)
+@on_ranks
+def test_dropout(name: str, way: str) -> None:
+    """Ranks drop what one process drops: of their rows, and of their heads."""
+    case, first = DROPPING[name], way == "bshd"
+    layout = {FORMATS.get(name, "qkv_format"): "bshd"} if first else {}
+    cut, whole = pair(case, way != "whole", **layout)
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, {"whole": None, "sbhd": 0, "bshd": 1}[way]))
+
+
+FORMATS = {"MultiheadAttention GQA": "qkv_format", "TransformerLayer": "attn_input_format"}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@on_ranks
+def test_batch_first(name: str, sequence_parallel: bool) -> None:
+    """The sequence is the second dimension."""
+    case = CASES[name]
+    cut, whole = pair(case, sequence_parallel, **{FORMATS[name]: "bshd"})
+    assert_as_whole(cut, whole, inputs(case), case.blocks, ends(case, 1 if sequence_parallel else None))
+
+
+@on_ranks
+def test_attention_alone() -> None:
+    """Its heads are those of this rank."""
+    case = Case("DotProductAttention", (HEADS, 4), {"num_gqa_groups": 2, "softmax_type": "learnable"})
+    whole = randomize(make(case))
+    cut = make(case, tp_group=dist.group.WORLD)
+    fill(cut, whole, {})
+    names = ("x", "key_layer", "value_layer")
+    given = {name: tensor(S, B, n * 4, grad=False, seed=n) for name, n in zip(names, (HEADS, 2, 2), strict=True)}
+    assert_as_whole(cut, whole, given, {}, (-1, -1))
+
+
+@on_ranks
+def test_a_group_that_comes_later() -> None:
+    """All parts get it; lists around and variants follow."""
+    case = CASES["TransformerLayer"]
+    _, whole = pair(case, True)
+    cut = make(case, tp_size=WORLD, sequence_parallel=True, set_parallel_mode=True)
+    fill(cut, whole, case.blocks)
+    around = te_fuser.Sequential(cut, kernels="reference")
+    for model in (cut, around):
+        with pytest.raises(RuntimeError, match="tp_size=2 takes a group"):
+            model(tensor(S // WORLD, B, F))
+    cut.set_tensor_parallel_group(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))["tp"])
+    for model in (cut, around, pickle.loads(pickle.dumps(cut)), copy.deepcopy(cut)):
+        assert_as_whole(model, whole if model is not around else te_fuser.Sequential(whole), inputs(case), {}, (0, 0))
+    assert "tp" in repr(cut) and cut.tp_group.size() == WORLD
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks
+def test_what_a_norm_gives_is_returned(sequence_parallel: bool) -> None:
+    """As this rank has it."""
+    case = CASES["LayerNormMLP"]
+    cut, whole = pair(case, sequence_parallel, return_layernorm_output=True)
+    rows = 0 if sequence_parallel else None
+    assert_as_whole(Joined(cut), Joined(whole), inputs(case), case.blocks, (rows, rows))
+
+
+class Joined(torch.nn.Module):
+    """Both results of a call, side by side."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.inner(x), -1)
+
+
+@on_ranks
+def test_refusals() -> None:
+    """On all ranks, before anything is sent."""
+    group = dist.group.WORLD
+    for kind, sizes, words in (
+        ("LayerNormMLP", (F, 5), "ffn_hidden_size=5 cannot be cut into 2 equal parts"),
+        ("MultiheadAttention", (F * 3, 3), "num_attention_heads=3 cannot be cut into 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(Case(kind, sizes), tp_group=group, set_parallel_mode=True)
+    with pytest.raises(ValueError, match="num_gqa_groups=1 cannot be cut into 2"):
+        make(Case("MultiheadAttention", (F, HEADS), {"num_gqa_groups": 1}), tp_group=group, set_parallel_mode=True)
+    with pytest.raises(ValueError, match="tp_size=4, but tp_group has 2 ranks"):
+        make(CASES["LayerNormMLP"], tp_group=group, tp_size=4)
+    product, _ = pair(CASES["Linear row"], True)
+    with pytest.raises(ValueError, match=r"dimension 0 of an input of shape \[3, 4, 12\] cannot be cut into 2 equal"):
+        product(tensor(3, B, F // 2))
+    attention = make(CASES["MultiheadAttention"], tp_group=group, set_parallel_mode=True)
+    with pytest.raises(ValueError, match="slopes are those of all heads"):
+        attention(tensor(S, B, F), core_attention_bias_type="alibi")
+
+
+@on_ranks
+def test_under_autocast() -> None:
+    """What is gathered is cast before."""
+    case = CASES["LayerNormMLP"]
+    cut, whole = (m.float() for m in pair(case, True))
+    x = tensor(S, B, F, dtype=torch.float32, grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        names = [n.op.kind.__name__ for n in cut.plan(part(x, 0)).graph.nodes]
+        torch.testing.assert_close(cut(part(x, 0)), part(whole(x), 0), rtol=0.05, atol=0.05)
+    assert names.index("Cast") < names.index("AllGather")
