@@ -108,6 +108,14 @@ def test_one_rank_may_look() -> None:
 
 
 @on_ranks
+def test_all_ranks_may_measure() -> None:
+    """Each times its own steps, in as many runs as the others."""
+    m, x = model(), tensor(4, FEATURES)
+    assert "AllGather" in str(m.explain(x, measure=True))
+    assert m(x).shape == (4 * WORLD, 4)
+
+
+@on_ranks
 def test_a_rank_that_does_not_come() -> None:
     m = model()
     with mock.patch.object(lockstep, "PATIENCE", 0.2):
