@@ -92,11 +92,14 @@ class Body:
     Attributes:
         plain: whether it makes memory of its own, keeps nothing of what it reads, and runs on the current stream alone.
         describe: says what it runs by, as explain() shows it; nothing while that is not known.
+        transposed: of a backward that is one step, the gradients that it can give transposed beside their rows. Where
+            "input" is read so, `m.needs("input.transposed")`, and it gives that too, by this name.
     """
 
     function: Callable[..., Any]
     plain: bool = False
     describe: Callable[[], str] | None = field(default=None, compare=False)
+    transposed: tuple[str, ...] = ()
 
 
 class MatchedOp:

@@ -3,6 +3,7 @@
 y = (a scale_a) (b scale_b)^T for a [..., K] and b [N, K], one of them in float8_e4m3fn, the other in that or in
 float8_e5m2, K a multiple of 16: both lie along what is summed, as Hopper's matrix units take them. So all three
 products of a layer are this one: y of x and W, dx of dy and W^T, dW of dy^T and x^T, where transposed ones are at hand.
+Compute capability 10 takes them as they lie (`takes_any_layout`).
 Scales are float32 [], what 8 bits are multiplied by (`QuantizedTensor.scale_inverse`), read on the device at each run.
 """
 
@@ -15,10 +16,14 @@ import torch
 from te_fuser import _native
 from te_fuser.config import config
 from te_fuser.dtypes import FLOAT8, text_of
-from te_fuser.kernels.cublaslt.products import DTYPES, obstacle
+from te_fuser.kernels.cublaslt.products import DTYPES, obstacle, version
 from te_fuser.ops.quantized_matmul import STEP, product
 
 FIRST = (8, 9)  # the first compute capability with products of 8 bits
+BLOCKS = (9, 0)  # that whose products take a scale for each block of 128 numbers
+BLOCKS_SINCE = 120900  # cuBLASLt's version
+_ANY_LAYOUT = 10  # the compute capability, whatever its minor number, whose products take factors as they lie
+ALONG = (False, True)  # a [m, k] and b [n, k]: both lie along what is summed
 
 # What is added before the one rounding: nothing, a bias [N] in the output's dtype, or what the output holds.
 KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "onto": {"add": "out"}}
@@ -26,12 +31,20 @@ KINDS: dict[str, dict[str, str]] = {"plain": {}, "bias": {"epilogue": "bias"}, "
 
 @functools.cache
 def configured(
-    kind: str, a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, fast: bool
+    kind: str,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    fast: bool,
+    transposes: tuple[bool, bool] = ALONG,
+    scales: tuple[str, str] = ("one", "one"),
 ) -> _native.CudaMatmul:
     """The native product of that kind; one for the process.
 
     Args:
         fast: sums in fewer bits than float32 has, as forward may have them.
+        transposes: whether a comes as [k, m], and b as [n, k].
+        scales: of a and b, as the native type has them.
 
     Raises:
         KeyError: when there is no such kind.
@@ -41,9 +54,12 @@ def configured(
         f"quantized_matmul_{kind}",
         text_of(a_dtype),
         b_dtype=text_of(b_dtype),
-        transpose_b=True,
+        transpose_a=transposes[0],
+        transpose_b=transposes[1],
         out_dtype=text_of(out_dtype),
         fast_accumulation=fast,
+        scales_a=scales[0],
+        scales_b=scales[1],
         on_empty=functools.partial(_write_empty, kind),
         **KINDS[kind],  # type: ignore[arg-type]
     )
@@ -65,22 +81,48 @@ def _write_empty(
         out += b
 
 
-def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None) -> str | None:
-    """Why a device has no products of 8 bits, in words; None where it has.
+def takes_any_layout(device: torch.device, capability: tuple[int, int] | None = None) -> bool:
+    """Whether a device's products of 8 bits take factors as they lie, and not along what is summed alone.
 
     Args:
         capability: the compute capability of a GPU that is not at hand.
     """
     if device.type != "cuda":
+        return False
+    return (capability or torch.cuda.get_device_capability(device))[0] == _ANY_LAYOUT
+
+
+def obstacle_on(device: torch.device, capability: tuple[int, int] | None = None, scales: str = "tensor") -> str | None:
+    """Why a device has no products of 8 bits, in words; None where it has.
+
+    Args:
+        capability: the compute capability of a GPU that is not at hand.
+        scales: what has one scale: a "tensor", a "block" of 128 numbers, or one of 32, "mx".
+    """
+    if device.type != "cuda":
         return f"cuBLASLt runs on cuda, the input is on {device.type}"
     at_hand = capability is None
     capability = capability or torch.cuda.get_device_capability(device)
+    has = ".".join(map(str, capability))
     if capability < FIRST:
-        return f"products of 8 bits take compute capability 8.9, this GPU has {'.'.join(map(str, capability))}"
-    return obstacle() if at_hand else None
+        return f"products of 8 bits take compute capability 8.9, this GPU has {has}"
+    if scales == "mx":
+        return "products with a scale for each 32 numbers are emulated alone"
+    if scales == "block" and capability != BLOCKS:
+        return f"products with a scale for each block of 128 numbers take compute capability 9.0, this GPU has {has}"
+    return _obstacle(scales) if at_hand else None
 
 
-def check_machine(device: torch.device) -> None:
+def _obstacle(scales: str) -> str | None:
+    """Why cuBLASLt cannot be used here."""
+    why, found = obstacle(), version()
+    if why is None and scales == "block" and found is not None and found < BLOCKS_SINCE:
+        has = f"{found // 10000}.{found // 100 % 100}"
+        return f"products with a scale for each block of 128 numbers take cuBLAS 12.9, this PyTorch has {has}"
+    return why
+
+
+def check_machine(device: torch.device, scales: str = "tensor") -> None:
     """Refuse FP8 on a GPU that would emulate it, unless `te_fuser.config.emulate_fp8` says that it may.
 
     Raises:
@@ -88,7 +130,7 @@ def check_machine(device: torch.device) -> None:
     """
     if device.type != "cuda" or config.emulate_fp8:
         return
-    why = obstacle_on(device)
+    why = obstacle_on(device, scales=scales)
     if why is not None:
         raise RuntimeError(
             f"FP8 on {device}: {why}; leave the region out here, or set te_fuser.config.emulate_fp8 = True to have it "
@@ -104,15 +146,24 @@ def refusal(
     device: torch.device,
     kind: str = "plain",
     fast: bool = False,
+    transposes: tuple[bool, bool] = ALONG,
+    scales: tuple[str, str] = ("one", "one"),
 ) -> str | None:
-    """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can."""
+    """Why cuBLASLt cannot run y [m, n] of a [m, k] and b [n, k], sizes (m, n, k), on a device; None if it can.
+
+    Args:
+        transposes: as of `configured`.
+    """
     why = obstacle()
     if why is not None:
         return why
-    if sizes[2] % STEP:
-        return f"rows of {sizes[2]} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
+    m, n, k = sizes
+    rows = (m if transposes[0] else k, k if transposes[1] else n)
+    uneven = next((row for row in rows if row % STEP), None)
+    if uneven is not None:
+        return f"rows of {uneven} numbers of 8 bits: cuBLASLt takes multiples of {STEP}"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return configured(kind, a_dtype, b_dtype, out_dtype, fast).refusal(*sizes, index)
+    return configured(kind, a_dtype, b_dtype, out_dtype, fast, transposes, scales).refusal(*sizes, index)
 
 
 def multiply(
