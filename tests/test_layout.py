@@ -133,6 +133,7 @@ OP_HELPERS = {
     "joined",
     "main_grad",
     "parameters",
+    "own_scales",
     "products",
     "rows",
     "scales",

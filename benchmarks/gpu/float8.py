@@ -3,6 +3,7 @@
 python -m benchmarks.gpu.float8               # about a minute; prints a table, and what runs beside the products
 python -m benchmarks.gpu.float8 --only layer  # cases whose names have this in them
 python -m benchmarks.gpu.float8 --quick       # shorter rounds
+python -m benchmarks.gpu.float8 --recipes current,blocks  # other recipes than delayed scaling
 python -m benchmarks.gpu.float8 --json FILE   # also writes a record
 
 Both take turns in long blocks. "over its products": from the first kernel's begin to the last one's end, over what the
@@ -11,7 +12,8 @@ products and attention of that run take. `--toy` tries the command on a CPU, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,13 +25,18 @@ import te_fuser as te
 from benchmarks import models
 from benchmarks.common import command_parser, write_record
 from benchmarks.gpu.contest.measure import QUICK, SHORT, TRIAL, Card, Effort, Trace, contest, kind_of, traced
-from te_fuser.recipe import DelayedScaling
+from te_fuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 CASES: dict[str, models.Builder] = {
     "layer, dropout 0.1": models.gpt(0.1),
     "layer": models.gpt(0.0),
     "mlp, LayerNorm, GELU": models.mlp,
     "mlp, RMSNorm, SwiGLU": models.gated_mlp,
+}
+RECIPES: dict[str, Recipe] = {
+    "fp8": DelayedScaling(amax_history_len=16),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
 }
 _SHOWN = 12  # kernels beside the products
 
@@ -50,28 +57,32 @@ class Line:
     beside: list[tuple[str, float, float]] = field(default_factory=list)
 
 
-def steps_of(build: models.Builder, tokens: int, hidden: int, device: torch.device) -> dict[str, Callable[[], object]]:
+def steps_of(
+    build: models.Builder, tokens: int, hidden: int, device: torch.device, recipes: Sequence[str]
+) -> dict[str, Callable[[], object]]:
     """A forward and a backward, by each way, of one model."""
     pair = build(tokens, hidden)
     model = pair.fused.to(device, torch.bfloat16)
     x = torch.randn(pair.shape, device=device, dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn_like(model(x))
-    recipe = DelayedScaling(amax_history_len=16)
 
-    def step(enabled: bool) -> None:
+    def step(recipe: Recipe | None) -> None:
         x.grad = None
         for p in model.parameters():
             p.grad = None
-        with te.fp8_autocast(enabled=enabled, fp8_recipe=recipe):
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
             y = model(x)
         y.backward(dy)
 
-    return {"bfloat16": lambda: step(False), "fp8": lambda: step(True)}
+    ways = {name: functools.partial(step, RECIPES[name]) for name in recipes}
+    return {"bfloat16": lambda: step(None), **ways}
 
 
-def measured(name: str, build: models.Builder, tokens: int, hidden: int, card: Card, effort: Effort) -> Iterator[Line]:
-    """Both ways of a case."""
-    steps = steps_of(build, tokens, hidden, card.device)
+def measured(
+    name: str, build: models.Builder, tokens: int, hidden: int, card: Card, effort: Effort, recipes: Sequence[str]
+) -> Iterator[Line]:
+    """All ways of a case."""
+    steps = steps_of(build, tokens, hidden, card.device, recipes)
     results = contest(steps, effort, card)
     for way, result in results.items():
         trace = traced(steps[way], card)
@@ -93,6 +104,7 @@ def main() -> None:
     parser = command_parser("benchmarks.gpu.float8", __doc__)
     parser.add_argument("--only", default="", help="cases whose names have this in them")
     parser.add_argument("--quick", action="store_true", help="shorter rounds")
+    parser.add_argument("--recipes", default="fp8", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU: does it run at all")
     parser.add_argument("--json", type=Path, help="write a record, too")
     chosen = parser.parse_args()
@@ -101,7 +113,7 @@ def main() -> None:
     card, console, lines = Card(torch.device(device)), Console(width=160), []
     for name, build in CASES.items():
         if chosen.only in name:
-            lines += measured(name, build, tokens, hidden, card, effort)
+            lines += measured(name, build, tokens, hidden, card, effort, chosen.recipes.split(","))
     table = Table(
         "case", "way", "ms", "of bfloat16", "kernels", "products ms", "attention ms", "rest ms", "over its products"
     )

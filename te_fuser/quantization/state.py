@@ -28,6 +28,7 @@ _PRODUCTS = 256  # of a block
 _INDICES_KEPT = 16
 lock = threading.RLock()
 _blocks: list[Block] = []
+_asked = [False]
 
 
 class Block:
@@ -276,9 +277,15 @@ def state_of(weight: FusableOperation | Binding) -> State:
         return found
     owner, name = _named(weight)
     with lock:
+        _asked[0] = True
         _hook(owner)
         made: State = owner.__dict__.setdefault(STATES, States()).setdefault(name, State(owner, name))
     return made
+
+
+def has_been_asked() -> bool:
+    """Whether the state of any product was asked for."""
+    return _asked[0]
 
 
 def known_state_of(weight: FusableOperation | Binding) -> State | None:
