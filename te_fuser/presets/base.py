@@ -16,6 +16,7 @@ from te_fuser import ops
 from te_fuser.checkpointing import checkpoint
 from te_fuser.flatten import Group, GroupRun
 from te_fuser.ops import FusableOperation, Together
+from te_fuser.ops.dtensor import filled
 from te_fuser.ops.gradient_sums import LEFT, with_sum
 from te_fuser.presets.arguments import (
     OPTIONS,
@@ -244,7 +245,7 @@ class Preset(Together, Variants):
             with torch.no_grad():
                 if callable(declared.fill):
                     with self._random_state(parameter):
-                        declared.fill(parameter)
+                        filled(self, name, declared.fill)
                 else:
                     parameter.fill_(declared.fill)
         self._settle()
