@@ -212,6 +212,15 @@ class State:
         self.block, self.row = free, free.add(self, self.block, self.row)
         self.amaxes.update(zip(ROLES, free.amaxes[self.row].unbind(), strict=True))
 
+    @property
+    def noted(self) -> tuple[Recipe | None, bool, int]:
+        """What calls have noted: `recipe`, `is_in_region` and `entry`."""
+        return self.recipe, self.is_in_region, self.entry
+
+    @noted.setter
+    def noted(self, value: tuple[Recipe | None, bool, int]) -> None:
+        self.recipe, self.is_in_region, self.entry = value
+
     def runs_by(self, recipe: Recipe) -> bool:
         """Note by which recipe a call runs now; False where it ran by another one in the same region."""
         if region.recomputing():  # which was noted when it ran first

@@ -173,6 +173,27 @@ def test_checkpoints_load_strictly_with_state_and_without() -> None:
     assert plain.load_state_dict(of_plain, strict=True, assign=True) == ([], [])
 
 
+@pytest.mark.parametrize("left", ["fp8_scale", "fp8_amax_history"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_half_of_a_state_is_refused(left: str, strict: bool) -> None:
+    model, plain = trained(), te.Sequential(ops.Linear(16, 32), ops.GELU(), ops.MatMul(32, 16))
+    half = {name: t for name, t in model.state_dict().items() if not name.endswith(left)}
+    for m in (plain, model):
+        with pytest.raises(
+            RuntimeError, match=f"of MatMul comes without {left}: the scales of a product and the amaxes"
+        ):
+            m.load_state_dict(half, strict=strict)
+    assert not dict(plain.named_buffers())
+
+
+def test_buffers_of_ones_own_that_are_called_so_load_as_ever() -> None:
+    model = te.Sequential(torch.nn.Linear(16, 16), ops.Linear(16, 16))
+    model[0].register_buffer("fp8_scale", torch.zeros(3))
+    saved = {name: torch.ones_like(t) for name, t in model.state_dict().items()}
+    model.load_state_dict(saved)
+    assert torch.equal(model[0].fp8_scale, torch.ones(3))
+
+
 def test_a_checkpoint_counts_for_the_next_call_of_a_model_that_ran() -> None:
     one, other = trained(steps=2), trained(steps=2)
     trained(steps=3, model=other)
